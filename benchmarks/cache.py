@@ -1,0 +1,80 @@
+"""What a hit in the kernel cache costs: medians on this machine, printed.
+
+    python benchmarks/cache.py [--entries 200] [--source-bytes 30000] [--repeat 300]
+
+Measured here, on the CPU that runs it; nothing is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nmm_compiler.cache.key import Key
+from nmm_compiler.cache.store import Store
+
+
+def key_of(number: int) -> Key:
+    spec = {"m": number, "k": 2048, "r": 1280, "n": 8192, "dtype": "bfloat16", "bias": False}
+    versions = {"package": "0.1.0", "nki": "0.6", "template": "f" * 64, "codegen": "e" * 64}
+    return Key.make({"family": "lowrank", "spec": spec, "target": "trn2", **versions})
+
+
+def median_us(action: Callable[[int], object], repeat: int) -> float:
+    """Return the median time of `action(i)` in microseconds."""
+    times = []
+    for i in range(repeat):
+        start = time.perf_counter()
+        action(i)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--entries", type=int, default=200)
+    parser.add_argument("--source-bytes", type=int, default=30_000)
+    parser.add_argument("--repeat", type=int, default=300)
+    given = parser.parse_args()
+    line = "    nisa.nc_matmul(dst=psum, stationary=u_tile, moving=x_tile)\n"
+    source = line * (given.source_bytes // len(line) + 1)
+    meta = {"schedule": {"tile": [128, 512]}, "profile": {"latency_us": 12.5}}
+    keys = [key_of(i) for i in range(given.entries)]
+    with tempfile.TemporaryDirectory(prefix="nmm-bench-") as folder:
+        directory = Path(folder) / "cache"
+        writer = Store(directory)
+
+        def publish(i: int) -> object:
+            return writer.get_or_build(keys[i], lambda: {"kernel.py": source}, meta)
+
+        def from_disk(i: int) -> object:
+            warm._memory.drop()
+            entry = warm.get(keys[i % len(keys)])
+            assert entry is not None
+            return entry
+
+        def from_memory(i: int) -> object:
+            entry = warm.get(keys[0])
+            assert entry is not None
+            return entry
+
+        rows = [("publish (write, fsync, rename)", median_us(publish, len(keys)), "")]
+        warm = Store(directory)
+        rows.append(("hit on disk, sha256 verified", median_us(from_disk, given.repeat), "2000"))
+        rows.append(("hit in memory, files looked at", median_us(from_memory, 10_000), "20"))
+        rows.append(("miss", median_us(lambda i: warm.get(key_of(-1 - i)), given.repeat), ""))
+        rows.append(("make a key", median_us(lambda i: key_of(i).digest, given.repeat), ""))
+        rows.append((f"list {len(keys)} entries", median_us(lambda _: warm.list(), 5), ""))
+        miss = key_of(-1)
+        rows.append((f"explain among {len(keys)}", median_us(lambda _: warm.explain(miss), 5), ""))
+    print(f"{'measured, median':40}{'us':>12}{'goal us':>10}")
+    for name, value, goal in rows:
+        print(f"{name:40}{value:12.1f}{goal:>10}")
+
+
+if __name__ == "__main__":
+    main()

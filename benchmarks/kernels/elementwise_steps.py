@@ -1,0 +1,65 @@
+"""Adding two vectors, and transposing a matrix, in tiles of a chosen size.
+
+Written from the descriptions of public measurements, to predict them: the smaller the tiles, the
+more the time is that of issuing DMAs.
+"""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+P = 128
+
+
+@nki.jit
+def add_tiles(a, b, rows, columns):
+    """Return a + b for 2-D arrays, one rows x columns tile at a time (three DMAs each)."""
+    height, width = a.shape
+    result = nl.ndarray((height, width), dtype=a.dtype, buffer=nl.shared_hbm)
+    for row in range(0, height, rows):
+        for column in range(0, width, columns):
+            left = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
+            right = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
+            total = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=left, src=a[row : row + rows, column : column + columns])
+            nisa.dma_copy(dst=right, src=b[row : row + rows, column : column + columns])
+            nisa.tensor_tensor(dst=total, data1=left, data2=right, op=nl.add)
+            nisa.dma_copy(dst=result[row : row + rows, column : column + columns], src=total)
+    return result
+
+
+@nki.jit
+def copy_tiles(a, columns):
+    """Copy a 128-row array through SBUF, `columns` at a time, over all descriptor modes."""
+    rows, width = a.shape
+    result = nl.ndarray((rows, width), dtype=a.dtype, buffer=nl.shared_hbm)
+    modes = (
+        nisa.dge_mode.none,
+        nisa.dge_mode.swdge,
+        nisa.dge_mode.hwdge,
+        nisa.dge_mode.unknown,
+    )
+    for tile in range(width // columns):
+        column = tile * columns
+        mode = modes[tile % 4]
+        held = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=held, src=a[:, column : column + columns], dge_mode=mode)
+        nisa.dma_copy(dst=result[:, column : column + columns], src=held, dge_mode=mode)
+    return result
+
+
+@nki.jit
+def transpose_tiles(a):
+    """Transpose a matrix in 128 x 128 tiles on TensorE."""
+    height, width = a.shape
+    result = nl.ndarray((width, height), dtype=a.dtype, buffer=nl.shared_hbm)
+    for row in range(0, height, P):
+        for column in range(0, width, P):
+            tile = nl.ndarray((P, P), dtype=a.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=tile, src=a[row : row + P, column : column + P])
+            turned = nl.ndarray((P, P), dtype=a.dtype, buffer=nl.psum)
+            nisa.nc_transpose(dst=turned, data=tile)
+            out = nl.ndarray((P, P), dtype=a.dtype, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=out, src=turned)
+            nisa.dma_copy(dst=result[column : column + P, row : row + P], src=out)
+    return result

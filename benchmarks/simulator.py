@@ -1,0 +1,205 @@
+"""How fast the simulator is, on three kernels, on one core (process time, best of three).
+
+Timing mode: instructions per second of simulation and timing pass together; no data.
+Functional mode: its time over NumPy's for the same float32 matrix products.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from nmm_compiler.simulator.run import ArraySpec, simulate
+
+TILED = """\
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def tiled(lhsT, rhs):
+    k, m = lhsT.shape
+    n = rhs.shape[1]
+    result = nl.ndarray((m, n), lhsT.dtype, buffer=nl.shared_hbm)
+    for i in range(m // 128):
+        for j in range(n // 512):
+            acc = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
+            for l in range(k // 128):
+                a = nl.ndarray((128, 128), lhsT.dtype, buffer=nl.sbuf)
+                b = nl.ndarray((128, 512), rhs.dtype, buffer=nl.sbuf)
+                rows = nl.ds(l * 128, 128)
+                nisa.dma_copy(dst=a, src=lhsT[rows, i * 128:(i + 1) * 128])
+                nisa.dma_copy(dst=b, src=rhs[rows, j * 512:(j + 1) * 512])
+                nisa.nc_matmul(dst=acc, stationary=a, moving=b)
+            out = nl.ndarray((128, 512), lhsT.dtype, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=out, src=acc)
+            nisa.dma_copy(dst=result[i * 128:(i + 1) * 128, j * 512:(j + 1) * 512], src=out)
+    return result
+"""
+
+LOW_RANK = """\
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def low_rank(xT, u, v):
+    k, m = xT.shape
+    r, n = v.shape
+    result = nl.ndarray((m, n), xT.dtype, buffer=nl.shared_hbm)
+    factor = []
+    for j in range(k // 128):
+        tile = nl.ndarray((128, r), u.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=u[j * 128:(j + 1) * 128, :])
+        factor.append(tile)
+    for i in range(m // 512):
+        middle = []
+        x = []
+        for j in range(k // 128):
+            tile = nl.ndarray((128, 512), xT.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=tile, src=xT[j * 128:(j + 1) * 128, i * 512:(i + 1) * 512])
+            x.append(tile)
+        for s in range(r // 128):
+            acc = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
+            for j in range(k // 128):
+                nisa.nc_matmul(dst=acc, stationary=factor[j][:, s * 128:(s + 1) * 128],
+                               moving=x[j])
+            p = nl.ndarray((128, 512), xT.dtype, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=p, src=acc, engine=nisa.engine.vector)
+            middle.append(p)
+        for c in range(n // 512):
+            w = []
+            for s in range(r // 128):
+                tile = nl.ndarray((128, 512), v.dtype, buffer=nl.sbuf)
+                nisa.dma_copy(dst=tile, src=v[s * 128:(s + 1) * 128, c * 512:(c + 1) * 512])
+                w.append(tile)
+            for t in range(4):
+                acc = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
+                for s in range(r // 128):
+                    nisa.nc_matmul(dst=acc, stationary=middle[s][:, t * 128:(t + 1) * 128],
+                                   moving=w[s])
+                out = nl.ndarray((128, 512), xT.dtype, buffer=nl.sbuf)
+                nisa.activation(dst=out, op=nl.copy, data=acc)
+                row = i * 512 + t * 128
+                nisa.dma_copy(dst=result[row:row + 128, c * 512:(c + 1) * 512], src=out)
+    return result
+"""
+
+SOFTMAX = """\
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def scores(qT, kT):
+    d, m = qT.shape
+    n = kT.shape[1]
+    result = nl.ndarray((m, n), nl.float32, buffer=nl.shared_hbm)
+    keys = nl.ndarray((d, n), kT.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=keys, src=kT)
+    for i in range(m // 128):
+        q = nl.ndarray((d, 128), qT.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=q, src=qT[:, i * 128:(i + 1) * 128])
+        row = nl.ndarray((128, n), nl.float32, buffer=nl.sbuf)
+        for j in range(n // 512):
+            acc = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
+            nisa.nc_matmul(dst=acc, stationary=q, moving=keys[:, j * 512:(j + 1) * 512])
+            nisa.tensor_copy(dst=row[:, j * 512:(j + 1) * 512], src=acc)
+        top = nl.ndarray((128, 1), nl.float32, buffer=nl.sbuf)
+        total = nl.ndarray((128, 1), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=top, op=nl.maximum, data=row, axis=1, negate=True)
+        nisa.activation(dst=row, op=nl.exp, data=row, bias=top, reduce_op=nl.add,
+                        reduce_res=total, reduce_cmd=nisa.reduce_cmd.reset_reduce)
+        nisa.reciprocal(dst=total, data=total)
+        nisa.tensor_scalar(dst=row, data=row, op0=nl.multiply, operand0=total)
+        nisa.dma_copy(dst=result[i * 128:(i + 1) * 128, :], src=row)
+    return result
+"""
+
+
+def products_tiled(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.asarray(a.T @ b)
+
+
+def products_low_rank(x: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return np.asarray((x.T @ u) @ v)
+
+
+def softmax(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    scores = q.T @ k
+    powers = np.exp(scores - scores.max(1, keepdims=True))
+    return np.asarray(powers / powers.sum(1, keepdims=True))
+
+
+KERNELS: list[tuple[str, str, Any, list[tuple[int, int]], list[tuple[int, int]]]] = [
+    ("tiled matmul", TILED, products_tiled, [(1024, 1024), (1024, 2048)],
+     [(4096, 2048), (4096, 4096)]),
+    ("low rank", LOW_RANK, products_low_rank, [(1024, 1024), (1024, 512), (512, 2048)],
+     [(4096, 4096), (4096, 1024), (1024, 8192)]),
+    ("softmax scores", SOFTMAX, softmax, [(128, 2048), (128, 2048)], [(128, 16384), (128, 8192)]),
+]  # fmt: skip
+
+
+def best(function: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+    """Return (least process time, last result)."""
+    least, result = float("inf"), None
+    for _ in range(times):
+        start = time.process_time()
+        result = function()
+        least = min(least, time.process_time() - start)
+    return least, result
+
+
+def main() -> None:
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    if any(os.environ.get(name) != "1" for name in one):  # BLAS reads them when it is loaded
+        raise SystemExit(subprocess.call([sys.executable, *sys.argv], env={**os.environ, **one}))
+    table = Table(title="Simulator speed, one core, process time")
+    for column in (
+        "kernel", "instructions", "timing mode, instr/s", "of it the run", "functional, ms",
+        "NumPy float32, ms", "ratio",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text, reference, small, large in KERNELS:
+            path = Path(folder) / f"{name.replace(' ', '_')}.py"
+            path.write_text(text)
+            specs = [ArraySpec(shape, "bfloat16") for shape in large]
+            seconds, result = best(lambda p=path, s=specs: simulate(p, *s, mode="timing"))
+            count = len(result.trace.instructions)
+            from nmm_compiler.simulator.profile import profile_trace
+            from nmm_compiler.targets import get
+
+            pass_seconds, _ = best(lambda r=result: profile_trace(r.trace, get("trn2")))
+            r = np.random.default_rng(0)
+            arrays = [
+                r.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
+                for shape in small
+            ]
+            wide = [a.astype(np.float32) for a in arrays]
+            simulated, _ = best(lambda p=path, a=arrays: simulate(p, *a, mode="functional"))
+            plain, _ = best(lambda f=reference, w=wide: f(*w))
+            table.add_row(
+                name, f"{count:,}", f"{count / seconds:,.0f}",
+                f"{max(1 - pass_seconds / seconds, 0):.0%}", f"{simulated * 1e3:.0f}",
+                f"{plain * 1e3:.0f}", f"{simulated / plain:.2f}",
+            )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

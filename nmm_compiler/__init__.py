@@ -1,0 +1,85 @@
+"""A compiler for low-rank models on AWS Trainium.
+
+Three ways in:
+
+    torch.compile(model, backend="nmm")                serve: fused kernels, same outputs, a report
+    nmm_compiler.rewrite(model, inputs), explain(...)  research: the graph, matches, refusals
+    nmm_compiler.build_kernel(spec), simulate(...)     kernels: NKI source, checked, timed on a CPU
+
+Nothing outside this door is public. Names load on first use, so that importing the package and
+`nmm --help` stay quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from nmm_compiler.compress.hf_hook import watch as _watch_for_transformers
+
+if TYPE_CHECKING:
+    from nmm_compiler import targets as targets
+    from nmm_compiler.backend import last_report as last_report
+    from nmm_compiler.backend import reports as reports
+    from nmm_compiler.codegen.build import Kernel as Kernel
+    from nmm_compiler.codegen.build import build_kernel as build_kernel
+    from nmm_compiler.compress.apply import calibrate as calibrate
+    from nmm_compiler.compress.apply import compress as compress
+    from nmm_compiler.compress.checkpoints import load_checkpoint as load_checkpoint
+    from nmm_compiler.compress.config import CompressionConfig as CompressionConfig
+    from nmm_compiler.compress.recover import recover as recover
+    from nmm_compiler.compress.save import load_factors as load_factors
+    from nmm_compiler.compress.save import save_factors as save_factors
+    from nmm_compiler.errors import NmmError as NmmError
+    from nmm_compiler.kernels.gated_mlp import GatedMLPSpec as GatedMLPSpec
+    from nmm_compiler.kernels.lowrank import LowRankSpec as LowRankSpec
+    from nmm_compiler.kernels.matmul import MatmulSpec as MatmulSpec
+    from nmm_compiler.mlir.export import export_mlir as export_mlir
+    from nmm_compiler.options import Options as Options
+    from nmm_compiler.passes.pipeline import explain as explain
+    from nmm_compiler.passes.pipeline import rewrite as rewrite
+    from nmm_compiler.simulator.run import simulate as simulate
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GatedMLPSpec": "nmm_compiler.kernels.gated_mlp",
+    "CompressionConfig": "nmm_compiler.compress.config",
+    "Kernel": "nmm_compiler.codegen.build",
+    "LowRankSpec": "nmm_compiler.kernels.lowrank",
+    "MatmulSpec": "nmm_compiler.kernels.matmul",
+    "NmmError": "nmm_compiler.errors",
+    "Options": "nmm_compiler.options",
+    "build_kernel": "nmm_compiler.codegen.build",
+    "calibrate": "nmm_compiler.compress.apply",
+    "compress": "nmm_compiler.compress.apply",
+    "explain": "nmm_compiler.passes.pipeline",
+    "export_mlir": "nmm_compiler.mlir.export",
+    "last_report": "nmm_compiler.backend",
+    "load_checkpoint": "nmm_compiler.compress.checkpoints",
+    "load_factors": "nmm_compiler.compress.save",
+    "recover": "nmm_compiler.compress.recover",
+    "reports": "nmm_compiler.backend",
+    "rewrite": "nmm_compiler.passes.pipeline",
+    "save_factors": "nmm_compiler.compress.save",
+    "simulate": "nmm_compiler.simulator.run",
+}
+
+__all__ = [*sorted(_HOMES), "__version__", "targets"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "targets":
+        return importlib.import_module("nmm_compiler.targets")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nmm_compiler' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_watch_for_transformers()  # a saved low-rank model loads with from_pretrained alone

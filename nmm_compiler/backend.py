@@ -1,0 +1,311 @@
+"""The torch.compile backend, from top to bottom:
+
+    options -> passes -> kernels -> report -> inner backend
+
+`torch.compile(model, backend="nmm", options={...})` calls `nmm` once per graph, before autograd. It
+works without importing this package, through the entry point group `torch_dynamo_backends`. The
+graph's low-rank chains become calls of `torch.ops.nmm.*`; the inner backend compiles the result. A
+graph without chains goes to it untouched, and so does one that our passes fail on, with a warning
+(`strict` raises instead).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
+from nmm_compiler.errors import CacheMissError
+from nmm_compiler.kernels import ops, ops_sharding
+from nmm_compiler.options import Options
+from nmm_compiler.report.compile_report import CompileReport, KernelLine, Refusal
+from nmm_compiler.runtime import buckets, neuron
+from nmm_compiler.runtime.calls import lower, op_name, tokens
+from nmm_compiler.runtime.configuration import executor_name
+from nmm_compiler.runtime.inner import compile_inner, inner_name
+from nmm_compiler.runtime.kernels import KERNELS
+from nmm_compiler.runtime.weights import PACKS
+
+_REPORTS_KEPT = 256
+_reports: deque[CompileReport] = deque(maxlen=_REPORTS_KEPT)
+_graphs_seen = 0
+
+
+def nmm(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Options | dict[str, Any] | None = None,
+    **more: Any,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; the function that torch.compile's backend "nmm" names.
+
+    options: a dict or an Options. mode: handed to an inner inductor. Raises UnknownNameError and
+    OptionTypeError for bad options, what the inner backend raises, and under strict what our own
+    stages raise.
+    """
+    chosen = Options.make(options, **more)
+    ops_sharding.register_when_used(ops.OPS)
+    work = _Work(gm, example_inputs, chosen)
+    with work.phase("passes"):
+        rewritten = _rewrite(work)
+    with work.phase("kernels"):
+        if rewritten is not gm:
+            _build_all(work, rewritten)
+    with work.phase("inner"):
+        compiled = _compile_inner(work, rewritten, mode)
+    _publish(work.report(), chosen)
+    return compiled
+
+
+def reset() -> None:
+    """Forget kernels, copies of weights and reports; torch._dynamo.reset() calls this."""
+    KERNELS.clear()
+    PACKS.clear()
+    neuron.forget()
+    _reports.clear()
+
+
+nmm.reset = reset  # type: ignore[attr-defined]
+
+
+def reports() -> list[CompileReport]:
+    """Return the reports of the latest graphs, oldest first (at most 256, since the last reset)."""
+    return list(_reports)
+
+
+def last_report() -> CompileReport | None:
+    """Return the report of the graph compiled last, or None."""
+    return _reports[-1] if _reports else None
+
+
+class _Work:
+    """What is known so far about one graph's compilation."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+        global _graphs_seen
+        _graphs_seen += 1
+        self.gm, self.example_inputs, self.options = gm, example_inputs, options
+        self.graph, self.nodes = _graphs_seen, len(gm.graph.nodes)
+        self.inner = inner_name(options.inner, example_inputs)
+        self.chains = 0
+        self.matches: tuple[str, ...] = ()
+        self.declined: tuple[Refusal, ...] = ()
+        self.lines: list[KernelLine] = []
+        self.built: list[Any] = []
+        self.phases_ms: dict[str, float] = {}
+        self.fallback: str | None = None
+        self.notes: list[str] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase."""
+        start = time.perf_counter()
+        yield
+        self.phases_ms[name] = round(1e3 * (time.perf_counter() - start), 3)
+
+    def give_up(self, stage: str, error: Exception) -> None:
+        """Note that the graph stays as it is and warn; raise under strict."""
+        if self.options.strict:
+            raise error
+        self.fallback = f"{stage} failed with {type(error).__name__}: {error}"
+        self.chains, self.matches = 0, ()
+        warnings.warn(
+            f"nmm: {self.fallback}. The graph goes to {self.inner!r} as it was; pass "
+            "options={'strict': True} for the traceback",
+            stacklevel=2,
+        )
+
+    def report(self) -> CompileReport:
+        """Return the record of it all."""
+        return CompileReport(
+            graph=self.graph,
+            nodes=self.nodes,
+            target=self.options.target,
+            executor=self.options.executor,
+            inner=self.inner,
+            chains=self.chains,
+            matches=self.matches,
+            declined=self.declined,
+            kernels=tuple(self.lines),
+            phases_ms=self.phases_ms,
+            fallback=self.fallback,
+            notes=tuple(dict.fromkeys(self.notes)),
+            built=tuple(self.built),
+        )
+
+
+def _rewrite(work: _Work) -> fx.GraphModule:
+    """Return the rewritten graph, or the graph itself when nothing was found or passes failed."""
+    from nmm_compiler.passes import pipeline
+
+    try:
+        result = pipeline.run(work.gm, work.example_inputs, work.options)
+    except Exception as error:  # a fault in a pass must not break the user's model
+        work.give_up("the passes", error)
+        return work.gm
+    found = [match for match in result.matches if match.rewritten]
+    work.chains = sum(int(match.info.get("chains", 1)) for match in found)
+    work.matches = tuple(_match_line(match) for match in found)
+    work.notes += [note for match in found for note in match.notes]
+    work.declined = tuple(
+        Refusal(reason=d.reason, node=d.module or d.node) for d in result.declined
+    )
+    if not found:
+        return work.gm
+    rewritten: fx.GraphModule = result.graph_module
+    _carry_over(work.gm, rewritten)
+    executor = executor_name(work.options)
+    for node in _calls(rewritten):
+        node.kwargs = {**node.kwargs, "executor": executor}
+    for child in _graphs(rewritten):
+        child.recompile()
+    return rewritten
+
+
+def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:
+    """Give a copied graph what Dynamo hung on the module and on its placeholders."""
+    for name, value in vars(old).items():
+        if name not in vars(new):
+            setattr(new, name, value)
+    before, after = ([n for n in g.graph.nodes if n.op == "placeholder"] for g in (old, new))
+    for source, copy in zip(before, after, strict=True):
+        if hasattr(source, "_dynamo_source"):
+            copy._dynamo_source = source._dynamo_source
+
+
+def _match_line(match: Any) -> str:
+    where = match.module or match.name
+    return f"{str(match).partition(' at ')[0]} {_sizes(match)} at {where}"
+
+
+def _sizes(match: Any) -> str:
+    return ", ".join(f"{k}={match.info[k]}" for k in ("m", "k", "r", "n") if k in match.info)
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    return [child for child in gm.modules() if isinstance(child, fx.GraphModule)]
+
+
+def _calls(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the op calls in the graph and in the graphs of its higher-order operators."""
+    return [
+        node
+        for child in _graphs(gm)
+        for node in child.graph.nodes
+        if node.op == "call_function" and op_name(node.target) is not None
+    ]
+
+
+def _build_all(work: _Work, rewritten: fx.GraphModule) -> None:
+    """Build the graph's kernels; a fault of ours leaves the calls to PyTorch, with a warning."""
+    try:
+        _build_kernels(work, rewritten)
+    except CacheMissError:  # cache mode "require": the user wants to know, not to go on
+        raise
+    except Exception as error:
+        if work.options.strict:
+            raise
+        note = f"kernels were not built: {type(error).__name__}: {error}"
+        work.notes.append(note)
+        warnings.warn(f"nmm: {note}; calls build them when they run", stacklevel=2)
+
+
+def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
+    """Build the kernels that the graph's calls will launch, one per distinct spec."""
+    if work.options.kernels == "lazy":
+        work.notes.append("kernels are built when a call first needs them (kernels='lazy')")
+        return
+    counts: Counter[Any] = Counter()
+    for node in _calls(rewritten):
+        try:
+            counts.update(_specs(work, node))
+        except Exception as error:  # a call without a kernel runs in PyTorch
+            if work.options.strict:
+                raise
+            work.notes.append(f"no kernel for {node.name}: {type(error).__name__}: {error}")
+    target = work.options.target
+    origins = KERNELS.origins(list(counts), target, work.options)
+    for spec, calls in counts.items():
+        kernel = KERNELS.get_or_warn(spec, target, work.options)
+        if kernel is None:
+            work.notes.append(f"no kernel for {spec.short()}; PyTorch computes its calls")
+            continue
+        profile = kernel.profile()
+        work.built.append(kernel)
+        work.lines.append(
+            KernelLine(
+                name=kernel.name,
+                spec=spec.short(),
+                schedule=kernel.schedule.short(),
+                path=str(kernel.path),
+                calls=calls,
+                origin=origins[spec],
+                hbm_bytes=profile.hbm_read_bytes + profile.hbm_write_bytes,
+                predicted_us=round(float(profile.latency_us), 3),
+            )
+        )
+
+
+def _specs(work: _Work, node: fx.Node) -> list[Any]:
+    """Return the specs a call launches: for its token count, or the bucket of a symbolic one."""
+    name = op_name(node.target)
+    assert name is not None
+    args: Any = fx.node.map_arg(node.args, _value)
+    m = tokens(args[0], node.kwargs)
+    target, ladder = work.options.target, work.options.buckets
+    static = isinstance(m, int)
+    count = m if static else _hint(m)
+    if not static:
+        work.notes.append("the token count is symbolic: kernels are built per bucket")
+    if count == 0:
+        return []
+    launches = lower(name, args, dict(node.kwargs), count, Tensor.t).launches
+    specs = [launch.spec for launch in launches]
+    if static and ladder is None:
+        for spec in specs:
+            KERNELS.keep_static(spec, target)
+        return specs
+    return [dataclasses.replace(s, m=buckets.bucket(count, ladder)) for s in specs]
+
+
+def _value(node: fx.Node) -> Any:
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta["val"]
+
+
+def _hint(size: Any) -> int:
+    """Return the value a symbolic size has in this call, without guarding on it."""
+    return int(size.node.hint)
+
+
+def _compile_inner(work: _Work, rewritten: fx.GraphModule, mode: str | None) -> Callable[..., Any]:
+    if rewritten is not work.gm:
+        try:
+            return compile_inner(work.inner, rewritten, work.example_inputs, mode)
+        except Exception as error:  # perhaps our ops' fault: the untouched graph tells
+            work.give_up(f"inner backend {work.inner!r} on the rewritten graph", error)
+    return compile_inner(work.inner, work.gm, work.example_inputs, mode)
+
+
+def _publish(report: CompileReport, options: Options) -> None:
+    """Keep the report, hand it to the user, and put it into torch's structured trace."""
+    _reports.append(report)
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "nmm_compile_report", "encoding": "json"},
+        payload_fn=report.to_json,
+    )
+    if callable(options.report):
+        options.report(report)
+    elif options.report:
+        print(report)

@@ -1,0 +1,318 @@
+"""The kernel cache: `Store.get_or_build(key, build)` returns a verified entry or builds one.
+
+Looked up in this order: memory, disk, the remote level if one is declared. Modes: "rw"; "ro" reads
+and keeps what it builds in memory; "require" reads and raises on a miss; "off" builds every time.
+What cannot be written is kept in memory, with one warning; what is damaged is built again, with a
+warning; what others could have written is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler import options as options_module
+from nmm_compiler.cache import archive, evict, locks
+from nmm_compiler.cache import entry as entries
+from nmm_compiler.cache.entry import Entry
+from nmm_compiler.cache.explain import (
+    Explanation,
+    Info,
+    Verified,
+    VerifyReport,
+    compare,
+    nearest,
+)
+from nmm_compiler.cache.key import Key
+from nmm_compiler.cache.levels import Levels
+from nmm_compiler.cache.remote import Check, Pushed, Remote, check_sources
+from nmm_compiler.errors import (
+    CacheError,
+    CacheKeyError,
+    CacheMissError,
+    DamagedEntryError,
+    UnknownNameError,
+)
+
+Files = Mapping[str, str]
+Meta = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+
+class Store(Levels):
+    """One cache: a directory, a mode, a size bound in bytes, and maybe a second level.
+
+    check(file name, text) is run on each Python source that comes from the second level or from
+    an archive, and raises to refuse it; without one, nothing is taken from there.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        mode: str = "rw",
+        max_bytes: int = 1 << 30,
+        remote: str | None = None,
+        *,
+        check: Check | None = None,
+    ) -> None:
+        if mode not in options_module.CACHE_MODES:
+            raise UnknownNameError("cache mode", mode, options_module.CACHE_MODES)
+        if max_bytes < 0:
+            raise CacheKeyError(f"max_bytes is {max_bytes}; pass a number of bytes, 0 or more")
+        root = Path(os.path.abspath(Path(directory).expanduser()))
+        super().__init__(root, mode == "rw", max_bytes, Remote(remote) if remote else None, check)
+        self.mode = mode
+        self._locks = locks.BuildLocks()
+        if mode != "off":
+            self._disk.check()
+        _LIVE.add(self)
+
+    @classmethod
+    def open(
+        cls, options: options_module.Options | None = None, *, check: Check | None = None
+    ) -> Store:
+        """Return the process-wide store for these options; the environment fills what is unset.
+
+        Raises CacheTrustError when the directory is one that others could write.
+        """
+        settings = (
+            options_module.cache_dir(options),
+            options_module.cache_mode(options),
+            options_module.cache_max_bytes(options),
+            options_module.remote_cache(options),
+        )
+        with _OPEN_LOCK:
+            store = _OPEN.get(settings)
+            if store is None:
+                store = _OPEN[settings] = cls(*settings)
+            if check is not None:
+                store.check = check
+        return store
+
+    def __str__(self) -> str:
+        remote = f", remote={self.remote}" if self.remote else ""
+        return f"Store({self.directory}, mode={self.mode}, max_bytes={self.max_bytes}{remote})"
+
+    # Reading
+
+    def get(self, key: Key) -> Entry | None:
+        """Return the verified entry of `key`, or None.
+
+        Damaged entries count as absent, with a warning, and are deleted in mode "rw".
+        """
+        if self.mode == "off":
+            return None
+        return self._get_local(key) or self._get_remote(key)
+
+    # Building
+
+    def get_or_build(
+        self, key: Key, build: Callable[[], Files], meta: Meta = None, *, command: str | None = None
+    ) -> Entry:
+        """Return the entry of `key`; on a miss run `build()` -> {file name: text} and keep it.
+
+        meta: plain data to keep with it, or a function called after `build` that returns it.
+        command: what a user runs to build this entry, for the error of mode "require".
+        Raises CacheMissError in mode "require"; what `build` raises goes through.
+        """
+        if self.mode == "off":
+            return entries.make(key, build(), meta() if callable(meta) else meta)
+        found = self.get(key)
+        if found is not None:
+            return found
+        if self.mode == "require":
+            raise self._missing((key,), command)
+        with ExitStack() as held:
+            held.enter_context(self._locks.thread(key.digest))
+            found = self._memory.get(key.digest)
+            if found is None and self._can_lock():
+                held.enter_context(self._locks.process(self._disk.folder, key.digest))
+                found = self._get_local(key)
+            if found is not None:
+                return found
+            files = build()
+            made = entries.make(key, files, meta() if callable(meta) else meta)
+            return self._keep(made)
+
+    # Questions
+
+    def list(self) -> tuple[Info, ...]:
+        """Return every entry on disk, verified, most recently used first; damaged ones too."""
+        found = []
+        for seen in reversed(evict.usage(self._disk)):
+            base = (seen.digest, "ok", seen.size_bytes, seen.used_ns / 1e9)
+            try:
+                entry, _ = self._disk.read(seen.digest)
+            except FileNotFoundError:
+                continue
+            except DamagedEntryError as error:
+                found.append(Info(seen.digest, f"damaged: {error}", *base[2:]))
+                continue
+            except OSError as error:
+                found.append(Info(seen.digest, f"cannot be read: {error}", *base[2:]))
+                continue
+            names = tuple(entry.files)
+            found.append(Info(*base, entry.key, entry.meta, entry.created, names))
+        return tuple(found)
+
+    def show(self, prefix: str) -> Entry:
+        """Return the one entry whose digest starts with `prefix`; raise CacheError if not one."""
+        digests = [d for d in self._disk.digests() if d.startswith(prefix)]
+        if len(digests) != 1:
+            shown = ", ".join(d[:12] for d in digests[:5]) or "see `nmm cache list`"
+            raise CacheError(
+                f"{len(digests)} entries of {self.directory} start with {prefix!r}: {shown}"
+            )
+        return self._disk.read(digests[0])[0]
+
+    def explain(self, key: Key) -> Explanation:
+        """Return where `key` is found, or which named entries differ from the nearest entry's."""
+        return self._explain(key, ask_remote=True)
+
+    def _explain(self, key: Key, ask_remote: bool) -> Explanation:
+        infos = self.list()
+        where = ""
+        if self._memory.get(key.digest) is not None:
+            where = "memory"
+        elif any(info.digest == key.digest and info.state == "ok" for info in infos):
+            where = "disk"
+        elif ask_remote and self._get_remote(key) is not None:
+            where = "remote"
+        best, changes = nearest(key, infos)
+        own = [info.state for info in infos if info.digest == key.digest and info.state != "ok"]
+        return Explanation(key, where, best, changes, len(infos), *own)
+
+    def missing(self, keys: Sequence[Key]) -> tuple[Key, ...]:
+        """Return the keys that have no entry."""
+        return tuple(key for key in keys if self.get(key) is None)
+
+    def require(self, keys: Sequence[Key], *, command: str | None = None) -> None:
+        """Raise one CacheMissError that lists every key without an entry, if there is any."""
+        missing = self.missing(keys)
+        if missing:
+            raise self._missing(missing, command)
+
+    def _missing(self, keys: Sequence[Key], command: str | None) -> CacheMissError:
+        shown = "\n".join(
+            textwrap.indent(str(self._explain(key, ask_remote=False)), "  ") for key in keys
+        )
+        how = command or "run the same program once with NMM_CACHE=rw"
+        return CacheMissError(
+            f"NMM_CACHE=require and {len(keys)} kernel(s) are not in {self.directory}:\n{shown}\n"
+            f"build: {'NMM_CACHE=rw ' if command else ''}{how}",
+            keys,
+        )
+
+    def verify(self, rebuild: Callable[[Entry], Files | None] | None = None) -> VerifyReport:
+        """Check every entry's bytes, and against `rebuild(entry)` -> files when it is given.
+
+        `rebuild` returns None for an entry that this version cannot be asked to build.
+        """
+        rows = []
+        for info in self.list():
+            if info.state != "ok":
+                rows.append(Verified(info.digest, "damaged", info.state))
+                continue
+            entry = self.show(info.digest)
+            if rebuild is None:
+                rows.append(Verified(info.digest, "same", "sha256 only"))
+                continue
+            try:
+                rows.append(compare(entry, rebuild(entry)))
+            except Exception as error:  # one kernel that cannot be built must not hide the others
+                rows.append(Verified(info.digest, "failed", f"{type(error).__name__}: {error}"))
+        return VerifyReport(tuple(rows))
+
+    # Housekeeping
+
+    def prune(self, max_bytes: int | None = None) -> tuple[evict.Usage, ...]:
+        """Delete damaged entries, leftovers, lock files, and the least recently used entries
+        until the rest fits into `max_bytes` (default: the store's bound); return what went.
+        """
+        self._need_writing("prune")
+        gone = []
+        damaged = {info.digest for info in self.list() if info.state != "ok"}
+        for seen in evict.usage(self._disk):
+            if seen.digest in damaged and self._disk.remove(seen.digest):
+                gone.append(seen)
+        bound = self.max_bytes if max_bytes is None else max_bytes
+        evicted, _ = evict.evict(self._disk, bound)
+        evict.clear_leftovers(self._disk)
+        locks.clear(self._disk.folder)
+        return (*gone, *evicted)
+
+    def clear(self) -> int:
+        """Delete every entry, and forget those in memory; return how many were on disk."""
+        self._need_writing("clear")
+        self._memory.drop()
+        count = sum(self._disk.remove(digest) for digest in self._disk.digests())
+        evict.clear_leftovers(self._disk, everything=True)
+        locks.clear(self._disk.folder)
+        return count
+
+    def export(self, path: str | os.PathLike[str], prefix: str = "") -> int:
+        """Write the entries whose digest starts with `prefix` to a tar file (.gz: packed).
+
+        Returns how many.
+        """
+        return archive.write(Path(path), self._whole(prefix))
+
+    def import_(self, path: str | os.PathLike[str]) -> tuple[int, int]:
+        """Take the entries of an archive; return (new, known).
+
+        All of it is read, verified and checked before any of it is kept. Raises CacheTrustError
+        or DamagedEntryError when something in it is not what an export writes.
+        """
+        self._need_writing("import")
+        source = Path(path)
+        for entry in archive.read(source):
+            check_sources(entry, self.check, str(source))
+        new = known = 0
+        for entry in archive.read(source):
+            check_sources(entry, self.check, str(source))
+            if self._get_local(entry.key) is not None:
+                known += 1
+                continue
+            if self._keep(entry).directory is None:
+                raise CacheError(f"{entry} of {source} could not be written to {self.directory}")
+            new += 1
+        return new, known
+
+    def push(self, prefix: str = "") -> Pushed:
+        """Send the entries on disk to the remote level; raises what its filesystem raises."""
+        if self.remote is None:
+            raise CacheError(
+                "no remote cache is declared; set NMM_REMOTE_CACHE or the option remote_cache"
+            )
+        return self.remote.push(self._whole(prefix))
+
+    def _whole(self, prefix: str) -> Iterator[Entry]:
+        for info in self.list():
+            if info.state == "ok" and info.digest.startswith(prefix):
+                yield self._disk.read(info.digest)[0]
+
+    def _need_writing(self, what: str) -> None:
+        if self.mode != "rw":
+            raise CacheError(f"cache mode {self.mode!r} does not permit {what}; set NMM_CACHE=rw")
+
+
+_OPEN: dict[tuple[Path, str, int, str | None], Store] = {}
+_OPEN_LOCK = threading.Lock()
+_LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Locks held by threads that do not exist in a forked child would never be released."""
+    global _OPEN_LOCK
+    _OPEN_LOCK = threading.Lock()
+    for store in list(_LIVE):
+        store._locks.renew()
+        store._memory.renew_lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

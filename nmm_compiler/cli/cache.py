@@ -1,0 +1,336 @@
+"""`nmm cache`: what is in the kernel cache, why a kernel missed, is it still what would be built.
+
+Looking (list, show, explain, verify) never changes an entry, whatever NMM_CACHE says; prune, clear
+and import need mode "rw".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from nmm_compiler.cache.entry import Entry
+    from nmm_compiler.cache.explain import Info
+    from nmm_compiler.cache.store import Store
+
+app = typer.Typer(
+    help="The kernel cache: list, show, explain, verify, prune, clear, export, import.",
+    epilog="Where: NMM_CACHE_DIR. How: NMM_CACHE=off|ro|rw|require. See docs/cache.md.",
+    no_args_is_help=True,
+)
+
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="the cache directory, instead of NMM_CACHE_DIR")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+
+
+@app.command("list", epilog="Example: nmm cache list --json | jq '.[].digest'")
+def list_(directory: Directory = None, as_json: AsJson = False) -> None:
+    """List the entries, most recently used first; damaged ones are marked."""
+    store = _store(directory, "ro")
+    infos = store.list()
+    if as_json:
+        _print_json([_plain(info) for info in infos])
+        return
+    console = Console()
+    table = Table(title=f"{store.directory}", title_justify="left")
+    for name in ("entry", "size", "used"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "entry" else "right")
+    table.add_column("key", overflow="fold")
+    leaves = [info.key.leaves() for info in infos if info.key is not None]
+    shared = _shared(leaves) if len(leaves) > 1 else {}
+    for info in infos:
+        label = info.state
+        if info.key is not None:
+            own = info.key.leaves().items()
+            label = " ".join(f"{n}={v}" for n, v in own if n not in shared)
+        style = "" if info.key else "red"
+        age = _age(time.time() - info.used)
+        table.add_row(info.digest[:12], _size(info.size_bytes), age, _text(label), style=style)
+    console.print(table)
+    if shared:
+        alike = " ".join(f"{name}={value}" for name, value in shared.items())
+        console.print(f"in all: {alike}", markup=False, highlight=False)
+    total = sum(info.size_bytes for info in infos)
+    bound = f"{_size(total)} of {_size(store.max_bytes)}"
+    console.print(f"{len(infos)} entries, {bound}", highlight=False)
+
+
+@app.command(epilog="Example: nmm cache show 3fa9c1 --source > kernel.py")
+def show(
+    entry: Annotated[str, typer.Argument(help="the first digits of an entry's name")],
+    directory: Directory = None,
+    source: Annotated[bool, typer.Option("--source", help="print the files, nothing else")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print one entry: its key by name, what was predicted for it, its files."""
+    store = _store(directory, "ro")
+    found = store.show(entry)
+    if source:
+        for text in found.files.values():
+            sys.stdout.write(text)
+        return
+    if as_json:
+        _print_json(
+            {
+                "digest": found.key.digest,
+                "path": str(found.path),
+                "key": found.key.to_dict(),
+                "meta": found.meta,
+                "created": found.created,
+                "files": list(found.files),
+            }
+        )
+        return
+    console = Console()
+    console.print(
+        f"entry  {found.key.digest}\npath   {found.path}", highlight=False, soft_wrap=True
+    )
+    for title, data in (
+        ("key", found.key.to_dict()),
+        ("meta", found.meta),
+        ("created", found.created),
+    ):
+        table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in data.items():
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            table.add_row(_text(name), _text(shown))
+        console.print(table)
+    for name, text in found.files.items():
+        console.print(f"{name}: {len(text.splitlines())} lines", highlight=False, markup=False)
+
+
+@app.command(
+    epilog="Examples: nmm cache explain | nmm cache explain 3fa9c1 | "
+    "nmm cache explain --key wanted.json"
+)
+def explain(
+    entry: Annotated[
+        str | None, typer.Argument(help="first digits of an entry; default: the newest entry")
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="a JSON file with the named entries of a key; - is standard input"),
+    ] = None,
+    directory: Directory = None,
+) -> None:
+    """Say which named entry of a key made the miss: the differences from the nearest entry.
+
+    For an entry that is there, this is why it had to be built beside the others. With --key, it is
+    why that kernel would be built; `nmm cache show ENTRY --json` prints a key to start from.
+    """
+    from nmm_compiler.cache.key import Key
+    from nmm_compiler.errors import CacheError, CacheKeyError
+
+    store = _store(directory, "ro")
+    if key is not None:
+        try:
+            text = sys.stdin.read() if str(key) == "-" else key.read_text()
+            data = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise CacheKeyError(f"{key} is not a JSON file of named entries: {error}") from None
+        if isinstance(data, dict) and isinstance(data.get("key"), dict):
+            data = data["key"]  # the output of `show --json`
+        wanted = Key.make(data)
+    elif entry is not None:
+        wanted = store.show(entry).key
+    else:
+        whole = [info for info in store.list() if info.key is not None]
+        if not whole:
+            raise CacheError(f"{store.directory} has no entries to explain; name a key with --key")
+        newest = max(whole, key=lambda info: str((info.created or {}).get("time", "")))
+        assert newest.key is not None
+        wanted = newest.key
+    found = store.explain(wanted)
+    console = Console()
+    console.print(str(found).splitlines()[0], markup=False, highlight=False, soft_wrap=True)
+    if found.nearest is not None and found.nearest.key is not None:
+        names = ", ".join(wanted.diff(found.nearest.key))
+        nearest = found.nearest.digest[:12]
+        console.print(f"nearest entry {nearest} differs in: {names}", highlight=False)
+        table = Table("name", "this key", "nearest entry")
+        for change in found.changes:
+            table.add_row(_text(change.name), _text(change.ours), _text(change.theirs))
+        console.print(table)
+
+
+@app.command(epilog="Examples: nmm cache verify | nmm cache verify --quick")
+def verify(
+    directory: Directory = None,
+    quick: Annotated[bool, typer.Option("--quick", help="sha256 only, build nothing")] = False,
+) -> None:
+    """Build every kernel again and compare the bytes; ends with 1 when something differs."""
+    store = _store(directory, "ro")
+    report = store.verify(None if quick else _rebuild)
+    Console().print(str(report), markup=False, highlight=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Examples: nmm cache prune | nmm cache prune --max-bytes 100000000")
+def prune(
+    directory: Directory = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=0, help="bytes to keep; default NMM_CACHE_MAX_BYTES")
+    ] = None,
+) -> None:
+    """Delete damaged entries, what killed processes left, and the least recently used entries."""
+    store = _store(directory)
+    gone = store.prune(max_bytes)
+    freed = sum(seen.size_bytes for seen in gone)
+    Console().print(
+        f"{len(gone)} entries deleted ({_size(freed)}), {len(store.list())} left", highlight=False
+    )
+
+
+@app.command(epilog="Example: nmm cache clear --yes")
+def clear(
+    directory: Directory = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+) -> None:
+    """Delete every entry. Kernels are built again when they are needed next."""
+    store = _store(directory)
+    if not yes:
+        typer.confirm(f"delete every entry of {store.directory}?", abort=True)
+    Console().print(f"{store.clear()} entries deleted", highlight=False)
+
+
+@app.command(epilog="Examples: nmm cache export kernels.tar.gz | nmm cache export --push")
+def export(
+    path: Annotated[
+        Path | None, typer.Argument(help="the archive to write, .tar or .tar.gz")
+    ] = None,
+    prefix: Annotated[str, typer.Option("--entry", help="only entries that start so")] = "",
+    push: Annotated[
+        bool, typer.Option("--push", help="send to the remote cache, NMM_REMOTE_CACHE")
+    ] = False,
+    directory: Directory = None,
+) -> None:
+    """Write entries to an archive, or send them to the declared remote cache."""
+    from nmm_compiler.errors import CacheError
+
+    if (path is None) != push:
+        raise CacheError("name an archive to write, or pass --push; one of the two")
+    store = _store(directory, "ro")
+    console = Console()
+    try:
+        if path is None:
+            said = str(store.push(prefix))
+        else:
+            said = f"{store.export(path, prefix)} entries written to {path}"
+    except (OSError, ImportError, ValueError) as error:  # as filesystems and fsspec raise
+        raise CacheError(f"cannot write to {path or store.remote}: {error}") from error
+    console.print(said, highlight=False)
+
+
+@app.command("import", epilog="Example: nmm cache import kernels.tar.gz")
+def import_(
+    path: Annotated[Path, typer.Argument(help="an archive that `nmm cache export` wrote")],
+    directory: Directory = None,
+) -> None:
+    """Take the entries of an archive, after sha256 and lint of each; all of it or nothing.
+
+    The entries are code that will run as you: import archives of people you trust.
+    """
+    from nmm_compiler.errors import CacheError
+
+    try:
+        new, known = _store(directory).import_(path)
+    except OSError as error:
+        raise CacheError(f"{path} cannot be imported: {error}") from error
+    Console().print(f"{new} entries taken, {known} were there", highlight=False)
+
+
+def _shared(leaves: list[dict[str, str]]) -> dict[str, str]:
+    """Return the fields that have the same value in all keys."""
+    first, *rest = leaves
+    return {n: v for n, v in first.items() if all(other.get(n) == v for other in rest)}
+
+
+def _store(directory: Path | None, mode: str | None = None) -> Store:
+    """Return the store that the options and the environment name, with lint as its check."""
+    from nmm_compiler import options
+    from nmm_compiler.cache.store import Store
+
+    given = options.Options(cache_dir=None if directory is None else str(directory), cache=mode)
+    return Store.open(given, check=_lint)
+
+
+def _lint(name: str, text: str) -> None:
+    """Refuse a kernel from elsewhere that is not clean NKI."""
+    from nmm_compiler.codegen.lint import check_source
+
+    check_source(text, filename=name)
+
+
+def _rebuild(entry: Entry) -> dict[str, str] | None:
+    """Build the kernel of an entry again, without a cache; None when another version made it."""
+    from nmm_compiler.codegen.build import SOURCE_FILE, build_kernel, kernel_key
+    from nmm_compiler.errors import NmmError
+    from nmm_compiler.kernels import FAMILIES
+    from nmm_compiler.options import Options
+    from nmm_compiler.targets import get
+
+    key = entry.key.to_dict()
+    try:
+        family = FAMILIES[key["family"]]
+        spec = family.spec_class.from_dict(key["spec"])
+        target = get(key["target"])
+        fixed = isinstance(key["schedule"], dict)
+        schedule = family.schedule_class.from_dict(key["schedule"]) if fixed else None
+        now = kernel_key(spec, target, schedule)
+    except (KeyError, TypeError, NmmError):
+        return None  # families, fields and targets that this version does not have
+    if now != entry.key:
+        return None
+    return {SOURCE_FILE: build_kernel(spec, target, schedule, options=Options(cache="off")).source}
+
+
+def _plain(info: Info) -> dict[str, Any]:
+    return {
+        "digest": info.digest,
+        "state": info.state,
+        "size_bytes": info.size_bytes,
+        "used": info.used,
+        "key": info.key.to_dict() if info.key else None,
+        "meta": info.meta,
+        "created": info.created,
+        "files": list(info.files),
+    }
+
+
+def _print_json(data: object) -> None:
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+
+
+def _text(text: str) -> Any:
+    """Return text for a table cell that rich must not read as markup."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.1f} GiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"

@@ -1,0 +1,155 @@
+"""`nmm compress`: a transformers model in, a low-rank one out, with a report, a plot and JSON."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from nmm_compiler.errors import CalibrationError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+
+_EPILOG = "Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text calibration.txt"
+
+
+def compress(
+    model_dir: Annotated[str, typer.Argument(help="DIRECTORY of a model, or all-MiniLM-L6-v2")],
+    out_dir: Annotated[Path, typer.Argument(help="directory for the low-rank model")],
+    ratio: Annotated[float | None, typer.Option(help="share of parameters to remove")] = None,
+    rank: Annotated[int | None, typer.Option(help="one rank for all, instead of --ratio")] = None,
+    text: Annotated[Path | None, typer.Option(help="calibration text, one passage a line")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
+    method: Annotated[str, typer.Option(help="auto, svd, whitened or two-sided")] = "auto",
+    allocation: Annotated[str, typer.Option(help="auto, uniform or global ranks")] = "auto",
+    sensitivity: Annotated[
+        str, typer.Option(help="global ranks by: gradient or output")
+    ] = "gradient",
+    align: Annotated[int | None, typer.Option(help="ranks are multiples of it")] = None,
+    budget: Annotated[str, typer.Option(help="parameters, or predicted latency")] = "parameters",
+    tokens: Annotated[int, typer.Option(help="tokens per call, for --budget latency")] = 512,
+    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3, for latency")] = "trn2",
+    sequential: Annotated[bool, typer.Option("--sequential", help="calibrate in order")] = False,
+    recover_steps: Annotated[
+        int, typer.Option("--recover", help="steps of fine-tuning against the original")
+    ] = 0,
+    length: Annotated[int, typer.Option(help="longest calibration sequence, tokens")] = 256,
+    batch: Annotated[int, typer.Option(help="calibration sequences per batch")] = 8,
+    resume: Annotated[Path | None, typer.Option(help="directory to continue from")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="report; default OUT_DIR/compression.json")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of rank and error per layer")] = None,
+) -> None:
+    """Factorize a model's linear layers and save it for from_pretrained."""
+    import json as json_module
+
+    from nmm_compiler.cli import models
+    from nmm_compiler.compress import hf
+    from nmm_compiler.compress.apply import compress as run
+
+    console = Console()
+    transformers = models.require_transformers("nmm compress")
+    with console.status(f"loading {model_dir}"):
+        model, tokenizer = _load(model_dir)
+    batches = None
+    if text is not None:
+        batches = read_batches(text, tokenizer, model, length, batch)
+    elif recover_steps:
+        raise CalibrationError("--recover needs text to train on; pass --text FILE")
+    original = copy.deepcopy(model) if recover_steps else None
+    transformers.logging.disable_progress_bar()
+
+    report = _interruptible(
+        run, model, ratio, rank=rank, calibration=batches, include=include or None,
+        exclude=exclude or None, method=method, align=align, allocation=allocation, budget=budget,
+        target=target, tokens=tokens, sensitivity=sensitivity, sequential=sequential,
+        resume=resume,
+    )  # fmt: skip
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    figures: dict[str, Any] = {"compression": report.to_dict()}
+    figures["compression"]["achieved_ratio"] = report.achieved_ratio
+    if original is not None:
+        from nmm_compiler.compress.recover import recover
+
+        recovery = recover(model, batches, teacher=original, steps=recover_steps)
+        console.print(recovery.summary(), markup=False, soft_wrap=True)
+        figures["recovery"] = recovery.to_dict()
+
+    hf.save_pretrained(model, out_dir, tokenizer=tokenizer)
+    json = json or out_dir / "compression.json"
+    json.write_text(json_module.dumps(figures, indent=2))
+    console.print(f"saved     {out_dir}", markup=False, soft_wrap=True)
+    console.print(f"report    {json}", markup=False, soft_wrap=True)
+    if plot is not None:
+        from nmm_compiler.compress.plot import plot_report
+
+        console.print(f"plot      {plot_report(report, plot)}", markup=False, soft_wrap=True)
+
+
+compress.__doc__ = f"{compress.__doc__}\n\n{_EPILOG}"
+
+
+def _interruptible(run: Any, *arguments: Any, **options: Any) -> Any:
+    """Call `run`; on Ctrl-C, say how far it got before the interrupt goes on."""
+    try:
+        return run(*arguments, **options)
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", ()):
+            Console(stderr=True).print(note, style="yellow", markup=False, soft_wrap=True)
+        raise
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    """Return (model, tokenizer or None) of a directory, or of the demo's encoder."""
+    import transformers
+
+    from nmm_compiler.cli import models
+
+    if name == models.ENCODER:
+        return models.encoder()
+    if not (Path(name) / "config.json").is_file():
+        raise UnknownNameError("model", name, [models.ENCODER, "DIRECTORY with config.json"])
+    model, _ = models.load(name)
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "tokenizer.model")
+    if not any((Path(name) / file).is_file() for file in files):
+        return model, None
+    return model, transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+
+
+def read_batches(
+    path: Path, tokenizer: Any, model: Any, length: int, batch: int
+) -> list[dict[str, torch.Tensor]]:
+    """Return calibration batches of a text file.
+
+    For a causal language model the text is one stream, cut into sequences of `length` tokens; for
+    others each line is a sequence, padded. Raises CalibrationError without a tokenizer or text.
+    """
+    import torch
+
+    if tokenizer is None:
+        raise CalibrationError(
+            "--text needs a tokenizer, and the model's directory has none; save one there with "
+            "tokenizer.save_pretrained"
+        )
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"--text {path} cannot be read as UTF-8 text: {error}") from error
+    if not lines:
+        raise CalibrationError(f"--text {path} has no text; pass a file with some hundred lines")
+    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        ids = torch.tensor(tokenizer("\n".join(lines), truncation=False)["input_ids"])
+        pieces = [piece for piece in ids.split(length) if len(piece) == length] or [ids]
+        return [
+            {"input_ids": torch.stack(pieces[i : i + batch])} for i in range(0, len(pieces), batch)
+        ]
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    options = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
+    return [dict(tokenizer(lines[i : i + batch], **options)) for i in range(0, len(lines), batch)]

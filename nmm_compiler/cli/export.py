@@ -1,0 +1,58 @@
+"""`nmm export`: a model as an MLIR module, each fused kernel as one call, sources beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="DIRECTORY, FILE.py:function or all-MiniLM-L6-v2")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the .mlir file to write")],
+    dialect: Annotated[str, typer.Option(help="torch, linalg or stablehlo")] = "stablehlo",
+    kernels: Annotated[str, typer.Option(help="call, or inline (reference bodies)")] = "call",
+    weights: Annotated[str, typer.Option(help="args, or resources (in the module)")] = "args",
+    tokens: Annotated[int, typer.Option(help="tokens of the example input")] = 64,
+    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3")] = "trn2",
+    sources: Annotated[
+        bool | None,
+        typer.Option(help="write NKI sources; default: with --kernels call", show_default=False),
+    ] = None,
+) -> None:
+    """Rewrite a model and write it as MLIR, with a manifest and the NKI source of each kernel.
+
+    Example: nmm export all-MiniLM-L6-v2 --dialect stablehlo -o encoder.mlir
+    """
+    from nmm_compiler.cli import models
+    from nmm_compiler.mlir.export import export_mlir
+    from nmm_compiler.mlir.module import check_writable
+
+    console = Console()
+    check_writable(output)
+    with console.status(f"loading {model}"):
+        loaded, inputs = models.load(model, tokens)
+    with console.status("tracing, rewriting, lowering"):
+        module = export_mlir(
+            loaded,
+            inputs,
+            dialect=dialect,
+            kernels=kernels,
+            weights=weights,
+            options={"target": target},
+            sources=sources,
+        )
+    written = module.save(output)
+    table = Table("kernel", "family", "calls", "sources")
+    for kernel in module.kernels:
+        families = ", ".join(dict.fromkeys(launch.family for launch in kernel.launches))
+        table.add_row(kernel.name, families, str(len(kernel.calls)), str(len(kernel.sources)))
+    if module.kernels:
+        console.print(table)
+    else:
+        console.print(f"nothing was fused; `nmm explain {model}` says why", markup=False)
+    for path in written:
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -1,0 +1,72 @@
+"""`nmm lint FILE.py ...`: check NKI kernel files without running them."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from nmm_compiler.codegen.lint import API_VERSION, VERSIONS, Finding, lint_file
+from nmm_compiler.errors import UnknownNameError
+
+
+def lint(
+    files: Annotated[list[Path], typer.Argument(help="kernel files", metavar="FILE.py...")],
+    nki: Annotated[str, typer.Option(help=f"NKI version, one of {', '.join(VERSIONS)}")] = (
+        API_VERSION
+    ),
+    strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
+    json: Annotated[bool, typer.Option(help="print the findings as JSON")] = False,
+) -> None:
+    """Check kernel files against the documented NKI API and the Python its compiler accepts.
+
+    Exit code: 0 clean (warnings are shown), 1 errors found, 2 a file or version that cannot be
+    read.
+
+    Example: nmm lint my_kernel.py --nki 0.6
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    findings: list[tuple[Path, Finding]] = []
+    for path in files:
+        try:
+            findings += [(path, finding) for finding in lint_file(path, nki=nki)]
+        except (OSError, UnicodeDecodeError, UnknownNameError) as error:
+            Console(stderr=True, soft_wrap=True).print(Text(f"cannot lint {path}: {error}"))
+            raise typer.Exit(2) from None
+    if json:
+        print(json_module.dumps([_plain(path, finding) for path, finding in findings], indent=2))
+    else:
+        for path, finding in findings:
+            console.print(_shown(path, finding))
+        console.print(_summary(files, [finding for _, finding in findings], nki))
+    if any(finding.is_error or strict for _, finding in findings):
+        raise typer.Exit(1)
+
+
+def _plain(path: Path, finding: Finding) -> dict[str, str | int]:
+    return {
+        "file": str(path),
+        "line": finding.line,
+        "column": finding.column,
+        "code": finding.code,
+        "severity": "error" if finding.is_error else "warning",
+        "message": finding.message,
+    }
+
+
+def _shown(path: Path, finding: Finding) -> Text:
+    place = f"{path}:{finding.line}:{finding.column}"
+    style = "red" if finding.is_error else "yellow"
+    return Text.assemble((place, "bold"), " ", (finding.code, style), " ", finding.message)
+
+
+def _summary(files: list[Path], findings: list[Finding], nki: str) -> Text:
+    errors = sum(finding.is_error for finding in findings)
+    warnings = len(findings) - errors
+    style = "red" if errors else "yellow" if warnings else "green"
+    text = f"{len(files)} file(s), NKI {nki}: {errors} error(s), {warnings} warning(s)"
+    return Text(text, style=style)

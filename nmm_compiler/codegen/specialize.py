@@ -1,0 +1,477 @@
+"""Turns a family's NKI function into one self-contained file for one spec and schedule.
+
+In: a template from kernels/nki, and values for its compile-time parameters. Out: source text that
+imports only nki. Parameters become constants, branches on them fold away, helpers are copied in
+with the arguments that never vary written into them, what is unused disappears, comments stay. The
+same input always gives the same bytes. Nothing is assembled from strings: the tree is edited.
+"""
+
+# libcst names its visitor methods after node classes.
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+
+from nmm_compiler.codegen import values
+from nmm_compiler.codegen.fold import BodyFolder, Call, Environment, Statement, literal
+from nmm_compiler.codegen.values import Value, known
+
+_PURE_CALLS = ("min", "max", "len")
+
+
+@functools.lru_cache(maxsize=32)
+def _parse(path: Path) -> cst.Module:
+    return cst.parse_module(path.read_text(encoding="utf-8"))
+
+
+def _neighbours(path: Path) -> list[Path]:
+    """Return the files that a template imports from beside it, `from .parts import ...`."""
+    found = []
+    for statement in _parse(path).body:
+        if isinstance(statement, cst.SimpleStatementLine):
+            small = statement.body[0]
+            if isinstance(small, cst.ImportFrom) and small.relative and small.module is not None:
+                found.append(path.parent / f"{small.module.value}.py")
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+def functions_of(path: Path) -> dict[str, cst.FunctionDef]:
+    """Return the functions of a template file, and those it imports from its neighbours."""
+    found: dict[str, cst.FunctionDef] = {}
+    for neighbour in _neighbours(path):
+        found |= functions_of(neighbour)
+    for statement in _parse(path).body:
+        if isinstance(statement, cst.FunctionDef):
+            found[statement.name.value] = statement
+    return found
+
+
+def template_text(path: Path) -> str:
+    """Return everything that decides what a template means: its text and its neighbours'."""
+    texts = [path.read_text(encoding="utf-8")]
+    return "\n".join(texts + [template_text(neighbour) for neighbour in _neighbours(path)])
+
+
+def specialize(
+    path: Path, function: str, parameters: Mapping[str, Any], *, name: str, header: Sequence[str]
+) -> str:
+    """Return the source of `function` of template `path`, called `name`, for these parameters.
+
+    parameters: every compile-time parameter; a tensor that is absent is given as None.
+    header: lines of the file's docstring.
+    """
+    functions = functions_of(path)
+    signatures = {key: _parameter_names(node) for key, node in functions.items()}
+    entry = functions[function]
+    unknown = set(parameters) - set(signatures[function])
+    missing = {
+        p.name.value
+        for p in entry.params.params
+        if p.default is not None and p.name.value not in parameters
+        and not (isinstance(p.default, cst.Name) and p.default.value == "None")
+    }  # fmt: skip
+    if unknown or missing:
+        raise TypeError(
+            f"{path.name}: {function} has no parameters {sorted(unknown)} and needs "
+            f"{sorted(missing)}"
+        )
+    helpers = {key: node for key, node in signatures.items() if key != function}
+    environment: Environment = {key: known(value) for key, value in parameters.items()}
+    numbers = [key for key, value in parameters.items() if type(value) is int]
+    made, calls = _fold_function(entry, environment, helpers, keep=numbers)
+    bodies: dict[str, list[Statement]] = {}
+    dropped: dict[str, set[str]] = {}
+    for helper in _call_order(functions, function):
+        sites = [call for call in calls if call.helper == helper]
+        if not sites:
+            continue
+        bound = _bind(functions[helper], sites)
+        dropped[helper] = {key for key, value in bound.items() if values.constant(value)[0]}
+        bodies[helper], inner = _fold_function(functions[helper], bound, helpers, keep=())
+        calls += inner
+    bodies = {function: _after_docstring(made, _constants(entry, parameters, numbers)), **bodies}
+    bodies = _without_leftovers(bodies, dropped, signatures)
+    left = {name: [p for p in signatures[name] if p not in gone] for name, gone in dropped.items()}
+    bodies = _without_forwarders(bodies, left)
+    parts: list[Any] = [
+        _helper(functions[helper], bodies[helper], dropped[helper])
+        for helper in functions
+        if helper in bodies and helper != function
+    ]
+    body = bodies[function]
+    tensors = [
+        p.with_changes(
+            default=None, comma=cst.MaybeSentinel.DEFAULT, equal=cst.MaybeSentinel.DEFAULT
+        )
+        for p in entry.params.params
+        if p.name.value not in parameters
+    ]
+    kernel = entry.with_changes(
+        name=cst.Name(name),
+        params=entry.params.with_changes(params=tensors),
+        whitespace_before_params=cst.SimpleWhitespace(""),
+        body=entry.body.with_changes(body=body),
+        leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)],
+    )
+    docstring = cst.SimpleStatementLine(
+        body=[cst.Expr(cst.SimpleString('"""' + "\n".join(header) + '\n"""'))]
+    )
+    needed = _names_used([*parts, kernel])
+    module = cst.Module(body=[docstring, *_imports(needed), *parts, kernel])
+    return module.visit(_WithoutDirectives()).code
+
+
+class _WithoutDirectives(cst.CSTTransformer):
+    """Drops comments that speak to the formatter of the templates."""
+
+    def leave_TrailingWhitespace(
+        self, original: cst.TrailingWhitespace, updated: cst.TrailingWhitespace
+    ) -> cst.TrailingWhitespace:
+        if updated.comment is not None and updated.comment.value == "# fmt: skip":
+            return cst.TrailingWhitespace()
+        return updated
+
+
+def _visit(statement: Statement, transformer: cst.CSTTransformer) -> Statement:
+    changed = statement.visit(transformer)
+    assert isinstance(changed, cst.BaseStatement)
+    return changed
+
+
+def _parameter_names(node: cst.FunctionDef) -> list[str]:
+    return [p.name.value for p in node.params.params]
+
+
+def _fold_function(
+    node: cst.FunctionDef,
+    environment: Environment,
+    signatures: dict[str, list[str]],
+    *,
+    keep: Sequence[str],
+) -> tuple[list[Statement], list[Call]]:
+    folder = BodyFolder(dict(environment), signatures, named=bool(keep))
+    folder.keep(keep)
+    statements = folder.fold(list(node.body.body))  # type: ignore[arg-type]
+    return statements, folder.calls
+
+
+def _bind(node: cst.FunctionDef, sites: Sequence[Call]) -> Environment:
+    """Return what every call agrees on for each parameter of a helper."""
+    bound: Environment = {}
+    for parameter in node.params.params:
+        name = parameter.name.value
+        found: list[Value] = [site.arguments.get(name) for site in sites]
+        bound[name] = values.join(found) if all(v is not None for v in found) else None
+    return bound
+
+
+def _call_order(functions: Mapping[str, cst.FunctionDef], entry: str) -> list[str]:
+    """Return the helpers reachable from `entry`, every caller before what it calls."""
+    order: list[str] = []
+
+    def visit(name: str) -> None:
+        for callee in sorted(_names_used([functions[name]]) & set(functions) - {name}):
+            if callee not in order:
+                visit(callee)
+        order.append(name)
+
+    visit(entry)
+    return [name for name in reversed(order) if name != entry]
+
+
+def _has_docstring(body: list[Statement]) -> bool:
+    first = body[0] if body else None
+    return (
+        isinstance(first, cst.SimpleStatementLine)
+        and isinstance(first.body[0], cst.Expr)
+        and isinstance(first.body[0].value, cst.SimpleString)
+    )
+
+
+def _after_docstring(body: list[Statement], lines: list[Statement]) -> list[Statement]:
+    place = int(_has_docstring(body))
+    return [*body[:place], *lines, *body[place:]]
+
+
+def _without_leftovers(
+    bodies: dict[str, list[Statement]],
+    dropped: dict[str, set[str]],
+    signatures: dict[str, list[str]],
+) -> dict[str, list[Statement]]:
+    """Return the bodies without unused names; adds parameters that nothing reads to `dropped`."""
+    while True:
+        prune = _Prune(dropped, signatures)
+        bodies = {
+            name: remove_unused([_visit(s, prune) for s in body]) for name, body in bodies.items()
+        }
+        unread = {
+            name: set(signatures[name]) - dropped[name] - _names_used(body)
+            for name, body in bodies.items()
+            if name in dropped
+        }
+        if not any(unread.values()):
+            return bodies
+        # what is left of a call holds only the arguments that were not dropped yet
+        signatures = {
+            name: [p for p in names if p not in dropped.get(name, ())]
+            for name, names in signatures.items()
+        }
+        dropped.update({name: dropped[name] | names for name, names in unread.items()})
+
+
+def _constants(
+    entry: cst.FunctionDef, parameters: Mapping[str, Any], numbers: Sequence[str]
+) -> list[Statement]:
+    """Return `k = 2048  # input features` for each number, used or not."""
+    made: list[Statement] = []
+    for parameter in entry.params.params:
+        name = parameter.name.value
+        if name not in numbers:
+            continue
+        assign = cst.Assign([cst.AssignTarget(cst.Name(name))], literal(parameters[name]))
+        trailing = cst.TrailingWhitespace()
+        comma = parameter.comma
+        if isinstance(comma, cst.Comma) and isinstance(
+            comma.whitespace_after, cst.ParenthesizedWhitespace
+        ):
+            comment = comma.whitespace_after.first_line.comment
+            if comment is not None:
+                trailing = cst.TrailingWhitespace(cst.SimpleWhitespace("  "), comment)
+        made.append(cst.SimpleStatementLine(body=[assign], trailing_whitespace=trailing))
+    return made
+
+
+def _helper(
+    node: cst.FunctionDef, statements: list[Statement], dropped: set[str]
+) -> cst.FunctionDef:
+    parameters = [
+        p.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        for p in node.params.params
+        if p.name.value not in dropped
+    ]
+    return node.with_changes(
+        params=node.params.with_changes(params=parameters),
+        whitespace_before_params=cst.SimpleWhitespace(""),
+        body=node.body.with_changes(body=statements),
+        leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)],
+    )
+
+
+class _Prune(cst.CSTTransformer):
+    """Takes arguments that were written into a helper out of its calls."""
+
+    def __init__(self, dropped: dict[str, set[str]], signatures: dict[str, list[str]]) -> None:
+        super().__init__()
+        self.dropped = dropped
+        self.signatures = signatures
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        if not (isinstance(updated.func, cst.Name) and updated.func.value in self.dropped):
+            return updated
+        names = self.signatures[updated.func.value]
+        gone = self.dropped[updated.func.value]
+        kept = [
+            arg
+            for place, arg in enumerate(updated.args)
+            if (arg.keyword.value if arg.keyword else names[place]) not in gone
+        ]
+        return _on_one_line(updated, kept)
+
+
+def _on_one_line(call: cst.Call, arguments: Sequence[cst.Arg]) -> cst.Call:
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    last = len(arguments) - 1
+    laid = [
+        arg.with_changes(
+            comma=cst.MaybeSentinel.DEFAULT if place == last else comma,
+            whitespace_after_arg=cst.SimpleWhitespace(""),
+        )
+        for place, arg in enumerate(arguments)
+    ]
+    return call.with_changes(args=laid, whitespace_before_args=cst.SimpleWhitespace(""))
+
+
+def _without_forwarders(
+    bodies: dict[str, list[Statement]], parameters: dict[str, list[str]]
+) -> dict[str, list[Statement]]:
+    """Return the bodies without helpers that only pass their arguments on to another helper."""
+    for name in list(bodies):
+        inner = _forwards_to(bodies[name], parameters.get(name))
+        if inner is not None:
+            forward = _Forward(name, parameters[name], inner)
+            del bodies[name]
+            bodies = {key: [_visit(s, forward) for s in body] for key, body in bodies.items()}
+    return bodies
+
+
+def _forwards_to(body: list[Statement], parameters: list[str] | None) -> cst.Call | None:
+    """Return the one call that is all of a helper's body, its arguments being mere names."""
+    if parameters is None:
+        return None
+    calls = body[int(_has_docstring(body)) :]
+    if len(calls) != 1 or not isinstance(calls[0], cst.SimpleStatementLine):
+        return None
+    small = calls[0].body[0]
+    if not (isinstance(small, cst.Expr) and isinstance(small.value, cst.Call)):
+        return None
+    call = small.value
+    plain = all(isinstance(a.value, (cst.Name, cst.Integer, cst.SimpleString)) for a in call.args)
+    named = all(a.keyword is None for a in call.args)
+    return call if isinstance(call.func, cst.Name) and plain and named else None
+
+
+class _Forward(cst.CSTTransformer):
+    """Replaces calls of a forwarder by the call that it makes."""
+
+    def __init__(self, name: str, parameters: list[str], inner: cst.Call) -> None:
+        super().__init__()
+        self.name, self.parameters, self.inner = name, parameters, inner
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        if not (isinstance(updated.func, cst.Name) and updated.func.value == self.name):
+            return updated
+        given = {
+            (arg.keyword.value if arg.keyword else self.parameters[place]): arg.value
+            for place, arg in enumerate(updated.args)
+        }
+        arguments = [
+            arg.with_changes(value=given.get(arg.value.value, arg.value))
+            if isinstance(arg.value, cst.Name)
+            else arg
+            for arg in self.inner.args
+        ]
+        return _on_one_line(updated.with_changes(func=self.inner.func), arguments)
+
+
+class _Names(cst.CSTVisitor):
+    """Collects the names that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        if not isinstance(node.target, cst.Name):
+            node.target.visit(self)
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Param(self, node: cst.Param) -> bool:
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.names.add(node.value)
+
+
+def _names_used(nodes: Sequence[cst.CSTNode]) -> set[str]:
+    collector = _Names()
+    for node in nodes:
+        node.visit(collector)
+    return collector.names
+
+
+def remove_unused(statements: list[Statement]) -> list[Statement]:
+    """Return the statements without assignments of values that nothing reads."""
+    while True:
+        used = _names_used(statements)
+        sweeper = _Sweep(used)
+        swept = []
+        for statement in statements:
+            result = statement.visit(sweeper)
+            if isinstance(result, cst.BaseStatement):
+                swept.append(result)
+        statements = swept
+        if not sweeper.removed:
+            return statements
+
+
+class _Sweep(cst.CSTTransformer):
+    """Removes one round of dead assignments and of blocks that became empty."""
+
+    def __init__(self, used: set[str]) -> None:
+        super().__init__()
+        self.used = used
+        self.removed = False
+
+    def leave_SimpleStatementLine(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> Any:
+        small = original.body[0]
+        if (
+            isinstance(small, cst.Assign)
+            and isinstance(small.targets[0].target, cst.Name)
+            and small.targets[0].target.value not in self.used
+            and _is_pure(small.value)
+        ):
+            self.removed = True
+            return cst.RemoveFromParent()
+        return updated
+
+    def leave_For(self, original: cst.For, updated: cst.For) -> Any:
+        if not updated.body.body:
+            self.removed = True
+            return cst.RemoveFromParent()
+        return updated
+
+    def leave_If(self, original: cst.If, updated: cst.If) -> Any:
+        if not updated.body.body and updated.orelse is None:
+            self.removed = True
+            return cst.RemoveFromParent()
+        return updated
+
+
+def _is_pure(node: cst.BaseExpression) -> bool:
+    finder = _Impure()
+    node.visit(finder)
+    return not finder.found
+
+
+class _Impure(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def visit_Call(self, node: cst.Call) -> None:
+        function = node.func
+        if isinstance(function, cst.Name) and function.value in _PURE_CALLS:
+            return
+        if isinstance(function, cst.Attribute):
+            allocation = (
+                isinstance(function.value, cst.Name)
+                and function.value.value == "nl"
+                and function.attr.value == "ndarray"
+            )
+            view = function.attr.value in ("reshape", "reshape_dim", "permute")
+            if allocation or view:
+                return
+        self.found = True
+
+
+def _imports(needed: set[str]) -> list[cst.SimpleStatementLine]:
+    lines: list[cst.SimpleStatementLine] = []
+    for alias, text in (
+        ("nki", "import nki"),
+        ("nisa", "import nki.isa as nisa"),
+        ("nl", "import nki.language as nl"),
+    ):
+        if alias in needed or alias == "nki":
+            line = cst.parse_statement(text)
+            assert isinstance(line, cst.SimpleStatementLine)
+            if not lines:
+                line = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+            lines.append(line)
+    return lines

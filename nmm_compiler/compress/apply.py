@@ -1,0 +1,408 @@
+"""`compress`: a model's linears become low-rank, in place.
+
+Reads top to bottom: select the matrices (`select.py`), calibrate (`calibrate.py`), decide all ranks
+(`plan.py`), then factorize and replace one layer after the other (`factorize.py`). A layer is
+replaced in one step after its factors are complete, so an interrupt between any two instructions
+leaves a model that works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from nmm_compiler.compress import hf
+from nmm_compiler.compress.calibrate import OutputFn, Statistics, as_batches, collect
+from nmm_compiler.compress.config import CompressionConfig
+from nmm_compiler.compress.factorize import balance, check_finite, factorize
+from nmm_compiler.compress.journal import Journal
+from nmm_compiler.compress.modules import LowRankLinear, put
+from nmm_compiler.compress.one_thread import one_thread
+from nmm_compiler.compress.plan import (
+    Decision,
+    Plan,
+    Ways,
+    check_statistics,
+    make_plan,
+    moments_of,
+    resolve,
+)
+from nmm_compiler.compress.progress import Steps
+from nmm_compiler.compress.ranks import Cost
+from nmm_compiler.compress.report import CompressionReport, LayerReport
+from nmm_compiler.compress.select import FilterFn, Patterns, Site, find_sites
+from nmm_compiler.errors import FactorsFileError, NoMatchingModulesError, OptionTypeError
+
+# Errors are measured a block of rows at a time, so that no second dense copy is needed.
+_ERROR_BLOCK_ROWS = 1024
+
+
+def compress(
+    model: nn.Module,
+    ratio: float | CompressionConfig | None = None,
+    *,
+    rank: int | Mapping[str, int] | None = None,
+    calibration: Any = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    filter_fn: FilterFn | None = None,
+    method: str = "auto",
+    align: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    allocation: str = "auto",
+    budget: str = "parameters",
+    cost: Cost | None = None,
+    target: str = "trn2",
+    tokens: int = 512,
+    sensitivity: str = "gradient",
+    sequential: bool = False,
+    output: OutputFn | None = None,
+    resume: str | Path | None = None,
+) -> CompressionReport:
+    """Replace linears of `model` by `LowRankLinear`s, in place; return what was done.
+
+    ratio: share of the parameters of the selected matrices to remove, in [0, 1); default 0.2. Or a
+        whole CompressionConfig, in place of the keywords of the same names.
+    rank: instead of a ratio, one rank for all, or {name pattern: rank}.
+    calibration: batches to run through the model (dicts of arguments, tuples, or tensors), or what
+        `calibrate` returned for this model.
+    include, exclude: name patterns ("mlp", "layers.0.*", "re:...").
+    filter_fn: (module, name) -> bool, a last word on each layer.
+    method, align, allocation, budget, sensitivity, sequential: see CompressionConfig.
+    dtype: of the factors; default is the weight's. device: where to compute; default the weight's.
+    cost: (k, n, rank or None) -> predicted microseconds, for budget="latency"; None asks the
+        kernels' cost model for `target` and `tokens` tokens a call.
+    output: (result, batch) -> the tensor whose change matters, for sensitivity="gradient"; default
+        the logits, else the last hidden state.
+    resume: a directory that finished layers are kept in; the same call continues from it.
+
+    A layer is left dense where low rank would not save anything. Ctrl-C leaves a working model,
+    part of it low-rank. Nothing is changed when an error is raised before the first factorization.
+
+    Raises OptionTypeError and UnknownNameError for bad arguments, NoMatchingModulesError when there
+    is nothing to factorize, RankError when no legal ranks meet the ratio, CalibrationError for
+    calibration that is empty, not finite or does not reach a layer, WeightError for a weight that
+    is not finite, FactorsFileError when `resume` holds something else.
+    """
+    _check_arguments(model, dtype, cost)
+    config = (
+        ratio
+        if isinstance(ratio, CompressionConfig)
+        else CompressionConfig(
+            ratio=ratio,
+            rank=dict(rank) if isinstance(rank, Mapping) else rank,
+            method=method,
+            allocation=allocation,
+            budget=budget,
+            align=align,
+            sensitivity=sensitivity,
+            sequential=sequential,
+        )
+    )
+    started = time.monotonic()
+    before = count_parameters(model)
+    journal = None if resume is None else Journal(resume, config)
+    sites, skipped = _sites(model, include, exclude, filter_fn, journal)
+    meta = any(site.weight.is_meta for site in sites)
+    ways = resolve(config, calibration is not None, meta)
+    site = None
+    for site in sites:
+        if not site.weight.is_meta:
+            check_finite(site.weight, site.name)
+    batches = statistics = None
+    if isinstance(calibration, Statistics):
+        statistics = check_statistics(calibration, sites, config, ways)
+    elif calibration is not None:
+        batches = as_batches(calibration)
+    left = sites if journal is None else journal.unfinished(sites)
+    if batches is not None and left and (not config.sequential or ways.allocation == "global"):
+        statistics = collect(
+            model, left, batches, gradients=ways.gradients, output=output, progress=progress
+        )
+    if journal is not None and journal.plan is not None:
+        plan = journal.plan
+    else:
+        if config.budget == "latency" and cost is None:
+            cost = _kernel_cost(sites, dtype, target, tokens)
+        plan = make_plan(sites, config, ways, statistics, cost, progress)
+        if journal is not None:
+            journal.start(plan)
+
+    work = _Work(model, config, ways, batches, statistics, dtype, device, journal, output)
+    try:
+        by_name = {site.name: site for site in sites}
+        del sites, left, site  # or they keep every dense weight alive until the end
+        layers = work.run(plan, by_name, progress)
+    finally:
+        hf.attach_if_transformers(model)
+    return CompressionReport(
+        method=plan.method,
+        allocation=plan.allocation,
+        budget=config.budget,
+        align=plan.align,
+        ratio=config.effective_ratio,
+        layers=layers,
+        skipped=skipped,
+        model_parameters_before=before,
+        model_parameters_after=count_parameters(model),
+        calibration_tokens=plan.calibration_tokens or work.tokens,
+        cost_before=plan.cost_before,
+        cost_after=plan.cost_after,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _kernel_cost(
+    sites: Sequence[Site], dtype: torch.dtype | None, target: str, tokens: int
+) -> Cost:
+    from nmm_compiler.codegen.latency import kernel_cost
+
+    stored = dtype or sites[0].weight.dtype
+    return kernel_cost(target, tokens, str(stored).removeprefix("torch."))
+
+
+def calibrate(
+    model: nn.Module,
+    calibration: Any,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    filter_fn: FilterFn | None = None,
+    gradients: bool = True,
+    output: OutputFn | None = None,
+    progress: bool = True,
+) -> Statistics:
+    """Return what `compress(calibration=...)` needs to know of the data, to use more than once.
+
+    One pass over the data then serves any number of ratios and methods. Arguments are those of
+    `compress`; gradients: also sample the gradients that global allocation compares matrices by.
+    """
+    _check_arguments(model, None, None)
+    sites, _ = find_sites(model, include, exclude, filter_fn)
+    return collect(
+        model, sites, as_batches(calibration), gradients=gradients, output=output, progress=progress
+    )
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the elements of all parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def _check_arguments(model: object, dtype: object, cost: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError("model", type(model).__name__, "a torch.nn.Module")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionTypeError("dtype", dtype, "a floating-point torch.dtype, or None")
+    if cost is not None and not callable(cost):
+        raise OptionTypeError("cost", cost, "a function (k, n, rank or None) -> microseconds")
+
+
+def _sites(
+    model: nn.Module,
+    include: Patterns,
+    exclude: Patterns,
+    filter_fn: FilterFn | None,
+    journal: Journal | None,
+) -> tuple[tuple[Site, ...], tuple[Any, ...]]:
+    """Return (sites, skipped); what a journal lists as finished is not among the skipped."""
+    if journal is None or journal.plan is None:
+        return find_sites(model, include, exclude, filter_fn)
+    planned = {decision.name for decision in journal.plan.decisions}
+    done = {
+        name
+        for name, module in model.named_modules()
+        if name in planned and isinstance(module, LowRankLinear)
+    }
+    try:
+        sites, skipped = find_sites(model, include, exclude, filter_fn)
+    except NoMatchingModulesError:
+        if done != planned:
+            raise
+        sites, skipped = (), ()
+    if {site.name for site in sites} | done != planned:
+        differ = sorted(({site.name for site in sites} | done) ^ planned)
+        raise FactorsFileError(
+            f"{journal.directory} holds a compression of other layers ({', '.join(differ[:6])}); "
+            "pass the same model and selection, or another directory"
+        )
+    return sites, tuple(skip for skip in skipped if skip.name not in planned)
+
+
+class _Work:
+    """The loop over the layers: factorize, replace, keep a record."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CompressionConfig,
+        ways: Ways,
+        batches: list[Any] | None,
+        statistics: Statistics | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        journal: Journal | None,
+        output: OutputFn | None,
+    ) -> None:
+        self.model, self.config, self.ways, self.output = model, config, ways, output
+        self.batches, self.statistics = batches, statistics
+        self.dtype, self.device, self.journal = dtype, device, journal
+        self.tokens = 0
+
+    def run(self, plan: Plan, by_name: dict[str, Site], progress: bool) -> tuple[LayerReport, ...]:
+        """Carry out the plan, emptying by_name; on an interrupt, note how far it got."""
+        reports: dict[str, LayerReport] = {}
+        with Steps("factorizing", len(plan.decisions), progress) as steps:
+            try:
+                for stage in stages(plan.decisions, self._sequential()):
+                    self._recalibrate([by_name[d.name] for _, d in stage if d.name in by_name])
+                    for index, decision in stage:
+                        steps.show(decision.name)
+                        site = by_name.pop(decision.name, None)
+                        reports[decision.name] = self._one(index, decision, site)
+                        steps.advance()
+            except KeyboardInterrupt as interrupt:
+                way_on = (
+                    f"the same call continues from {self.journal.directory}"
+                    if self.journal
+                    else "pass resume=DIRECTORY to be able to continue"
+                )
+                interrupt.add_note(
+                    f"compress: {len(reports)} of {len(plan.decisions)} layers are done, the model "
+                    f"works as it is; {way_on}"
+                )
+                raise
+        return tuple(reports[decision.name] for decision in plan.decisions)
+
+    def _sequential(self) -> bool:
+        return self.config.sequential and self.batches is not None
+
+    def _recalibrate(self, sites: Sequence[Site]) -> None:
+        """In sequential mode, measure a stage's inputs behind the compressed earlier stages."""
+        if not self._sequential() or not sites:
+            return
+        assert self.batches is not None
+        known = self.statistics.gradients if self.statistics else {}
+        missing = self.ways.gradients and any(site.name not in known for site in sites)
+        fresh = collect(self.model, sites, self.batches, gradients=missing, output=self.output)
+        self.tokens = max(self.tokens, fresh.tokens)
+        self.statistics = dataclasses.replace(fresh, gradients={**known, **fresh.gradients})
+
+    def _one(self, index: int, decision: Decision, site: Site | None) -> LayerReport:
+        report = LayerReport(
+            name=decision.name,
+            k=decision.k,
+            n=decision.n,
+            rank=decision.rank,
+            note=decision.note,
+            counted=decision.counted,
+        )
+        finished = self.journal.load(index) if self.journal else None
+        if finished is not None:
+            up, down, report = finished
+            if site is not None:
+                self._put(site, up, down)
+            return report
+        if site is None or decision.rank is None:
+            return report
+        if site.weight.is_meta:
+            stored = self.dtype or site.weight.dtype
+            bias = cast("torch.Tensor | None", site.module.bias)
+            layer = LowRankLinear(
+                site.k, decision.rank, site.n, bias is not None, device="meta", dtype=stored
+            )
+            put(self.model, site.names, layer.train(site.module.training))
+            return report
+        with one_thread(site.k * site.n):
+            return self._factorize(index, decision.rank, decision.note, site)
+
+    def _factorize(self, index: int, rank: int, note: str, site: Site) -> LayerReport:
+        home = site.weight.device
+        weight = site.weight.to(self.device or home)
+        moments = moments_of(site, self.ways.method, self.statistics, self.config)
+        moments = moments.to(weight.device)
+        factors = factorize(weight, rank, moments, site.name)
+        up, down = (
+            factor.to(self.dtype or weight.dtype).contiguous() for factor in balance(factors)
+        )
+        raw = None
+        if self.statistics is not None:
+            raw = self.statistics.inputs[site.name].mean.to(weight.device)
+        weight_error, output_error = measure(weight, up, down, raw)
+        report = LayerReport(
+            name=site.name,
+            k=site.k,
+            n=site.n,
+            rank=rank,
+            weight_error=weight_error,
+            output_error=output_error,
+            theory_error=factors.relative_error,
+            solver=factors.solver,
+            excess=factors.excess,
+            note=note,
+        )
+        if self.journal is not None:
+            self.journal.save(index, up, down, report)
+        self._put(site, up.to(home), down.to(home))
+        return report
+
+    def _put(self, site: Site, up: torch.Tensor, down: torch.Tensor) -> None:
+        weight = site.module.weight
+        bias = cast("nn.Parameter | None", site.module.bias)
+        assert isinstance(weight, torch.Tensor)
+        layer = LowRankLinear.from_factors(down.to(weight.device), up.to(weight.device), bias)
+        layer.down.weight.requires_grad_(weight.requires_grad)
+        layer.up.weight.requires_grad_(weight.requires_grad)
+        put(self.model, site.names, layer.train(site.module.training))
+
+
+def stages(decisions: Sequence[Decision], sequential: bool) -> Iterator[list[tuple[int, Decision]]]:
+    """Yield (index, decision) in groups that are calibrated together: blocks, when sequential.
+
+    A block is what a name says up to its first number, "model.layers.3".
+    """
+    numbered = list(enumerate(decisions))
+    if not sequential:
+        yield numbered
+        return
+    groups: dict[str, list[tuple[int, Decision]]] = {}
+    for index, decision in numbered:
+        parts = decision.name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        block = ".".join(parts[: numbers[0] + 1]) if numbers else decision.name
+        groups.setdefault(block, []).append((index, decision))
+    yield from groups.values()
+
+
+def measure(
+    weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, moment: torch.Tensor | None
+) -> tuple[float, float | None]:
+    """Return (|W - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
+
+    Computed in float32 for weights of half precision (whose rounding is coarser), else float64.
+    """
+    wide = torch.float32 if weight.dtype.itemsize <= 2 else torch.float64
+    left = whole = weighted_left = weighted_whole = 0.0
+    narrow_down = down.to(wide)
+    for start in range(0, weight.shape[0], _ERROR_BLOCK_ROWS):
+        rows = slice(start, start + _ERROR_BLOCK_ROWS)
+        block = weight[rows].to(wide)
+        missing = block - up[rows].to(wide) @ narrow_down
+        left += float(missing.square().sum(dtype=torch.float64))
+        whole += float(block.square().sum(dtype=torch.float64))
+        if moment is not None:
+            a = moment.to(wide)
+            weighted_left += float(((missing @ a) * missing).sum(dtype=torch.float64))
+            weighted_whole += float(((block @ a) * block).sum(dtype=torch.float64))
+    plain = (left / whole) ** 0.5 if whole > 0 else 0.0
+    if moment is None:
+        return plain, None
+    return plain, (max(weighted_left, 0.0) / weighted_whole) ** 0.5 if weighted_whole > 0 else 0.0

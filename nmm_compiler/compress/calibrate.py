@@ -1,0 +1,342 @@
+"""What calibration data says about each layer: second moments of its inputs and of its gradients.
+
+Goes in: the model, the layers, and batches to run through it. Comes out, per layer and in float64:
+A = E[x x^T] over the tokens x that reach it, and on request G = E[g g^T] over sampled gradients g
+at its output. Layers that read the same tensor (query, key and value; gate and up) share one A.
+Padding, as the batch's `attention_mask` declares it, is not counted.
+
+The gradients estimate what the loss is sensitive to. For logits, labels are drawn from the model's
+own distribution, so that E[g g^T] is the Fisher information; for features (no logits) the loss is
+half their squared distance to the original, and random signs over the features give the
+Gauss-Newton matrix (Hutchinson's estimator). Either way half of g^T (dW x) squared, summed over
+tokens, is the loss that an error dW causes, to second order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmm_compiler.compress.progress import Steps
+from nmm_compiler.compress.select import Site
+from nmm_compiler.errors import CalibrationError
+
+# output(result, batch) -> the tensor whose change matters, in place of logits or hidden states.
+OutputFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class SecondMoment:
+    """Running sum of v v^T over vectors v of one size, in float64.
+
+    fourth: sum of |v|^4, which the shrinkage estimate needs. tokens: how many v were added.
+    """
+
+    size: int
+    total: torch.Tensor = field(init=False)
+    fourth: float = 0.0
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.total = torch.zeros(self.size, self.size, dtype=torch.float64)
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add vectors, [tokens, size]."""
+        wide = rows.detach().to(torch.float64)
+        self.total = self.total.to(wide.device).addmm_(wide.T, wide)
+        self.fourth += float(wide.square().sum(1).square().sum())
+        self.tokens += wide.shape[0]
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """E[v v^T], [size, size]."""
+        return self.total / max(self.tokens, 1)
+
+
+@dataclass
+class Statistics:
+    """What one pass over the calibration data collected, by layer name."""
+
+    inputs: dict[str, SecondMoment]
+    gradients: dict[str, SecondMoment]
+    batches: int = 0
+    tokens: int = 0
+
+
+def shrinkage_of(moment: SecondMoment) -> float:
+    """Return how far to pull a second moment to a multiple of the identity, 0 to 1.
+
+    Ledoit and Wolf (2004), "A well-conditioned estimator for large-dimensional covariance
+    matrices": the estimated squared error of the moment over its squared distance to the target.
+    One vector says nothing about the moment's error: 1.
+    """
+    count, size = moment.tokens, moment.size
+    if count <= 1:
+        return 1.0
+    mean = moment.mean
+    squared = float(mean.square().sum())
+    error = max(0.0, (moment.fourth / count - squared) / (count - 1))
+    distance = squared - float(mean.trace()) ** 2 / size
+    return min(1.0, error / distance) if distance > 0 else 1.0
+
+
+def regularize(
+    moment: SecondMoment, damping: float = 1e-6, shrinkage: float | None = None
+) -> torch.Tensor:
+    """Return the moment, pulled to mean(diag) * I by the shrinkage and damped, [size, size].
+
+    A moment that is all zero (a layer that only ever sees zeros) gives the identity.
+    """
+    mean = moment.mean
+    scale = float(mean.trace()) / moment.size
+    if scale <= 0:
+        return torch.eye(moment.size, dtype=torch.float64, device=mean.device)
+    share = shrinkage_of(moment) if shrinkage is None else shrinkage
+    mean = mean * (1 - share)
+    mean.diagonal().add_(scale * (share + damping))
+    return mean
+
+
+def as_batches(calibration: Any) -> list[Any]:
+    """Return calibration data as a list of batches.
+
+    Accepts an iterable of batches (a DataLoader, a list, a generator), or one batch: a dict of
+    tensors or a tensor. Raises CalibrationError when there are none.
+    """
+    if isinstance(calibration, (Mapping, torch.Tensor)):
+        return [calibration]
+    if not isinstance(calibration, Iterable):
+        raise CalibrationError(
+            f"calibration is a {type(calibration).__name__}; pass an iterable of batches, each a "
+            "dict of model arguments, a tuple of them, or a tensor"
+        )
+    batches = list(calibration)
+    if not batches:
+        raise CalibrationError(
+            "calibration has no batches; pass at least one, or leave it out for plain SVD"
+        )
+    return batches
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Run one batch: a mapping as keywords, a tuple or list as arguments, else as one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def collect(
+    model: nn.Module,
+    sites: Sequence[Site],
+    batches: Sequence[Any],
+    *,
+    gradients: bool = False,
+    output: OutputFn | None = None,
+    progress: bool = False,
+    seed: int = 0,
+) -> Statistics:
+    """Run the batches through the model in eval mode and return the layers' statistics.
+
+    Raises CalibrationError, naming the layer, for activations or gradients that are not finite,
+    and listing them, for layers that no token reached.
+    """
+    for share in (True, False):
+        collector = _Collector(model, sites, gradients, share)
+        try:
+            with _frozen(model), collector:
+                generator = torch.Generator().manual_seed(seed)
+                with Steps("calibrating", len(batches), progress) as steps:
+                    for i, batch in enumerate(batches):
+                        collector.begin(i, batch)
+                        collector.run(model, batch, output, generator)
+                        steps.advance()
+            break
+        except _NotSharedError:
+            continue  # two layers read one tensor in one batch but not in the next: once more
+    collector.check_reached()
+    return Statistics(
+        collector.inputs, collector.gradients, len(batches), collector.largest_tokens()
+    )
+
+
+class _NotSharedError(Exception):
+    """Layers that shared an input no longer do; internal."""
+
+
+class _Collector:
+    """Hooks on the layers while the batches run."""
+
+    def __init__(
+        self, model: nn.Module, sites: Sequence[Site], gradients: bool, share: bool
+    ) -> None:
+        self.sites = sites
+        self.want_gradients = gradients
+        self.share = share
+        self.inputs: dict[str, SecondMoment] = {}
+        self.gradients: dict[str, SecondMoment] = {}
+        self.leader: dict[str, str] = {}
+        self._last: tuple[str, torch.Tensor] | None = None
+        self._index = 0
+        self._mask: torch.Tensor | None = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Collector:
+        for site in self.sites:
+            self._handles.append(
+                site.module.register_forward_hook(self._hook(site), with_kwargs=False)
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._last = None
+
+    def begin(self, index: int, batch: Any) -> None:
+        """Start a batch: which one, and its padding."""
+        self._index, self._last = index, None
+        self._mask = padding_mask(batch)
+
+    def run(
+        self, model: nn.Module, batch: Any, output: OutputFn | None, generator: torch.Generator
+    ) -> None:
+        """Run one batch forward, and backward when gradients are wanted."""
+        if not self.want_gradients:
+            with torch.no_grad():
+                call(model, batch)
+            return
+        with torch.enable_grad():
+            loss = sensitivity_loss(call(model, batch), batch, output, generator)
+            if loss.requires_grad:
+                loss.backward()
+
+    def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
+        def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:
+            self._take_input(site, arguments[0])
+            if not self.want_gradients:
+                return None
+            if not result.requires_grad:
+                result = result + torch.zeros(
+                    (), dtype=result.dtype, device=result.device, requires_grad=True
+                )
+            result.register_hook(lambda gradient: self._take_gradient(site, gradient))
+            return result
+
+        return hook
+
+    def _take_input(self, site: Site, x: torch.Tensor) -> None:
+        name = site.name
+        shares = self.share and self._last is not None and self._last[1] is x
+        if name not in self.inputs:
+            if shares:
+                assert self._last is not None
+                self.leader[name] = self._last[0]
+                self.inputs[name] = self.inputs[self._last[0]]
+                return
+            self.leader[name] = name
+            self.inputs[name] = SecondMoment(site.k)
+        leader = self.leader[name]
+        if leader != name:
+            if not shares or self._last is None or self._last[0] != leader:
+                raise _NotSharedError
+            return
+        self.inputs[name].add(self._rows(x, site.k, f"the input of {name}"))
+        self._last = (name, x)
+
+    def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
+        moment = self.gradients.setdefault(site.name, SecondMoment(site.n))
+        moment.add(self._rows(gradient, site.n, f"the gradient at the output of {site.name}"))
+
+    def _rows(self, x: torch.Tensor, size: int, what: str) -> torch.Tensor:
+        rows = x.detach().reshape(-1, size)
+        mask = self._mask
+        if mask is not None and mask.numel() == rows.shape[0]:
+            rows = rows[mask.flatten().to(rows.device)]
+        if not torch.isfinite(rows).all():
+            raise CalibrationError(
+                f"{what} has NaN or infinite elements in calibration batch {self._index}; "
+                "check that batch, or run calibration in a wider dtype"
+            )
+        return rows
+
+    def check_reached(self) -> None:
+        """Raise for layers that no token reached."""
+        missing = [
+            site.name
+            for site in self.sites
+            if site.name not in self.inputs or not self.inputs[site.name].tokens
+        ]
+        if missing:
+            more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
+            raise CalibrationError(
+                f"calibration never reached {len(missing)} of {len(self.sites)} layers: "
+                f"{', '.join(missing[:12])}{more}; name them in exclude=, or calibrate with "
+                "inputs that use them"
+            )
+
+    def largest_tokens(self) -> int:
+        """Return the tokens that reached the busiest layer."""
+        return max((moment.tokens for moment in self.inputs.values()), default=0)
+
+
+def padding_mask(batch: Any) -> torch.Tensor | None:
+    """Return the batch's 2-D attention mask [sequences, tokens] as booleans, if it has one."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def main_output(result: Any) -> tuple[torch.Tensor, bool]:
+    """Return (tensor, whether it is logits) of what a model returned."""
+    for name, is_logits in (("logits", True), ("last_hidden_state", False)):
+        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(found, torch.Tensor):
+            return found, is_logits
+    if isinstance(result, torch.Tensor):
+        return result, False
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
+        return result[0], False
+    raise CalibrationError(
+        f"the model returned a {type(result).__name__} without logits or last_hidden_state; pass "
+        "output=, a function (result, batch) -> tensor whose change matters"
+    )
+
+
+def sensitivity_loss(
+    result: Any, batch: Any, output: OutputFn | None, generator: torch.Generator
+) -> torch.Tensor:
+    """Return a scalar whose gradients have the Fisher or Gauss-Newton matrix as second moment."""
+    found, is_logits = (output(result, batch), False) if output else main_output(result)
+    mask = padding_mask(batch)
+    rows = found.reshape(-1, found.shape[-1]).float()
+    if mask is not None and mask.numel() == rows.shape[0]:
+        rows = rows[mask.flatten().to(rows.device)]
+    if not is_logits:
+        signs = torch.randint(0, 2, rows.shape, generator=generator).to(rows) * 2 - 1
+        return (rows * signs).sum()
+    chances = rows.detach().softmax(-1).cpu()
+    labels = torch.multinomial(chances, 1, generator=generator).squeeze(1).to(rows.device)
+    return nn.functional.cross_entropy(rows, labels, reduction="sum")
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no parameter gradients while calibrating; everything is put back after."""
+    modes = {module: module.training for module in model.modules()}
+    wants = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        model.eval()
+        for parameter in wants:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for parameter, wanted in wants.items():
+            parameter.requires_grad_(wanted)

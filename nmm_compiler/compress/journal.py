@@ -1,0 +1,108 @@
+"""Finished layers on disk, so that an interrupted compression continues where it stopped.
+
+A journal is a directory: `plan.json` (the config, the matrices, the ranks), then one safetensors
+file per finished layer with `up` and `down`, its `LayerReport` in the file's metadata. Each file
+is written under another name and moved into place, so that what is there is always whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nmm_compiler.compress.config import CompressionConfig
+from nmm_compiler.compress.plan import Plan
+from nmm_compiler.compress.report import LayerReport
+from nmm_compiler.compress.select import Site
+from nmm_compiler.errors import FactorsFileError
+
+_VERSION = 1
+
+
+class Journal:
+    """The journal in `directory`; `plan` is None before `start`."""
+
+    def __init__(self, directory: str | Path, config: CompressionConfig) -> None:
+        self.directory = Path(directory)
+        self.config = config
+        self.plan = self._read_plan()
+
+    @property
+    def _plan_path(self) -> Path:
+        return self.directory / "plan.json"
+
+    def _read_plan(self) -> Plan | None:
+        if not self._plan_path.exists():
+            return None
+        try:
+            data = json.loads(self._plan_path.read_text())
+            version, config, plan = data["version"], data["config"], Plan.from_dict(data["plan"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise FactorsFileError(
+                f"{self._plan_path} is not a plan of this package ({error}); "
+                "remove the directory to start again"
+            ) from error
+        asked = json.loads(self.config.to_json())
+        if version != _VERSION or config != asked:
+            differ = [key for key in asked if config.get(key) != asked[key]] or ["version"]
+            shown = ", ".join(f"{key} {config.get(key)!r} -> {asked.get(key)!r}" for key in differ)
+            raise FactorsFileError(
+                f"{self.directory} holds a compression with other settings ({shown}); pass the "
+                "same ones, or another directory"
+            )
+        return plan
+
+    def start(self, plan: Plan) -> None:
+        """Write the plan of a new run."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        data = {
+            "version": _VERSION,
+            "config": self.config.to_dict(),
+            "plan": plan.to_dict(),
+        }
+        temporary = self._plan_path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
+        os.replace(temporary, self._plan_path)
+        self.plan = plan
+
+    def save(self, index: int, up: torch.Tensor, down: torch.Tensor, report: LayerReport) -> None:
+        """Write the finished layer number `index` of the plan."""
+        path = self._layer_path(index)
+        temporary = path.with_suffix(".tmp")
+        tensors = {"up": up.detach().contiguous(), "down": down.detach().contiguous()}
+        save_file(tensors, temporary, metadata={"report": report.to_json()})
+        os.replace(temporary, path)
+
+    def load(self, index: int) -> tuple[torch.Tensor, torch.Tensor, LayerReport] | None:
+        """Return (up, down, report) of layer `index`, or None when it is not finished."""
+        path = self._layer_path(index)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                report = LayerReport.from_json(file.metadata()["report"])
+                return file.get_tensor("up"), file.get_tensor("down"), report
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise FactorsFileError(
+                f"{path} cannot be read ({error}); remove it to factorize that layer again"
+            ) from error
+
+    def unfinished(self, sites: Sequence[Site]) -> tuple[Site, ...]:
+        """Return the sites that still have to be factorized: all of them before `start`."""
+        if self.plan is None:
+            return tuple(sites)
+        left = {
+            decision.name
+            for index, decision in enumerate(self.plan.decisions)
+            if decision.rank is not None and not self._layer_path(index).exists()
+        }
+        return tuple(site for site in sites if site.name in left)
+
+    def _layer_path(self, index: int) -> Path:
+        return self.directory / f"{index:05d}.safetensors"

@@ -1,0 +1,129 @@
+"""`LowRankLinear`: a linear layer kept as two factors.
+
+y = up(down(x)), where `down` is [r, k] (no bias) and `up` is [n, r] (with the layer's bias). The
+factors are two child `nn.Linear`s, so that tools which look for linears (PEFT, torchao, the passes
+of this package) find them, and the layer answers to the names that callers read off an `nn.Linear`
+(`weight`, `bias`, `in_features`, `out_features`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from nmm_compiler.errors import ShapeError
+
+
+class LowRankLinear(nn.Module):
+    """A linear layer of rank r: x [..., k] -> up(down(x)) [..., n].
+
+    in_features, rank, out_features: k, r and n.
+    bias: whether `up` has a bias.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        rank: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(in_features, rank, out_features) < 1:
+            raise ShapeError(
+                f"LowRankLinear({in_features}, {rank}, {out_features}): in_features, rank and "
+                "out_features must be at least 1"
+            )
+        self.down = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
+
+    @classmethod
+    def from_factors(
+        cls, down: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> LowRankLinear:
+        """Return the layer whose factors are `down` [r, k] and `up` [n, r], not copied.
+
+        Raises ShapeError when the shapes do not chain.
+        """
+        if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+            raise ShapeError(
+                f"factors down {tuple(down.shape)} and up {tuple(up.shape)} do not chain: "
+                "pass down [r, k] and up [n, r]"
+            )
+        if bias is not None and tuple(bias.shape) != (up.shape[0],):
+            raise ShapeError(
+                f"bias {tuple(bias.shape)} does not fit up {tuple(up.shape)}: pass a bias [n]"
+            )
+        layer = cls(down.shape[1], down.shape[0], up.shape[0], bias is not None, device="meta")
+        layer.down.weight = nn.Parameter(down, down.requires_grad)
+        layer.up.weight = nn.Parameter(up, up.requires_grad)
+        if bias is not None:
+            layer.up.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        return layer
+
+    @property
+    def in_features(self) -> int:
+        """Input features k."""
+        return self.down.in_features
+
+    @property
+    def rank(self) -> int:
+        """Rank r."""
+        return self.down.out_features
+
+    @property
+    def out_features(self) -> int:
+        """Output features n."""
+        return self.up.out_features
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The product up @ down, [n, k]: a new tensor on each access, differentiable in both."""
+        return self.up.weight @ self.down.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias [n] of `up`, or None."""
+        return cast("torch.Tensor | None", self.up.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [..., k] to [..., n]."""
+        return cast(torch.Tensor, self.up(self.down(x)))
+
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        """Return the dense `nn.Linear` with weight up @ down, multiplied in at least float32."""
+        up, down = self.up.weight, self.down.weight
+        wide = torch.promote_types(up.dtype, torch.float32)
+        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        dense.weight = nn.Parameter((up.to(wide) @ down.to(wide)).to(up.dtype))
+        if self.up.bias is not None:
+            dense.bias = nn.Parameter(self.up.bias.detach().clone())
+        return dense.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Show k, r, n and what the factors save."""
+        k, r, n = self.in_features, self.rank, self.out_features
+        kept = r * (k + n) / (k * n)
+        return (
+            f"in_features={k}, rank={r}, out_features={n}, bias={self.bias is not None}, "
+            f"removed={1 - kept:.3f}"
+        )
+
+
+def lowrank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
+    """Return the low-rank layers of a model by name; shared ones once, under their first name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, LowRankLinear)}
+
+
+def put(model: nn.Module, names: Sequence[str], layer: nn.Module) -> None:
+    """Set `layer` under every one of these dotted names."""
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)

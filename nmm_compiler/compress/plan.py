@@ -1,0 +1,252 @@
+"""Which rank every matrix gets, from a config and what calibration collected.
+
+`make_plan` is the only caller of the allocators in `ranks.py`. A `Plan` is a record, so that an
+interrupted run finds it again (`journal.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nmm_compiler.compress import ranks as allocation
+from nmm_compiler.compress.calibrate import Statistics, regularize
+from nmm_compiler.compress.config import CompressionConfig
+from nmm_compiler.compress.factorize import Moments, spectrum
+from nmm_compiler.compress.progress import Steps
+from nmm_compiler.compress.select import Site, matches
+from nmm_compiler.errors import CalibrationError, OptionTypeError, RankError, closest
+from nmm_compiler.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Record):
+    """The rank of one matrix [n, k], None for dense, and a remark for the report.
+
+    counted: whether the ratio is over this matrix, too; not where it has to stay dense.
+    """
+
+    name: str
+    k: int
+    n: int
+    rank: int | None
+    note: str = ""
+    counted: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Record):
+    """All decisions, and how they were reached ("auto" resolved)."""
+
+    method: str
+    allocation: str
+    align: int
+    decisions: tuple[Decision, ...]
+    cost_before: float | None = None
+    cost_after: float | None = None
+    calibration_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A config's "auto" choices, resolved for one call."""
+
+    method: str
+    allocation: str
+    gradients: bool
+
+
+def resolve(config: CompressionConfig, calibrated: bool, meta: bool) -> Ways:
+    """Return which method and allocation a config means, given what there is to go by.
+
+    Raises OptionTypeError for a method that needs calibration when there is none, and for
+    combinations that contradict each other.
+    """
+    if config.rank is not None:
+        chosen = "explicit"
+    elif config.allocation == "auto":
+        chosen = "global" if calibrated or config.budget == "latency" else "uniform"
+    else:
+        chosen = config.allocation
+    if config.budget == "latency" and chosen != "global":
+        raise OptionTypeError(
+            "budget",
+            "latency",
+            "it with a ratio and allocation='global': uniform ranks have no budget",
+        )
+    if meta and (calibrated or chosen == "global"):
+        raise OptionTypeError(
+            "calibration" if calibrated else "allocation",
+            "given" if calibrated else chosen,
+            "neither calibration nor global allocation for a model on the meta device, which has "
+            "shapes and no weights",
+        )
+    if config.method in ("whitened", "two-sided") and not calibrated:
+        raise OptionTypeError(
+            "method", config.method, "calibration= with it, or method='svd' without"
+        )
+    sensitive = calibrated and config.sensitivity == "gradient" and chosen == "global"
+    method = config.method
+    if method == "auto":
+        method = ("two-sided" if sensitive else "whitened") if calibrated else "svd"
+    return Ways(method, chosen, sensitive or method == "two-sided")
+
+
+def check_statistics(
+    statistics: Statistics, sites: Sequence[Site], config: CompressionConfig, ways: Ways
+) -> Statistics:
+    """Return statistics collected beforehand, if they fit the sites and what is to be done.
+
+    Raises CalibrationError naming the layers they lack, OptionTypeError with sequential=True.
+    """
+    if config.sequential:
+        raise OptionTypeError(
+            "calibration", "statistics", "batches with sequential=True, which runs them again"
+        )
+    for kind, found in (("inputs", statistics.inputs), ("gradients", statistics.gradients)):
+        if kind == "gradients" and not ways.gradients:
+            continue
+        sizes = {name: moment.size for name, moment in found.items()}
+        wanted = {s.name: s.k if kind == "inputs" else s.n for s in sites}
+        if kind == "gradients" and found:  # some layers do not reach the output, and so have none
+            wanted = {name: size for name, size in wanted.items() if name in sizes}
+        lacking = [name for name, size in wanted.items() if sizes.get(name) != size]
+        if lacking:
+            more = f" and {len(lacking) - 12} more" if len(lacking) > 12 else ""
+            raise CalibrationError(
+                f"the statistics have no {kind} of {', '.join(lacking[:12])}{more}; calibrate "
+                "this model, with the same include, exclude and filter_fn"
+                + (", and gradients=True" if kind == "gradients" else "")
+            )
+    return statistics
+
+
+def moments_of(
+    site: Site, method: str, statistics: Statistics | None, config: CompressionConfig
+) -> Moments:
+    """Return the regularized moments a method weighs a site's error with."""
+    if method == "svd" or statistics is None:
+        return Moments()
+    inputs = regularize(statistics.inputs[site.name], config.damping, config.shrinkage)
+    gradient = statistics.gradients.get(site.name)
+    if method == "whitened" or gradient is None:
+        return Moments(inputs)
+    return Moments(inputs, regularize(gradient, config.damping, config.shrinkage))
+
+
+def make_plan(
+    sites: Sequence[Site],
+    config: CompressionConfig,
+    ways: Ways,
+    statistics: Statistics | None,
+    cost: allocation.Cost | None,
+    progress: bool,
+) -> Plan:
+    """Return the plan. Raises RankError when no legal ranks meet the ratio.
+
+    Layers without gradients (the output does not depend on them, so nothing is known of what an
+    error in them does) stay dense.
+    """
+    aside = []
+    if ways.gradients and statistics is not None:
+        aside = [_aside(s) for s in sites if s.name not in statistics.gradients]
+        sites = [s for s in sites if s.name in statistics.gradients]
+    shapes = [allocation.Shape(s.name, s.k, s.n) for s in sites]
+    ratio = config.effective_ratio
+    if ratio is None:
+        decisions, align = _explicit(sites, config), config.align or 1
+    else:
+        align = config.align or allocation.choose_align(shapes, ratio)
+        if ways.allocation == "uniform":
+            ranks = allocation.allocate_uniform(shapes, ratio, align)
+        else:
+            losses = _losses(sites, config, statistics, progress) if ratio else {}
+            ranks = allocation.allocate_global(
+                shapes, losses, ratio, align, _checked_cost(config, cost)
+            )
+        decisions = [_decide(shape, ranks[shape.name], align) for shape in shapes]
+    before = after = None
+    if cost is not None:
+        before = sum(cost(d.k, d.n, None) for d in decisions)
+        after = sum(cost(d.k, d.n, d.rank) for d in decisions)
+    return Plan(
+        method=ways.method,
+        allocation=ways.allocation,
+        align=align,
+        decisions=(*decisions, *aside),
+        cost_before=before,
+        cost_after=after,
+        calibration_tokens=statistics.tokens if statistics else 0,
+    )
+
+
+def _checked_cost(config: CompressionConfig, cost: allocation.Cost | None) -> allocation.Cost:
+    if config.budget == "parameters":
+        return allocation.parameter_cost
+    assert cost is not None  # `compress` asks the kernels' cost model when none is given
+    return cost
+
+
+def _decide(shape: allocation.Shape, rank: int | None, align: int) -> Decision:
+    counted = len(allocation.legal_ranks(shape, align)) > 0
+    note = "" if counted else f"no multiple of {align} is below break-even"
+    return Decision(name=shape.name, k=shape.k, n=shape.n, rank=rank, note=note, counted=counted)
+
+
+def _aside(site: Site) -> Decision:
+    note = "the model's output does not depend on it (see output=): kept dense"
+    return Decision(name=site.name, k=site.k, n=site.n, rank=None, note=note, counted=False)
+
+
+def _explicit(sites: Sequence[Site], config: CompressionConfig) -> list[Decision]:
+    """Return the decisions of ranks the user gave; each pattern must match something."""
+    given = {"*": config.rank} if isinstance(config.rank, int) else dict(config.rank or {})
+    names = [name for site in sites for name in site.names]
+    for pattern in given:
+        if not any(matches(name, pattern) for name in names):
+            raise RankError(
+                f"rank pattern {pattern!r} matches none of the {len(sites)} selected layers"
+                f"{closest(pattern, names)} (e.g. {', '.join(names[:4])})"
+            )
+    decisions = []
+    for site in sites:
+        rank = next(
+            (r for p, r in given.items() if any(matches(name, p) for name in site.names)), None
+        )
+        shape = allocation.Shape(site.name, site.k, site.n)
+        note = "no rank given: kept dense"
+        if rank is not None:
+            rank, note = allocation.check_explicit(shape, rank, config.align)
+        decisions.append(Decision(name=site.name, k=site.k, n=site.n, rank=rank, note=note))
+    return decisions
+
+
+def _losses(
+    sites: Sequence[Site],
+    config: CompressionConfig,
+    statistics: Statistics | None,
+    progress: bool,
+) -> dict[str, list[float]]:
+    """Return, per site, the loss of keeping rank 0, 1, 2, ...: comparable between sites.
+
+    With gradients: half the expected g^T (dW x) squared, summed over the tokens. Without: the
+    squared relative error of the matrix (weighted by its inputs when there is calibration).
+    """
+    losses = {}
+    with Steps("measuring spectra", len(sites), progress) as steps:
+        for site in sites:
+            steps.show(site.name)
+            method = "svd" if statistics is None else "two-sided"
+            moments = moments_of(site, method, statistics, config).to(site.weight.device)
+            squares = spectrum(site.weight, moments, site.name)
+            tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
+            if moments.gradients is not None:
+                assert statistics is not None
+                tail *= 0.5 * statistics.inputs[site.name].tokens
+            elif tail[0] > 0:
+                tail /= tail[0].clone()
+            losses[site.name] = tail.tolist()
+            steps.advance()
+    return losses

@@ -1,0 +1,264 @@
+"""Ranks for all matrices at once, under one budget.
+
+Goes in: the shapes of the matrices, a budget, the tile `align` that every rank must be a multiple
+of, and for global allocation the spectrum of each matrix in one common unit of loss. Comes out: a
+rank, or None (dense), per matrix. The tile is a constraint of the allocation, never a rounding
+after it, and a rank is only ever considered below break-even, r (k + n) < k n.
+
+Global allocation is a multiple-choice knapsack: each matrix offers its ranks and "dense", each with
+a cost (elements, or predicted microseconds) and a loss (the sum of discarded squared singular
+values). The steps of each matrix's lower convex hull are taken in the order of loss saved per cost,
+which is optimal up to the last step; what is left of the budget is then spent on single upgrades.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nmm_compiler.errors import RankError
+
+# cost(k, n, r) of one product in any unit; r is None for the dense one.
+Cost = Callable[[int, int, int | None], float]
+
+ALIGNS = (128, 64, 32)
+_MAX_MOVED = 0.04
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A matrix to allocate a rank for: y = x W^T with W [n, k]."""
+
+    name: str
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
+class _Choice:
+    rank: int | None
+    cost: float
+    loss: float
+
+
+def parameter_cost(k: int, n: int, rank: int | None) -> float:
+    """Return the elements a matrix keeps: r (k + n), or k n when dense."""
+    return float(k * n if rank is None else rank * (k + n))
+
+
+def legal_ranks(shape: Shape, align: int) -> range:
+    """Return the multiples of align that are below break-even, r (k + n) < k n."""
+    last = (shape.k * shape.n - 1) // (shape.k + shape.n)
+    return range(align, last + 1, align)
+
+
+def choose_align(shapes: Sequence[Shape], ratio: float) -> int:
+    """Return the tile that ranks at this ratio can be multiples of: 128, else 64, else 32.
+
+    128 is the width of the tensor engine. It is taken when moving every rank to its
+    nearest legal multiple moves at most 4 % of all parameters; small models, where one tile is a
+    large share of the rank, get 64 or 32.
+    """
+    total = sum(s.k * s.n for s in shapes)
+    for align in ALIGNS[:-1]:
+        moved = 0.0
+        for shape in shapes:
+            ranks = legal_ranks(shape, align)
+            ideal = (1 - ratio) * shape.k * shape.n / (shape.k + shape.n)
+            nearest = min((abs(r - ideal) for r in ranks), default=ideal)
+            moved += nearest * (shape.k + shape.n)
+        if moved <= _MAX_MOVED * total:
+            return align
+    return ALIGNS[-1]
+
+
+def allocate_uniform(shapes: Sequence[Shape], ratio: float, align: int) -> dict[str, int | None]:
+    """Return ranks that remove about the same share of every matrix, equal for equal shapes.
+
+    At least `ratio` of the parameters of the matrices that have a legal rank is removed in all:
+    every rank starts at the multiple below its ideal value (1 - ratio) k n / (k + n), and what that
+    leaves of the budget goes to the shapes that were rounded down most.
+
+    Raises RankError when no legal ranks remove that much.
+    """
+    if ratio == 0:
+        return {s.name: None for s in shapes}
+    usable = _usable(shapes, align)
+    budget = (1 - ratio) * sum(s.k * s.n for s in usable)
+    groups: dict[tuple[int, int], list[Shape]] = defaultdict(list)
+    for shape in usable:
+        groups[shape.k, shape.n].append(shape)
+    tiles: dict[tuple[int, int], int] = {}
+    short: dict[tuple[int, int], float] = {}
+    for (k, n), members in groups.items():
+        ideal = (1 - ratio) * k * n / (k + n)
+        tiles[k, n] = max(1, min(int(ideal // align), len(legal_ranks(members[0], align))))
+        short[k, n] = (ideal - tiles[k, n] * align) / ideal
+
+    def step(key: tuple[int, int]) -> int:
+        return align * (key[0] + key[1]) * len(groups[key])
+
+    spent = sum(tiles[key] * step(key) for key in groups)
+    # Shapes whose first tile is already above the ideal rank can push the total over the budget.
+    while spent > budget:
+        shrinkable = [key for key in groups if tiles[key] > 1]
+        if not shrinkable:
+            raise _unreachable("ratio", ratio, 1 - spent / sum(s.k * s.n for s in usable), align)
+        key = max(shrinkable, key=lambda key: (tiles[key] * (key[0] + key[1])) / (key[0] * key[1]))
+        tiles[key] -= 1
+        spent -= step(key)
+    for key in sorted(groups, key=lambda key: -short[key]):
+        fits = tiles[key] < len(legal_ranks(groups[key][0], align))
+        if fits and short[key] > 0 and spent + step(key) <= budget:
+            tiles[key] += 1
+            spent += step(key)
+    ranks: dict[str, int | None] = {s.name: None for s in shapes}
+    ranks.update({s.name: tiles[s.k, s.n] * align for s in usable})
+    return ranks
+
+
+def allocate_global(
+    shapes: Sequence[Shape],
+    losses: Mapping[str, Sequence[float]],
+    ratio: float,
+    align: int,
+    cost: Cost = parameter_cost,
+) -> dict[str, int | None]:
+    """Return the ranks that leave the least total loss for at most (1 - ratio) of the dense cost.
+
+    losses: per name, the loss of keeping rank 0, 1, 2, ... (what remains of the squared singular
+        values), in a unit common to all matrices; dense loses 0.
+    cost: what the budget is counted in; `parameter_cost` or a prediction of the kernels' latency.
+
+    Raises RankError when no legal ranks fit the budget.
+    """
+    if ratio == 0:
+        return {s.name: None for s in shapes}
+    usable = _usable(shapes, align)
+    budget = (1 - ratio) * sum(cost(s.k, s.n, None) for s in usable)
+    tables = {s.name: _choices(s, losses[s.name], align, cost) for s in usable}
+    hulls = {name: _hull(table) for name, table in tables.items()}
+    spent = sum(hull[0].cost for hull in hulls.values())
+    if spent > budget:
+        dense = sum(cost(s.k, s.n, None) for s in usable)
+        raise _unreachable("ratio", ratio, 1 - spent / dense, align)
+    picked = {name: hull[0] for name, hull in hulls.items()}
+    steps = [
+        (-(a.loss - b.loss) / (b.cost - a.cost), name, i)
+        for name, hull in hulls.items()
+        for i, (a, b) in enumerate(itertools.pairwise(hull))
+    ]
+    heapq.heapify(steps)
+    stopped: set[str] = set()
+    while steps:
+        _, name, i = heapq.heappop(steps)
+        step = hulls[name][i + 1]
+        if name in stopped or spent + step.cost - picked[name].cost > budget:
+            stopped.add(name)  # later steps of this hull build on this one
+            continue
+        spent += step.cost - picked[name].cost
+        picked[name] = step
+    _spend_rest(tables, picked, budget - spent)
+    ranks: dict[str, int | None] = {s.name: None for s in shapes}
+    ranks.update({name: choice.rank for name, choice in picked.items()})
+    return ranks
+
+
+def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | None, str]:
+    """Return (rank or None for dense, note) for a rank the user gave.
+
+    Raises RankError for a rank below 1, or one that is no multiple of an `align` that was given.
+    """
+    if rank < 1:
+        raise RankError(f"rank {rank} for {shape.name}: pass at least 1")
+    if align is not None and rank % align:
+        raise RankError(
+            f"rank {rank} for {shape.name} is no multiple of align={align}: pass "
+            f"{max(align, rank // align * align)} or {-(-rank // align) * align}, or align=1"
+        )
+    if rank * (shape.k + shape.n) >= shape.k * shape.n:
+        limit = (shape.k * shape.n - 1) // (shape.k + shape.n)
+        return None, f"rank {rank} saves nothing (break-even above {limit}): kept dense"
+    return rank, ""
+
+
+def _usable(shapes: Sequence[Shape], align: int) -> list[Shape]:
+    """Return the shapes that have a legal rank at all; raise RankError when none has."""
+    usable = [s for s in shapes if len(legal_ranks(s, align))]
+    if not usable:
+        largest = max(shapes, key=lambda s: s.k * s.n / (s.k + s.n))
+        limit = (largest.k * largest.n - 1) // (largest.k + largest.n)
+        raise RankError(
+            f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
+            f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to {limit}: pass "
+            f"a smaller align, e.g. align={_power_below(limit)}"
+            if limit
+            else f"the matrices are too small to factorize: the largest, {largest.name} "
+            f"[{largest.n}, {largest.k}], breaks even below rank 1; exclude them"
+        )
+    return usable
+
+
+def _power_below(limit: int) -> int:
+    """Return a power of two that leaves a few ranks to choose from below `limit`."""
+    return 1 << max(0, limit.bit_length() - 3)
+
+
+def _unreachable(what: str, asked: float, reachable: float, align: int) -> RankError:
+    return RankError(
+        f"{what} {asked:g} cannot be met with ranks that are multiples of align={align}: one "
+        f"tile in every matrix removes {reachable:.3f}; pass a {what} of at most that, "
+        "or a smaller align"
+    )
+
+
+def _choices(shape: Shape, losses: Sequence[float], align: int, cost: Cost) -> list[_Choice]:
+    """Return every choice of a matrix by rising cost, without those that another one beats."""
+    table = [
+        _Choice(rank, cost(shape.k, shape.n, rank), float(losses[min(rank, len(losses) - 1)]))
+        for rank in legal_ranks(shape, align)
+    ]
+    table.append(_Choice(None, cost(shape.k, shape.n, None), 0.0))
+    table.sort(key=lambda c: (c.cost, c.loss))
+    best: list[_Choice] = []
+    for choice in table:
+        if not best or choice.loss < best[-1].loss:
+            best.append(choice)
+    return best
+
+
+def _hull(table: Sequence[_Choice]) -> list[_Choice]:
+    """Return the lower convex hull of (cost, loss)."""
+    hull: list[_Choice] = []
+    for c in table:
+        while len(hull) >= 2:
+            a, b = hull[-2], hull[-1]
+            if (b.loss - a.loss) * (c.cost - a.cost) < (c.loss - a.loss) * (b.cost - a.cost):
+                break
+            hull.pop()
+        hull.append(c)
+    return hull
+
+
+def _spend_rest(
+    tables: Mapping[str, Sequence[_Choice]], picked: dict[str, _Choice], left: float
+) -> None:
+    """Upgrade single matrices, best loss saved per cost first, until nothing fits any more."""
+    while True:
+        best: tuple[float, str, _Choice] | None = None
+        for name, table in tables.items():
+            now = picked[name]
+            for choice in table:
+                more = choice.cost - now.cost
+                if 0 < more <= left:
+                    gain = (now.loss - choice.loss) / more
+                    if gain > 0 and (best is None or gain > best[0]):
+                        best = (gain, name, choice)
+        if best is None:
+            return
+        _, name, choice = best
+        left -= choice.cost - picked[name].cost
+        picked[name] = choice

@@ -1,0 +1,403 @@
+"""`recover`: fine-tune a low-rank model's factors against the original model.
+
+Goes in: the compressed model, the original (the teacher), and batches of text without labels. The
+loss is what the two disagree in: the Kullback-Leibler divergence of their logits, or for models
+without logits the relative squared error of their features. Either all elements of the factors are
+trained, or a small correction to each factor (LoRA style), which is multiplied in at the end.
+
+Some batches are held out. The factors that come out are the best seen on those, the initial ones
+included, so recovery never makes that figure worse. Weights of half precision are trained as
+float32 copies, since their own steps would be rounded away.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from nmm_compiler.compress.calibrate import (
+    OutputFn,
+    as_batches,
+    call,
+    main_output,
+    padding_mask,
+)
+from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.compress.progress import Steps
+from nmm_compiler.errors import (
+    NoMatchingModulesError,
+    OptionTypeError,
+    RecoveryError,
+    UnknownNameError,
+)
+from nmm_compiler.records import Record
+
+TRAINABLE = ("full", "lora")
+OBJECTIVES = ("auto", "logits", "features")
+_WARMUP_SHARE = 0.1
+_BACKOFF = 0.3
+_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport(Record):
+    """What `recover` did; losses are means over the held-out batches.
+
+    kept_step: the step whose factors were kept, 0 for the initial ones.
+    """
+
+    objective: str
+    trainable: str
+    steps: int
+    kept_step: int
+    trained_parameters: int
+    validation_batches: int
+    validation_before: float
+    validation_after: float
+    history: tuple[tuple[int, float], ...]
+    seconds: float = field(default=0.0, compare=False)
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        return (
+            f"recovered {self.objective} over {self.steps} steps ({self.trainable}, "
+            f"{self.trained_parameters} parameters): held-out loss {self.validation_before:.4g} -> "
+            f"{self.validation_after:.4g} (best at step {self.kept_step}), {self.seconds:.1f} s"
+        )
+
+
+def recover(
+    model: nn.Module,
+    data: Any,
+    *,
+    teacher: nn.Module,
+    validation: Any = None,
+    steps: int = 200,
+    lr: float = 1e-4,
+    trainable: str = "full",
+    lora_rank: int = 16,
+    objective: str = "auto",
+    output: OutputFn | None = None,
+    evaluations: int = 10,
+    seed: int = 0,
+    progress: bool = True,
+) -> RecoveryReport:
+    """Train the factors of the low-rank layers of `model`, in place, to follow `teacher`.
+
+    data, validation: batches as for calibration; without validation, a tenth of data (at least one
+        batch) is held out.
+    steps: optimizer steps, one batch each. lr: peak learning rate of AdamW (10 % warm-up, then
+        cosine), cut whenever one of the `evaluations` of the held-out loss finds it no lower.
+    trainable: "full" (every factor element) or "lora" (a rank `lora_rank` correction per factor).
+    objective: "logits", "features", or "auto": logits where the model has them.
+    output: (result, batch) -> features to compare instead, e.g. sentence embeddings.
+
+    Ctrl-C and errors leave the best factors so far in place. Raises NoMatchingModulesError for a
+    model without low-rank layers, RecoveryError when too few batches are left to train on, the two
+    models' outputs differ in shape, or the loss is not finite.
+    """
+    _check_arguments(model, teacher, steps, lr, trainable, lora_rank, objective, evaluations)
+    layers = lowrank_layers(model)
+    if not layers:
+        raise NoMatchingModulesError(
+            f"{type(model).__name__} has no low-rank layer; run compress on it before recover"
+        )
+    train, held_out = _split(data, validation)
+    started = time.monotonic()
+    distance = _Distance(teacher, objective, output)
+    generator = torch.Generator().manual_seed(seed)
+    with _training(model, teacher, layers, trainable, lora_rank, generator) as parameters:
+        run = _Run(model, parameters, distance, held_out)
+        with Steps("recovering", steps, progress) as bar:
+            run.train(train, steps, lr, evaluations, generator, bar)
+    return RecoveryReport(
+        objective=distance.resolved,
+        trainable=trainable,
+        steps=steps,
+        kept_step=run.best_step,
+        trained_parameters=sum(p.numel() for p in parameters),
+        validation_batches=len(held_out),
+        validation_before=run.history[0][1],
+        validation_after=run.best,
+        history=tuple(run.history),
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Distance:
+    """The loss of one batch: how far the student's output is from the teacher's."""
+
+    def __init__(self, teacher: nn.Module, objective: str, output: OutputFn | None) -> None:
+        self.teacher, self.output = teacher, output
+        self.resolved = objective
+        self._cache: dict[int, torch.Tensor] = {}
+        self._cached_bytes = 0
+
+    def __call__(self, student: nn.Module, batch: Any) -> torch.Tensor:
+        target = self._target(batch)
+        found, is_logits = self._read(call(student, batch), batch)
+        if self.resolved == "auto":
+            self.resolved = "logits" if is_logits else "features"
+        if found.shape != target.shape:
+            raise RecoveryError(
+                f"the model's output is {list(found.shape)} and the teacher's "
+                f"{list(target.shape)}; pass the model that was compressed as teacher"
+            )
+        student_rows, teacher_rows = _rows(found, batch), _rows(target, batch)
+        if self.resolved == "logits":
+            return nn.functional.kl_div(
+                student_rows.log_softmax(-1),
+                teacher_rows.log_softmax(-1),
+                reduction="batchmean",
+                log_target=True,
+            )
+        scale = teacher_rows.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
+        return (student_rows - teacher_rows).square().mean() / scale
+
+    def _read(self, result: Any, batch: Any) -> tuple[torch.Tensor, bool]:
+        if self.output is not None:
+            return self.output(result, batch), False
+        return main_output(result)
+
+    def _target(self, batch: Any) -> torch.Tensor:
+        """Return the teacher's output, computed once per batch while the cache has room."""
+        if id(batch) in self._cache:
+            return self._cache[id(batch)]
+        with torch.no_grad():
+            target = self._read(call(self.teacher, batch), batch)[0].detach()
+        size = target.numel() * target.element_size()
+        if self._cached_bytes + size <= _CACHE_BYTES:
+            self._cache[id(batch)] = target
+            self._cached_bytes += size
+        return target
+
+
+class _Run:
+    """The training loop, and the best factors it has seen."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        distance: _Distance,
+        held_out: Sequence[Any],
+    ) -> None:
+        self.model, self.parameters = model, parameters
+        self.distance, self.held_out = distance, held_out
+        self.history: list[tuple[int, float]] = []
+        self.best, self.best_step = math.inf, 0
+        self._best_values: list[torch.Tensor] = []
+
+    def train(
+        self,
+        batches: Sequence[Any],
+        steps: int,
+        lr: float,
+        evaluations: int,
+        generator: torch.Generator,
+        bar: Steps,
+    ) -> None:
+        """Take the steps, evaluating `evaluations` times on the way; end with the best factors.
+
+        Where an evaluation is no better than the best, training goes on from the best factors with
+        a fresh optimizer and smaller steps: a model that is already close needs a small rate, and
+        nobody should have to search for it.
+        """
+        optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+        checks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
+        try:
+            self.evaluate(0)
+            for step, batch in enumerate(_shuffled(batches, steps, generator), start=1):
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * _schedule(step - 1, steps)
+                optimizer.zero_grad(set_to_none=True)
+                loss = self.distance(self.model, batch)
+                if not torch.isfinite(loss):
+                    raise RecoveryError(
+                        f"the loss is {float(loss.detach())} at step {step}; the factors are those "
+                        f"of step {self.best_step}: lower lr from {lr:g}, or check the batch"
+                    )
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.parameters, 1.0)
+                optimizer.step()
+                if step in checks:
+                    if not self.evaluate(step):
+                        self._restore()
+                        optimizer.state.clear()
+                        lr *= _BACKOFF
+                    bar.show(f"(held-out loss {self.history[-1][1]:.4g})")
+                bar.advance()
+        finally:
+            self._restore()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Put the best factors back; before the first evaluation nothing has changed yet."""
+        if self._best_values:
+            for parameter, value in zip(self.parameters, self._best_values, strict=True):
+                parameter.copy_(value)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> bool:
+        """Measure the held-out loss; keep the factors and return True if they are the best yet."""
+        losses = [float(self.distance(self.model, batch)) for batch in self.held_out]
+        loss = sum(losses) / len(losses)
+        if not math.isfinite(loss) and step == 0:
+            raise RecoveryError(
+                f"the held-out loss is {loss} before training; check the model and the batches"
+            )
+        self.history.append((step, loss))
+        better = loss < self.best
+        if better:
+            self.best, self.best_step = loss, step
+            self._best_values = [parameter.detach().clone() for parameter in self.parameters]
+        return better
+
+
+def _schedule(step: int, steps: int) -> float:
+    warmup = max(1, round(_WARMUP_SHARE * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _shuffled(batches: Sequence[Any], steps: int, generator: torch.Generator) -> Iterator[Any]:
+    """Yield `steps` batches: each epoch all of them, in a new order."""
+    left = steps
+    while left > 0:
+        for index in torch.randperm(len(batches), generator=generator).tolist()[:left]:
+            yield batches[index]
+        left -= len(batches)
+
+
+def _rows(tensor: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return [tokens, size] in float32, without padding."""
+    rows = tensor.reshape(-1, tensor.shape[-1]).float()
+    mask = padding_mask(batch)
+    if mask is not None and mask.numel() == rows.shape[0]:
+        rows = rows[mask.flatten().to(rows.device)]
+    return rows
+
+
+def _split(data: Any, validation: Any) -> tuple[list[Any], list[Any]]:
+    batches = as_batches(data)
+    if validation is not None:
+        return batches, as_batches(validation)
+    held = max(1, len(batches) // 10)
+    if held >= len(batches):
+        raise RecoveryError(
+            f"{len(batches)} batch of data leaves none to train on beside the held-out one; pass "
+            "more batches, or validation="
+        )
+    return batches[:-held], batches[-held:]
+
+
+class _Master(nn.Module):
+    """A float32 copy that is trained in place of a weight of half precision."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(weight.detach().float())
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.value.to(weight.dtype)
+
+
+class _Correction(nn.Module):
+    """weight + b @ a, with a random and b zero at first (Hu et al., 2021)."""
+
+    def __init__(self, weight: torch.Tensor, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        n, k = weight.shape
+        rank = min(rank, n, k)
+        start = torch.randn(rank, k, generator=generator) / math.sqrt(k)
+        self.a = nn.Parameter(start.to(weight.device))
+        self.b = nn.Parameter(torch.zeros(n, rank, device=weight.device))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return (weight.float() + self.b @ self.a).to(weight.dtype)
+
+
+@contextmanager
+def _training(
+    model: nn.Module,
+    teacher: nn.Module,
+    layers: dict[str, LowRankLinear],
+    trainable: str,
+    lora_rank: int,
+    generator: torch.Generator,
+) -> Iterator[list[nn.Parameter]]:
+    """Make the factors trainable and all else not, in eval mode; put everything back after.
+
+    Corrections and float32 copies are multiplied or rounded into the factors at the end.
+    """
+    both = (*model.modules(), *teacher.modules())
+    modes = {module: module.training for module in both}
+    wants = {p: p.requires_grad for p in (*model.parameters(), *teacher.parameters())}
+    factors = [linear for layer in layers.values() for linear in (layer.down, layer.up)]
+    trained: list[nn.Parameter] = []
+    changed: list[nn.Linear] = []
+    try:
+        for module in both:
+            module.training = False
+        for parameter in wants:
+            parameter.requires_grad_(False)
+        for linear in factors:
+            if trainable == "lora":
+                extra: nn.Module = _Correction(linear.weight, lora_rank, generator)
+            elif linear.weight.dtype.itemsize <= 2:
+                extra = _Master(linear.weight)
+            else:
+                trained.append(cast(nn.Parameter, linear.weight.requires_grad_(True)))
+                continue
+            trained.extend(extra.parameters())
+            parametrize.register_parametrization(linear, "weight", extra)
+            changed.append(linear)
+        yield trained
+    finally:
+        for linear in changed:
+            parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
+        for parameter in trained:
+            parameter.grad = None
+        for parameter, wanted in wants.items():
+            parameter.requires_grad_(wanted)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _check_arguments(
+    model: object,
+    teacher: object,
+    steps: int,
+    lr: float,
+    trainable: str,
+    lora_rank: int,
+    objective: str,
+    evaluations: int,
+) -> None:
+    for name, value in (("model", model), ("teacher", teacher)):
+        if not isinstance(value, nn.Module):
+            raise OptionTypeError(name, type(value).__name__, "a torch.nn.Module")
+    if model is teacher:
+        raise OptionTypeError(
+            "teacher", "the model itself", "the original model (copy.deepcopy it before compress)"
+        )
+    for name, number in (
+        ("steps", steps), ("lora_rank", lora_rank), ("evaluations", evaluations)
+    ):  # fmt: skip
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise OptionTypeError(name, number, "a positive whole number")
+    if not lr > 0:
+        raise OptionTypeError("lr", lr, "a positive number")
+    if trainable not in TRAINABLE:
+        raise UnknownNameError("trainable", trainable, TRAINABLE)
+    if objective not in OBJECTIVES:
+        raise UnknownNameError("objective", objective, OBJECTIVES)

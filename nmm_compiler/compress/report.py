@@ -1,0 +1,168 @@
+"""What a compression did, as frozen records: per layer, and in total.
+
+`CompressionReport` prints as the table people read, turns into JSON, and is what `plot.py` draws.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from nmm_compiler.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped(Record):
+    """A layer that was left alone: its stored weight shape, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport(Record):
+    """One linear [n, k] after compression.
+
+    rank: None when it was kept dense; `note` says why.
+    weight_error: |W - W_r|_F / |W|_F of the factors as stored (rounded to their dtype).
+    output_error: the same in the calibration's norm, |(W - W_r) X|_F / |W X|_F: the relative error
+        of the layer's output over the calibration tokens; None without calibration.
+    theory_error: what the method's theorem says the minimized error is, before rounding.
+    solver: "eigh", or "randomized" where a sketch was proved to be enough; excess is the proved
+        bound on the share by which its squared error exceeds the optimum.
+    counted: whether the ratio is over this matrix, too; not where it had to stay dense.
+    """
+
+    name: str
+    k: int
+    n: int
+    rank: int | None
+    weight_error: float | None = None
+    output_error: float | None = None
+    theory_error: float | None = None
+    solver: str = ""
+    excess: float = 0.0
+    counted: bool = True
+    note: str = ""
+
+    @property
+    def dense_parameters(self) -> int:
+        """Elements of the dense weight."""
+        return self.k * self.n
+
+    @property
+    def parameters(self) -> int:
+        """Elements now kept: r (k + n), or k n when dense."""
+        return self.k * self.n if self.rank is None else self.rank * (self.k + self.n)
+
+    @property
+    def ratio(self) -> float:
+        """Share of this matrix's elements that was removed."""
+        return 1 - self.parameters / self.dense_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionReport(Record):
+    """What `compress` did.
+
+    ratio: the share of parameters (or of predicted time, by `budget`) asked to be removed, None
+        when ranks were given;
+    `achieved_ratio` is over the same matrices: those listed in `layers` that are `counted`.
+    model_parameters_before / _after: of the whole model, tied parameters once.
+    cost_before / _after: predicted microseconds of these products, when a cost model was given.
+    """
+
+    method: str
+    allocation: str
+    budget: str
+    align: int
+    ratio: float | None
+    layers: tuple[LayerReport, ...]
+    skipped: tuple[Skipped, ...] = ()
+    model_parameters_before: int = 0
+    model_parameters_after: int = 0
+    calibration_tokens: int = 0
+    cost_before: float | None = None
+    cost_after: float | None = None
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def compressed(self) -> tuple[LayerReport, ...]:
+        """The layers that are low-rank now."""
+        return tuple(layer for layer in self.layers if layer.rank is not None)
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Share of the parameters of the counted matrices that was removed."""
+        counted = [layer for layer in self.layers if layer.counted]
+        before = sum(layer.dense_parameters for layer in counted)
+        return 1 - sum(layer.parameters for layer in counted) / before if before else 0.0
+
+    @property
+    def model_ratio(self) -> float:
+        """Share of the whole model's parameters that was removed."""
+        if not self.model_parameters_before:
+            return 0.0
+        return 1 - self.model_parameters_after / self.model_parameters_before
+
+    def ranks(self) -> dict[str, int]:
+        """Return {name: rank} of the low-rank layers: what `compress(rank=...)` takes."""
+        return {layer.name: layer.rank for layer in self.layers if layer.rank is not None}
+
+    def summary(self) -> str:
+        """Return one line: what was asked, what came out."""
+        asked = "explicit ranks" if self.ratio is None else f"ratio {self.ratio:g} asked"
+        if self.budget == "latency":
+            asked = f"{self.ratio:g} of the predicted time asked"
+        calibrated = (
+            f", {self.calibration_tokens} calibration tokens" if self.calibration_tokens else ""
+        )
+        predicted = (
+            f", predicted {self.cost_before:.1f} -> {self.cost_after:.1f} us"
+            if self.cost_before is not None and self.cost_after is not None
+            else ""
+        )
+        return (
+            f"compressed {len(self.compressed)} of {len(self.layers)} matrices: {asked}, "
+            f"{self.achieved_ratio:.3f} of their parameters removed "
+            f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
+            f"ranks in multiples of {self.align}{calibrated}{predicted}, {self.seconds:.1f} s"
+        )
+
+    def table(self) -> Table:
+        """Return the table of layers, then of what was left alone."""
+        table = Table(title=self.summary(), title_justify="left")
+        table.add_column("layer", overflow="fold")
+        for name in ("n x k", "rank", "removed", "weight error", "output error"):
+            table.add_column(name, justify="right")
+        table.add_column("note", overflow="fold")
+        for layer in self.layers:
+            table.add_row(
+                layer.name,
+                f"{layer.n} x {layer.k}",
+                "dense" if layer.rank is None else str(layer.rank),
+                f"{layer.ratio:.3f}",
+                _figure(layer.weight_error),
+                _figure(layer.output_error),
+                layer.note,
+            )
+        for skip in self.skipped:
+            shape = " x ".join(map(str, skip.shape))
+            table.add_row(skip.name, shape, "-", "-", "-", "-", skip.reason)
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=120, highlight=False).print(self.table())
+        return text.getvalue().rstrip("\n")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,237 @@
+"""Which layers of a model are factorized: found, or skipped with the reason.
+
+Goes in: any `nn.Module` and what the user includes and excludes. Comes out: one `Site` per distinct
+linear (with all the names it is reachable by) and a `Skipped` per layer that is left alone. Nothing
+is changed here. A skip is a value with a reason; only when nothing is left is it an error.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nmm_compiler.compress.modules import LowRankLinear
+from nmm_compiler.compress.report import Skipped
+from nmm_compiler.errors import NoMatchingModulesError, closest
+
+Patterns = str | Iterable[str] | None
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear to factorize: y = x W^T + b with W [n, k].
+
+    names: every dotted name that leads to this module; the first is the one reported.
+    transposed: the stored weight is [k, n] (GPT-2's Conv1D).
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    k: int
+    n: int
+    transposed: bool
+
+    @property
+    def name(self) -> str:
+        """The first of the names."""
+        return self.names[0]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as [n, k], a view of the stored one."""
+        stored = self.module.weight
+        assert isinstance(stored, torch.Tensor)
+        return stored.detach().T if self.transposed else stored.detach()
+
+    @property
+    def dense_parameters(self) -> int:
+        """Elements of the weight: k * n."""
+        return self.k * self.n
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a dotted module name matches a pattern.
+
+    pattern: "re:..." is a regular expression for the whole name (as in torchao); anything else is
+    a glob for consecutive parts of the name: "mlp", "layers.0.*", "q_proj", "*.attention".
+    """
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    forms = (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
+    return any(fnmatch.fnmatchcase(name, form) for form in forms)
+
+
+def as_patterns(patterns: Patterns) -> tuple[str, ...]:
+    """Return patterns as a tuple; one string is one pattern."""
+    if patterns is None:
+        return ()
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell whether a module is transformers' Conv1D, a linear whose weight is stored [k, n]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def find_sites(
+    model: nn.Module,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    filter_fn: FilterFn | None = None,
+) -> tuple[tuple[Site, ...], tuple[Skipped, ...]]:
+    """Return (sites, skipped) of a model, in the order of `named_modules`.
+
+    include: only names that match one of these patterns; it also brings in the output head, which
+    is left alone otherwise. exclude: never these. filter_fn(module, name): a last word for each.
+
+    Raises NoMatchingModulesError when no site is left, or when an include pattern matches nothing.
+    """
+    wanted, unwanted = as_patterns(include), as_patterns(exclude)
+    names = _names_by_module(model)
+    tied = _tied_parameters(model)
+    head = _output_head(model)
+    sites: list[Site] = []
+    skipped: list[Skipped] = []
+    seen: list[str] = []
+    inside: set[int] = set()
+    for module, all_names in names:
+        name = all_names[0]
+        if isinstance(module, LowRankLinear):
+            inside.update((id(module.down), id(module.up)))
+        if id(module) in inside:
+            continue
+        shape = _shape(module)
+        if shape is None:
+            continue
+        seen.append(f"{name} ({type(module).__name__} {list(shape)})")
+        if wanted and not any(matches(n, p) for n in all_names for p in wanted):
+            continue
+        if any(matches(n, p) for n in all_names for p in unwanted):
+            continue
+        if filter_fn is not None and not filter_fn(module, name):
+            continue
+        reason = _refusal(module, name, model, tied, None if wanted else head)
+        if reason is not None:
+            skipped.append(Skipped(name=name, shape=shape, reason=reason))
+            continue
+        n, k = shape if not is_conv1d(module) else shape[::-1]
+        sites.append(Site(tuple(all_names), module, k, n, is_conv1d(module)))
+    _check_found(model, wanted, sites, skipped, seen)
+    return tuple(sites), tuple(skipped)
+
+
+def _names_by_module(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """Return each distinct module once, with every name that leads to it."""
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), (module, []))[1].append(name)
+    return list(found.values())
+
+
+def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Return, by id, the parameters that more than one module holds, with their names."""
+    holders: dict[int, dict[int, str]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            holders[id(parameter)][id(module)] = f"{name}.{key}" if name else key
+    return {key: list(value.values()) for key, value in holders.items() if len(value) > 1}
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _shape(module: nn.Module) -> tuple[int, ...] | None:
+    """Return the weight's stored shape for what looks like linears (experts too), else None."""
+    if isinstance(module, LowRankLinear):
+        return (module.out_features, module.in_features)
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        return tuple(weight.shape)
+    stacked = _stacked_weights(module)
+    return tuple(stacked[0].shape) if stacked else None
+
+
+def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
+    """Return the 3-D parameters of a mixture-of-experts layer that stacks its experts."""
+    if "expert" not in type(module).__name__.lower():
+        return []
+    return [p for p in module.parameters(recurse=False) if p.dim() == 3]
+
+
+def _refusal(
+    module: nn.Module,
+    name: str,
+    model: nn.Module,
+    tied: dict[int, list[str]],
+    head: nn.Module | None,
+) -> str | None:
+    """Return why this layer is left alone, or None when it can be factorized."""
+    if isinstance(module, LowRankLinear):
+        return f"already low-rank (rank {module.rank})"
+    if _stacked_weights(module):
+        return (
+            f"{type(module).__name__} stacks its experts in 3-D parameters; low-rank experts need "
+            "a grouped kernel, which does not exist yet"
+        )
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if not (type(module) is nn.Linear or is_conv1d(module)):
+        return f"a subclass of Linear ({type(module).__name__}) whose forward may differ"
+    if not name:
+        return "the model itself is a linear; wrap it, e.g. in nn.Sequential"
+    if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
+        return f"its weight is a {type(weight).__name__}, not a plain tensor"
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}, not a floating-point tensor"
+    if 0 in weight.shape:
+        return "its weight has no elements"
+    if id(weight) in tied:
+        others = [n for n in tied[id(weight)] if n != f"{name}.weight"]
+        return f"its weight is tied to {', '.join(others)}"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which a replacement would lose"
+    if module is head:
+        return "the output head (name it in include= to factorize it)"
+    return None
+
+
+def _check_found(
+    model: nn.Module,
+    wanted: tuple[str, ...],
+    sites: list[Site],
+    skipped: list[Skipped],
+    seen: list[str],
+) -> None:
+    hit = [name for site in sites for name in site.names] + [s.name for s in skipped]
+    linears = [text.split(" ")[0] for text in seen]
+    for pattern in wanted:
+        if not any(matches(name, pattern) for name in linears + hit):
+            raise NoMatchingModulesError(
+                f"include pattern {pattern!r} matches no linear layer of "
+                f"{type(model).__name__}{closest(pattern, linears)}; {_listing(seen)}"
+            )
+    if not sites:
+        reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:8])
+        raise NoMatchingModulesError(
+            f"{type(model).__name__} has no layer to factorize with this include, exclude and "
+            f"filter_fn{f' (left alone: {reasons})' if reasons else ''}; {_listing(seen)}"
+        )
+
+
+def _listing(seen: list[str]) -> str:
+    if not seen:
+        return "the model has no nn.Linear or Conv1D"
+    more = f" and {len(seen) - 12} more" if len(seen) > 12 else ""
+    return f"linear layers seen: {', '.join(seen[:12])}{more}"

@@ -1,0 +1,235 @@
+"""The catalogue of errors: one class per mistake a user can make.
+
+Every message names the thing, gives the values, and ends with the way out. A pattern that the
+compiler leaves alone is not an error but a value (`nmm_compiler.passes.match.Declined`).
+Rooms add their own classes here, so that the whole catalogue can be read in one place.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+class NmmError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class UnknownNameError(NmmError, ValueError):
+    """A name that must come from a fixed set does not: target, dtype, layout, option, method..."""
+
+    def __init__(self, kind: str, name: object, known: Sequence[str]) -> None:
+        self.kind, self.name, self.known = kind, name, tuple(known)
+        super().__init__(
+            f"unknown {kind} {name!r}{closest(str(name), known)} (known: {', '.join(known)})"
+        )
+
+
+class OptionTypeError(NmmError, TypeError):
+    """An option has a value of the wrong type or outside its range."""
+
+    def __init__(self, option: str, value: object, wanted: str) -> None:
+        super().__init__(f"option {option!r} is {value!r}; pass {wanted}")
+
+
+class ShapeError(NmmError, ValueError):
+    """Operands whose shapes do not chain, or a dimension that is not a positive integer."""
+
+
+class SpecError(NmmError, ValueError):
+    """A kernel spec or a schedule that contradicts itself or the spec it is for."""
+
+
+class CapacityError(NmmError):
+    """Nothing legal fits the target: says which limit, the numbers, and what would fit."""
+
+
+class MissingPackageError(NmmError, ImportError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, package: str, purpose: str, extra: str, command: str | None = None) -> None:
+        way_out = command or f"pip install 'nmm-compiler[{extra}]'"
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed; run: {way_out}"
+        )
+
+
+class LintError(NmmError):
+    """Kernel source that the NKI compiler refuses; `findings` has a line and a code for each."""
+
+    def __init__(self, filename: str, nki: str, findings: Sequence[object]) -> None:
+        self.filename, self.findings = filename, tuple(findings)
+        shown = "\n".join(f"  {filename}:{finding}" for finding in self.findings)
+        super().__init__(
+            f"{len(self.findings)} error(s) for NKI {nki}, see docs/lint.md for the codes:\n{shown}"
+        )
+
+
+class NoMatchingModulesError(NmmError, ValueError):
+    """Nothing in the model is what compression was asked to factorize; lists what was seen."""
+
+
+class RankError(NmmError, ValueError):
+    """A ratio, budget or rank that no legal rank can meet; gives the nearest that can."""
+
+
+class CalibrationError(NmmError, ValueError):
+    """Calibration data that is empty, not finite, or never reaches a layer; names the layer."""
+
+
+class WeightError(NmmError, ValueError):
+    """A weight that cannot be worked on: NaN or infinite elements; names the layer."""
+
+
+class RecoveryError(NmmError):
+    """Fine-tuning that cannot start or has diverged; the best factors so far are in place."""
+
+
+class FactorsFileError(NmmError, ValueError):
+    """A file of factors that is incomplete, or does not fit the model it is loaded into."""
+
+
+class CacheError(NmmError):
+    """Base of what the kernel cache refuses or cannot do."""
+
+
+class CacheKeyError(CacheError, ValueError):
+    """A cache key, file name or metadata value that would not mean the same in another process."""
+
+
+class CacheTrustError(CacheError):
+    """A directory, archive or remote entry that others could have written; ends with the mend."""
+
+
+class CacheMissError(CacheError, LookupError):
+    """Mode "require" and the kernel is not in the cache; `keys` holds every missing key."""
+
+    def __init__(self, message: str, keys: Sequence[object]) -> None:
+        self.keys = tuple(keys)
+        super().__init__(message)
+
+
+class DamagedEntryError(CacheError):
+    """A cache entry whose bytes are not those that were published; says which file and why."""
+
+
+class CacheWarning(UserWarning):
+    """Something of the kernel cache was lost or passed over; the answer is right all the same."""
+
+
+class NeuronSetupError(NmmError, RuntimeError):
+    """A Neuron package or device is missing or too old for what was asked."""
+
+
+class SimulationError(NmmError):
+    """Base of what the simulator refuses; `file` and `line` are the kernel's own."""
+
+    def __init__(self, message: str, file: str = "", line: int = 0) -> None:
+        self.file, self.line = file, line
+        super().__init__(f"{message} [{file}:{line}]" if file else message)
+
+
+class KernelNotFoundError(SimulationError, LookupError):
+    """The kernel file, or the function in it, is not there; lists what is."""
+
+
+class KernelArgumentError(SimulationError, TypeError):
+    """Arguments that the kernel, or the simulator, cannot take: wrong count, dtype, kind."""
+
+
+class KernelFailedError(SimulationError, RuntimeError):
+    """The kernel's own Python raised; the original exception is the `__cause__`."""
+
+
+class UnsupportedInstructionError(SimulationError, AttributeError):
+    """A name of the NKI API that the simulator does not have, or a form of it; names it."""
+
+
+class OutOfBoundsError(SimulationError, IndexError):
+    """An index, slice, pattern or runtime offset that leaves its tensor."""
+
+
+class UninitializedReadError(SimulationError):
+    """Elements are read that nothing has written."""
+
+
+class HazardError(SimulationError):
+    """One instruction would overwrite what it still has to read, or addresses overlap."""
+
+
+class TensorShapeError(SimulationError, ValueError):
+    """Shapes, sizes or partitions that the instruction does not take."""
+
+
+class TensorDtypeError(SimulationError, TypeError):
+    """A dtype that the instruction does not take."""
+
+
+class EngineRuleError(SimulationError):
+    """An operand in a memory, or an op on an engine, that the hardware does not connect."""
+
+
+class TargetRuleError(SimulationError):
+    """Something that only other targets have."""
+
+
+class OnChipCapacityError(SimulationError, CapacityError):
+    """SBUF or PSUM is full: lists the live tensors with their sizes."""
+
+
+class InstructionLimitError(SimulationError):
+    """More instructions than `max_instructions`: an endless loop, or a limit set too low."""
+
+
+class ProgramsDisagreeError(SimulationError):
+    """The programs of a grid took different paths: one waits for what the other never does."""
+
+
+class ExportError(NmmError):
+    """A model, or an operation in it, that cannot be written as MLIR; says which and why."""
+
+
+class OutputError(NmmError, OSError):
+    """A file that cannot be written; nothing half-written is left behind."""
+
+
+class TimelineMissingError(NmmError, ValueError):
+    """A profile read back from JSON holds the figures, not the timeline behind them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this Profile came from JSON and has no timeline; simulate the kernel again with "
+            "mode='timing' to get one"
+        )
+
+
+class NoShapesError(NmmError, ValueError):
+    """A graph without shape metadata came without example inputs."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(
+            f"the graph carries no shapes (first missing: node {node!r}); pass example_inputs, "
+            "for instance nmm_compiler.rewrite(graph, (torch.empty(4, 512),))"
+        )
+
+
+class CaptureError(NmmError):
+    """A model that could not be turned into one graph."""
+
+
+class BrokenRuleError(NmmError):
+    """A rewrite rule raised, or left the graph in a state that does not lint."""
+
+    def __init__(self, rule: str, node: str, cause: BaseException | str) -> None:
+        self.rule, self.node = rule, node
+        shown = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        super().__init__(
+            f"rule {rule!r} failed on node {node!r}: {shown}; the graph is unchanged. Fix "
+            f"the rule, or leave it out with Options(disable=({rule!r},))"
+        )

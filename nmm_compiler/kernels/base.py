@@ -1,0 +1,228 @@
+"""What a kernel family is made of: the spec, its tensors, and the bounds its results must keep.
+
+A KernelSpec says WHAT is computed: sizes, dtype, layouts, epilogue. It gives a float64 reference,
+an error bound derived from dtype and contraction lengths, and the least work any kernel must do.
+A Family binds a spec class to its NKI function and to the schedules that are worth trying.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3")
+LAYOUTS = ("row", "col")
+ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
+
+NKI_DIRECTORY = Path(__file__).parent / "nki"
+
+Array = np.ndarray[Any, Any]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of an NKI dtype name (ml_dtypes for the ones NumPy lacks)."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def item_bytes(name: str) -> int:
+    """Return the bytes of one element."""
+    return numpy_dtype(name).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorSpec(Record):
+    """One operand: positional name in the kernel, shape as passed, dtype name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Size in HBM."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSpec(Record):
+    """Base of the specs; subclasses add fields and override what is abstract here."""
+
+    family: ClassVar[str] = ""
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return the positional operands of the kernel, as they are passed."""
+        raise NotImplementedError
+
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Return the results of the kernel."""
+        raise NotImplementedError
+
+    def flops(self) -> int:
+        """Return multiplications and additions of the matrix products (2 per term)."""
+        raise NotImplementedError
+
+    def reference(self, *arrays: Array) -> Any:
+        """Return the exact result in float64 (nothing rounded in between)."""
+        raise NotImplementedError
+
+    def error_bound(self, *arrays: Array) -> Any:
+        """Return, per element, how far a right kernel may be from `reference`."""
+        raise NotImplementedError
+
+    def check(self, target: Target) -> None:
+        """Raise SpecError for what the target cannot do at any schedule."""
+        self._check_dtype_on(target)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return remarks for people, e.g. that another form of the product is cheaper."""
+        return ()
+
+    @property
+    def output(self) -> TensorSpec:
+        """The single result."""
+        (only,) = self.outputs()
+        return only
+
+    def minimal_hbm_bytes(self) -> int:
+        """Return the bytes that must cross HBM: every operand once, every result once."""
+        return sum(t.bytes for t in (*self.inputs(), *self.outputs()))
+
+    def roofline_us(self, target: Target) -> float:
+        """Return the larger of TensorE time at peak and the time of the minimal HBM traffic."""
+        compute = self.flops() / target.peak_flops_per_second(self._dtype())
+        memory = self.minimal_hbm_bytes() / target.memory_bytes_per_second
+        return 1e6 * max(compute, memory)
+
+    def short(self) -> str:
+        """Return a name for tables and files: family, sizes, dtype."""
+        raise NotImplementedError
+
+    def _dtype(self) -> str:
+        return str(getattr(self, "dtype", "bfloat16"))
+
+    def _check_dtype_on(self, target: Target) -> None:
+        if self._dtype().startswith("float8") and target.name == "trn1":
+            raise SpecError(f"{self.short()}: fp8 kernels are written for trn2 and trn3, not trn1")
+
+
+def check_name(kind: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise UnknownNameError, with the closest name, unless `value` is one of `known`."""
+    if value not in known:
+        raise UnknownNameError(kind, value, known)
+
+
+def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
+    """Raise ShapeError unless every size is an integer of at least 1."""
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ShapeError(f"{owner}: {name} is {value!r}; pass an integer of at least 1")
+
+
+def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
+    """Raise ShapeError unless the arrays have the shapes of the spec's inputs."""
+    wanted = spec.inputs()
+    if len(arrays) != len(wanted):
+        names = ", ".join(t.name for t in wanted)
+        raise ShapeError(f"{spec.short()} takes {len(wanted)} arrays ({names}), got {len(arrays)}")
+    for tensor, array in zip(wanted, arrays, strict=True):
+        if tuple(array.shape) != tensor.shape:
+            raise ShapeError(
+                f"{spec.short()}: {tensor.name} has shape {tuple(array.shape)}; pass {tensor.shape}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work(Record):
+    """What one schedule makes the engines do: counts that `codegen.cost` turns into time.
+
+    matmuls: (count, moving columns) of TensorE passes. evictions: (count, columns) of PSUM reads,
+    by VectorE and ScalarE in turn. dmas: (count, bytes each, contiguous bytes, kind), kind "copy"
+    or "transpose". lead_bytes: what must arrive before the first matmul. tail_matmuls: (count,
+    columns) left when the last bytes are in; tail_bytes: the last store. instructions: all of them.
+    late_matmuls cannot start before early_bytes are in (a second stage and the first's loads).
+    """
+
+    matmuls: tuple[tuple[int, int], ...]
+    evictions: tuple[tuple[int, int], ...]
+    dmas: tuple[tuple[int, int, int, str], ...]
+    lead_bytes: int
+    tail_matmuls: tuple[int, int]
+    tail_bytes: int
+    instructions: int
+    early_bytes: int = 0
+    late_matmuls: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSchedule(Record):
+    """Base of the schedules: HOW a spec is computed. All sizes are in elements unless named."""
+
+    def check_sbuf(self, spec: Any, target: Target, remedies: Mapping[str, str]) -> None:
+        """Raise CapacityError if one copy of every buffer does not fit; name what to lower.
+
+        remedies: buffer -> the field of the schedule that decides its size.
+        """
+        held = self.sbuf_bytes(spec)
+        limit = target.sbuf_usable_bytes_per_partition
+        if sum(held.values()) > limit:
+            largest = max(held, key=lambda name: (name in remedies, held[name]))
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            field = remedies.get(largest, "")
+            value = f"lower {field} from {getattr(self, field)}" if field else "split the kernel"
+            raise CapacityError(
+                f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
+                f"({parts}), {target.name} has {limit:,}; {value}"
+            )
+
+    def overlapped_bytes(self, spec: Any) -> int:
+        """Return bytes per partition with a second copy of what streams, so that loads overlap."""
+        raise NotImplementedError
+
+    def sbuf_bytes(self, spec: Any) -> dict[str, int]:
+        """Return bytes per partition of each SBUF buffer the kernel allocates."""
+        raise NotImplementedError
+
+    def check(self, spec: Any, target: Target) -> None:
+        """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        raise NotImplementedError
+
+    def short(self) -> str:
+        """Return the blocks in a few words, for tables."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One kernel family: a spec class, a schedule class, an NKI function, and how they connect.
+
+    template: file name in kernels/nki and name of its function. candidates: schedules that may be
+    legal. parameters: compile-time arguments of the NKI function. work: see Work.
+    data_flow: at most five lines for the header of the emitted file.
+    """
+
+    name: str
+    spec_class: type[Any]
+    schedule_class: type[Any]
+    template: str
+    candidates: Callable[[Any, Target], Iterator[Any]]
+    parameters: Callable[[Any, Any, Target], dict[str, Any]]
+    work: Callable[[Any, Any, Target], Work]
+    data_flow: Callable[[Any, Any], tuple[str, ...]]
+
+    @property
+    def path(self) -> Path:
+        """The file of the NKI function."""
+        return NKI_DIRECTORY / f"{self.template}.py"

@@ -1,0 +1,332 @@
+"""How the gated MLP kernels run: schedule axes, legality, candidates and their work."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from nmm_compiler.errors import CapacityError
+from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.tiling import (
+    LOADED,
+    blocks,
+    check_blocks,
+    check_load,
+    check_order,
+    chunk_order,
+    chunk_rows,
+    tiles,
+    turned_loads,
+    x_loads,
+    x_rows,
+)
+from nmm_compiler.targets import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMLPSchedule(KernelSchedule):
+    """How a gated MLP kernel runs.
+
+    x_load, w_load: how x, and every weight, gets its contraction index onto the partitions.
+    m_block: tokens whose h^T (or intermediates) stay in SBUF. k_chunk, x_chunk: rows of u
+    and of x per load.
+    u_block, r_group: columns of gate_u and up_u in SBUF, rank tiles summed together.
+    v_block, v_chunk, n_group: the same for what makes h. down_*: for down_u; out_*: for what makes
+    y. u_stream, down_stream: each chunk is used by one pass, no panel stays.
+    """
+
+    x_load: str
+    w_load: str
+    k_order: str
+    m_block: int
+    k_chunk: int
+    x_chunk: int
+    u_block: int
+    r_group: int
+    v_block: int
+    v_chunk: int
+    n_group: int
+    down_block: int
+    down_chunk: int
+    down_group: int
+    out_block: int
+    out_chunk: int
+    out_group: int
+    u_stream: bool = False
+    down_stream: bool = False
+
+    def sbuf_bytes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
+        """Return bytes per partition of each buffer, one copy each."""
+        size = item_bytes(spec.dtype)
+        k_tiles, n_tiles = tiles(spec.k, 128), tiles(spec.n, 128)
+        tokens, panel = min(self.m_block, spec.m), min(self.v_block, spec.n)
+        rank = max(spec.rank("gate"), spec.rank("up"))
+        held = {"x": k_tiles * tokens * size, "active": 4 * 512}
+        if rank:
+            rows = tiles(self.k_chunk, 128) if self.u_stream else k_tiles
+            held["u"] = rows * min(self.u_block, rank) * size
+            held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * tokens * size
+        deep = sum(tiles(spec.rank(b) or spec.k, 128) for b in ("gate", "up"))
+        held["v"] = deep * panel * size
+        if isinstance(spec, GatedMLPSpec):
+            rank = spec.rank("down")
+            out_panel = min(self.out_block, spec.k)
+            held["h"] = n_tiles * tokens * size
+            if rank:
+                rows = tiles(self.down_chunk, 128) if self.down_stream else n_tiles
+                held["down"] = rows * min(self.down_block, rank) * size
+                held["p_down"] = tiles(rank, 128) * tokens * size
+            held["out"] = tiles(rank or spec.n, 128) * out_panel * size
+            held["y"] = self._result(spec.out_layout, out_panel, tokens) * size
+        else:
+            held["y"] = self._result(spec.out_layout, panel, tokens) * size
+        wide = spec.out_layout == "row"
+        for branch in spec.branches:
+            if getattr(spec, f"{branch}_bias"):
+                features = spec.ends(branch)[1]
+                rows_of_bias = wide and (branch == "down" or spec.branches[-1] != "down")
+                held[f"{branch} bias"] = (
+                    2 * features * size if rows_of_bias else 6 * tiles(features, 128)
+                )
+        if "tensor" in (self.x_load, self.w_load):
+            chunks = (self.k_chunk, self.x_chunk, self.v_chunk, self.down_chunk, self.out_chunk)
+            held["flat"] = max(chunks) * size
+        return held
+
+    @staticmethod
+    def _result(layout: str, panel: int, tokens: int) -> int:
+        return panel if layout == "row" else tiles(panel, 128) * tokens
+
+    def overlapped_bytes(self, spec: GatedMLPUpSpec) -> int:
+        """Return bytes per partition with a second copy of what streams, so that loads overlap."""
+        held = self.sbuf_bytes(spec)
+        names = ("u", "v", "down", "out", "y", "flat", "active")
+        return sum(held.values()) + sum(held.get(name, 0) for name in names)
+
+    def psum_banks(self, spec: GatedMLPUpSpec) -> dict[str, int]:
+        """Return PSUM banks in use for each group of sums."""
+        m_tiles = tiles(min(self.m_block, spec.m), 512)
+        rows = spec.out_layout == "row"
+        down = isinstance(spec, GatedMLPSpec)
+        turning = 2 if self.w_load == "tensor" else 0
+        banks = {
+            "r_group": self.r_group * m_tiles + turning,
+            "n_group": 2 * self.n_group * (1 if rows and not down else m_tiles) + turning,
+        }
+        if down:
+            banks["down_group"] = self.down_group * m_tiles + turning
+            banks["out_group"] = self.out_group * (1 if rows else m_tiles) + turning
+        return banks
+
+    def check(self, spec: GatedMLPUpSpec, target: Target) -> None:
+        """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
+        rank = max(1, spec.rank("gate"), spec.rank("up"))
+        sizes = {
+            "m_block": spec.m,
+            "k_chunk": spec.k,
+            "x_chunk": spec.k,
+            "u_block": rank,
+            "v_block": spec.n,
+        }
+        sizes["v_chunk"] = max(rank, spec.k)
+        groups = ["r_group", "n_group"]
+        if isinstance(spec, GatedMLPSpec):
+            down = spec.rank("down") or spec.n
+            sizes |= {"down_block": down, "down_chunk": spec.n, "out_block": spec.k}
+            sizes["out_chunk"] = down
+            groups += ["down_group", "out_group"]
+        check_blocks(self, sizes, tuple(groups))
+        check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
+        check_load("w_load", self.w_load, spec.weight_layout == "row", spec.dtype, target)
+        check_order(self.k_order, (self.x_load, self.w_load))
+        for group, banks in self.psum_banks(spec).items():
+            if banks > target.psum_banks:
+                raise CapacityError(
+                    f"{spec.short()}: the schedule needs {banks} PSUM banks, {target.name} has "
+                    f"{target.psum_banks}; lower {group} from {getattr(self, group)} or m_block "
+                    f"from {self.m_block}"
+                )
+        self.check_sbuf(spec, target, _REMEDY)
+
+    def short(self) -> str:
+        """Return the blocks."""
+        streams = "".join(f" {n}-stream" for n in ("u", "down") if getattr(self, f"{n}_stream"))
+        return (
+            f"m{self.m_block} u{self.u_block} v{self.v_block} down{self.down_block} "
+            f"out{self.out_block} k{self.k_chunk}{self.k_order}{streams}"
+        )
+
+
+# Which field of the schedule decides the size of a buffer.
+_REMEDY = {
+    "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u_block",
+    "v": "v_block", "down": "down_block", "out": "out_block",
+}  # fmt: skip
+
+
+def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
+    """Yield schedules that may be legal, in no order."""
+    size = item_bytes(spec.dtype)
+    w_loads = ["rows"] if spec.weight_layout == "row" else turned_loads(spec.dtype, target)
+    x_ways = x_loads(spec.m, spec.x_layout, spec.dtype, target)
+    rank = max(1, spec.rank("gate"), spec.rank("up"))
+    down = isinstance(spec, GatedMLPSpec)
+    down_rank = (spec.rank("down") if down else 0) or 1
+    rows = spec.out_layout == "row"
+    for x_load, w_load, m_block in itertools.product(
+        x_ways, w_loads, blocks(spec.m, (128, 256, 512, 1024))
+    ):
+        banks = 6 if w_load == "tensor" else 8
+        m_tiles = tiles(min(m_block, spec.m), 512)
+        if 2 * m_tiles > banks:
+            continue
+        n_tiles_at_once = 1 if rows and not down else m_tiles
+        for u_block, v_block, down_block, out_block in itertools.product(
+            blocks(rank, (256, 512, 1024)),
+            blocks(spec.n, (128, 256, 512, 1024, 2048)),
+            blocks(down_rank, (256, 512, 1024)) if down else [128],
+            blocks(spec.k, (128, 512, 1024, 2048)) if down else [128],
+        ):
+            r_group = min(banks // m_tiles, tiles(u_block, 128))
+            down_group = min(banks // m_tiles, tiles(down_block, 128))
+            k_chunk = chunk_rows(spec.k, min(u_block, rank) * size)
+            yield GatedMLPSchedule(
+                x_load=x_load,
+                w_load=w_load,
+                k_order=chunk_order(spec.k, (x_load, w_load)),
+                m_block=m_block,
+                k_chunk=k_chunk,
+                x_chunk=x_rows(spec.m, spec.k, k_chunk),
+                u_block=u_block,
+                r_group=r_group,
+                v_block=v_block,
+                v_chunk=chunk_rows(rank if rank > 1 else spec.k, min(v_block, spec.n) * size),
+                n_group=max(1, min(2, (banks // 2) // n_tiles_at_once)),
+                down_block=down_block,
+                down_chunk=chunk_rows(spec.n, down_block * size),
+                down_group=down_group,
+                out_block=out_block,
+                out_chunk=chunk_rows(down_rank if down_rank > 1 else spec.n, out_block * size),
+                out_group=4 if rows else max(1, 4 // m_tiles),
+                u_stream=u_block <= 128 * r_group,
+                down_stream=down_block <= 128 * down_group,
+            )
+
+
+def parameters(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> dict[str, Any]:
+    """Return the compile-time arguments of the NKI function."""
+    down = isinstance(spec, GatedMLPSpec)
+    names = ("m", "k", "n", "gate_r", "up_r", "out_layout", "activation")
+    given: dict[str, Any] = {name: getattr(spec, name) for name in names}
+    given |= {"down": down, "down_r": spec.rank("down") if down else 0}
+    present = {tensor.name for tensor in spec.inputs()}
+    for branch in ("gate", "up", "down"):
+        given |= {f"{branch}_{n}": None for n in "uvw" if f"{branch}_{n}" not in present}
+        has = f"{branch}_bias" in present
+        given[f"has_{branch}_bias"] = has
+        if not has:
+            given[f"{branch}_bias"] = None
+    return given | schedule.to_dict()
+
+
+def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ...]:
+    """Return the data flow for the header of the emitted file."""
+    tokens = min(schedule.m_block, spec.m)
+    factors = [b for b in ("gate", "up") if spec.rank(b)]
+    lines = [
+        f"x: {LOADED[schedule.x_load]}, read once, {tokens} tokens at a time.",
+        f"{' and '.join(factors)}: (x u)^T summed in PSUM over all of k, kept in SBUF."
+        if factors
+        else "gate and up: dense, x is used as it lies.",
+        f"h: gate through {spec.activation} and up through the multiplication, both out of PSUM.",
+    ]
+    if isinstance(spec, GatedMLPSpec):
+        lines.append(
+            "h^T stays in SBUF, its features on the partitions, as the next product wants."
+        )
+        how = "(h u)^T, then v" if spec.rank("down") else "one dense weight"
+        lines.append(f"down: {how}; y leaves PSUM {spec.out_layout}.")
+    else:
+        lines.append(f"h leaves for HBM {spec.out_layout}.")
+    return tuple(lines)
+
+
+def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Work:
+    """Count what the engines do; see `Work`."""
+    size = item_bytes(spec.dtype)
+    m, moving = spec.m, min(512, spec.m)
+    m_blocks, m_moves = tiles(m, schedule.m_block), tiles(m, 512)
+    down = isinstance(spec, GatedMLPSpec)
+    matmuls: list[tuple[int, int]] = []
+    evictions: list[tuple[int, int]] = []
+    tokens = min(schedule.m_block, m)
+    x_run = tokens * size
+    dmas: list[tuple[int, int, int, str]] = [
+        (tiles(spec.k, schedule.x_chunk) * m_blocks,
+         m * spec.k * size // (tiles(spec.k, schedule.x_chunk) * m_blocks), x_run,
+         "transpose" if schedule.x_load == "dma" else "copy")
+    ]  # fmt: skip
+    kind = "transpose" if schedule.w_load == "dma" else "copy"
+
+    def weight(rows: int, columns: int, block: int, chunk: int) -> None:
+        count = tiles(rows, chunk) * tiles(columns, block) * m_blocks
+        run = min(block, columns) * size
+        dmas.append((count, rows * columns * size * m_blocks // count, run, kind))
+        if schedule.w_load == "tensor":
+            squares = tiles(rows, 128) * tiles(columns, 128) * m_blocks
+            matmuls.append((squares, 128))
+            evictions.append((tiles(squares, 4), 512))
+
+    def out_tiles(features: int, rows: bool) -> tuple[int, int]:
+        if rows:
+            return tiles(m, 128) * tiles(features, 512), min(512, features)
+        return tiles(features, 128) * m_moves, moving
+
+    rows = spec.out_layout == "row"
+    for branch in spec.branches:
+        rank, (first, last) = spec.rank(branch), spec.ends(branch)
+        into_out = branch == "down"
+        if rank:
+            block = schedule.down_block if into_out else schedule.u_block
+            chunk = schedule.down_chunk if into_out else schedule.k_chunk
+            weight(first, rank, block, chunk)
+            matmuls.append((tiles(first, 128) * tiles(rank, 128) * m_moves, moving))
+            evictions.append((tiles(rank, 128) * m_moves, moving))
+        block = schedule.out_block if into_out else schedule.v_block
+        chunk = schedule.out_chunk if into_out else schedule.v_chunk
+        weight(rank or first, last, block, chunk)
+        count, columns = out_tiles(last, rows and (into_out or not down))
+        matmuls.append((tiles(rank or first, 128) * count, columns))
+        evictions.append((count, columns))
+    features = spec.ends(spec.branches[-1])[1]
+    panel = min(schedule.out_block if down else schedule.v_block, features)
+    stores = tiles(features, panel) * (tiles(m, 128) if rows else m_blocks)
+    run = panel * size if rows else tokens * size
+    dmas.append((stores, m * features * size // stores, run, "copy"))
+    return Work(
+        matmuls=tuple(matmuls),
+        evictions=tuple(evictions),
+        dmas=tuple(dmas),
+        lead_bytes=tokens * spec.k * size,
+        tail_matmuls=(tiles(panel, 512), moving),
+        tail_bytes=min(m, 128) * panel * size,
+        instructions=sum(n[0] for n in matmuls)
+        + sum(n[0] for n in evictions)
+        + sum(n[0] for n in dmas),
+    )
+
+
+UP_FAMILY = Family(
+    name="gated_mlp_up",
+    spec_class=GatedMLPUpSpec,
+    schedule_class=GatedMLPSchedule,
+    template="gated_mlp",
+    candidates=candidates,
+    parameters=parameters,
+    work=work,
+    data_flow=data_flow,
+)
+FAMILY = dataclasses.replace(UP_FAMILY, name="gated_mlp", spec_class=GatedMLPSpec)

@@ -1,0 +1,224 @@
+"""Pieces that the NKI kernels of all families share; codegen copies the ones a kernel uses.
+
+Everywhere the contraction index lies on the partitions, in tiles of 128: an operand in SBUF is
+[128, tiles, free]. Which row of HBM lands in which (partition, tile) is free as long as both
+factors agree: `order` "p" gives each partition consecutive rows (one long run per partition and
+DMA), "t" gives tile j the rows 128 j to 128 j + 127 (what a DMA transpose produces).
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+
+def load(dst, tile, src, row, rows, column, columns, how, order, total):
+    """Load an operand so that its contraction index lies on the partitions, from `tile` on."""
+    if how == "rows":
+        load_rows(dst, tile, src, row, rows, column, columns, order, total)
+    elif how == "strided":
+        load_strided(dst, tile, src, row, rows, column, columns, order, total)
+    elif how == "dma":
+        load_transposed_by_dma(dst, tile, src, row, rows, column, columns)
+    else:
+        load_transposed_by_tensor(dst, tile, src, row, rows, column, columns)
+
+
+def load_rows(dst, tile, src, row, rows, column, columns, order, total):
+    """Load rows of `src`, the contraction index, of which there are `total`."""
+    tiles = rows // 128
+    if tiles > 0:
+        if order == "p":
+            # partition p holds rows p * depth ... p * depth + depth - 1: a run of `tiles` rows
+            depth = total // 128
+            view = src[0 : 128 * depth, column : column + columns].reshape_dim(0, (128, depth))
+            view = view[0:128, row // 128 : row // 128 + tiles, 0:columns]
+        else:
+            # tile j holds rows 128 j ... 128 j + 127
+            view = src[row : row + 128 * tiles, column : column + columns]
+            view = view.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
+        nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0:columns], src=view)
+    if rows % 128 > 0:
+        nisa.dma_copy(
+            dst=dst[0 : rows % 128, tile + tiles, 0:columns],
+            src=src[row + 128 * tiles : row + rows, column : column + columns],
+        )
+
+
+def load_strided(dst, tile, src, row, rows, column, columns, order, total):
+    """Load columns of `src`, which has few rows, in runs of a few elements."""
+    tiles = rows // 128
+    if tiles > 0:
+        if order == "p":
+            depth = total // 128
+            view = src[column : column + columns, 0 : 128 * depth].reshape_dim(1, (128, depth))
+            view = view[0:columns, 0:128, row // 128 : row // 128 + tiles].permute((1, 0, 2))
+        else:
+            view = src[column : column + columns, row : row + 128 * tiles]
+            view = view.reshape_dim(1, (tiles, 128)).permute((2, 0, 1))
+        nisa.dma_copy(
+            dst=dst[0:128, tile : tile + tiles, 0:columns].permute((0, 2, 1)),
+            src=view,
+        )
+    if rows % 128 > 0:
+        nisa.dma_copy(
+            dst=dst[0 : rows % 128, tile + tiles, 0:columns],
+            src=src[column : column + columns, row + 128 * tiles : row + rows].permute((1, 0)),
+        )
+
+
+def load_transposed_by_dma(dst, tile, src, row, rows, column, columns):
+    """Load with a DMA transpose: dst[p, tile, :] <- src[column:..., row + 128 tile + p]."""
+    tiles = rows // 128
+    if tiles > 0:
+        block = src[column : column + columns, row : row + 128 * tiles]
+        nisa.dma_transpose(
+            dst=dst[0:128, tile : tile + tiles, 0:columns],
+            src=block.reshape_dim(1, (tiles, 128)),
+            axes=(2, 1, 0),
+        )
+    if rows % 128 > 0:
+        nisa.dma_transpose(
+            dst=dst[0 : rows % 128, tile + tiles, 0:columns],
+            src=src[column : column + columns, row + 128 * tiles : row + rows],
+            axes=(1, 0),
+        )
+
+
+def load_transposed_by_tensor(dst, tile, src, row, rows, column, columns):
+    """Load rows of `src` as they lie, then turn 128 x 128 tiles on TensorE."""
+    tiles = rows // 128
+    for start in range(0, columns, 128):
+        width = min(128, columns - start)
+        flat = nl.ndarray((width, rows), dtype=src.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=flat, src=src[column + start : column + start + width, row : row + rows])
+        # a bank of PSUM takes four turned tiles; one copy takes them out
+        for first in range(0, tiles, 4):
+            count = min(4, tiles - first)
+            turned = nl.ndarray((128, count, width), dtype=src.dtype, buffer=nl.psum)
+            for i in range(count):
+                square = flat[0:width, 128 * (first + i) : 128 * (first + i + 1)]
+                nisa.nc_transpose(
+                    dst=turned[0:128, i, 0:width], data=square, engine=nisa.engine.tensor
+                )
+            evict(
+                dst[0:128, tile + first : tile + first + count, start : start + width],
+                turned,
+                first // 4 + start // 128,
+            )
+        if rows % 128 > 0:
+            turned = nl.ndarray((rows % 128, width), dtype=src.dtype, buffer=nl.psum)
+            nisa.nc_transpose(
+                dst=turned, data=flat[0:width, 128 * tiles : rows], engine=nisa.engine.tensor
+            )
+            evict(dst[0 : rows % 128, tile + tiles, start : start + width], turned, start // 128)
+
+
+def evict(dst, src, turn):
+    """Copy PSUM to SBUF, rounding to dst's dtype; VectorE and ScalarE take turns."""
+    if turn % 2 == 0:
+        nisa.tensor_copy(dst=dst, src=src, engine=nisa.engine.vector)
+    else:
+        nisa.activation(dst=dst, op=nl.copy, data=src)
+
+
+def evict_scaled(dst, src, scale, turn):
+    """Copy PSUM to SBUF times `scale`; VectorE and ScalarE take turns."""
+    if turn % 2 == 0:
+        nisa.tensor_scalar(dst=dst, data=src, op0=nl.multiply, operand0=scale)
+    else:
+        nisa.activation(dst=dst, op=nl.copy, data=src, scale=scale)
+
+
+def activate(dst, src, activation, turn):
+    """Apply the epilogue while copying PSUM to SBUF."""
+    if activation == "identity":
+        evict(dst, src, turn)
+    elif activation == "relu":
+        if turn % 2 == 0:
+            nisa.tensor_scalar(dst=dst, data=src, op0=nl.maximum, operand0=0.0)
+        else:
+            nisa.activation(dst=dst, op=nl.relu, data=src)
+    elif activation == "silu":
+        nisa.activation(dst=dst, op=nl.silu, data=src)
+    elif activation == "gelu":
+        nisa.activation(dst=dst, op=nl.gelu, data=src)
+    else:
+        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src)
+
+
+def activate_with_bias_column(dst, src, bias, activation):
+    """Add a bias per partition, [P, 1], and apply the epilogue in one pass of ScalarE."""
+    if activation == "identity":
+        nisa.tensor_scalar(dst=dst, data=src, op0=nl.add, operand0=bias)
+    elif activation == "relu":
+        nisa.activation(dst=dst, op=nl.relu, data=src, bias=bias)
+    elif activation == "silu":
+        nisa.activation(dst=dst, op=nl.silu, data=src, bias=bias)
+    elif activation == "gelu":
+        nisa.activation(dst=dst, op=nl.gelu, data=src, bias=bias)
+    else:
+        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src, bias=bias)
+
+
+def activate_with_bias_row(dst, src, bias, activation, turn):
+    """Add a bias per column, spread over the partitions, then apply the epilogue."""
+    if activation == "identity":
+        nisa.tensor_tensor(dst=dst, data1=src, data2=bias, op=nl.add)
+    else:
+        total = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=total, data1=src, data2=bias, op=nl.add)
+        activate(dst, total, activation, turn)
+
+
+def spread_bias(bias, n):
+    """Load a bias [n] and return it in SBUF as [128, n]: ones times the row, on TensorE."""
+    row = nl.ndarray((1, n), dtype=bias.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=row, src=bias.reshape((1, n)))
+    ones = nl.ndarray((1, 128), dtype=bias.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    spread = nl.ndarray((128, n), dtype=bias.dtype, buffer=nl.sbuf)
+    for start in range(0, n, 512):
+        width = min(512, n - start)
+        copies = nl.ndarray((128, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=copies, stationary=ones, moving=row[0:1, start : start + width])
+        evict(spread[0:128, start : start + width], copies, start // 512)
+    return spread
+
+
+def bias_columns(bias, n):
+    """Load a bias [n] and return it in SBUF as fp32 [128, tiles]: one column per 128 outputs."""
+    tiles = n // 128
+    raw = nl.ndarray((128, (n + 127) // 128), dtype=bias.dtype, buffer=nl.sbuf)
+    if tiles > 0:
+        nisa.dma_copy(
+            dst=raw[0:128, 0:tiles],
+            src=bias[0 : 128 * tiles].reshape((tiles, 128)).permute((1, 0)),
+        )
+    if n % 128 > 0:
+        nisa.dma_copy(
+            dst=raw[0 : n % 128, tiles : tiles + 1],
+            src=bias[128 * tiles : n].reshape((n % 128, 1)),
+        )
+    columns = nl.ndarray((128, (n + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
+    if tiles > 0:
+        nisa.tensor_copy(dst=columns[0:128, 0:tiles], src=raw[0:128, 0:tiles])
+    if n % 128 > 0:
+        nisa.tensor_copy(
+            dst=columns[0 : n % 128, tiles : tiles + 1], src=raw[0 : n % 128, tiles : tiles + 1]
+        )
+    return columns
+
+
+def store_rows(dst, src, row, rows, column, columns):
+    """Store src [128, tiles, columns] to rows of `dst`: tile j holds rows 128 j to 128 j + 127."""
+    tiles = rows // 128
+    if tiles > 0:
+        block = dst[row : row + 128 * tiles, column : column + columns]
+        nisa.dma_copy(
+            dst=block.reshape_dim(0, (tiles, 128)).permute((1, 0, 2)),
+            src=src[0:128, 0:tiles, 0:columns],
+        )
+    if rows % 128 > 0:
+        nisa.dma_copy(
+            dst=dst[row + 128 * tiles : row + rows, column : column + columns],
+            src=src[0 : rows % 128, tiles, 0:columns],
+        )

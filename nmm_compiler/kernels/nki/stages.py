@@ -1,0 +1,363 @@
+"""The two kinds of product that all families are made of, for one block of tokens.
+
+`project` gives p^T = (s w)^T, its features on the partitions, in SBUF, for the next product to use
+as it lies. `expand_rows` and `expand_columns` give a result in HBM, y or y^T. The left factor s is
+a strip [128, tiles, tokens] with its contraction index on the partitions: loaded here on its first
+use (s_load), or already there ("none"). A weight is loaded in panels, or once (w_all).
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .parts import (
+    activate,
+    activate_with_bias_column,
+    activate_with_bias_row,
+    evict,
+    evict_scaled,
+    load,
+    store_rows,
+)
+
+
+def project(
+    p_sb,
+    s_sb,
+    w_all,
+    s,
+    w,
+    m0,
+    tokens,
+    k,  # contraction length
+    r,  # features of p
+    s_load,
+    s_chunk,
+    w_load,
+    order,
+    k_chunk,
+    w_block,
+    group_tiles,
+    resident,
+    stream,
+    scale,
+):
+    """Compute p_sb [128, tiles of r, tokens] = scale (s w)^T, rounded once to p_sb's dtype."""
+    m_tiles = (tokens + 511) // 512
+    k_tiles = (k + 127) // 128
+    for r0 in range(0, r, w_block):
+        columns = min(w_block, r - r0)
+        if resident:
+            w_sb = w_all[0:128, 0:k_tiles, r0 : r0 + columns]
+        elif not stream:
+            w_sb = nl.ndarray((128, k_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
+        for r1 in range(0, columns, 128 * group_tiles):
+            group = (min(128 * group_tiles, columns - r1) + 127) // 128
+            sums = []
+            for _ in range(group * m_tiles):
+                sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
+            for k0 in range(0, k, k_chunk):
+                rows = min(k_chunk, k - k0)
+                first = k0 // 128
+                if stream:
+                    # one pass over k uses each chunk once: it needs no panel to stay in
+                    w_sb = nl.ndarray(
+                        (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
+                    )
+                    load(w_sb, 0, w, k0, rows, r0, columns, w_load, order, k)
+                elif r1 == 0 and (m0 == 0 or not resident):
+                    load(w_sb, first, w, k0, rows, r0, columns, w_load, order, k)
+                if s_load != "none" and r0 == 0 and r1 == 0 and k0 % s_chunk == 0:
+                    s_rows = min(s_chunk, k - k0)
+                    load(s_sb, k0 // 128, s, k0, s_rows, m0, tokens, s_load, order, k)
+                for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                    kp = min(128, k - 128 * kt)
+                    for i in range(group):
+                        rs = r1 + 128 * i
+                        rp = min(128, columns - rs)
+                        for mt in range(m_tiles):
+                            ms = 512 * mt
+                            mw = min(512, tokens - ms)
+                            nisa.nc_matmul(
+                                dst=sums[i * m_tiles + mt][0:rp, 0:mw],
+                                stationary=w_sb[0:kp, kt - first if stream else kt, rs : rs + rp],
+                                moving=s_sb[0:kp, kt, ms : ms + mw],
+                                accumulate=kt > 0,
+                            )
+            for i in range(group):
+                rs = r1 + 128 * i
+                rp = min(128, columns - rs)
+                for mt in range(m_tiles):
+                    ms = 512 * mt
+                    mw = min(512, tokens - ms)
+                    p_tile = p_sb[0:rp, (r0 + rs) // 128, ms : ms + mw]
+                    p_sum = sums[i * m_tiles + mt][0:rp, 0:mw]
+                    if scale == 1.0:
+                        evict(p_tile, p_sum, i * m_tiles + mt)
+                    else:
+                        evict_scaled(p_tile, p_sum, scale, i * m_tiles + mt)
+
+
+def expand_rows(
+    out,
+    s_sb,
+    w_all,
+    x_sb,
+    bias_sb,
+    s,
+    w,
+    base_w,
+    m0,
+    tokens,
+    k,  # contraction length
+    n,  # outputs
+    base_k,  # contraction length of a second product into the same sums, 0 for none
+    s_load,
+    s_chunk,
+    w_load,
+    base_load,
+    order,
+    base_order,
+    k_chunk,
+    base_chunk,
+    w_block,
+    group_tiles,
+    resident,
+    stream,
+    has_bias,
+    activation,
+):
+    """Store y [tokens, n] = activation(s w + x base_w + bias): tokens still, weights moving."""
+    k_tiles = (k + 127) // 128
+    base_tiles = (base_k + 127) // 128
+    for n0 in range(0, n, w_block):
+        columns = min(w_block, n - n0)
+        if resident:
+            w_sb = w_all[0:128, 0:k_tiles, n0 : n0 + columns]
+        elif not stream:
+            w_sb = nl.ndarray((128, k_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
+        if base_k > 0:
+            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base_w.dtype, buffer=nl.sbuf)
+        for mt in range((tokens + 127) // 128):
+            ms = 128 * mt
+            mw = min(128, tokens - ms)
+            y_sb = nl.ndarray((mw, columns), dtype=out.dtype, buffer=nl.sbuf)
+            for n1 in range(0, columns, 512 * group_tiles):
+                group = (min(512 * group_tiles, columns - n1) + 511) // 512
+                sums = []
+                for _ in range(group):
+                    sums.append(
+                        nl.ndarray((mw, min(512, columns)), dtype=nl.float32, buffer=nl.psum)
+                    )
+                for k0 in range(0, base_k, base_chunk):
+                    rows = min(base_chunk, base_k - k0)
+                    if mt == 0 and n1 == 0:
+                        load(
+                            base_sb,
+                            k0 // 128,
+                            base_w,
+                            k0,
+                            rows,
+                            n0,
+                            columns,
+                            base_load,
+                            base_order,
+                            base_k,
+                        )
+                    for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                        kp = min(128, base_k - 128 * kt)
+                        for i in range(group):
+                            ns = n1 + 512 * i
+                            nw = min(512, columns - ns)
+                            nisa.nc_matmul(
+                                dst=sums[i][0:mw, 0:nw],
+                                stationary=x_sb[0:kp, kt, ms : ms + mw],
+                                moving=base_sb[0:kp, kt, ns : ns + nw],
+                                accumulate=kt > 0,
+                            )
+                for k0 in range(0, k, k_chunk):
+                    rows = min(k_chunk, k - k0)
+                    if s_load != "none" and n0 == 0 and mt == 0 and n1 == 0 and k0 % s_chunk == 0:
+                        s_rows = min(s_chunk, k - k0)
+                        load(s_sb, k0 // 128, s, k0, s_rows, m0, tokens, s_load, order, k)
+                    first = k0 // 128
+                    if stream:
+                        w_sb = nl.ndarray(
+                            (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
+                        )
+                        load(w_sb, 0, w, k0, rows, n0, columns, w_load, order, k)
+                    elif mt == 0 and n1 == 0 and (m0 == 0 or not resident):
+                        load(w_sb, first, w, k0, rows, n0, columns, w_load, order, k)
+                    for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                        kp = min(128, k - 128 * kt)
+                        for i in range(group):
+                            ns = n1 + 512 * i
+                            nw = min(512, columns - ns)
+                            nisa.nc_matmul(
+                                dst=sums[i][0:mw, 0:nw],
+                                stationary=s_sb[0:kp, kt, ms : ms + mw],
+                                moving=w_sb[0:kp, kt - first if stream else kt, ns : ns + nw],
+                                accumulate=base_k > 0 or kt > 0,
+                            )
+                for i in range(group):
+                    ns = n1 + 512 * i
+                    nw = min(512, columns - ns)
+                    y_tile = y_sb[0:mw, ns : ns + nw]
+                    y_sum = sums[i][0:mw, 0:nw]
+                    if has_bias:
+                        b_tile = bias_sb[0:mw, n0 + ns : n0 + ns + nw]
+                        activate_with_bias_row(y_tile, y_sum, b_tile, activation, i + mt)
+                    else:
+                        activate(y_tile, y_sum, activation, i + mt)
+            nisa.dma_copy(dst=out[m0 + ms : m0 + ms + mw, n0 : n0 + columns], src=y_sb)
+
+
+def expand_columns(
+    out,
+    s_sb,
+    w_all,
+    x_sb,
+    bias_sb,
+    s,
+    w,
+    base_w,
+    m0,
+    tokens,
+    k,  # contraction length
+    n,  # outputs
+    base_k,  # contraction length of a second product into the same sums, 0 for none
+    s_load,
+    s_chunk,
+    w_load,
+    base_load,
+    order,
+    base_order,
+    k_chunk,
+    base_chunk,
+    w_block,
+    group_tiles,
+    resident,
+    stream,
+    has_bias,
+    activation,
+    as_rows,
+):
+    """Store y^T [n, tokens] = activation(s w + x base_w + bias)^T: weights still, tokens moving.
+
+    as_rows: store y [tokens, n] instead. Partition p then holds n_tiles neighbouring outputs of a
+    panel, so that what it stores per token is a short run.
+    """
+    k_tiles = (k + 127) // 128
+    base_tiles = (base_k + 127) // 128
+    m_tiles = (tokens + 511) // 512
+    for n0 in range(0, n, w_block):
+        columns = min(w_block, n - n0)
+        n_tiles = (columns + 127) // 128
+        if resident:
+            w_sb = w_all[0:128, 0:k_tiles, n0 : n0 + columns]
+        elif not stream:
+            w_sb = nl.ndarray((128, k_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
+        if base_k > 0:
+            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base_w.dtype, buffer=nl.sbuf)
+        if as_rows:
+            y_sb = nl.ndarray((128, tokens, n_tiles), dtype=out.dtype, buffer=nl.sbuf)
+        else:
+            y_sb = nl.ndarray((128, n_tiles, tokens), dtype=out.dtype, buffer=nl.sbuf)
+        for n1 in range(0, n_tiles, group_tiles):
+            group = min(group_tiles, n_tiles - n1)
+            sums = []
+            for _ in range(group * m_tiles):
+                sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
+            for k0 in range(0, base_k, base_chunk):
+                rows = min(base_chunk, base_k - k0)
+                if n1 == 0:
+                    load(
+                        base_sb,
+                        k0 // 128,
+                        base_w,
+                        k0,
+                        rows,
+                        n0,
+                        columns,
+                        base_load,
+                        base_order,
+                        base_k,
+                    )
+                for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                    kp = min(128, base_k - 128 * kt)
+                    for i in range(group):
+                        ns = 128 * (n1 + i)
+                        nw = min(128, columns - ns)
+                        if as_rows:
+                            still = base_sb[0:kp, kt, n1 + i : columns : n_tiles]
+                        else:
+                            still = base_sb[0:kp, kt, ns : ns + nw]
+                        for mt in range(m_tiles):
+                            ms = 512 * mt
+                            mw = min(512, tokens - ms)
+                            nisa.nc_matmul(
+                                dst=sums[i * m_tiles + mt][0:nw, 0:mw],
+                                stationary=still,
+                                moving=x_sb[0:kp, kt, ms : ms + mw],
+                                accumulate=kt > 0,
+                            )
+            for k0 in range(0, k, k_chunk):
+                rows = min(k_chunk, k - k0)
+                if s_load != "none" and n0 == 0 and n1 == 0 and k0 % s_chunk == 0:
+                    s_rows = min(s_chunk, k - k0)
+                    load(s_sb, k0 // 128, s, k0, s_rows, m0, tokens, s_load, order, k)
+                first = k0 // 128
+                if stream:
+                    w_sb = nl.ndarray(
+                        (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
+                    )
+                    load(w_sb, 0, w, k0, rows, n0, columns, w_load, order, k)
+                elif n1 == 0 and (m0 == 0 or not resident):
+                    load(w_sb, first, w, k0, rows, n0, columns, w_load, order, k)
+                for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                    kp = min(128, k - 128 * kt)
+                    for i in range(group):
+                        ns = 128 * (n1 + i)
+                        nw = min(128, columns - ns)
+                        at = kt - first if stream else kt
+                        if as_rows:
+                            still = w_sb[0:kp, at, n1 + i : columns : n_tiles]
+                        else:
+                            still = w_sb[0:kp, at, ns : ns + nw]
+                        for mt in range(m_tiles):
+                            ms = 512 * mt
+                            mw = min(512, tokens - ms)
+                            nisa.nc_matmul(
+                                dst=sums[i * m_tiles + mt][0:nw, 0:mw],
+                                stationary=still,
+                                moving=s_sb[0:kp, kt, ms : ms + mw],
+                                accumulate=base_k > 0 or kt > 0,
+                            )
+            for i in range(group):
+                ns = 128 * (n1 + i)
+                nw = min(128, columns - ns)
+                for mt in range(m_tiles):
+                    ms = 512 * mt
+                    mw = min(512, tokens - ms)
+                    if as_rows:
+                        y_tile = y_sb[0:nw, ms : ms + mw, n1 + i]
+                    else:
+                        y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
+                    y_sum = sums[i * m_tiles + mt][0:nw, 0:mw]
+                    if has_bias:
+                        nt = n0 // 128 + n1 + i
+                        activate_with_bias_column(
+                            y_tile, y_sum, bias_sb[0:nw, nt : nt + 1], activation
+                        )
+                    else:
+                        activate(y_tile, y_sum, activation, i + mt)
+        if as_rows:
+            view = out[m0 : m0 + tokens, n0 : n0 + columns].reshape_dim(1, (128, n_tiles))
+            # many short runs: the hardware writes their descriptors
+            nisa.dma_copy(
+                dst=view.permute((1, 0, 2)),
+                src=y_sb,
+                dge_mode=nisa.dge_mode.hwdge,
+                engine=nisa.engine.sync,
+            )
+        else:
+            store_rows(out, y_sb, n0, columns, m0, tokens)

@@ -1,0 +1,100 @@
+"""Derived error bounds: how far a right kernel may be from the float64 reference, and why.
+
+Sums are accumulated in fp32 in any order (Higham, Accuracy and Stability of Numerical Algorithms,
+chapter 3: gamma_n), each stored value is rounded once to its dtype, activations are
+evaluated in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import UnknownNameError
+
+Array = np.ndarray[Any, Any]
+
+# Rounding: u is half the distance from 1 to the next number.
+_UNIT_ROUNDOFF = {
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float8_e4m3": 2.0**-4,
+}
+_SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+FP32_ROUNDOFF = _UNIT_ROUNDOFF["float32"]
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Return the largest relative error of rounding to `dtype`, to nearest."""
+    return _UNIT_ROUNDOFF[dtype]
+
+
+def gamma(length: int) -> float:
+    """Return Higham's gamma_n for fp32: the relative error bound of a sum of n products."""
+    return length * FP32_ROUNDOFF / (1.0 - length * FP32_ROUNDOFF)
+
+
+def rounding_error(magnitude: Array, dtype: str) -> Array:
+    """Return the bound of rounding values of this magnitude to `dtype`, underflow included."""
+    bound: Array = magnitude * unit_roundoff(dtype) + _SMALLEST.get(dtype, 0.0)
+    return bound
+
+
+def product_error(left: Array, right: Array, left_error: Array | float, length: int) -> Array:
+    """Return the error of an fp32-accumulated product whose left factor is already off.
+
+    left, right: magnitudes |a| [i, j] and |b| [j, l]; left_error: bound on a's own error;
+    length: terms in the accumulation. Bound: E|b| + gamma_(length + 2) (|a| + E)|b|.
+    """
+    off = np.broadcast_to(np.asarray(left_error, dtype=np.float64), left.shape)
+    carried = off @ right if np.any(off) else 0.0
+    bound: Array = carried + gamma(length + 2) * ((left + off) @ right)
+    return bound
+
+
+# Largest slope of each activation: how much it can enlarge an error of its argument.
+_LIPSCHITZ = {"identity": 1.0, "relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
+# ScalarE evaluates in fp32; a few roundings of the function's own evaluation.
+_ACTIVATION_ROUNDINGS = 16
+
+
+def activation_value(values: Array, name: str) -> Array:
+    """Return the activation in float64, exactly as PyTorch defines it."""
+    if name == "identity":
+        return values
+    if name == "relu":
+        return np.maximum(values, 0.0)
+    if name == "silu":
+        return values * _sigmoid(values)
+    if name == "gelu":
+        return 0.5 * values * (1.0 + _erf(values / math.sqrt(2.0)))
+    if name != "gelu_tanh":
+        raise UnknownNameError("activation", name, tuple(_LIPSCHITZ))
+    inner = math.sqrt(2.0 / math.pi) * (values + 0.044715 * values**3)
+    return 0.5 * values * (1.0 + np.tanh(inner))
+
+
+def activation_error(values: Array, error: Array, name: str) -> Array:
+    """Return the bound after the activation of `values` that are off by `error`."""
+    if name == "identity":
+        return error
+    own = _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF * (np.abs(values) + 1.0) if name != "relu" else 0.0
+    bound: Array = _LIPSCHITZ[name] * error + own
+    return bound
+
+
+def _sigmoid(values: Array) -> Array:
+    small = np.exp(-np.abs(values))
+    sigmoid: Array = np.where(values >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
+    return sigmoid
+
+
+_erf_scalar = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _erf(values: Array) -> Array:
+    result: Array = _erf_scalar(values)
+    return result

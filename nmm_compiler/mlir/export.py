@@ -1,0 +1,141 @@
+"""`export_mlir`: a model as MLIR, each fused kernel as one call. Reads top to bottom.
+
+    model --rewrite--> graph of ATen and nmm ops --torch-mlir--> torch dialect
+      --calls--> func.call per kernel --lower--> torch | linalg | stablehlo --verify--> text
+
+docs/mlir.md says what a toolchain must do with the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from nmm_compiler.errors import ExportError, UnknownNameError
+from nmm_compiler.mlir import importer, lower, verify
+from nmm_compiler.mlir.bindings import context, load
+from nmm_compiler.mlir.calls import KernelCall, calls_of
+from nmm_compiler.mlir.describe import describe
+from nmm_compiler.mlir.module import ExportedKernel, MLIRModule
+from nmm_compiler.mlir.program import export_program, exported_module, quiet
+from nmm_compiler.options import Options
+
+MODES = ("call", "inline")
+WEIGHTS = ("args", "resources")
+
+
+def export_mlir(
+    model_or_graph: Any,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    *,
+    dialect: str = "stablehlo",
+    kernels: str = "call",
+    options: Options | Mapping[str, Any] | None = None,
+    weights: str = "args",
+    dynamic_shapes: Any = None,
+    sources: bool | None = None,
+) -> MLIRModule:
+    """Rewrite a model and return it as an MLIR module with one call per fused kernel.
+
+    model_or_graph: an nn.Module (or GraphModule) in eval mode, or an ExportedProgram; ops of
+        namespace nmm that are in it already stay.
+    example_inputs: positional inputs as a sequence, or keyword inputs as a dict.
+    dialect: "torch", "linalg" (linalg on tensors) or "stablehlo".
+    kernels: "call" declares each distinct kernel and calls it (custom_call in StableHLO);
+        "inline" gives the same functions the op's PyTorch reference as body, so that the module
+        runs anywhere.
+    weights: "args" makes parameters and buffers the first arguments of @main, by name; "resources"
+        writes them into the module.
+    dynamic_shapes: as torch.export takes it; with kernels="call" the NKI sources are written for
+        the token counts of options["buckets"].
+    sources: write NKI sources for the kernels; by default for kernels="call" only.
+
+    Raises UnknownNameError for a dialect, mode or option that is not known, MissingPackageError
+    without torch-mlir, ExportError when the model cannot be traced or lowered (with the node and
+    torch-mlir's message).
+    """
+    for kind, value, known in (
+        ("dialect", dialect, lower.DIALECTS),
+        ("kernels mode", kernels, MODES),
+        ("weights mode", weights, WEIGHTS),
+    ):
+        if value not in known:
+            raise UnknownNameError(kind, value, known)
+    options = Options.make(options)
+    load()  # a missing package is reported before any work
+    args, kwargs = _inputs(example_inputs)
+    rewritten = _rewritten(model_or_graph, args, kwargs, dynamic_shapes, options)
+    program = export_program(rewritten, args, kwargs, dynamic_shapes, weights)
+    calls = calls_of(program.graph)
+    found = _distinct(calls, options, (kernels == "call") if sources is None else sources)
+    names = {signature: kernel.name for signature, kernel in found.items()}
+
+    made = context()
+    module = importer.import_graph(program, made)
+    importer.insert_calls(module, calls, lambda call: names[call.signature()])
+    if kernels == "inline":
+        first = {call.signature(): call for call in reversed(calls)}
+        for signature, name in names.items():
+            importer.give_body(module, name, first[signature])
+    lower.lower(module, dialect)
+    importer.describe_kernels(module, tuple(found.values()))
+    if dialect == "stablehlo" and kernels == "call":
+        lower.to_custom_calls(module)
+    verify.verify(module, dialect, len(calls))
+    return MLIRModule(
+        text=str(module),
+        dialect=dialect,
+        mode=kernels,
+        kernels=tuple(found.values()),
+        arguments=program.arguments,
+        outputs=program.outputs,
+    )
+
+
+def _inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, torch.Tensor) or not isinstance(given, Sequence):
+        raise ExportError(
+            f"example_inputs is {type(given).__name__}; pass a tuple, or a dict of keywords"
+        )
+    return tuple(given), {}
+
+
+def _rewritten(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    options: Options,
+) -> torch.nn.Module:
+    """Trace the model, let the passes rewrite it, and return the new graph as a module."""
+    from nmm_compiler.passes.pipeline import rewrite
+
+    exported = model
+    if not isinstance(model, ExportedProgram):
+        exported = exported_module(model, args, kwargs, dynamic_shapes)
+    with quiet():
+        result = rewrite(exported.module(check_guards=False), options=options)
+    return result.graph_module
+
+
+def _distinct(
+    calls: Sequence[KernelCall], options: Options, sources: bool
+) -> dict[str, ExportedKernel]:
+    """Return signature -> kernel in the order of first use, each with the nodes that it serves."""
+    served: dict[str, list[KernelCall]] = {}
+    for call in calls:
+        served.setdefault(call.signature(), []).append(call)
+    found = {
+        signature: describe(same[0], tuple(call.node for call in same), options, sources)
+        for signature, same in served.items()
+    }
+    names = [kernel.name for kernel in found.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise ExportError(f"two kernels are called {name}; this is a bug in mlir/describe.py")
+    return found

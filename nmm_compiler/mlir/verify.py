@@ -1,0 +1,79 @@
+"""Our own contract for an exported module, in place of torch-mlir's that forbids calls.
+
+MLIR's verifier checks types and that every callee exists. Beyond it: only dialects that belong to
+the chosen form, nothing left of torch in the lowered ones, every kernel described once, and as many
+calls as the graph had fused ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nmm_compiler.errors import ExportError
+from nmm_compiler.mlir.bindings import context, load, text_attribute, walk
+
+ALLOWED = {
+    "torch": {"builtin", "func", "torch"},
+    "linalg": {
+        *("builtin", "func", "linalg", "tensor", "arith", "math", "complex", "affine"),
+        *("cf", "scf", "shape", "ml_program", "memref", "tm_tensor"),
+    },
+    "stablehlo": {"builtin", "func", "stablehlo", "chlo", "tensor", "arith", "shape"},
+}
+"""Dialects that may appear in each form (torch-mlir's backend contracts, plus func calls)."""
+
+REQUIRED = ("nmm.family", "nmm.spec", "nmm.target", "nmm.x_layout", "nmm.out_layout")
+"""Attributes of every kernel function, or of every custom_call's backend_config."""
+
+
+def verify(module: Any, dialect: str, calls: int) -> None:
+    """Raise ExportError unless the module keeps the contract; `calls` kernel calls are expected."""
+    ir = load().ir
+    try:
+        module.operation.verify()
+    except ir.MLIRError as error:
+        raise ExportError(f"the module does not verify: {error}") from None
+    found = 0
+    described = _described(module)
+    for operation in walk(module.operation):
+        home = operation.name.partition(".")[0]
+        if home not in ALLOWED[dialect]:
+            raise ExportError(f"{operation.name} has no place in a {dialect} module")
+        if operation.name == "torch.operator":
+            name = text_attribute(operation, "name")
+            raise ExportError(f"torch-mlir does not know the operator {name}")
+        if operation.name == "func.call":
+            found += text_attribute(operation, "callee") in described
+        elif operation.name == "stablehlo.custom_call" and "backend_config" in operation.attributes:
+            config = operation.attributes["backend_config"]
+            missing = [name for name in REQUIRED if name not in config]
+            if missing:
+                raise ExportError(f"a kernel call lacks {', '.join(missing)}")
+            found += 1
+    if found != calls:
+        raise ExportError(f"{found} kernel calls left of {calls} in the graph")
+
+
+def parses_back(text: str, dialect: str, calls: int) -> None:
+    """Parse MLIR text in a fresh context and verify it: what a consumer will do first."""
+    bindings = load()
+    with context():
+        try:
+            module = bindings.ir.Module.parse(text)
+        except bindings.ir.MLIRError as error:
+            raise ExportError(f"the written module does not parse: {error}") from None
+        verify(module, dialect, calls)
+
+
+def _described(module: Any) -> set[str]:
+    """Return the names of the kernel functions, each with its attributes complete."""
+    names = set()
+    for function in module.body.operations:
+        given = [name for name in function.attributes if name.startswith("nmm.")]
+        if given:
+            name = text_attribute(function, "sym_name")
+            missing = [required for required in REQUIRED if required not in given]
+            if missing:
+                raise ExportError(f"kernel {name} lacks {', '.join(missing)}")
+            names.add(name)
+    return names

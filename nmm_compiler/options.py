@@ -1,0 +1,188 @@
+"""Every option of the package, in one frozen record, and the only place that reads the environment.
+
+`Options.make` accepts what users pass (a dict, an Options, keywords), refuses unknown names with
+the closest known one, and checks each value. `code_options` names the fields that can change an
+emitted kernel, and so belong to the cache key; all others must not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.errors import OptionTypeError, UnknownNameError
+
+TARGETS = ("trn1", "trn2", "trn3")
+EXECUTORS = ("auto", "reference", "simulator", "nki_simulate", "neuron")
+INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
+KERNELS = ("build", "lazy")
+CACHE_MODES = ("off", "ro", "rw", "require")
+CACHE_OPTIONS = ("cache", "cache_dir", "cache_max_bytes", "remote_cache")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is compiled. Options compare equal by value, as torch.compile wants.
+
+    target: hardware that kernels are written for.
+    executor: what runs a rewritten call; "auto" is the Neuron device when the tensors are on
+        one, else "reference" (PyTorch).
+    inner: torch.compile backend for the rest of the graph, by name; "auto" picks it.
+    kernels: "build" writes every kernel while compiling, "lazy" when a call first needs it.
+    freeze: weights never change after compilation, so packed copies need no checks.
+    buckets: increasing token counts that kernels are built for; None uses the default ladder.
+    reassociate: permit rewrites that change where the intermediate result is rounded.
+    strict: raise on an internal failure where the default is a warning and the plain graph.
+    report: called with the CompileReport of each graph; True prints it.
+    disable: names of rewrite rules to leave out.
+    cache, cache_dir, cache_max_bytes, remote_cache: the kernel cache; None asks the
+        environment (NMM_CACHE, NMM_CACHE_DIR, NMM_CACHE_MAX_BYTES, NMM_REMOTE_CACHE).
+    """
+
+    target: str = "trn2"
+    executor: str = "auto"
+    inner: str = "auto"
+    kernels: str = "build"
+    freeze: bool = False
+    buckets: tuple[int, ...] | None = None
+    reassociate: bool = False
+    strict: bool = False
+    report: bool | Callable[[Any], None] = False
+    disable: tuple[str, ...] = ()
+    cache: str | None = None
+    cache_dir: str | None = None
+    cache_max_bytes: int | None = None
+    remote_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("target", self.target, TARGETS)
+        _one_of("executor", self.executor, EXECUTORS)
+        _one_of("kernels", self.kernels, KERNELS)
+        if self.cache is not None:
+            _one_of("cache", self.cache, CACHE_MODES)
+        if not isinstance(self.inner, str):
+            raise OptionTypeError("inner", self.inner, "the name of a torch.compile backend")
+        for name in ("freeze", "strict", "reassociate"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionTypeError(name, getattr(self, name), "True or False")
+        if not (isinstance(self.disable, tuple) and all(isinstance(n, str) for n in self.disable)):
+            raise OptionTypeError("disable", self.disable, "a list of names of rewrite rules")
+        for name in ("cache_dir", "remote_cache"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise OptionTypeError(name, getattr(self, name), "a path or URL as a string")
+        size = self.cache_max_bytes
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise OptionTypeError("cache_max_bytes", size, "a whole number of bytes")
+        if not (isinstance(self.report, bool) or callable(self.report)):
+            raise OptionTypeError("report", self.report, "True, False or a function of the report")
+        if self.buckets is not None:
+            _check_buckets(self.buckets)
+
+    @classmethod
+    def make(cls, options: Options | Mapping[str, Any] | None = None, **more: Any) -> Options:
+        """Return Options from a dict, an Options or None, with keywords laid over it.
+
+        Raises UnknownNameError for a name that is no option, OptionTypeError for a bad value.
+        """
+        if options is None:
+            given: dict[str, Any] = {}
+        elif isinstance(options, Options):
+            given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+        elif isinstance(options, Mapping):
+            given = dict(options)
+        else:
+            raise OptionTypeError("options", options, "a dict or an nmm_compiler.Options")
+        given.update(more)
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise UnknownNameError("option", name, known)
+        for name in ("buckets", "disable"):
+            if isinstance(given.get(name), list):
+                given[name] = tuple(given[name])
+        return cls(**given)
+
+    def call_options(self) -> dict[str, Any]:
+        """Return the options that a rewritten call needs when it runs, where not the default."""
+        names = ("buckets", "freeze", "strict", *CACHE_OPTIONS)
+        fields = {f.name: f.default for f in dataclasses.fields(self)}
+        return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
+
+    def code_options(self) -> dict[str, Any]:
+        """Return the options that can change an emitted kernel: the cache key's share."""
+        return {"target": self.target}
+
+
+def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise OptionTypeError(option, value, f"one of {', '.join(known)}")
+    if value not in known:
+        raise UnknownNameError(option, value, known)
+
+
+def _check_buckets(buckets: object) -> None:
+    if isinstance(buckets, tuple) and buckets:
+        whole = all(isinstance(b, int) and not isinstance(b, bool) and b >= 1 for b in buckets)
+        if whole and all(a < b for a, b in itertools.pairwise(buckets)):
+            return
+    raise OptionTypeError("buckets", buckets, "increasing positive token counts, e.g. (1, 128)")
+
+
+def _environment(name: str) -> str | None:
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+@contextlib.contextmanager
+def neuron_environment(target: str) -> Iterator[None]:
+    """Tell AWS's NKI tools which hardware to build for, unless the user's environment already has.
+
+    Sets NEURON_PLATFORM_TARGET_OVERRIDE for the block; not safe against other threads doing so.
+    """
+    name = "NEURON_PLATFORM_TARGET_OVERRIDE"
+    if os.environ.get(name):
+        yield
+        return
+    os.environ[name] = target
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def cache_mode(options: Options | None = None) -> str:
+    """Return the cache mode: the option, else NMM_CACHE, else "rw"."""
+    mode = (options.cache if options else None) or _environment("NMM_CACHE") or "rw"
+    _one_of("NMM_CACHE", mode, CACHE_MODES)
+    return mode
+
+
+def cache_dir(options: Options | None = None) -> Path:
+    """Return the cache directory: the option, else NMM_CACHE_DIR, else the user's cache folder."""
+    given = (options.cache_dir if options else None) or _environment("NMM_CACHE_DIR")
+    if given:
+        return Path(given).expanduser()
+    base = _environment("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "nmm_compiler"
+
+
+def cache_max_bytes(options: Options | None = None) -> int:
+    """Return the cache's size bound in bytes: the option, else NMM_CACHE_MAX_BYTES, else 1 GiB."""
+    if options and options.cache_max_bytes is not None:
+        return options.cache_max_bytes
+    given = _environment("NMM_CACHE_MAX_BYTES")
+    if given is None:
+        return 1 << 30
+    if not given.isdecimal():
+        raise OptionTypeError("NMM_CACHE_MAX_BYTES", given, "a whole number of bytes")
+    return int(given)
+
+
+def remote_cache(options: Options | None = None) -> str | None:
+    """Return the declared fsspec URL of the second cache level, or None."""
+    return (options.remote_cache if options else None) or _environment("NMM_REMOTE_CACHE")

@@ -1,0 +1,1 @@
+"""The FX passes: chains found, layouts solved, graphs rewritten. Start at `pipeline.py`."""

@@ -1,0 +1,89 @@
+"""Constants around the products, folded into what a kernel takes: factors, one bias, one scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.forms import Key
+from nmm_compiler.passes.match.chains import Chain
+from nmm_compiler.passes.match.stages import Weight
+from nmm_compiler.passes.rewrite import Editor, aten
+
+
+def weight_node(editor: Editor, weight: Weight) -> fx.Node:
+    """Return the 2-D node of a weight as it is stored."""
+    return editor.reshape(editor.node(weight.key), weight.stored)
+
+
+def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
+    """Return a constant as the 1-D vector it is."""
+    return editor.reshape(editor.node(key), (size,))
+
+
+def chain_bias(editor: Editor, chain: Chain) -> fx.Node | None:
+    """Emit the bias of a chain that has nothing but biases around its products."""
+    bias = None
+    for step in chain.middle:
+        if step.kind == "bias" and step.key is not None:
+            bias = plus(editor, bias, one_dim(editor, step.key, chain.u.n), step.number)
+    if bias is not None:
+        bias = _through_weight(editor, chain.v, bias)
+    for step in chain.after:
+        if step.kind == "bias" and step.key is not None:
+            bias = plus(editor, bias, one_dim(editor, step.key, chain.v.n), step.number)
+    return bias
+
+
+def projection_bias(editor: Editor, projection: Any) -> fx.Node | None:
+    """Emit the bias of a projection: an inner bias times v, plus the outer ones."""
+    bias = None
+    for step in projection.middle:
+        if step.kind == "bias":
+            own = one_dim(editor, step.key, projection.weights[0].n)
+            bias = plus(editor, bias, own, step.number)
+    if bias is not None:
+        bias = _through_weight(editor, projection.weights[-1], bias)
+    for step in projection.after:
+        if step.kind == "bias":
+            bias = plus(editor, bias, one_dim(editor, step.key, projection.n), step.number)
+    return bias
+
+
+def _through_weight(editor: Editor, weight: Weight, bias: fx.Node) -> fx.Node:
+    return times_matrix(editor, weight_node(editor, weight), weight.layout, bias)
+
+
+def times_matrix(editor: Editor, node: fx.Node, layout: str, vector: fx.Node) -> fx.Node:
+    """Emit vector @ matrix for a matrix stored in either layout."""
+    matrix = node if layout == "col" else editor.permute(node, (1, 0))
+    return editor.call(aten.mv.default, matrix, vector)
+
+
+def times(editor: Editor, bias: fx.Node | None, number: float) -> fx.Node | None:
+    """Emit a bias times a number; no bias stays none."""
+    if bias is None or number == 1.0:
+        return bias
+    return editor.call(aten.mul.Tensor, bias, number)
+
+
+def plus(editor: Editor, bias: fx.Node | None, own: fx.Node, number: float) -> fx.Node:
+    """Emit a bias plus `number` times a vector."""
+    if bias is None:
+        return own if number == 1.0 else editor.call(aten.mul.Tensor, own, number)
+    return editor.call(aten.add.Tensor, bias, own, alpha=number)
+
+
+def fold(
+    editor: Editor, chain: Chain, u: fx.Node, v: fx.Node, factor: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """Multiply the smaller factor by a vector over the rank (or by one number)."""
+    over_u = chain.u.k <= chain.v.n
+    weight, node = (chain.u, u) if over_u else (chain.v, v)
+    rank_is_last = (weight.layout == "row") == over_u
+    size = editor.shape(factor)[0]
+    if not rank_is_last and size != 1:
+        factor = editor.reshape(factor, (size, 1))
+    folded = editor.call(aten.mul.Tensor, node, factor)
+    return (folded, v) if over_u else (u, folded)

@@ -1,0 +1,189 @@
+"""From the spelling of a call to one name: the only place that knows torch's many entrances.
+
+`operator.matmul`, `torch.matmul`, `Tensor.matmul`, `aten.matmul.default` and a method call all
+answer to "matmul"; `operator.iadd` and `aten.add_.Tensor` to "add_". Names are those of ATen
+where it has one. `Call` binds arguments by position or by any of their names.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_OPERATORS: dict[Any, str] = {
+    operator.matmul: "matmul",
+    operator.mul: "mul",
+    operator.truediv: "div",
+    operator.neg: "neg",
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+    operator.imatmul: "matmul_",
+    operator.ipow: "pow_",
+    operator.pow: "pow",
+    operator.setitem: "setitem_",
+    operator.getitem: "getitem",
+    builtins.getattr: "getattr",
+}
+_MODULES = frozenset(
+    {
+        "torch",
+        "torch._C",
+        "torch._C._nn",
+        "torch._C._linalg",
+        "torch._C._special",
+        "torch.functional",
+        "torch.nn.functional",
+        "torch.linalg",
+        "torch.special",
+    }
+)
+# One operation, several names: torch function, method, dunder, ATen, prims.
+_SYNONYMS = {
+    "__matmul__": "matmul",
+    "multiply": "mul",
+    "true_divide": "div",
+    "divide": "div",
+    "negative": "neg",
+    "subtract": "sub",
+    "__add__": "add",
+    "__radd__": "add",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "__sub__": "sub",
+    "__truediv__": "div",
+    "__iadd__": "add_",
+    "__imul__": "mul_",
+    "__isub__": "sub_",
+    "__itruediv__": "div_",
+    "__setitem__": "setitem_",
+    "__getitem__": "getitem",
+    "linalg_matmul": "matmul",
+    "linalg_multi_dot": "multi_dot",
+    "_unsafe_view": "view",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "moveaxis": "movedim",
+    "numpy_T": "T",
+    "matrix_H": "mH",
+    "adjoint": "mH",
+    "H": "mH",
+    "broadcast_to": "expand",
+    "convert_element_type": "to",
+    "_to_copy": "to",
+    "absolute": "abs",
+    "special_expit": "sigmoid",
+    "expit": "sigmoid",
+    "lift_fresh": "alias",
+    "lift_fresh_copy": "clone",
+    "alias_copy": "clone",
+    "detach_copy": "detach",
+    "torch._C._autograd._get_data_attr": "detach",
+    "hidden_dropout": "dropout",
+}
+
+
+_SIGNATURES: dict[Any, tuple[str, ...] | None] = {}
+
+
+def target_name(node: fx.Node) -> str | None:
+    """Return the canonical name of what the node calls, None for an unknown Python callable.
+
+    Operators outside ATen and prims keep their namespace: "nmm::lowrank_matmul".
+    """
+    target = node.target
+    if node.op == "call_method":
+        return _SYNONYMS.get(str(target), str(target))
+    if node.op != "call_function":
+        return None
+    if isinstance(target, torch._ops.OpOverload):
+        space, name = target._schema.name.split("::", 1)
+        if space not in ("aten", "prims"):
+            return f"{space}::{name}"
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        space, name = str(target._qualified_op_name).split("::", 1)
+        if space not in ("aten", "prims"):
+            return f"{space}::{name}"
+    elif isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order::{target.name()}"
+    else:
+        try:
+            known = _OPERATORS.get(target)
+        except TypeError:  # an unhashable callable is not one of Python's operators
+            known = None
+        if known is not None:
+            return known
+        module = getattr(target, "__module__", None) or ""
+        short = getattr(target, "__name__", None)
+        if short is None or module.split(".")[0] not in ("torch", "_operator", "builtins", "math"):
+            return None
+        name = short if module in _MODULES else f"{module}.{short}"
+    return _SYNONYMS.get(name, name)
+
+
+def is_inplace_name(name: str) -> bool:
+    """Say whether a canonical name writes into its first argument."""
+    return name.endswith("_") and not name.endswith("__")
+
+
+def changes_gradient(node: fx.Node) -> bool:
+    """Say whether a view may be one for values only: `detach`, `.data`, a hook, a custom op."""
+    name = target_name(node) or "::"
+    return name == "detach" or "::" in name or tuple(node.args[1:2]) == ("data",)
+
+
+class Call:
+    """The arguments of a node, asked for by position or by any name that torch gives them."""
+
+    __slots__ = ("args", "kwargs", "name", "node")
+
+    def __init__(self, node: fx.Node, name: str) -> None:
+        self.node, self.name = node, name
+        self.args, self.kwargs = node.args, node.kwargs
+
+    def get(self, position: int, *names: str, default: Any = None) -> Any:
+        """Return the argument at `position`, or the keyword of any of `names`, or the default."""
+        if 0 <= position < len(self.args):
+            return self.args[position]
+        for name in names:
+            if name in self.kwargs:
+                return self.kwargs[name]
+        return default
+
+    def ints(self, position: int, *names: str) -> list[Any]:
+        """Return integers passed as one sequence or spread over the remaining positions."""
+        value = self.get(position, *names)
+        if value is None:
+            return []
+        if isinstance(value, (tuple, list)):
+            return list(value)
+        return list(self.args[position:]) if position < len(self.args) else [value]
+
+
+def inplace_flag(node: fx.Node) -> bool:
+    """Say whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.kwargs.get("inplace") is True:
+        return True
+    target = node.target
+    if not inspect.isfunction(target):
+        return False
+    if target not in _SIGNATURES:
+        try:
+            _SIGNATURES[target] = tuple(inspect.signature(target).parameters)
+        except (TypeError, ValueError):  # no signature to read: builtins
+            _SIGNATURES[target] = None
+    names = _SIGNATURES[target]
+    if not names or "inplace" not in names:
+        return False
+    index = names.index("inplace")
+    return index < len(node.args) and node.args[index] is True

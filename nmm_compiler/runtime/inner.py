@@ -1,0 +1,134 @@
+"""The inner backend: who compiles the rest of the graph, and how it is called.
+
+Chosen by name through torch's own registry. "auto" follows the device of the inputs: "neuron" for
+TorchNeuron, "openxla" for torch-xla, inductor where it can compile, else eager with one warning.
+Inductor gets decompositions of our ops for calls that PyTorch computes, so that it sees the plain
+products and fuses around them: nothing is lost where no Neuron device is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
+
+from nmm_compiler.kernels import ops, ops_reference
+
+# Raise the number when a reference's meaning to inductor changes: its caches do not look inside.
+_CACHE_TAG = "nmm-decompositions-2"
+_INNER_OF_DEVICE = {"neuron": "neuron", "xla": "openxla"}
+
+
+def inner_name(inner: str, example_inputs: Sequence[Any]) -> str:
+    """Return the backend's name for option `inner` and these graph inputs.
+
+    Raises torch's InvalidBackend for a name that no backend has.
+    """
+    if inner != "auto":
+        lookup_backend(inner)
+        return inner
+    devices = {x.device.type for x in example_inputs if isinstance(x, Tensor)}
+    for device, name in _INNER_OF_DEVICE.items():
+        if device in devices:
+            return name
+    if devices <= {"cpu"} and not _inductor_compiles():
+        _warn_of_eager()
+        return "eager"
+    return "inductor"
+
+
+@functools.cache
+def _inductor_compiles() -> bool:
+    """Say if inductor finds a C++ compiler that runs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+@functools.cache
+def _warn_of_eager() -> None:
+    warnings.warn(
+        "nmm: inductor finds no C++ compiler, so the rest of the graph runs eagerly; install g++ "
+        "or set CXX, or pass options={'inner': 'eager'} to silence this",
+        stacklevel=3,
+    )
+
+
+def compile_inner(
+    name: str, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile `gm` with the backend `name`.
+
+    Raises torch's InvalidBackend for an unknown name, and what the backend raises.
+    """
+    backend = lookup_backend(name)
+    if name != "inductor":
+        if mode is not None:
+            warnings.warn(
+                f"nmm: mode {mode!r} is inductor's and means nothing to inner backend {name!r}; "
+                "it is not used",
+                stacklevel=3,
+            )
+        return backend(gm, example_inputs)  # type: ignore[arg-type]
+    import torch._inductor
+
+    _decompose_in_inductor()
+    patches = None if mode is None else torch._inductor.list_mode_options(mode)
+    tag = f"{torch.compiler.config.cache_key_tag}{_CACHE_TAG}" if _calls_ops(gm) else None
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag=tag) if tag else contextlib.nullcontext():
+        return backend(gm, example_inputs, config_patches=patches)  # type: ignore[call-arg, arg-type]
+
+
+def _calls_ops(gm: torch.fx.GraphModule) -> bool:
+    """Say if the graph, or one nested in it, calls an op of this package."""
+    return any(
+        node.op == "call_function" and str(node.target).startswith("nmm.")
+        for child in gm.modules()
+        if isinstance(child, torch.fx.GraphModule)
+        for node in child.graph.nodes
+    )
+
+
+def _as_col(y: Tensor) -> Tensor:
+    """Return a row result [..., n] as [n, m]."""
+    return y.reshape(-1, y.shape[-1]).t()
+
+
+@functools.cache
+def _decompose_in_inductor() -> None:
+    """Tell inductor, once, what to put in place of our ops.
+
+    Registered globally: a table handed to one compilation would turn its caches off. Layouts are
+    there for kernels; here a "col" result is a view, which the view of its reader undoes.
+    """
+    from torch._inductor import decomposition
+
+    def decompose(reference: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not ops.is_reference(kwargs.get("executor", "reference"), args[0]):
+                return NotImplemented
+            if kwargs.get("out_layout", "row") == "row":
+                return reference(*args, **kwargs)
+            out = reference(*args, **{**kwargs, "out_layout": "row"})
+            return [_as_col(y) for y in out] if isinstance(out, list) else _as_col(out)
+
+        return run
+
+    for name, op in ops.OPS.items():
+        decomposition.register_decomposition([op])(  # type: ignore[list-item]
+            decompose(ops_reference.REFERENCES[name])
+        )
+    # Inductor keeps a merged copy of the table from its first compilation.
+    decomposition.fast_random_decomps.cache_clear()

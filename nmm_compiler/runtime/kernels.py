@@ -1,0 +1,143 @@
+"""The kernels of this process: built or taken from the cache once per spec and target.
+
+Also remembers which specs a static graph was compiled for, so that their calls run a kernel of
+exactly that token count, and which specs no kernel could be built for, so that the reason is said
+once and the calls go to PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from nmm_compiler.errors import CacheMissError
+from nmm_compiler.options import Options
+from nmm_compiler.runtime import buckets
+
+_WORTH_SPLITTING_TOKENS = 128
+
+Key = tuple[Any, str]
+
+
+class Kernels:
+    """Kernels by (spec, target). Safe for several threads; each spec is built once."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[Key, Any] = {}
+        self._failures: dict[Key, Exception] = {}
+        self._static: set[Key] = set()
+        self._plans: dict[Any, tuple[int, ...]] = {}
+        self._lock = threading.RLock()
+
+    def get(self, spec: Any, target: str, options: Options) -> Any:
+        """Return the kernel of `spec`; raises what building it raised, the first time and after."""
+        from nmm_compiler.codegen.build import build_kernel
+
+        key = (spec, target)
+        found = self._kernels.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            if key in self._kernels:
+                return self._kernels[key]
+            if key in self._failures:
+                raise self._failures[key]
+            try:
+                kernel = build_kernel(spec, target, options=options)
+            except Exception as error:  # kept and raised: a failing search is not repeated
+                self._failures[key] = error
+                raise
+            self._kernels[key] = kernel
+            return kernel
+
+    def get_or_warn(self, spec: Any, target: str, options: Options) -> Any | None:
+        """Return the kernel, or None with one warning when it cannot be built (strict raises)."""
+        known = (spec, target) in self._failures
+        try:
+            return self.get(spec, target, options)
+        except CacheMissError:  # mode "require": the user wants to know, not to go on
+            raise
+        except Exception as error:  # any failure of ours must leave the model running
+            if options.strict:
+                raise
+            if not known:
+                warnings.warn(
+                    f"nmm: no kernel for {spec} on {target}: {type(error).__name__}: {error}; "
+                    "PyTorch computes its calls",
+                    stacklevel=2,
+                )
+            return None
+
+    def origins(self, specs: Sequence[Any], target: str, options: Options) -> dict[Any, str]:
+        """Return where each spec's kernel is now: "memory", "cache", or "built" for nowhere yet.
+
+        Raises CacheMissError, naming all that is missing, in cache mode "require".
+        """
+        from nmm_compiler import targets
+        from nmm_compiler.cache.store import Store
+        from nmm_compiler.codegen.build import kernel_key
+
+        store = Store.open(options)
+        chip = targets.get(target)
+        keys = {spec: kernel_key(spec, chip, None) for spec in specs if not self.has(spec, target)}
+        if store.mode == "require":
+            store.require(list(keys.values()))
+        missing = {key.digest for key in store.missing(list(keys.values()))}
+        found = dict.fromkeys(specs, "memory")
+        found.update({s: "built" if k.digest in missing else "cache" for s, k in keys.items()})
+        return found
+
+    def has(self, spec: Any, target: str) -> bool:
+        """Say if the kernel is already in this process."""
+        return (spec, target) in self._kernels
+
+    def keep_static(self, spec: Any, target: str) -> None:
+        """Remember that a graph with exactly these shapes was compiled."""
+        self._static.add((spec, target))
+
+    def plan(self, spec: Any, target: str, options: Options) -> tuple[int, ...]:
+        """Return the token counts to launch for a call of spec.m tokens.
+
+        Exactly spec.m for the shape of a static graph, unless the user set buckets; else buckets,
+        split in two launches where that is predicted to beat padding by a tile or more.
+        """
+        if options.buckets is None and (spec, target) in self._static:
+            return (spec.m,)
+        key = (spec, target, options.buckets)
+        found = self._plans.get(key)
+        if found is None:
+            whole = buckets.bucket(spec.m, options.buckets)
+            if whole - spec.m < _WORTH_SPLITTING_TOKENS:
+                found = (whole,)
+            else:
+                found = buckets.plan(
+                    spec.m, options.buckets, lambda m: self._launch_us(spec, m, target, options)
+                )
+            self._plans[key] = found
+        return found
+
+    def _launch_us(self, spec: Any, m: int, target: str, options: Options) -> float:
+        kernel = self.get_or_warn(dataclasses.replace(spec, m=m), target, options)
+        if kernel is None:
+            return float("inf")
+        profile = kernel.profile()
+        return float(profile.latency_us + profile.start_stop_us)
+
+    def all(self) -> Sequence[Any]:
+        """Return every kernel this process has, in the order it got them."""
+        return tuple(self._kernels.values())
+
+    def clear(self) -> None:
+        """Forget kernels, failures and static shapes; files in the cache stay."""
+        with self._lock:
+            self._kernels.clear()
+            self._failures.clear()
+            self._static.clear()
+            self._plans.clear()
+
+
+KERNELS = Kernels()
+"""The process's kernels, shared by the backend and all executors."""

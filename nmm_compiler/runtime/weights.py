@@ -1,0 +1,104 @@
+"""Weights in the layout that a kernel wants, copied once and never stale.
+
+`nn.Linear` stores [outputs, inputs] and kernels read [inputs, outputs] fastest, so a weight is
+transposed once, not per call. Weights are inputs of a compiled graph: an in-place update or a
+replaced Parameter recompiles nothing, so every use of a copy first proves that its origin is
+unchanged. A copy is found by the origin's storage (held weakly, so that a reused address is not
+mistaken for it), offset, shape, strides and dtype; it is good while the origin's version counter
+has not moved. Writes through `.data` or NumPy do not move that counter, so on the CPU the values
+are compared bit by bit as well, which costs one read. On a device that would stop the stream:
+there, such writes need `Packs.clear()`. Under freeze the proof is skipped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class _Pack:
+    storage: StorageWeakRef
+    version: int
+    copy: Tensor
+
+
+class Packs:
+    """Transposed copies of weights, the most recently used ones up to `capacity`."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self.capacity = capacity
+        self.made = 0
+        self._packs: OrderedDict[tuple[Any, ...], _Pack] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def transposed(self, w: Tensor, *, freeze: bool = False) -> Tensor:
+        """Return w.t() [inputs, outputs] as a contiguous tensor, for w [outputs, inputs].
+
+        freeze: the caller vouches that w never changes; a copy once made is used unseen.
+        """
+        if w.t().is_contiguous():
+            return w.detach().t()
+        if not has_own_memory(w):
+            return w.detach().t().contiguous()
+        storage = StorageWeakRef(w.untyped_storage())
+        key = (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, w.device)
+        version = 0 if w.is_inference() else w._version
+        with self._lock:
+            pack = self._packs.get(key)
+            if pack is not None:
+                self._packs.move_to_end(key)
+        good = (
+            pack is not None
+            and not pack.storage.expired()
+            and (freeze or (pack.version == version and _same_bits(w, pack.copy)))
+        )
+        if pack is not None and good:
+            return pack.copy
+        copy = w.detach().t().contiguous()
+        with self._lock:
+            self.made += 1
+            self._packs[key] = _Pack(storage, version, copy)
+            self._packs.move_to_end(key)
+            self._drop_dead()
+        return copy
+
+    def _drop_dead(self) -> None:
+        """Forget copies whose origin is gone, then the least recently used ones."""
+        for key in [k for k, p in self._packs.items() if p.storage.expired()]:
+            del self._packs[key]
+        while len(self._packs) > self.capacity:
+            self._packs.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all copies: the next calls make them again."""
+        with self._lock:
+            self._packs.clear()
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+
+def has_own_memory(w: Tensor) -> bool:
+    """Say if `w` has a storage of its own with an address, which lazy devices' tensors lack."""
+    return w.device.type not in ("xla", "meta") and type(w) in (Tensor, torch.nn.Parameter)
+
+
+def _same_bits(w: Tensor, copy: Tensor) -> bool:
+    """Compare on the CPU, as integers: a NaN equals itself, and -0.0 is not 0.0."""
+    if w.device.type != "cpu":
+        return True
+    integers = _INTEGERS[w.element_size()]
+    return torch.equal(w.detach().t().view(integers), copy.view(integers))
+
+
+PACKS = Packs()
+"""The process's copies, shared by all executors."""

@@ -1,0 +1,151 @@
+"""NKI dtypes: names, storage formats and how a value is converted on the way into memory.
+
+A dtype is a string (`nl.float32 == "float32"`) that knows its NumPy storage dtype. Conversions
+follow the documented rules: engines compute in float32; a float32 result is rounded to nearest
+even on the write; float to integer rounds to nearest even and saturates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+class DType(str):
+    """An NKI dtype: a string with its storage format.
+
+    numpy: dtype of one stored element; item_bytes: its size.
+    kind: "float", "int", "bool" or "packed".
+    """
+
+    numpy: np.dtype
+    item_bytes: int
+    kind: str
+    low: int
+    high: int
+
+    def __new__(cls, name: str, storage: Any = None, kind: str = "") -> DType:
+        """Return the dtype `name` stored as NumPy dtype `storage`, or the known one."""
+        if storage is None:
+            known = find(str(name))
+            if known is None:
+                raise TypeError(f"{name!r} is no NKI dtype")
+            return known
+        self = super().__new__(cls, name)
+        self.numpy = np.dtype(storage)
+        self.item_bytes = self.numpy.itemsize
+        self.kind = kind
+        if kind == "int":
+            info = np.iinfo(self.numpy)
+            self.low, self.high = int(info.min), int(info.max)
+        return self
+
+    __hash__ = str.__hash__
+
+    def __copy__(self) -> DType:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> DType:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (DType, (str(self),))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.item_bytes
+
+    @property
+    def name(self) -> str:
+        """The dtype's name."""
+        return str(self)
+
+
+float32 = DType("float32", np.float32, "float")
+tfloat32 = DType("tfloat32", np.float32, "float")
+bfloat16 = DType("bfloat16", ml_dtypes.bfloat16, "float")
+float16 = DType("float16", np.float16, "float")
+float8_e4m3 = DType("float8_e4m3", ml_dtypes.float8_e4m3, "float")
+float8_e4m3fn = DType("float8_e4m3fn", ml_dtypes.float8_e4m3fn, "float")
+float8_e5m2 = DType("float8_e5m2", ml_dtypes.float8_e5m2, "float")
+float8_e8m0fnu = DType("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, "float")
+int8 = DType("int8", np.int8, "int")
+int16 = DType("int16", np.int16, "int")
+int32 = DType("int32", np.int32, "int")
+uint8 = DType("uint8", np.uint8, "int")
+uint16 = DType("uint16", np.uint16, "int")
+uint32 = DType("uint32", np.uint32, "int")
+int64 = DType("int64", np.int64, "int")
+uint64 = DType("uint64", np.uint64, "int")
+bool_ = DType("bool", np.uint8, "bool")
+float8_e5m2_x4 = DType("float8_e5m2_x4", np.uint32, "packed")
+float8_e4m3fn_x4 = DType("float8_e4m3fn_x4", np.uint32, "packed")
+float4_e2m1fn_x4 = DType("float4_e2m1fn_x4", np.uint16, "packed")
+
+ALL: dict[str, DType] = {
+    d: d
+    for d in (
+        float32, tfloat32, bfloat16, float16, float8_e4m3, float8_e4m3fn, float8_e5m2,
+        float8_e8m0fnu, int8, int16, int32, uint8, uint16, uint32, int64, uint64, bool_,
+        float8_e5m2_x4, float8_e4m3fn_x4, float4_e2m1fn_x4,
+    )
+}  # fmt: skip
+ALL["bool_"] = bool_
+
+FLOAT8 = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
+_FROM_NUMPY = {
+    d.numpy: d for d in ALL.values() if d.kind != "packed" and d not in ("tfloat32", "bool")
+}
+_FROM_NUMPY[np.dtype(np.bool_)] = bool_
+
+
+def find(name: Any) -> DType | None:
+    """Return the dtype for a name, DType, NumPy or ml_dtypes dtype or torch dtype, else None."""
+    if isinstance(name, DType):
+        return name
+    if isinstance(name, str):
+        return ALL.get(name.removeprefix("torch."))
+    text = str(name)
+    if text.startswith("torch."):
+        return ALL.get(text.removeprefix("torch."))
+    try:
+        return _FROM_NUMPY.get(np.dtype(name))
+    except TypeError:
+        return None
+
+
+def round_tfloat32(values: np.ndarray) -> np.ndarray:
+    """Round float32 to 10 mantissa bits, nearest even; infinities and NaN pass."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(values), rounded.view(np.float32), values)
+
+
+def cast(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """Convert computed values (float32 or integer) to the storage dtype of `dtype`.
+
+    Round to nearest even; float to integer saturates (NaN becomes 0).
+    """
+    storage = dtype.numpy
+    if dtype.kind == "float":
+        if dtype == "tfloat32":
+            return round_tfloat32(values)
+        if values.dtype == storage:
+            return values
+        if values.dtype != np.float32 and dtype.item_bytes < 4:
+            values = values.astype(np.float32)
+        return values.astype(storage)
+    if dtype.kind == "bool":
+        return (values != 0).astype(np.uint8)
+    if values.dtype == storage:
+        return values
+    if values.dtype.kind in "iu":
+        return np.clip(values, dtype.low, dtype.high).astype(storage)
+    if values.dtype.kind == "b":
+        return values.astype(storage)
+    wide = np.rint(values.astype(np.float64))
+    wide = np.where(np.isnan(wide), 0.0, wide)
+    return np.clip(wide, dtype.low, dtype.high).astype(storage)

@@ -1,0 +1,183 @@
+"""The state of one running program: its trace, its limits, and how to say where an error is.
+
+One `Machine` per program of the grid; the stand-in `nki` functions find it through `current()`.
+It knows whether data is computed (not in timing mode) and whether rules are strict.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from nmm_compiler.errors import InstructionLimitError, SimulationError
+from nmm_compiler.simulator.trace import Access, Instruction, Trace
+
+if TYPE_CHECKING:
+    from nmm_compiler.simulator.programs import Programs
+    from nmm_compiler.targets.base import Target
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN_FILES: dict[str, bool] = {}
+
+
+class _Current(threading.local):
+    machine: Machine | None = None
+
+
+_current = _Current()
+
+
+def current() -> Machine:
+    """Return the machine of the running kernel; error outside a simulation."""
+    machine = _current.machine
+    if machine is None:
+        raise SimulationError(
+            "an NKI call outside a simulation; run the kernel with nmm_compiler.simulate(...)"
+        )
+    return machine
+
+
+def running() -> Machine | None:
+    """Return the machine of the running kernel, or None."""
+    return _current.machine
+
+
+def set_current(machine: Machine | None) -> None:
+    """Make `machine` the one that NKI calls of this thread go to."""
+    _current.machine = machine
+
+
+def _is_own(filename: str) -> bool:
+    own = _OWN_FILES.get(filename)
+    if own is None:
+        own = filename.startswith((_PACKAGE, "<frozen"))
+        _OWN_FILES[filename] = own
+    return own
+
+
+def kernel_frame() -> tuple[str, int]:
+    """Return (file, line) of the innermost frame that is not the simulator's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "", 0
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+class Machine:
+    """One program on one core."""
+
+    __slots__ = (
+        "accumulators", "data", "generation", "grid", "identities", "instructions", "loop_depth",
+        "max_instructions", "no_reorder_depth", "outputs", "prints", "program_id", "programs",
+        "random_state", "shared_count", "storages", "strict", "target", "trace", "warning_keys",
+        "warnings",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        data: bool = True,
+        strict: bool = True,
+        max_instructions: int = 10_000_000,
+        program_id: int = 0,
+        grid: int = 1,
+        programs: Programs | None = None,
+    ) -> None:
+        self.target = target
+        self.generation = int(target.generation.removeprefix("gen"))
+        self.data = data
+        self.strict = strict
+        self.max_instructions = max_instructions
+        self.program_id = program_id
+        self.grid = grid
+        self.programs = programs
+        self.trace = Trace(program_id=program_id)
+        self.instructions = self.trace.instructions
+        self.storages = 0
+        self.warnings: list[str] = []
+        self.warning_keys: set[tuple[str, str, int]] = set()
+        self.accumulators: dict[str, Any] = {}
+        self.identities: dict[Any, Any] = {}
+        self.random_state: Any = None
+        self.shared_count = 0
+        self.no_reorder_depth = 0
+        self.loop_depth = 0
+        self.prints: list[str] = []
+        self.outputs: Any = None
+
+    def error(self, kind: type[SimulationError], message: str) -> SimulationError:
+        """Return an error of `kind` that carries the kernel's current file and line."""
+        file, line = kernel_frame()
+        return kind(message, file, line)
+
+    def rule(self, kind: type[SimulationError], message: str) -> None:
+        """Raise in strict mode; otherwise record a warning, once per place."""
+        if self.strict:
+            raise self.error(kind, message)
+        self.warn(message)
+
+    def warn(self, message: str) -> None:
+        """Record a warning once per kernel line."""
+        file, line = kernel_frame()
+        key = (message.split(":")[0], file, line)
+        if key not in self.warning_keys:
+            self.warning_keys.add(key)
+            self.warnings.append(f"{message} [{file}:{line}]")
+
+    def record(
+        self,
+        op: str,
+        engine: str,
+        reads: tuple[Access, ...],
+        writes: tuple[Access, ...],
+        attributes: dict[str, Any],
+        name: str | None = None,
+    ) -> Instruction:
+        """Append one instruction to the trace; ends a run that is too long."""
+        frame: Any = sys._getframe(2)
+        own = _OWN_FILES
+        filename = frame.f_code.co_filename
+        while own.get(filename) or (filename not in own and _is_own(filename)):
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+            filename = frame.f_code.co_filename
+        instructions = self.instructions
+        index = len(instructions)
+        if index >= self.max_instructions:
+            raise InstructionLimitError(
+                f"more than max_instructions={self.max_instructions:,} instructions; is a loop "
+                "endless? Otherwise raise max_instructions",
+                filename,
+                frame.f_lineno,
+            )
+        instruction = Instruction(
+            op, engine, reads, writes, attributes, filename, frame.f_lineno, name or ""
+        )
+        instructions.append(instruction)
+        allocations = self.trace.allocations
+        for access in reads:
+            allocation = allocations[access.storage]
+            allocation.last_index = index
+            if allocation.first_index < 0:
+                allocation.first_index = index
+        for access in writes:
+            allocation = allocations[access.storage]
+            allocation.last_index = index
+            if allocation.first_index < 0:
+                allocation.first_index = index
+        return instruction
+
+    def tick(self, what: str, count: int) -> None:
+        """End a loop on the device that has run too often."""
+        if count > self.max_instructions:
+            raise self.error(
+                InstructionLimitError,
+                f"{what} ran more than max_instructions={self.max_instructions:,} times; "
+                "is its condition ever cleared? Otherwise raise max_instructions",
+            )

@@ -1,0 +1,286 @@
+"""The operators that instructions take: ALU operators and activation functions, on float32.
+
+Kernels name an operator by the `nki.language` function (`op=nl.add`); that function carries an
+`Op` as its attribute `nki_op`. Arithmetic is float32, as on the engines; bit operators work on
+integers as they are. Comparisons and logical operators give 1.0 or 0.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import UnsupportedInstructionError, closest
+from nmm_compiler.simulator.machine import Machine
+
+_F = np.float32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """One operator.
+
+    kind: "arith", "bitvec", "unary" (ALU) or "" when it is no ALU operator.
+    alu: function of (x, y) or, for "unary", of (x).
+    activation: function of float32 x, or None.
+    reduce: NumPy ufunc for reductions, or None; identity: its neutral element.
+    valid: (low, high) of |x| or x that the hardware's approximation covers, or None.
+    """
+
+    name: str
+    kind: str = ""
+    alu: Callable[..., Any] | None = None
+    activation: Callable[..., Any] | None = None
+    reduce: Any = None
+    identity: float = 0.0
+    valid: tuple[float, float] | None = None
+
+    def __repr__(self) -> str:
+        return f"nl.{self.name}"
+
+
+def _truth(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, y: function(x, y).astype(_F)
+
+
+def _logical(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, y: function(np.asarray(x) != 0, np.asarray(y) != 0).astype(_F)
+
+
+def _abs_max(x: Any, y: Any) -> Any:
+    return np.where(np.abs(x) > np.abs(y), x, y)
+
+
+def _abs_min(x: Any, y: Any) -> Any:
+    return np.where(np.abs(x) < np.abs(y), x, y)
+
+
+_ERF_STEP = 1.0 / 64.0
+_ERF_GRID = np.arange(-6 * 64, 6 * 64 + 1) * _ERF_STEP
+_ERF_TABLE = np.array([math.erf(x) for x in _ERF_GRID])
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    """Return erf in float64: a table every 1/64 and four Taylor terms; error below 1e-11."""
+    wide = np.asarray(x, dtype=np.float64)
+    clipped = np.clip(np.where(np.isnan(wide), 0.0, wide), -6.0, 6.0)
+    place = np.rint(clipped / _ERF_STEP).astype(np.int64)
+    at = place * _ERF_STEP
+    h = clipped - at
+    slope = 2.0 / math.sqrt(math.pi) * np.exp(-at * at)
+    series = h * (1.0 + h * (-at + h * ((4 * at * at - 2) / 6 + h * ((-8 * at**3 + 12 * at) / 24))))
+    return np.where(np.isnan(wide), np.nan, _ERF_TABLE[place + 6 * 64] + slope * series)
+
+
+def _sigmoid(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    small = np.exp(-np.abs(wide))
+    return np.where(wide >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
+
+
+def _silu(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    return np.where(np.isneginf(wide), 0.0, wide * _sigmoid(wide))
+
+
+def _silu_dx(x: Any) -> Any:
+    s = _sigmoid(x)
+    return s * (1.0 + np.asarray(x, np.float64) * (1.0 - s))
+
+
+def _gelu(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    return wide * 0.5 * (1.0 + erf(wide / math.sqrt(2.0)))
+
+
+def _gelu_dx(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    density = np.exp(-0.5 * wide * wide) / math.sqrt(2.0 * math.pi)
+    return 0.5 * (1.0 + erf(wide / math.sqrt(2.0))) + wide * density
+
+
+def _gelu_tanh(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    return 0.5 * wide * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)))
+
+
+def _gelu_sigmoid(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    return wide * _sigmoid(1.702 * wide)
+
+
+def _gelu_sigmoid_dx(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    s = _sigmoid(1.702 * wide)
+    return s * (1.0 + 1.702 * wide * (1.0 - s))
+
+
+def _softplus(x: Any) -> Any:
+    return np.logaddexp(0.0, np.asarray(x, dtype=np.float64))
+
+
+def _mish(x: Any) -> Any:
+    return np.asarray(x, np.float64) * np.tanh(_softplus(x))
+
+
+def _erf_dx(x: Any) -> Any:
+    wide = np.asarray(x, dtype=np.float64)
+    return 2.0 / math.sqrt(math.pi) * np.exp(-wide * wide)
+
+
+def _sin(x: Any) -> Any:
+    """Return sin; outside [-pi, pi] the documented cubic around the nearer end."""
+    wide = np.asarray(x, dtype=np.float64)
+    d = np.where(wide > 0, wide - math.pi, wide + math.pi)
+    return np.where(np.abs(wide) <= math.pi, np.sin(wide), -d + d**3 / 6.0)
+
+
+def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: function(np.asarray(x, dtype=np.float64))
+
+
+def _rsqrt(x: Any) -> Any:
+    return 1.0 / np.sqrt(np.asarray(x, dtype=np.float64))
+
+
+def _reciprocal(x: Any) -> Any:
+    return _F(1.0) / x
+
+
+def _right_shift(x: Any, y: Any) -> Any:
+    """Return the logical shift: zeros come in from the left."""
+    x = np.asarray(x)
+    bits = x.dtype.itemsize * 8
+    unsigned = x.view(f"u{x.dtype.itemsize}") if x.dtype.kind == "i" else x
+    amount = np.asarray(y).astype(unsigned.dtype)
+    moved = np.where(amount >= bits, 0, np.right_shift(unsigned, amount % bits))
+    return moved.astype(unsigned.dtype).view(x.dtype)
+
+
+def _left_shift(x: Any, y: Any) -> Any:
+    x = np.asarray(x)
+    bits = x.dtype.itemsize * 8
+    amount = np.asarray(y).astype(x.dtype)
+    return np.where(amount >= bits, 0, np.left_shift(x, amount % bits)).astype(x.dtype)
+
+
+_INF = math.inf
+_LIST = [
+    Op("add", "arith", np.add, None, np.add, 0.0),
+    Op("subtract", "arith", np.subtract, None, np.subtract, 0.0),
+    Op("multiply", "arith", np.multiply, None, np.multiply, 1.0),
+    Op("divide", "arith", np.divide),
+    Op("maximum", "arith", np.maximum, None, np.maximum, -_INF),
+    Op("minimum", "arith", np.minimum, None, np.minimum, _INF),
+    Op("max", "arith", np.maximum, None, np.maximum, -_INF),
+    Op("min", "arith", np.minimum, None, np.minimum, _INF),
+    Op("average", "arith", None, None, np.add, 0.0),
+    Op("equal", "arith", _truth(np.equal)),
+    Op("not_equal", "arith", _truth(np.not_equal)),
+    Op("greater_equal", "arith", _truth(np.greater_equal)),
+    Op("greater", "arith", _truth(np.greater)),
+    Op("less_equal", "arith", _truth(np.less_equal)),
+    Op("less", "arith", _truth(np.less)),
+    Op("logical_and", "arith", _logical(np.logical_and), None, np.logical_and, 1.0),
+    Op("logical_or", "arith", _logical(np.logical_or), None, np.logical_or, 0.0),
+    Op("logical_xor", "arith", _logical(np.logical_xor), None, np.logical_xor, 0.0),
+    Op("power", "arith", np.power),
+    Op("abs_max", "arith", _abs_max),
+    Op("abs_min", "arith", _abs_min),
+    Op("mod", "arith", np.mod),
+    Op("fmod", "arith", np.fmod),
+    Op("bitwise_and", "bitvec", np.bitwise_and, None, np.bitwise_and, -1),
+    Op("bitwise_or", "bitvec", np.bitwise_or, None, np.bitwise_or, 0),
+    Op("bitwise_xor", "bitvec", np.bitwise_xor, None, np.bitwise_xor, 0),
+    Op("left_shift", "bitvec", _left_shift),
+    Op("right_shift", "bitvec", _right_shift),
+    Op("invert", "bitvec unary", np.invert),
+    Op("logical_not", "unary", lambda x: (np.asarray(x) == 0).astype(_F)),
+    Op("bypass", "bypass", lambda x, y=None: x),
+    Op("abs", "unary", np.abs, np.abs),
+    Op("square", "unary", np.square, np.square),
+    Op("relu", "unary", lambda x: np.maximum(x, _F(0)), lambda x: np.maximum(x, _F(0))),
+    Op("rsqrt", "unary", _rsqrt, _rsqrt, valid=(2.0**-87, 2.0**97)),
+    Op("reciprocal", "unary", _reciprocal, _reciprocal, valid=(2.0**-42, 2.0**42)),
+    Op("negative", "unary", np.negative),
+    Op("copy", "", None, lambda x: x),
+    Op("sigmoid", "", None, _sigmoid),
+    Op("prelu", "", None, None),
+    Op("gelu", "", None, _gelu),
+    Op("gelu_dx", "", None, _gelu_dx),
+    Op("gelu_apprx_tanh", "", None, _gelu_tanh),
+    Op("gelu_apprx_sigmoid", "", None, _gelu_sigmoid),
+    Op("gelu_apprx_sigmoid_dx", "", None, _gelu_sigmoid_dx),
+    Op("silu", "", None, _silu),
+    Op("silu_dx", "", None, _silu_dx),
+    Op("tanh", "", None, _wide(np.tanh)),
+    Op("softplus", "", None, _softplus),
+    Op("mish", "", None, _mish),
+    Op("erf", "", None, erf),
+    Op("erf_dx", "", None, _erf_dx),
+    Op("exp", "", None, np.exp),
+    Op("log", "", None, np.log, valid=(2.0**-64, 2.0**64)),
+    Op("sin", "", None, _sin, valid=(-math.pi, math.pi)),
+    Op("arctan", "", None, _wide(np.arctan), valid=(-math.pi / 2, math.pi / 2)),
+    Op("sqrt", "", None, np.sqrt, valid=(2.0**-116, 2.0**118)),
+    Op("sign", "", None, np.sign),
+]
+BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}
+_NUMPY_NAMES = {"absolute": "abs", "true_divide": "divide", "max": "maximum", "min": "minimum"}
+
+
+def find_op(machine: Machine, op: Any, instruction: str) -> Op:
+    """Return the Op of an `nki.language` function (or NumPy ufunc) given as an operator."""
+    try:
+        found = op.nki_op
+    except AttributeError:
+        name = getattr(op, "__name__", str(op))
+        found = BY_NAME.get(_NUMPY_NAMES.get(name, name))
+    if found is None:
+        name = getattr(op, "__name__", repr(op))
+        raise machine.error(
+            UnsupportedInstructionError,
+            f"nisa.{instruction}: operator {name!r}{closest(name, BY_NAME)}; see the math "
+            "operators and activation functions of nki.language",
+        )
+    return found
+
+
+def alu(machine: Machine, op: Any, instruction: str) -> Op:
+    """Return an Op that the ALU of VectorE and GpSimd has."""
+    found = find_op(machine, op, instruction)
+    if found.alu is None:
+        raise machine.error(
+            UnsupportedInstructionError,
+            f"nisa.{instruction}: nl.{found.name} is no ALU operator; use nisa.activation for "
+            "activation functions",
+        )
+    return found
+
+
+def activation_function(machine: Machine, op: Any, instruction: str) -> Op:
+    """Return an Op that ScalarE can apply."""
+    found = find_op(machine, op, instruction)
+    if found.activation is None and found.name != "prelu":
+        raise machine.error(
+            UnsupportedInstructionError,
+            f"nisa.{instruction}: nl.{found.name} is no activation function; use "
+            "nisa.tensor_scalar or nisa.tensor_tensor for ALU operators",
+        )
+    return found
+
+
+def reduction(machine: Machine, op: Any, instruction: str) -> Op:
+    """Return an Op that reductions take."""
+    found = find_op(machine, op, instruction)
+    if found.reduce is None:
+        raise machine.error(
+            UnsupportedInstructionError,
+            f"nisa.{instruction}: nl.{found.name} is no reduction; use nl.add, nl.maximum, "
+            "nl.minimum, nl.multiply or a bit operator",
+        )
+    return found

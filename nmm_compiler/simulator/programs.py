@@ -1,0 +1,152 @@
+"""Two programs of a grid (LNC=2), run one at a time and switched where they must wait.
+
+Each program is a thread that holds the only baton; it passes the baton on at a barrier, at an
+exchange and at its end. So a run is the same every time, and a program that waits for what never
+comes is an error and no hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from nmm_compiler.errors import ProgramsDisagreeError
+from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.memory import Storage
+from nmm_compiler.simulator.tensor import NkiTensor, make_tensor
+
+
+class _Stopped(BaseException):
+    """Ends a program whose peer has failed."""
+
+
+class Programs:
+    """The baton and what programs share."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.lock = threading.Condition()
+        self.turn = 0
+        self.finished = [False] * count
+        self.waiting = [False] * count
+        self.arrived = [0] * count
+        self.failure: BaseException | None = None
+        self.tensors: list[NkiTensor] = []
+        self.mail: dict[tuple[int, int, str, int], Any] = {}
+        self.sequence: dict[tuple[int, str], int] = {}
+
+    def shared(
+        self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
+    ) -> NkiTensor:
+        """Return the n-th shared_hbm tensor, the same for all programs."""
+        place = machine.shared_count
+        machine.shared_count += 1
+        if place == len(self.tensors):
+            storage = Storage(machine, name, region, "hbm", shape, dtype)
+            self.tensors.append(make_tensor(storage))
+        tensor = self.tensors[place]
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise machine.error(
+                ProgramsDisagreeError,
+                f"shared_hbm tensor number {place} is {shape} {dtype} in program "
+                f"{machine.program_id} and {tensor.shape} {tensor.dtype} in another; all programs "
+                "must allocate the same",
+            )
+        machine.trace.allocations.setdefault(
+            tensor.storage.identity, _copy_allocation(tensor.storage)
+        )
+        return make_tensor(tensor.storage)
+
+    def _pass_on(self, program: int) -> None:
+        """Give the baton to the next program that is not done, and wait for it back."""
+        with self.lock:
+            for step in range(1, self.count + 1):
+                other = (program + step) % self.count
+                if not self.finished[other]:
+                    self.turn = other
+                    break
+            self.lock.notify_all()
+            while self.turn != program and self.failure is None:
+                self.lock.wait()
+            if self.failure is not None:
+                raise _Stopped
+
+    def _wait_for(self, machine: Machine, ready: Callable[[], bool], what: str) -> None:
+        program = machine.program_id
+        self.waiting[program] = True
+        while not ready():
+            others = [p for p in range(self.count) if p != program]
+            if all(self.finished[p] or (self.waiting[p] and not self._moved) for p in others):
+                raise machine.error(
+                    ProgramsDisagreeError,
+                    f"program {program} waits for {what}, which the other program never reaches; "
+                    "all programs must take the same path",
+                )
+            self._moved = False
+            self._pass_on(program)
+        self.waiting[program] = False
+        self._moved = True
+
+    _moved = True
+
+    def barrier(self, machine: Machine) -> None:
+        """Wait until every program has arrived as often as this one."""
+        self.arrived[machine.program_id] += 1
+        count = self.arrived[machine.program_id]
+        self._moved = True
+        self._wait_for(machine, lambda: all(a >= count for a in self.arrived), "nisa.core_barrier")
+
+    def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
+        """Leave `sent` for ranks[0] and return what ranks[1] left for this program."""
+        me = machine.program_id
+        key = (me, pipe)
+        number = self.sequence.get(key, 0)
+        self.sequence[key] = number + 1
+        self.mail[(me, ranks[0], pipe, number)] = (sent,)
+        self._moved = True
+        wanted = (ranks[1], me, pipe, number)
+        self._wait_for(machine, lambda: wanted in self.mail, f"nisa.sendrecv on pipe {pipe}")
+        return self.mail.pop(wanted)[0]
+
+    def run(self, bodies: list[Callable[[], None]]) -> None:
+        """Run all programs to their end; raise the first failure."""
+
+        def body_of(program: int) -> None:
+            try:
+                with self.lock:
+                    while self.turn != program and self.failure is None:
+                        self.lock.wait()
+                if self.failure is None:
+                    bodies[program]()
+            except _Stopped:
+                pass
+            except BaseException as error:
+                if self.failure is None:
+                    self.failure = error
+            finally:
+                with self.lock:
+                    self.finished[program] = True
+                    self._moved = True
+                    for other in range(self.count):
+                        if not self.finished[other]:
+                            self.turn = other
+                            break
+                    self.lock.notify_all()
+
+        threads = [
+            threading.Thread(target=body_of, args=(p,), name=f"nki-program-{p}", daemon=True)
+            for p in range(self.count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+
+def _copy_allocation(storage: Storage) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(storage.allocation, first_index=-1, last_index=-1)

@@ -1,0 +1,366 @@
+"""`simulate`: run one NKI kernel on NumPy arrays, check it strictly, record what it did.
+
+Start here: arguments become HBM tensors, the kernel runs as Python under the stand-in modules,
+the capacity of SBUF and PSUM is checked over the recorded live ranges, and the timing pass
+turns the trace into a profile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nmm_compiler.errors import (
+    KernelArgumentError,
+    KernelFailedError,
+    NmmError,
+    SimulationError,
+    UninitializedReadError,
+    UnknownNameError,
+)
+from nmm_compiler.simulator import dtypes
+from nmm_compiler.simulator.language_base import input_tensor, private_hbm, shared_hbm
+from nmm_compiler.simulator.loader import resolve
+from nmm_compiler.simulator.machine import Machine, running, set_current
+from nmm_compiler.simulator.memory import check_capacity
+from nmm_compiler.simulator.programs import Programs
+from nmm_compiler.simulator.standins import JitKernel
+from nmm_compiler.simulator.tensor import NkiTensor
+from nmm_compiler.simulator.timing import collector_held_off
+from nmm_compiler.simulator.trace import Trace
+from nmm_compiler.targets import get as get_target
+
+if TYPE_CHECKING:
+    from nmm_compiler.simulator.profile import Profile
+    from nmm_compiler.targets.base import Target
+
+MODES = ("full", "functional", "timing")
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an array that does not exist (timing mode)."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a run gave.
+
+    outputs: tuple of NumPy arrays; None in timing mode. single: the kernel returned one tensor.
+    profile: predicted timing, of the slower program; None in functional mode.
+    trace: of program 0; traces: of all.
+    output_specs: shape and dtype of each output, in every mode.
+    """
+
+    outputs: tuple[np.ndarray, ...] | None
+    profile: Profile | None
+    trace: Trace
+    warnings: tuple[str, ...]
+    traces: tuple[Trace, ...] = ()
+    output_specs: tuple[ArraySpec, ...] = ()
+    single: bool = True
+
+    @property
+    def output(self) -> np.ndarray:
+        """The only output."""
+        if self.outputs is None:
+            raise SimulationError('timing mode computes no outputs; use mode="full"')
+        if len(self.outputs) != 1:
+            raise SimulationError(f"the kernel has {len(self.outputs)} outputs; use .outputs")
+        return self.outputs[0]
+
+
+def simulate(
+    kernel: Any,
+    *arrays: Any,
+    target: str | Target = "trn2",
+    grid: int = 1,
+    mode: Literal["full", "functional", "timing"] | str = "full",
+    strict: bool = True,
+    max_instructions: int = 10_000_000,
+    **kwargs: Any,
+) -> Simulation:
+    """Run an NKI kernel on the CPU.
+
+    kernel: "file.py", "file.py:name", a Path, a function, or an object with .path and .name.
+    arrays, kwargs: the kernel's arguments. NumPy arrays (ml_dtypes too) and torch CPU tensors
+        become HBM tensors, and are updated in place when the kernel writes them, as in AWS's
+        simulator; everything else passes through. `ArraySpec` stands for an array in timing mode.
+    grid: programs; 2 is LNC=2. strict: False records rules as warnings where a result exists.
+    Raises: SimulationError and its kin, each with the kernel's own file and line.
+    """
+    if mode not in MODES:
+        raise UnknownNameError("mode", mode, MODES)
+    if running() is not None:
+        raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
+    hardware = get_target(target) if isinstance(target, str) else target
+    function, file = _load(kernel)
+    if isinstance(function, JitKernel):
+        grid = max(grid, function.grid)
+        function = function.function
+    if grid not in (1, 2):
+        raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
+    data = mode != "timing"
+    programs = Programs(grid) if grid > 1 else None
+    machines = [
+        Machine(
+            hardware, data=data, strict=strict, max_instructions=max_instructions,
+            program_id=p, grid=grid, programs=programs,
+        )
+        for p in range(grid)
+    ]  # fmt: skip
+    arguments = _bind(function, arrays, kwargs, file)
+    binder = _Binder(machines[0], grid)
+    args, named = binder.arguments(arguments)
+    with np.errstate(all="ignore"), contextlib.nullcontext() if data else collector_held_off():
+        if programs is None:
+            _run(machines[0], function, args, named)
+        else:
+            for other in machines[1:]:
+                other.trace.allocations.update(
+                    {k: dataclasses.replace(a) for k, a in machines[0].trace.allocations.items()}
+                )
+            programs.run(
+                [lambda m=m: _run(m, function, args, named) for m in machines]  # type: ignore[misc]
+            )
+    for machine in machines:
+        check_capacity(machine)
+    tensors, single = _outputs(machines[0], machines[0].outputs, function)
+    outputs = None
+    if data:
+        outputs = tuple(_export(machines[0], t) for t in tensors)
+        binder.write_back(machines)
+    specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
+    profile = None
+    if mode != "functional":
+        from nmm_compiler.simulator.profile import profile_trace
+
+        profiles = [profile_trace(m.trace, hardware) for m in machines]
+        profile = max(profiles, key=lambda p: p.latency_us)
+    warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings))
+    return Simulation(
+        outputs, profile, machines[0].trace, warnings, tuple(m.trace for m in machines), specs,
+        single,
+    )  # fmt: skip
+
+
+def _load(kernel: Any) -> tuple[Any, str]:
+    try:
+        return resolve(kernel)
+    except NmmError:
+        raise
+    except SyntaxError as error:
+        raise KernelFailedError(
+            f"the kernel file has a syntax error: {error.msg}",
+            str(error.filename),
+            error.lineno or 0,
+        ) from error
+    except Exception as error:  # the kernel file's own top level, of any kind
+        raise _failed(error, "the kernel file could not be loaded") from error
+
+
+def _failed(error: Exception, what: str) -> KernelFailedError:
+    """Return the catalogue error for an exception of the kernel's own code."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith(_PACKAGE) and not f.filename.startswith("<")
+    ]
+    file, line = (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+    return KernelFailedError(f"{what}: {type(error).__name__}: {error}", file, line)
+
+
+def _bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any], file: str) -> Any:
+    code = getattr(function, "__code__", None)
+    line = code.co_firstlineno if code is not None else 0
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise KernelArgumentError(f"{function!r} has no signature", file, line) from None
+    try:
+        return signature.bind(*arrays, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", "kernel")
+        raise KernelArgumentError(
+            f"arguments do not fit {name}{signature}: {error}", file, line
+        ) from None
+
+
+class _Binder:
+    """Turns arguments into tensors, and writes arrays that the kernel changed back."""
+
+    def __init__(self, machine: Machine, grid: int) -> None:
+        self.machine = machine
+        self.region = shared_hbm if grid > 1 else private_hbm
+        self.pairs: list[tuple[NkiTensor, Any, np.ndarray]] = []
+        self.seen: dict[int, NkiTensor] = {}
+
+    def arguments(self, bound: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return (positional, keyword) arguments with arrays replaced by tensors."""
+        names = list(bound.signature.parameters)
+        args = [self.convert(names[min(i, len(names) - 1)], a) for i, a in enumerate(bound.args)]
+        return args, {name: self.convert(name, v) for name, v in bound.kwargs.items()}
+
+    def convert(self, name: str, value: Any) -> Any:
+        """Return a tensor for an array, the same container for containers, else the value."""
+        if isinstance(value, ArraySpec):
+            return self._spec(name, value)
+        if isinstance(value, np.ndarray):
+            return self._array(name, value, value)
+        if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+            return self._array(name, _from_torch(name, value), value)
+        if type(value) in (tuple, list):
+            return type(value)(self.convert(f"{name}[{i}]", v) for i, v in enumerate(value))
+        if type(value) is dict:
+            return {k: self.convert(f"{name}[{k!r}]", v) for k, v in value.items()}
+        return value
+
+    def _spec(self, name: str, spec: ArraySpec) -> NkiTensor:
+        kind = dtypes.find(spec.dtype)
+        if self.machine.data:
+            raise KernelArgumentError(
+                f'argument {name!r} is an ArraySpec; only mode="timing" takes shapes for arrays'
+            )
+        if kind is None:
+            raise KernelArgumentError(f"argument {name!r}: {spec.dtype!r} is no NKI dtype")
+        return input_tensor(self.machine, name, tuple(spec.shape), kind, None, self.region)
+
+    def _array(self, name: str, array: np.ndarray, original: Any) -> NkiTensor:
+        known = self.seen.get(id(original))
+        if known is not None:
+            return known
+        kind = dtypes.find(array.dtype)
+        if kind is None or kind.item_bytes == 8:
+            raise KernelArgumentError(
+                f"argument {name!r} is {array.dtype}; NKI has {', '.join(sorted(dtypes.ALL))}; "
+                "convert it first"
+            )
+        if array.size == 0:
+            raise KernelArgumentError(f"argument {name!r} has shape {array.shape}, which is empty")
+        shape = tuple(int(s) for s in array.shape) or (1,)
+        raw = None
+        if self.machine.data:
+            raw = np.array(array, order="C", copy=True).reshape(-1).view(np.uint8)
+        tensor = input_tensor(self.machine, name, shape, kind, raw, self.region)
+        self.seen[id(original)] = tensor
+        if self.machine.data:
+            self.pairs.append((tensor, original, array))
+        return tensor
+
+    def write_back(self, machines: list[Machine]) -> None:
+        """Copy what the kernel wrote into its inputs back into the caller's arrays."""
+        written = {
+            access.storage
+            for machine in machines
+            for instruction in machine.instructions
+            for access in instruction.writes
+            if access.memory == "hbm"
+        }
+        for tensor, _, array in self.pairs:
+            if tensor.storage.identity in written and array.flags.writeable:
+                values = tensor.array()
+                array[...] = values.astype(array.dtype).reshape(array.shape) \
+                    if array.dtype == np.bool_ else values.reshape(array.shape)  # fmt: skip
+
+
+def _from_torch(name: str, value: Any) -> np.ndarray:
+    """Return a NumPy view of a torch CPU tensor; bfloat16 and float8 by their bits."""
+    if value.device.type != "cpu":
+        raise KernelArgumentError(
+            f"argument {name!r} is on device {value.device}; move it to the CPU"
+        )
+    torch = sys.modules["torch"]
+    tensor = value.detach()
+    kind = dtypes.find(value.dtype)
+    if kind is None:
+        raise KernelArgumentError(f"argument {name!r} is {value.dtype}, which NKI does not have")
+    if kind.numpy.kind == "V" or kind in ("bfloat16", *dtypes.FLOAT8, "float8_e8m0fnu"):
+        bits = {1: torch.uint8, 2: torch.int16}[kind.item_bytes]
+        array = tensor.contiguous().view(bits).numpy().view(kind.numpy)
+    else:
+        array = tensor.numpy()
+    return np.asarray(array)
+
+
+def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    set_current(machine)
+    try:
+        with np.errstate(all="ignore"):
+            machine.outputs = function(*args, **kwargs)
+    except NmmError:
+        raise
+    except RecursionError as error:
+        raise _failed(error, "the kernel recursed too deeply") from error
+    except Exception as error:  # the kernel's own code may raise anything
+        raise _failed(error, "the kernel raised") from error
+    finally:
+        set_current(None)
+
+
+def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTensor], bool]:
+    """Return (tensors, whether it was a single one) of what the kernel returned."""
+    code = getattr(function, "__code__", None)
+    place = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+    single = isinstance(returned, NkiTensor)
+    values = [returned] if single else returned
+    if returned is None:
+        values = []
+    if isinstance(values, dict):
+        values = list(values.values())
+    if not isinstance(values, (list, tuple)):
+        raise SimulationError(
+            f"the kernel returned {type(returned).__name__}; return a tensor or a tuple of them",
+            *place,
+        )
+    flat: list[NkiTensor] = []
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if item is None:
+                continue
+            if not isinstance(item, NkiTensor):
+                raise SimulationError(
+                    f"the kernel returned a {type(item).__name__} among its tensors", *place
+                )
+            if item.memory != "hbm":
+                raise SimulationError(
+                    f"the kernel returned {item.name!r}, which is in {item.memory.upper()}; copy "
+                    "it to an nl.shared_hbm tensor and return that",
+                    *place,
+                )
+            if item.buffer is not shared_hbm and not item.storage.is_input:
+                machine.warnings.append(
+                    f"output {item.name!r} is in private HBM; allocate outputs in nl.shared_hbm"
+                )
+            flat.append(item)
+    return flat, single
+
+
+def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
+    """Return a copy of an output; refuses elements that were never written."""
+    mask = tensor.unwritten_view()
+    if mask is not None and mask.any():
+        message = (
+            f"{int(mask.sum())} of {mask.size} elements of output {tensor.name!r} {tensor.shape} "
+            "were never written"
+        )
+        if machine.strict:
+            instruction = machine.instructions[-1] if machine.instructions else None
+            raise UninitializedReadError(
+                message,
+                instruction.file if instruction else "",
+                tensor.storage.allocation.line,
+            )
+        machine.warnings.append(message)
+    values = tensor.array().copy()
+    return values.astype(np.bool_) if tensor.dtype == "bool" else values

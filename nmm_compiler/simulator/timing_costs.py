@@ -1,0 +1,281 @@
+"""What one compute instruction costs: how long it holds its engine, and when its result is there.
+
+`(interval, latency)` in microseconds: the engine can start the next instruction after `interval`;
+a consumer waits for `latency`. The difference is the fixed pipeline overhead, which back-to-back
+independent instructions hide and dependent ones pay. Cycle counts follow the cost tables of
+NKI 0.1 (N = elements per partition), vector performance modes those of the trn2 architecture
+guide. The number of partitions in use never matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nmm_compiler.simulator.trace import Access, Instruction
+from nmm_compiler.targets import Target
+
+Cost = tuple[float, float]
+
+_US = 1e6
+_SIXTEEN_BIT = frozenset({"bfloat16", "float16"})
+_EIGHT_BIT_FLOAT = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
+
+
+def elements(instruction: Instruction) -> int:
+    """Return N: the most elements per partition that any tensor operand walks."""
+    count = 1
+    for access in instruction.reads:
+        count = max(count, access.elements_per_partition)
+    for access in instruction.writes:
+        count = max(count, access.elements_per_partition)
+    return count
+
+
+def _inner_contiguous(access: Access) -> bool:
+    for step, count in reversed(access.pattern):
+        if count > 1:
+            return step == access.item_bytes
+    return True
+
+
+def _inner_stride_bytes(access: Access) -> int:
+    for step, count in reversed(access.pattern):
+        if count > 1:
+            return abs(step)
+    return access.item_bytes
+
+
+class ComputeCosts:
+    """Costs of TensorE, VectorE, ScalarE and GpSimd instructions on one target."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._tensor: dict[tuple[object, ...], Cost] = {}
+        self._other: dict[tuple[object, ...], Cost] = {}
+        self._clock_us = {
+            "tensor": _US / target.tensor_clock_hz,
+            "vector": _US / target.vector_clock_hz,
+            "scalar": _US / target.scalar_clock_hz,
+            "gpsimd": _US / target.gpsimd_clock_hz,
+            "sync": _US / target.gpsimd_clock_hz,
+        }
+
+    def tensor(self, instruction: Instruction) -> Cost:
+        """Return the cost of a matmul or a transpose on TensorE, at full clock."""
+        attributes = instruction.attributes
+        reads = instruction.reads
+        dtype = reads[-1].dtype if reads else ""
+        key = (
+            attributes.get("n"),
+            attributes.get("m"),
+            dtype,
+            attributes.get("is_transpose"),
+            attributes.get("onezero"),
+            instruction.op,
+        )
+        cost = self._tensor.get(key)
+        if cost is None:
+            cost = self._tensor[key] = self._tensor_cost(instruction, dtype)
+        return cost
+
+    def _tensor_cost(self, instruction: Instruction, dtype: str) -> Cost:
+        """MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
+
+        The next LoadStationary runs behind it at up to four times the speed, so it shows only when
+        the stationary tile has more than four times the columns of the moving one.
+        """
+        target = self.target
+        attributes = instruction.attributes
+        moving = attributes.get("n") or elements(instruction)
+        stationary = attributes.get("m") or target.stationary_free_max_elements
+        columns = max(moving, target.tensor_min_interval_cycles)
+        columns = max(columns, stationary / target.stationary_load_speedup)
+        if dtype == "float32":
+            transpose = attributes.get("is_transpose") or instruction.op == "nc_transpose"
+            factor = target.fp32_pass_factor
+            if transpose and target.fp8_double_row:  # transpose mode came with the same generation
+                factor /= 2.0
+            elif attributes.get("onezero"):
+                factor /= 2.0  # an operand of ones and zeros needs no low half
+            cycles = factor * columns + target.tensor_fp32_overhead_cycles
+        else:
+            cycles = columns + target.tensor_interval_overhead_cycles
+        interval = cycles * self._clock_us["tensor"]
+        return interval, interval + target.tensor_latency_seconds * _US
+
+    def stationary_load_us(self, instruction: Instruction) -> float:
+        """Return the time of a LoadStationary that no MultiplyMoving hides."""
+        stationary = instruction.attributes.get("m") or self.target.stationary_free_max_elements
+        return stationary / self.target.stationary_load_speedup * self._clock_us["tensor"]
+
+    def other(self, instruction: Instruction) -> Cost:
+        """Return the cost of an instruction of any engine but TensorE."""
+        attributes = instruction.attributes
+        key = (
+            instruction.op,
+            instruction.engine,
+            attributes.get("function"),
+            attributes.get("reduces"),
+            attributes.get("value"),
+            tuple((a.memory, a.pattern, a.dtype) for a in instruction.reads),
+            tuple((a.memory, a.pattern, a.dtype) for a in instruction.writes),
+        )
+        cost = self._other.get(key)
+        if cost is None:
+            cost = self._other[key] = self._other_cost(instruction)
+        return cost
+
+    def _other_cost(self, instruction: Instruction) -> Cost:
+        target, engine = self.target, instruction.engine
+        if engine == "sync" or not (instruction.reads or instruction.writes):
+            cycles = 0.0
+        else:
+            rule = _RULES.get(instruction.op, _one_pass)
+            cycles = rule(target, instruction, elements(instruction))
+            cycles = max(cycles, _floor(target, instruction))
+            if target.vector_gpsimd_share_sbuf and self._wide_stride(instruction):
+                cycles *= 2.0  # v2: strides of 16 bytes and more halve SBUF and PSUM bandwidth
+        streaming = target.engine_streaming_overhead_cycles
+        if engine == "scalar":
+            isolated = target.scalar_isolated_overhead_cycles
+        else:
+            isolated = target.engine_isolated_overhead_cycles
+        clock = self._clock_us.get(engine, self._clock_us["sync"])
+        return (cycles + streaming) * clock, (cycles + isolated) * clock
+
+    @staticmethod
+    def _wide_stride(instruction: Instruction) -> bool:
+        accesses = (*instruction.reads, *instruction.writes)
+        return any(a.memory != "hbm" and _inner_stride_bytes(a) >= 16 for a in accesses)
+
+
+def _floor(target: Target, instruction: Instruction) -> float:
+    """Return the least cycles: 64, which the fast modes of v3 and later undercut."""
+    return target.engine_min_cycles / (4.0 if target.vector_fast_modes else 1.0)
+
+
+def _fast_mode(target: Target, instruction: Instruction) -> float:
+    """Return how many elements a cycle VectorE copies or scales per partition.
+
+    trn2 architecture guide: 4 with 16-bit operands in SBUF and a contiguous innermost dimension;
+    2 if not contiguous, or with one side in PSUM and contiguous. trn3 adds 8-bit floats.
+    """
+    if not target.vector_fast_modes or instruction.engine not in ("vector", "scalar"):
+        return 1.0
+    tensors = [
+        a
+        for a in (*instruction.reads, *instruction.writes)
+        if a.elements_per_partition > 1 or a in instruction.writes
+    ]
+    small = set(_SIXTEEN_BIT)
+    if target.generation == "gen4":
+        small |= _EIGHT_BIT_FLOAT
+    if any(a.dtype not in small for a in tensors):
+        return 1.0
+    contiguous = all(_inner_contiguous(a) for a in tensors)
+    in_psum = sum(a.memory == "psum" for a in tensors)
+    if instruction.engine == "scalar":  # trn3: two elements a cycle on 16-bit data
+        return 2.0 if target.generation == "gen4" else 1.0
+    if in_psum == 0:
+        return 4.0 if contiguous else 2.0
+    return 2.0 if in_psum == 1 and contiguous else 1.0
+
+
+def _one_pass(target: Target, instruction: Instruction, n: int) -> float:
+    return float(n)
+
+
+def _copy(target: Target, instruction: Instruction, n: int) -> float:
+    return n / _fast_mode(target, instruction)
+
+
+def _reducing(target: Target, instruction: Instruction, n: int) -> float:
+    """One pass, and 64 cycles to read the accumulators out if it reduces on the way."""
+    extra = target.engine_min_cycles if instruction.attributes.get("reduces") else 0
+    return float(n + extra)
+
+
+def _always_reducing(target: Target, instruction: Instruction, n: int) -> float:
+    return float(n + target.engine_min_cycles)
+
+
+def _two_inputs(target: Target, instruction: Instruction, n: int) -> float:
+    """Two operands share one SBUF port: 2N, or N when one streams from PSUM or all are 16-bit."""
+    wide = [a for a in instruction.reads if a.elements_per_partition > 1]
+    if len(wide) < 2 or sum(a.memory == "psum" for a in wide) == 1:
+        return float(n)
+    operands = (*instruction.reads, *instruction.writes)
+    if instruction.engine == "vector" and all(a.dtype in _SIXTEEN_BIT for a in operands):
+        return float(n)
+    return 2.0 * n
+
+
+def _scan(target: Target, instruction: Instruction, n: int) -> float:
+    return 2.0 * n
+
+
+def _reduce(target: Target, instruction: Instruction, n: int) -> float:
+    operands = (*instruction.reads, *instruction.writes)
+    if instruction.attributes.get("function") in ("add", "max", "maximum") and all(
+        a.dtype in _SIXTEEN_BIT for a in operands
+    ):
+        return n / 2.0
+    return float(n)
+
+
+def _memset(target: Target, instruction: Instruction, n: int) -> float:
+    sixteen = all(a.dtype in _SIXTEEN_BIT for a in instruction.writes)
+    return n / 2.0 if sixteen and not instruction.attributes.get("value") else float(n)
+
+
+def _reciprocal(target: Target, instruction: Instruction, n: int) -> float:
+    return 8.0 * n if instruction.engine == "vector" else float(n)
+
+
+def _aggregate(target: Target, instruction: Instruction, n: int) -> float:
+    return 13.0 * n / 3.0
+
+
+def _gpsimd_fixed(target: Target, instruction: Instruction, n: int) -> float:
+    return float(target.gpsimd_fixed_cycles + n)
+
+
+def _predicated(target: Target, instruction: Instruction, n: int) -> float:
+    return float(n) if any(a.memory == "psum" for a in instruction.reads) else 2.0 * n
+
+
+def _slow_function(target: Target, instruction: Instruction, n: int) -> float:
+    return 4.0 * n
+
+
+def _topk(target: Target, instruction: Instruction, n: int) -> float:
+    return 4.0 * n + float(instruction.attributes.get("k", 8))
+
+
+def _partition_reduce(target: Target, instruction: Instruction, n: int) -> float:
+    """GpSimd walks its 16 partitions one after another, then combines 8 cores."""
+    return float(target.gpsimd_fixed_cycles + 16 * n)
+
+
+_RULES: dict[str, Callable[[Target, Instruction, int], float]] = {
+    "tensor_copy": _copy,
+    "tensor_scalar": _copy,
+    "copy": _copy,
+    "tensor_scalar_reduce": _always_reducing,
+    "activation": _reducing,
+    "activation_reduce": _always_reducing,
+    "tensor_tensor": _two_inputs,
+    "scalar_tensor_tensor": _two_inputs,
+    "select_reduce": _two_inputs,
+    "tensor_tensor_scan": _scan,
+    "tensor_reduce": _reduce,
+    "memset": _memset,
+    "reciprocal": _reciprocal,
+    "rsqrt": _slow_function,
+    "bn_aggr": _aggregate,
+    "iota": _gpsimd_fixed,
+    "affine_select": _gpsimd_fixed,
+    "tensor_copy_predicated": _predicated,
+    "tensor_partition_reduce": _partition_reduce,
+    "topk": _topk,
+}

@@ -1,0 +1,252 @@
+"""Which earlier accesses does a region touch: exact overlap of strided regions, per storage.
+
+An access is a set of bytes: a partition range, a byte range and a strided pattern inside it.
+Bounding ranges are compared first; only when they intersect and one side has holes are the
+patterns themselves compared. The hard idea: a kernel that tiles one HBM tensor writes thousands of
+interleaved regions, so the records of a storage are kept in a grid of its rows and columns, and a
+comparison of two patterns at one distance is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from nmm_compiler.simulator.trace import Access
+
+Pattern = tuple[tuple[int, int], ...]
+
+_LIST_LIMIT = 12
+_WIDE_CELLS = 16
+_SMALLEST_CELL_BITS = 4
+_RUNS_LIMIT = 1 << 20
+
+
+@functools.lru_cache(maxsize=65536)
+def contiguous_run(pattern: Pattern, item_bytes: int) -> int:
+    """Return the length in bytes of the contiguous runs that `pattern` walks."""
+    run = item_bytes
+    for step, count in reversed(pattern):
+        if count == 1:
+            continue
+        if step != run:
+            break
+        run *= count
+    return run
+
+
+@functools.lru_cache(maxsize=65536)
+def is_dense(pattern: Pattern, item_bytes: int, extent: int) -> bool:
+    """Tell whether `pattern` touches every byte of its bounding range of `extent` bytes."""
+    return contiguous_run(pattern, item_bytes) >= extent
+
+
+@functools.lru_cache(maxsize=4096)
+def _run_starts(pattern: Pattern, item_bytes: int) -> tuple[np.ndarray, int]:
+    """Return the sorted starts (relative to byte_start) and the length of the contiguous runs."""
+    run = contiguous_run(pattern, item_bytes)
+    covered, outer = item_bytes, list(pattern)
+    while outer and covered < run:
+        covered *= outer.pop()[1]
+    starts = np.zeros(1, dtype=np.int64)
+    for step, count in outer:
+        if count > 1 and step:
+            starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).ravel()
+    starts = np.unique(starts)
+    return starts - starts[0], run
+
+
+@functools.lru_cache(maxsize=65536)
+def _patterns_meet(first: Pattern, item: int, second: Pattern, other: int, delta: int) -> bool:
+    """Tell whether `first` and `second`, whose start lies `delta` bytes later, share a byte."""
+    if _runs(first) > _RUNS_LIMIT or _runs(second) > _RUNS_LIMIT:
+        return True  # too many runs to enumerate: assume the dependence
+    left, left_run = _run_starts(first, item)
+    right, right_run = _run_starts(second, other)
+    right = right + delta
+    if len(left) > len(right):
+        left, left_run, right, right_run = right, right_run, left, left_run
+    # a run of the longer list meets the run starting at s if it starts in (s - its length, s + run)
+    low = np.searchsorted(right, left - right_run, side="right")
+    high = np.searchsorted(right, left + left_run, side="left")
+    return bool((high > low).any())
+
+
+def _runs(pattern: Pattern) -> int:
+    count = 1
+    for _, extent in pattern:
+        count *= extent
+    return count
+
+
+class Record:
+    """One remembered access: its region, when it ends (microseconds) and which engine made it."""
+
+    __slots__ = ("access", "end", "engine")
+
+    def __init__(self, access: Access, end: float, engine: int) -> None:
+        self.access, self.end, self.engine = access, end, engine
+
+
+def overlaps(first: Access, second: Access) -> bool:
+    """Tell whether two accesses to the same storage share a byte, exactly."""
+    if (
+        first.byte_start >= second.byte_stop
+        or second.byte_start >= first.byte_stop
+        or first.partition_start >= second.partition_stop
+        or second.partition_start >= first.partition_stop
+    ):
+        return False
+    one = is_dense(first.pattern, first.item_bytes, first.byte_stop - first.byte_start)
+    two = is_dense(second.pattern, second.item_bytes, second.byte_stop - second.byte_start)
+    if one and two:
+        return True
+    return _patterns_meet(
+        first.pattern,
+        first.item_bytes,
+        second.pattern,
+        second.item_bytes,
+        second.byte_start - first.byte_start,
+    )
+
+
+def _covers(new: Access, new_dense: bool, old: Access) -> bool:
+    """Tell whether `new` surely touches every byte that `old` touches."""
+    if new.partition_start > old.partition_start or new.partition_stop < old.partition_stop:
+        return False
+    if new_dense:
+        return new.byte_start <= old.byte_start and new.byte_stop >= old.byte_stop
+    return new.byte_start == old.byte_start and new.pattern == old.pattern
+
+
+class Records:
+    """The accesses of one storage that a later access may depend on.
+
+    A short list at first; then a grid. Rows are multiples of the storage's pitch (the step that
+    most of the accesses take in their outermost dimension), columns the bytes within a row, both
+    in steps of the median access; so tiles of a matrix meet only their neighbours. Accesses that
+    would cover many cells are kept aside, and the grid is laid anew when they become many.
+    """
+
+    __slots__ = (
+        "cells",
+        "column_shift",
+        "items",
+        "pitch",
+        "row_shift",
+        "used",
+        "wide",
+        "wide_limit",
+    )
+
+    def __init__(self) -> None:
+        self.used = False
+        self.items: list[Record] = []
+        self.cells: dict[tuple[int, int], list[Record]] | None = None
+        self.wide: list[Record] = []
+        self.wide_limit = _LIST_LIMIT
+        self.pitch = self.row_shift = self.column_shift = 0
+
+    def near(self, access: Access) -> Iterable[Record]:
+        """Return the records that may overlap `access` (a superset; some may come twice)."""
+        if self.cells is None:
+            return self.items
+        return self._in_cells(access)
+
+    def _in_cells(self, access: Access) -> Iterator[Record]:
+        assert self.cells is not None
+        yield from self.wide
+        rows, columns = self._span(access)
+        if len(rows) * len(columns) > len(self.cells):
+            for cell in self.cells.values():
+                yield from cell
+            return
+        for row in rows:
+            for column in columns:
+                yield from self.cells.get((row, column), ())
+
+    def replace_covered(self, access: Access, dense: bool) -> None:
+        """Forget the records that a new write of `access` covers whole."""
+        if self.cells is None:
+            if self.items:
+                self.items = [r for r in self.items if not _covers(access, dense, r.access)]
+            return
+        if self.wide:
+            self.wide = [r for r in self.wide if not _covers(access, dense, r.access)]
+        rows, columns = self._span(access)
+        if len(rows) * len(columns) > len(self.cells):
+            keys = list(self.cells)
+        else:
+            keys = [(row, column) for row in rows for column in columns]
+        for key in keys:
+            cell = self.cells.get(key)
+            if cell:
+                self.cells[key] = [r for r in cell if not _covers(access, dense, r.access)]
+
+    def add(self, record: Record) -> None:
+        """Remember one access."""
+        self.used = True
+        if self.cells is not None:
+            self._place(record)
+            if len(self.wide) > self.wide_limit:
+                self._lay_grid([*self.wide, *(r for c in self.cells.values() for r in c)])
+                self.wide_limit = max(self.wide_limit, 2 * len(self.wide))
+            return
+        self.items.append(record)
+        if len(self.items) > _LIST_LIMIT:
+            self._lay_grid(self.items)
+            self.items = []
+
+    def _lay_grid(self, records: list[Record]) -> None:
+        """Choose the pitch and the size of a cell from `records`, and place them."""
+        unique = list({id(record): record for record in records}.values())
+        steps = [
+            r.access.pattern[0][0]
+            for r in unique
+            if len(r.access.pattern) > 1 and r.access.pattern[0][1] > 1
+        ]
+        self.pitch = max(statistics.mode(steps), 0) if steps else 0
+        self.row_shift = self.column_shift = 0
+        rows, columns = zip(*(self._span(r.access) for r in unique), strict=True)
+        self.row_shift = _shift(rows)
+        self.column_shift = max(_SMALLEST_CELL_BITS, _shift(columns))
+        self.cells, self.wide = {}, []
+        for record in unique:
+            self._place(record)
+
+    def _span(self, access: Access) -> tuple[range, range]:
+        """Return the rows and columns of cells that `access` touches."""
+        start, stop, pitch = access.byte_start, access.byte_stop, self.pitch
+        if not pitch:
+            rows, low, high = range(1), start, stop
+        else:
+            first, low = divmod(start, pitch)
+            outer = access.pattern[0]
+            count = outer[1] if outer[0] == pitch else 1
+            high = low + stop - start - (count - 1) * pitch
+            rows = range(first, first + count)
+            if high > pitch:  # not a tile of this matrix: whole rows
+                rows, low, high = range(first, (stop - 1) // pitch + 1), 0, pitch
+        bits, shift = self.row_shift, self.column_shift
+        return (
+            range(rows.start >> bits, ((rows.stop - 1) >> bits) + 1),
+            range(low >> shift, ((high - 1) >> shift) + 1),
+        )
+
+    def _place(self, record: Record) -> None:
+        assert self.cells is not None
+        rows, columns = self._span(record.access)
+        if len(rows) * len(columns) > _WIDE_CELLS:
+            self.wide.append(record)
+            return
+        for row in rows:
+            for column in columns:
+                self.cells.setdefault((row, column), []).append(record)
+
+
+def _shift(spans: Iterable[range]) -> int:
+    """Return the bits of a cell that the median span fills."""
+    return max(0, int(statistics.median_low([len(span) for span in spans]) - 1).bit_length())

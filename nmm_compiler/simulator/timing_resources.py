@@ -1,0 +1,98 @@
+"""Things that are used by one at a time: a slot list with gaps, and the on-chip memory pools.
+
+The NKI compiler reorders instructions within their dependences, above all it hoists loads. A
+`Slots` models that for DMA queues and DMA engines: work is offered in program order, and work that
+is ready early takes a gap which earlier work, still waiting for its operands, left open.
+A `Pool` bounds how far loads can run ahead: a tensor allocated afresh has storage of its own, so
+nothing but the capacity of its memory makes its first write wait, namely until the oldest dead
+tensors that free enough bytes have really been used for the last time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+_GAPS_KEPT = 64
+_SMALLEST_GAP_US = 0.02
+
+
+class Slots:
+    """One resource; `place` books the earliest free interval. Times in microseconds."""
+
+    __slots__ = ("gaps", "tail")
+
+    def __init__(self) -> None:
+        self.tail = 0.0
+        self.gaps: list[tuple[float, float]] = []
+
+    def later(self, shift: float) -> Slots:
+        """Return a resource booked the same, only `shift` later."""
+        twin = Slots()
+        twin.tail = self.tail + shift
+        twin.gaps = [(start + shift, stop + shift) for start, stop in self.gaps]
+        return twin
+
+    def place(self, ready: float, duration: float) -> float:
+        """Book `duration` at the earliest time not before `ready`; return its start."""
+        gaps = self.gaps
+        if gaps and ready + duration <= gaps[-1][1]:
+            for index, (start, stop) in enumerate(gaps):
+                at = start if start > ready else ready
+                if at + duration <= stop:
+                    left, right = (start, at), (at + duration, stop)
+                    gaps[index : index + 1] = [
+                        gap for gap in (left, right) if gap[1] - gap[0] > _SMALLEST_GAP_US
+                    ]
+                    del gaps[:-_GAPS_KEPT]
+                    return at
+        tail = self.tail
+        if ready > tail:
+            if ready - tail > _SMALLEST_GAP_US:
+                gaps.append((tail, ready))
+                if len(gaps) > _GAPS_KEPT:
+                    del gaps[0]
+            tail = ready
+        self.tail = tail + duration
+        return tail
+
+
+class Pool:
+    """The bytes (per partition) of SBUF or PSUM, handed out in program order.
+
+    settle: books one store that was put off, so that it gives its source back; False if none is.
+    """
+
+    __slots__ = ("capacity", "dead", "free", "overflow", "peak", "settle", "used")
+
+    def __init__(self, capacity: int, settle: Callable[[], bool]) -> None:
+        self.capacity = capacity
+        self.settle = settle
+        self.free = capacity
+        self.used = 0
+        self.peak = 0
+        self.overflow = 0
+        self.dead: list[tuple[float, int]] = []
+
+    def take(self, size: int) -> float:
+        """Allocate `size` bytes; return the time from which they are free (0 if never used).
+
+        A kernel whose live tensors exceed the memory gets what it asks for; `overflow` says by
+        how much. The compiler would spill or load again.
+        """
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        self.free -= size
+        when = 0.0
+        while self.free < 0 and (self.dead or self.settle()):
+            if self.dead:
+                when, released = heapq.heappop(self.dead)
+                self.free += released
+        if self.free < 0:
+            self.overflow = max(self.overflow, -self.free)
+        return when
+
+    def release(self, size: int, when: float) -> None:
+        """Give back `size` bytes, last used until `when`."""
+        self.used -= size
+        heapq.heappush(self.dead, (when, size))

@@ -1,0 +1,113 @@
+"""What the simulator writes down while it runs a kernel, and what the timing pass reads.
+
+A trace is the list of executed instructions in program order, with the exact regions each one
+reads and writes, plus the on-chip allocations. It holds no data, so a trace made without data
+(timing mode) is the same as one made with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(slots=True)
+class Access:
+    """One operand region of one instruction.
+
+    storage: identity of the allocation; all views of a tensor share it.
+    memory: "sbuf", "psum" or "hbm".
+    partition_start, partition_stop: partitions touched (0, 1 in HBM).
+    byte_start, byte_stop: bounding byte range, inside each partition on chip, from the start of
+        the tensor in HBM.
+    pattern: ((step_bytes, count), ...) of the free dimensions, outermost first, that walks exactly
+        the elements of the region from byte_start; in HBM all dimensions.
+    """
+
+    storage: int
+    memory: str
+    partition_start: int
+    partition_stop: int
+    byte_start: int
+    byte_stop: int
+    pattern: tuple[tuple[int, int], ...]
+    dtype: str
+    item_bytes: int
+
+    @property
+    def partitions(self) -> int:
+        """Number of partitions touched."""
+        return self.partition_stop - self.partition_start
+
+    @property
+    def elements_per_partition(self) -> int:
+        """Elements in each partition (in HBM: in the whole region)."""
+        count = 1
+        for _, extent in self.pattern:
+            count *= extent
+        return count
+
+
+@dataclasses.dataclass(slots=True)
+class Instruction:
+    """One executed instruction.
+
+    engine: "tensor", "vector", "scalar", "gpsimd", "sync" or "dma".
+    attributes: what the cost of this op depends on beyond its regions, e.g. for nc_matmul
+        {"k", "m", "n", "is_transpose", "perf_mode"}; for activation {"function", "reduces"};
+        for dma_copy {"issuer", "dge_mode", "transpose"}.
+    line, file: the kernel's own source line.
+    after: instructions this one waits for beyond its data dependencies.
+    """
+
+    op: str
+    engine: str
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    attributes: dict[str, Any]
+    file: str
+    line: int
+    name: str = ""
+    after: tuple[Instruction, ...] = ()
+
+    def depends_on(self, *producers: Instruction) -> Instruction:
+        """Let this instruction wait for `producers`; returns itself (nki.isa.NkiInstruction)."""
+        self.after = self.after + producers
+        return self
+
+
+@dataclasses.dataclass(slots=True)
+class Allocation:
+    """One tensor: HBM, or on chip with its live range in instruction indices.
+
+    bytes_per_partition: on chip; whole size in bytes in HBM.
+    address: (partition, byte) of a manual placement.
+    """
+
+    storage: int
+    name: str
+    memory: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_per_partition: int
+    first_index: int
+    last_index: int
+    line: int
+    address: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Trace:
+    """A whole run of one program (one core).
+
+    sbuf_peak_bytes: largest sum, per partition, of SBUF tensors live at the same time.
+    psum_peak_banks: largest number of PSUM banks in use at the same time.
+    ordered: (first, stop) instruction ranges that keep program order (nl.no_reorder).
+    """
+
+    instructions: list[Instruction] = dataclasses.field(default_factory=list)
+    allocations: dict[int, Allocation] = dataclasses.field(default_factory=dict)
+    program_id: int = 0
+    sbuf_peak_bytes: int = 0
+    psum_peak_banks: int = 0
+    ordered: list[tuple[int, int]] = dataclasses.field(default_factory=list)

@@ -1,0 +1,150 @@
+"""What a target is: one frozen record of hardware numbers, the unit in every field name.
+
+Each number has an entry in `sources` that says whether it is documented, measured or assumed, and
+where it comes from. A target is data: it holds no behaviour beyond sums of its own fields.
+Per-core figures throughout: one kernel runs on one NeuronCore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+Kind = Literal["documented", "measured", "assumed"]
+
+
+class Source(NamedTuple):
+    """Where a number comes from; `where` names a public page or a public measurement."""
+
+    kind: Kind
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}"
+
+
+def documented(where: str) -> Source:
+    """Return a source for a number printed by AWS."""
+    return Source("documented", where)
+
+
+def measured(where: str) -> Source:
+    """Return a source for a number somebody measured on hardware and published."""
+    return Source("measured", where)
+
+
+def assumed(where: str) -> Source:
+    """Return a source for a number that we derived or assume; `where` says how."""
+    return Source("assumed", where)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """One NeuronCore generation."""
+
+    name: str
+    generation: str
+    summary: str
+
+    # Memories
+    partitions: int
+    sbuf_bytes_per_partition: int
+    sbuf_reserved_bytes_per_partition: int
+    psum_banks: int
+    psum_bank_bytes_per_partition: int
+    hbm_bytes_per_second: float
+
+    # Tile limits
+    stationary_free_max_elements: int
+    moving_free_max_elements: int
+    vector_transpose_max_elements: int
+
+    # TensorE
+    tensor_clock_hz: float
+    tensor_rows: int
+    tensor_columns: int
+    fp32_pass_factor: float
+    fp8_double_row: bool
+    tensor_min_interval_cycles: int
+    tensor_interval_overhead_cycles: int
+    tensor_fp32_overhead_cycles: int
+    tensor_latency_seconds: float
+    stationary_load_speedup: float
+    tensor_ramp_seconds: float
+    tensor_ramp_start_fraction: float
+
+    # VectorE, ScalarE, GpSimd
+    vector_clock_hz: float
+    scalar_clock_hz: float
+    gpsimd_clock_hz: float
+    engine_min_cycles: int
+    engine_streaming_overhead_cycles: int
+    engine_isolated_overhead_cycles: int
+    scalar_isolated_overhead_cycles: int
+    gpsimd_fixed_cycles: int
+    vector_fast_modes: bool
+    activation_table_load_seconds: float
+
+    # DMA
+    dma_engines: int
+    dma_queues_per_engine: int
+    dma_bytes_per_second_per_engine: float
+    dma_generates_descriptors: bool
+    dma_issue_seconds: float
+    dma_issue_descriptor_seconds: float
+    dma_static_issue_seconds: float
+    dma_hardware_issue_seconds: float
+    dma_descriptor_seconds: float
+    dma_descriptor_min_seconds: float
+    dma_start_latency_seconds: float
+    dma_stagger_seconds: float
+    dma_transpose_fraction: float
+    dma_transpose_sbuf_fraction: float
+    dma_transpose_wide_fraction: float
+    semaphore_seconds: float
+    engine_semaphore_seconds: float
+    kernel_start_stop_seconds: float
+
+    # What one engine's use of a memory shuts out
+    vector_gpsimd_share_sbuf: bool
+    vector_scalar_share_psum: bool
+
+    sources: Mapping[str, Source] = dataclasses.field(repr=False, hash=False, compare=False)
+
+    def __post_init__(self) -> None:
+        text = ("name", "generation", "summary", "sources")
+        numbers = {f.name for f in dataclasses.fields(self)} - set(text)
+        missing, extra = numbers - set(self.sources), set(self.sources) - numbers
+        if missing or extra:
+            raise ValueError(
+                f"target {self.name}: sources lack {sorted(missing)} and name {sorted(extra)}, "
+                "which are no fields; give every number exactly one source"
+            )
+
+    @property
+    def sbuf_usable_bytes_per_partition(self) -> int:
+        """Bytes of each partition that a kernel may allocate."""
+        return self.sbuf_bytes_per_partition - self.sbuf_reserved_bytes_per_partition
+
+    @property
+    def dma_bytes_per_second(self) -> float:
+        """All DMA engines of a core together, bytes per second, at their practical rate."""
+        return self.dma_engines * self.dma_bytes_per_second_per_engine
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """What HBM traffic can reach: the lower of the core's HBM share and its DMA engines."""
+        return min(self.hbm_bytes_per_second, self.dma_bytes_per_second)
+
+    def peak_flops_per_second(self, dtype: str = "bfloat16") -> float:
+        """Return dense TensorE FLOP/s for operands of `dtype`."""
+        bf16 = 2.0 * self.tensor_rows * self.tensor_columns * self.tensor_clock_hz
+        if dtype == "float32":
+            return bf16 / self.fp32_pass_factor
+        if dtype.startswith("float8") and self.fp8_double_row:
+            return bf16 * 2.0
+        return bf16
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.summary})"

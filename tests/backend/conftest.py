@@ -1,0 +1,18 @@
+"""Each test starts with torch's compiler and this package's tables empty, on one thread."""
+
+import pytest
+import torch
+
+from nmm_compiler import backend
+
+
+@pytest.fixture(autouse=True)
+def fresh_torch():
+    torch._dynamo.reset()
+    backend.reset()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()

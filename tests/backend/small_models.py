@@ -1,0 +1,48 @@
+"""A small Llama whose MLP and attention projections are factor pairs."""
+
+import pytest
+import torch
+from torch import nn
+
+
+class FactorPair(nn.Sequential):
+    """A linear layer as two, with the attributes that model code reads of a linear layer."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        u, s, v = torch.linalg.svd(linear.weight.detach().double(), full_matrices=False)
+        root = s[:rank].sqrt()
+        down = nn.Linear(linear.in_features, rank, bias=False)
+        up = nn.Linear(rank, linear.out_features, bias=linear.bias is not None)
+        down.weight = nn.Parameter((root[:, None] * v[:rank]).to(linear.weight.dtype))
+        up.weight = nn.Parameter((u[:, :rank] * root).to(linear.weight.dtype))
+        if linear.bias is not None:
+            up.bias = linear.bias
+        super().__init__(down, up)
+
+
+def factorize(model: nn.Module, rank: int = 8, skip=("lm_head",)) -> int:
+    """Replace each linear layer by a factor pair; return how many."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        if not isinstance(parent, FactorPair)
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and name not in skip
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, FactorPair(child, rank))
+    return len(found)
+
+
+def small_llama(layers: int = 2, rank: int = 8, **more):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        tie_word_embeddings=False, **more,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    chains = factorize(model, rank)
+    assert chains == 7 * layers
+    return model

@@ -1,0 +1,285 @@
+"""The backend's own duties: options, the untouched graph, faults, reports."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from backend.small_models import FactorPair
+from torch import nn
+from torch._dynamo.backends.registry import register_backend
+
+from nmm_compiler import backend
+from nmm_compiler.errors import OptionTypeError, UnknownNameError
+from nmm_compiler.options import Options
+from nmm_compiler.passes import pipeline
+from nmm_compiler.runtime import inner
+
+QUICK = {"kernels": "lazy", "inner": "capture"}
+captured: list[torch.fx.GraphModule] = []
+
+
+@register_backend(name="capture")
+def capture(gm, example_inputs):
+    captured.append(gm)
+    return gm.forward
+
+
+@pytest.fixture(autouse=True)
+def nothing_captured():
+    captured.clear()
+    yield
+    captured.clear()
+
+
+def pair(inputs=16, rank=2, outputs=12):
+    return FactorPair(nn.Linear(inputs, outputs), rank)
+
+
+def targets(gm):
+    return [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def check(model, *inputs, options=QUICK, chains=1, **compile_options):
+    compiled = torch.compile(model, backend="nmm", options=options, **compile_options)
+    torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+    assert sum(r.chains for r in backend.reports()) == chains
+    return compiled
+
+
+def test_a_chain_becomes_one_op_call_that_says_all():
+    check(pair(), torch.randn(4, 16))
+    (call,) = [n for n in captured[0].graph.nodes if str(n.target).startswith("nmm.")]
+    assert str(call.target) == "nmm.lowrank_matmul.default"
+    assert call.kwargs["target"] == "trn2"
+    assert call.kwargs["executor"] == "auto"
+    assert call.meta["example_value"].shape == (4, 12)
+
+
+def test_options_are_taken_as_a_dict_or_an_object_and_reach_the_call():
+    options = Options(target="trn3", executor="reference", **QUICK)
+    check(pair(), torch.randn(4, 16), options=options)
+    (call,) = [n for n in captured[0].graph.nodes if str(n.target).startswith("nmm.")]
+    assert (call.kwargs["target"], call.kwargs["executor"]) == ("trn3", "reference")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tarjet": "trn2"}, UnknownNameError, "unknown option 'tarjet'; did you mean 'target'"),
+        ({"target": "trn4"}, UnknownNameError, "unknown target 'trn4'; did you mean 'trn"),
+        ({"executor": "sim"}, UnknownNameError, "unknown executor 'sim'"),
+        ({"freeze": 1}, OptionTypeError, "pass True or False"),
+        ({"buckets": [8, 8]}, OptionTypeError, "increasing positive token counts"),
+        ({"report": "yes"}, OptionTypeError, "a function of the report"),
+        ({"cache_max_bytes": -1}, OptionTypeError, "a whole number of bytes"),
+        ({"disable": "lowrank"}, OptionTypeError, "a list of names"),
+        (7, OptionTypeError, "a dict or an nmm_compiler.Options"),
+    ],
+)
+def test_bad_options_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        backend.nmm(torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)], options=options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words):
+        torch.compile(pair(), backend="nmm", options=options)(torch.randn(4, 16))
+
+
+def test_a_graph_without_chains_goes_to_the_inner_backend_untouched():
+    gm = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(16, 12), nn.ReLU()))
+    nodes = list(gm.graph.nodes)
+    backend.nmm(gm, [torch.randn(4, 16)], options=QUICK)
+    assert captured[0] is gm
+    assert list(gm.graph.nodes) == nodes
+    report = backend.last_report()
+    assert report.matches == ()
+    assert report.kernels == ()
+
+
+def fail(*_, **__):
+    raise ZeroDivisionError("a fault in a pass")
+
+
+def test_a_fault_in_the_passes_leaves_the_graph_as_it_was_with_one_warning(monkeypatch):
+    monkeypatch.setattr(pipeline, "run", fail)
+    model, x = pair(), torch.randn(4, 16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(model, x, chains=0)
+    assert [str(w.message) for w in caught if "nmm" in str(w.message)] == [
+        "nmm: the passes failed with ZeroDivisionError: a fault in a pass. The graph goes to "
+        "'capture' as it was; pass options={'strict': True} for the traceback"
+    ]
+    assert not any(t.startswith("nmm.") for t in targets(captured[0]))
+    assert "a fault in a pass" in backend.last_report().fallback
+    assert "a fault in a pass" in str(backend.last_report())
+
+
+def test_strict_raises_the_fault(monkeypatch):
+    monkeypatch.setattr(pipeline, "run", fail)
+    gm = torch.fx.symbolic_trace(pair())
+    with pytest.raises(ZeroDivisionError, match="a fault in a pass"):
+        backend.nmm(gm, [torch.randn(4, 16)], options={**QUICK, "strict": True})
+    assert captured == []
+
+
+def test_ctrl_c_in_the_passes_is_not_swallowed(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        backend.nmm(torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)], options=QUICK)
+
+
+@register_backend(name="hates_nmm")
+def hates_nmm(gm, example_inputs):
+    if any(t.startswith("nmm.") for t in targets(gm)):
+        raise NotImplementedError("an op I do not know")
+    return gm.forward
+
+
+def test_an_inner_backend_that_refuses_our_ops_gets_the_untouched_graph():
+    with pytest.warns(UserWarning, match="an op I do not know"):
+        check(pair(), torch.randn(4, 16), options={**QUICK, "inner": "hates_nmm"}, chains=0)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="an op I do not know"):
+        torch.compile(
+            pair(), backend="nmm", options={**QUICK, "inner": "hates_nmm", "strict": True}
+        )(torch.randn(4, 16))
+
+
+def test_an_unknown_inner_backend_is_named():
+    with pytest.raises(Exception, match="indctor"):
+        torch.compile(pair(), backend="nmm", options={"inner": "indctor"})(torch.randn(4, 16))
+
+
+def test_mode_reaches_inductor_and_warns_elsewhere(monkeypatch):
+    gm, x = torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)]
+    with pytest.warns(UserWarning, match="mode 'max-autotune' is inductor's"):
+        backend.nmm(gm, x, mode="max-autotune", options=QUICK)
+    seen = {}
+
+    def stand_in(gm, example_inputs, config_patches):
+        seen.update(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(inner, "lookup_backend", lambda name: stand_in)
+    backend.nmm(gm, x, mode="max-autotune", options={**QUICK, "inner": "inductor"})
+    assert seen["max_autotune"] is True
+
+
+def test_graph_breaks_give_one_report_for_each_graph():
+    first, second = pair(), pair(12, 2, 16)
+
+    def model(x):
+        x = first(x)
+        torch._dynamo.graph_break()
+        return second(x)
+
+    check(model, torch.randn(4, 16), chains=2)
+    assert [r.chains for r in backend.reports()] == [1, 1]
+    assert [r.graph for r in backend.reports()] == sorted(r.graph for r in backend.reports())
+
+
+def test_chains_in_nested_regions_are_rewritten():
+    layer = pair()
+
+    @torch.compiler.nested_compile_region
+    def region(x):
+        return layer(x).relu()
+
+    def model(x):
+        return region(x) + region(x + 1)
+
+    check(model, torch.randn(4, 16), chains=1)
+    inner = [c for c in captured[0].modules() if isinstance(c, torch.fx.GraphModule)]
+    assert any("nmm.lowrank_matmul.default" in targets(c) for c in inner)
+
+
+def test_disabled_rules_leave_chains_alone():
+    check(pair(), torch.randn(4, 16), options={**QUICK, "disable": ["lowrank"]}, chains=0)
+
+
+def test_the_report_is_handed_over_printed_kept_and_plain_json(capsys):
+    seen = []
+    check(pair(), torch.randn(4, 16), options={**QUICK, "report": seen.append})
+    assert seen == backend.reports()
+    assert backend.last_report() is seen[-1]
+    data = json.loads(seen[0].to_json())
+    assert data["chains"] == len(data["matches"]) == 1
+    assert data["matches"][0].startswith("lowrank m=4, k=16, r=2, n=12 at ")
+    assert data["inner"] == "capture"
+    assert set(data["phases_ms"]) == {"passes", "kernels", "inner"}
+    torch._dynamo.reset()
+    assert backend.reports() == []
+    check(pair(), torch.randn(4, 16), options={**QUICK, "report": True})
+    printed = capsys.readouterr().out
+    assert printed.strip() == str(backend.last_report())
+    assert "1 chains rewritten as 1 calls" in printed
+
+
+def test_the_report_is_an_artifact_of_torchs_structured_trace(monkeypatch):
+    kept = {}
+
+    def trace(kind, metadata_fn, payload_fn, **_):
+        kept[kind] = (metadata_fn(), json.loads(payload_fn()))
+
+    monkeypatch.setattr(torch._logging, "trace_structured", trace)
+    backend.nmm(torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)], options=QUICK)
+    metadata, payload = kept["artifact"]
+    assert metadata == {"name": "nmm_compile_report", "encoding": "json"}
+    assert payload == json.loads(backend.last_report().to_json())
+
+
+def test_equal_options_do_not_recompile():
+    model, x = pair(), torch.randn(4, 16)
+    for _ in range(3):
+        torch.compile(model, backend="nmm", options=dict(QUICK))(x)
+        torch.compile(model, backend="nmm", options=dict(QUICK))(x)
+    assert len(captured) == 1
+    assert Options(**QUICK) == Options.make(QUICK)
+    assert dataclasses.replace(Options(), freeze=True) != Options()
+
+
+def test_the_backend_works_by_name_without_importing_the_package():
+    code = (
+        "import torch, sys\n"
+        "assert 'nmm' in torch._dynamo.list_backends()\n"
+        "assert 'nmm_compiler' not in sys.modules\n"
+        "m = torch.nn.Sequential(torch.nn.Linear(16, 2, bias=False), torch.nn.Linear(2, 12))\n"
+        "x = torch.randn(4, 16)\n"
+        "f = torch.compile(m, backend='nmm', options={'inner': 'eager', 'kernels': 'lazy'})\n"
+        "assert torch.allclose(f(x), m(x), atol=1e-5)\n"
+        "import nmm_compiler.backend as b\n"
+        "print(len(b.last_report().matches))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_without_a_cxx_compiler_auto_is_eager_with_one_warning(monkeypatch):
+    monkeypatch.setattr(inner, "_inductor_compiles", lambda: False)
+    inner._warn_of_eager.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = [inner.inner_name("auto", [torch.randn(2)]) for _ in range(2)]
+    assert names == ["eager", "eager"]
+    assert len(caught) == 1
+    assert "install g++" in str(caught[0].message)
+
+
+def test_auto_inner_follows_the_device():
+    class On:
+        def __init__(self, kind):
+            self.device = torch.device(kind)
+
+    def named(kind):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(inner, "Tensor", On)
+            return inner.inner_name("auto", [On(kind), 3])
+
+    assert (named("xla"), named("cpu"), named("cuda")) == ("openxla", "inductor", "inductor")
+    assert inner._INNER_OF_DEVICE["neuron"] == "neuron"
+    assert inner.inner_name("aot_eager", []) == "aot_eager"

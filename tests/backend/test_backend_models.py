@@ -1,0 +1,421 @@
+"""Real model code through the backend: token counts, generation, training, regions, threads."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from backend.small_models import FactorPair, small_llama
+from torch import nn
+from torch._dynamo.utils import counters
+
+from nmm_compiler import backend
+from nmm_compiler.runtime.kernels import KERNELS
+
+QUICK = {"kernels": "lazy", "inner": "aot_eager"}
+CHAINS_PER_LAYER = 7  # q, k, v, o, gate, up, down
+
+
+def with_nmm(model, **options):
+    return torch.compile(model, backend="nmm", options={**QUICK, **options})
+
+
+def tolerance(model, dtype=torch.float32):
+    """Return how far two correct evaluations of `model` may differ, for logits of size ~1.
+
+    A product of contraction length K, summed in another order, moves its result by about
+    eps sqrt(K) of its norm; layers are normalized, so the products' errors add, twice (two
+    evaluations) and with both signs.
+    """
+    eps = torch.finfo(dtype).eps
+    return 4 * eps * sum(m.in_features**0.5 for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def rewritten():
+    return sum(r.chains for r in backend.reports())
+
+
+def tokens(n, batch=1):
+    return torch.arange(batch * n).reshape(batch, n) % 128
+
+
+def graphs_compiled(run, calls):
+    """Return how many graphs Dynamo compiled for these calls, and their results."""
+    before = counters["stats"]["unique_graphs"]
+    outs = [run(call) for call in calls]
+    return counters["stats"]["unique_graphs"] - before, outs
+
+
+def test_seven_token_counts_compile_as_often_as_under_plain_inner():
+    model = small_llama(layers=1)
+    counts = (5, 1, 16, 17, 33, 64, 100)
+    plain_run = torch.compile(model, backend="eager")
+    run = with_nmm(model, inner="eager")
+    with torch.no_grad():
+        plain, _ = graphs_compiled(lambda n: plain_run(tokens(n)).logits, counts)
+        torch._dynamo.reset()
+        ours, outs = graphs_compiled(lambda n: run(tokens(n)).logits, counts)
+        assert ours == plain == len(backend.reports())
+        assert rewritten() == CHAINS_PER_LAYER * ours
+        for n, out in zip(counts, outs, strict=True):
+            assert (out - model(tokens(n)).logits).abs().max() <= tolerance(model)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "counts", "wanted"),
+    [
+        ((8, 32), (5, 1, 16, 17, 8, 30, 32), {8, 32}),
+        pytest.param(
+            # The first count is static, then Dynamo makes 1 static too, and the rest symbolic.
+            None, (5, 1, 16, 17, 33, 64, 100), {5, 1, 16, 32, 64, 128}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["given", "default"],
+)  # fmt: skip
+def test_seven_token_counts_build_one_kernel_per_bucket_and_run_in_the_simulator(
+    buckets, counts, wanted
+):
+    model = small_llama(layers=1)
+    run = with_nmm(model, executor="simulator", kernels="build", buckets=buckets, inner="eager")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="nmm:.*")  # no call fell back to PyTorch
+        for n in counts:
+            out, want = run(tokens(n)).logits, model(tokens(n)).logits
+            assert (out - want).abs().max() <= tolerance(model)
+        built = [kernel.spec for kernel in KERNELS.all()]
+        for n in counts:
+            run(tokens(n))
+    assert [kernel.spec for kernel in KERNELS.all()] == built
+    kernels_of = {m: sum(spec.m == m for spec in built) for m in {spec.m for spec in built}}
+    assert set(kernels_of) == wanted
+    assert len(set(kernels_of.values())) == 1  # the same kernels for each bucket
+    assert len(set(built)) == len(built)
+
+
+def test_nothing_recompiles_that_plain_inner_does_not():
+    """Modes, grad, in-place updates, new parameters, dtypes: the same number of graphs."""
+
+    def story(run, model):
+        x = torch.randn(4, 16)
+        run(x)
+        with torch.no_grad():
+            run(x)
+            model[0].weight.add_(1)
+            run(x)
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        run(x)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        run(x)
+        model.train()
+        run(x)
+        run(torch.randn(6, 16))
+        run(torch.randn(7, 16))
+        model.to(torch.float64)
+        run(x.double())
+        model[0].weight.requires_grad_(False)
+        run(x.double())
+
+    def count(**how):
+        torch._dynamo.reset()
+        model = FactorPair(nn.Linear(16, 12), 2).eval()
+        run = torch.compile(model, **how)
+        return graphs_compiled(lambda _: story(run, model), [None])[0]
+
+    plain = count(backend="aot_eager")
+    assert count(backend="nmm", options=QUICK) == plain
+
+
+def in_place(model):
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+
+
+def through_data(model):
+    model[1].weight.data.add_(1)
+
+
+def load_state_dict(model):
+    model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()})
+
+
+def replaced(model):
+    model[0].weight = nn.Parameter(torch.randn(2, 16))
+
+
+def tied(model):
+    model[1].bias = nn.Parameter(torch.randn(12))
+
+
+CHANGES = [in_place, through_data, load_state_dict, replaced, tied]
+
+
+def test_every_change_of_a_weight_is_seen_without_more_compiles_than_plain_inner():
+    x = torch.randn(4, 16)
+
+    def graphs(**how):
+        torch._dynamo.reset()
+        model = FactorPair(nn.Linear(16, 12), 2).eval()
+        run = torch.compile(model, **how)
+
+        def check(change):
+            change(model)
+            with torch.no_grad():
+                torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+
+        return graphs_compiled(check, [lambda m: None, *CHANGES])[0]
+
+    assert graphs(backend="nmm", options=QUICK) == graphs(backend="aot_eager")
+
+
+def test_generate_with_a_static_cache_equals_eager():
+    model = small_llama()
+    prompt = tokens(5)
+    how = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    want = model.generate(prompt, disable_compile=True, **how)
+    compiled = copy.deepcopy(model)
+    compiled.forward = with_nmm(compiled.forward, inner="eager")
+    got = compiled.generate(prompt, disable_compile=True, **how)
+    assert torch.equal(got, want)
+    assert {r.chains for r in backend.reports()} == {2 * CHAINS_PER_LAYER}
+    assert len(backend.reports()) <= 3  # prefill, then one token
+
+
+def losses(model, steps, run=None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = model if run is None else run
+    found = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = torch.randint(0, 128, (2, 16), generator=generator)
+        loss = run(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_training_follows_eager_for_twenty_steps(inner):
+    eager = small_llama().train()
+    ours = copy.deepcopy(eager)
+    want = losses(eager, 20)
+    got = losses(ours, 20, with_nmm(ours, inner=inner))
+    assert len(backend.reports()) == 1
+    assert rewritten() == 2 * CHAINS_PER_LAYER
+    # Both round the same products differently; each of 20 AdamW steps of 1e-3 can turn such a
+    # difference into at most the difference of two steps, which the loss sees to first order.
+    assert (got - want).abs().max() <= 20 * tolerance(eager)
+    assert want[-1] < want[0]
+
+
+def test_training_runs_through_simulated_kernels():
+    """Forward passes in the simulator, gradients by the ops' formulas, fresh weights each step."""
+    eager = nn.Sequential(
+        FactorPair(nn.Linear(32, 24), 4), nn.SiLU(), FactorPair(nn.Linear(24, 8), 4)
+    )
+    ours = copy.deepcopy(eager)
+    run = with_nmm(ours, executor="simulator", kernels="build")
+    batches = [torch.randn(16, 32) for _ in range(5)]
+
+    def losses_of(model, run):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for batch in batches:
+            loss = (run(batch) - batch[:, :8]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        return torch.tensor(found)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="nmm:.*")  # no call fell back to PyTorch
+        got = losses_of(ours, run)
+    assert rewritten() == 2
+    assert len(backend.last_report().kernels) == 2
+    # Losses of size ~1; five steps of 1e-2 each turn a rounding difference into at most two steps'.
+    assert (got - losses_of(eager, eager)).abs().max() <= 5 * tolerance(eager)
+
+
+@pytest.mark.parametrize("how", [{"dynamic": True}, {"fullgraph": True, "dynamic": None}])
+def test_dynamic_and_fullgraph_compile(how):
+    model = FactorPair(nn.Linear(16, 12), 2).eval()
+    run = torch.compile(model, backend="nmm", options=QUICK, **how)
+    with torch.no_grad():
+        for m in (3, 8, 5):
+            x = torch.randn(m, 16)
+            torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+    assert len(backend.reports()) == (1 if how.get("dynamic") else 2)
+
+
+def test_cache_mode_require_names_what_is_missing_and_how_to_build_it(tmp_path):
+    model, x = FactorPair(nn.Linear(16, 12), 2).eval(), torch.randn(4, 16)
+    options = {"inner": "eager", "cache_dir": str(tmp_path / "cache")}
+    required = torch.compile(model, backend="nmm", options={**options, "cache": "require"})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="CacheMissError") as caught:
+        required(x)
+    assert "1 kernel(s) are not in" in str(caught.value)
+    assert "NMM_CACHE=rw" in str(caught.value)
+    torch.compile(model, backend="nmm", options=options)(x)
+    assert [k.origin for k in backend.last_report().kernels] == ["built"]
+    torch._dynamo.reset()
+    required(x)
+    assert [k.origin for k in backend.last_report().kernels] == ["cache"]
+
+
+def test_training_only_the_factors_leaves_the_rest_alone():
+    model = small_llama(layers=1)
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, FactorPair):
+            module.requires_grad_(True)
+    plain = copy.deepcopy(model)
+    batch = tokens(8)
+    with_nmm(model)(input_ids=batch, labels=batch).loss.backward()
+    plain(input_ids=batch, labels=batch).loss.backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_autocast_bf16_gives_bf16_as_eager():
+    model = small_llama(layers=1)
+    run = with_nmm(model)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = run(tokens(8)).logits, model(tokens(8)).logits
+    assert got.dtype == want.dtype == torch.bfloat16
+    assert (got - want).abs().max() <= tolerance(model, torch.bfloat16)
+
+
+def test_activation_checkpointing_keeps_chains_and_gradients():
+    model = small_llama(layers=2).train()
+    plain = copy.deepcopy(model)
+    for m in (model, plain):
+        m.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = tokens(8)
+    run = with_nmm(model)
+    run(input_ids=batch, labels=batch).loss.backward()
+    plain(input_ids=batch, labels=batch).loss.backward()
+    assert rewritten() == 2 * CHAINS_PER_LAYER
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_two_threads_share_a_compiled_model():
+    model = small_llama(layers=1)
+    run = with_nmm(model, inner="eager")
+    wanted = {n: model(tokens(n)).logits for n in (3, 4, 7, 9)}
+    errors = []
+
+    def work(order):
+        try:
+            with torch.no_grad():
+                for n in order:
+                    torch.testing.assert_close(
+                        run(tokens(n)).logits, wanted[n], rtol=1e-4, atol=1e-5
+                    )
+        except Exception as error:  # shown by the assertion below, in the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(o,)) for o in ((3, 4, 7, 9), (9, 7, 4, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_an_exported_program_compiles():
+    model = FactorPair(nn.Linear(16, 12), 2).eval()
+    x = torch.randn(4, 16)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("m")},))
+    run = with_nmm(exported.module())
+    for m in (4, 9):
+        x = torch.randn(m, 16)
+        torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+    assert rewritten() >= 1
+
+
+SECOND_START = """
+import json, torch
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+down, up = torch.nn.Linear(64, 8, bias=False), torch.nn.Linear(8, 48, bias=False)
+model = torch.nn.Sequential(down, up)  # nothing for a C++ compiler to do
+run = torch.compile(model, backend="nmm", options={"inner": "inductor", **OPTIONS})
+y = run(torch.ones(4, 64))
+y.sum().backward()
+import nmm_compiler.backend as backend
+print(json.dumps({
+    "aot": {k: v for k, v in counters["aot_autograd"].items()},
+    "fx": {k: v for k, v in counters["inductor"].items()},
+    "report": backend.last_report().to_dict(),
+    "y": float(y.sum()),
+}))
+"""
+
+
+def start(tmp_path, **options):
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "OMP_NUM_THREADS": "1",
+    }
+    code = SECOND_START.replace("OPTIONS", repr(options))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=300, env=environment,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_inner_caches_hit_when_a_process_starts_again(tmp_path):
+    first, second = start(tmp_path), start(tmp_path)
+    assert first["aot"].get("autograd_cache_miss") == 1
+    assert "autograd_cache_bypass" not in first["aot"]
+    assert second["aot"].get("autograd_cache_hit") == 1
+    assert "autograd_cache_miss" not in second["aot"]
+    assert second["y"] == first["y"]
+    assert second["report"]["chains"] == 1
+    origins = [[k["origin"] for k in run["report"]["kernels"]] for run in (first, second)]
+    assert origins == [["built"], ["cache"]]
+
+
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (FactorPair(nn.Linear(16, 48, bias=False), 4) for _ in range(2))
+        self.down = FactorPair(nn.Linear(48, 16, bias=False), 4)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_inductor_emits_the_products_that_it_emits_without_us():
+    """PyTorch computes these calls: layouts made for kernels must cost nothing here."""
+    from torch._inductor.utils import run_and_get_code
+
+    model, x = GatedMLP(), torch.randn(2, 8, 16)
+
+    def products(**how):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            out, code = run_and_get_code(torch.compile(model, **how), x)
+        torch.testing.assert_close(out, model(x), rtol=1e-5, atol=1e-5)
+        return [line.strip() for line in code[0].splitlines() if "extern_kernels." in line]
+
+    plain = products(backend="inductor")
+    ours = products(backend="nmm", options={**QUICK, "inner": "inductor"})
+    assert rewritten() == 3
+    assert len(ours) == 6
+    assert ours == plain

@@ -1,0 +1,84 @@
+"""Shared by the tests of the cache: keys, a counting builder, child processes, mended commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from nmm_compiler.cache import scratch
+from nmm_compiler.cache.key import Key
+
+NOBODY = 65534
+
+
+def key_of(number: int, **more: object) -> Key:
+    return Key.make({"family": "lowrank", "spec": {"m": number, "k": 64}, "target": "trn2", **more})
+
+
+class Builder:
+    """Counts how often it was asked."""
+
+    def __init__(self, text: str = "y = 1\n") -> None:
+        self.text, self.calls = text, 0
+
+    def __call__(self) -> dict[str, str]:
+        self.calls += 1
+        return {"kernel.py": self.text}
+
+
+def fork(body: Callable[[], None], user: int | None = None) -> int:
+    """Run `body` in a forked child, as another user if given; return the child's id.
+
+    The child ends with 0, or with 1 and a traceback on stderr.
+    """
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads of other tests
+        child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        if user is not None and os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+        body()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if scratch._root is not None:  # os._exit runs no exit handlers
+            scratch._remove(*scratch._root)
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_forked(body: Callable[[], None], user: int | None = None) -> None:
+    """Run `body` in a child and fail when it fails."""
+    _, status = os.waitpid(fork(body, user), 0)
+    assert os.waitstatus_to_exitcode(status) == 0, "the child failed, see stderr"
+
+
+def open_directory(mode: int, user: int | None = None) -> Path:
+    """Return a new directory directly in the temporary directory, which any user can reach."""
+    path = Path(tempfile.mkdtemp(prefix="nmm-cache-test-"))
+    os.chmod(path, mode)
+    if user is not None and os.geteuid() == 0:
+        os.chown(path, user, user)
+    return path
+
+
+def mend(message: str) -> None:
+    """Run the command that an error ends with."""
+    found = re.search(r"mend it: (ch(?:mod|own) .+?)(?:, or| \(|$)", message)
+    assert found, message
+    subprocess.run(shlex.split(found[1]), check=True)

@@ -1,0 +1,205 @@
+"""Whatever happens to the bytes of an entry, it is seen, and the kernel is built again."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+from cache_helpers import Builder, key_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nmm_compiler.cache import disk as disk_module
+from nmm_compiler.cache.disk import Disk
+from nmm_compiler.cache.entry import make, parse, render
+from nmm_compiler.cache.store import Store
+from nmm_compiler.errors import CacheMissError, CacheWarning, DamagedEntryError
+
+SOURCE = "import nki\n\n\n@nki.jit\ndef kernel(x):\n    return x  # é\n"
+META = {"predicted": {"latency_us": 12.5}, "schedule": {"tile": [128, 512]}}
+
+
+@pytest.fixture
+def entry(directory):
+    return Store(directory).get_or_build(key_of(1), Builder(SOURCE), META)
+
+
+def _flips(entry, bits):
+    for file in sorted(entry.path.iterdir()):
+        original = file.read_bytes()
+        for position in range(len(original)):
+            for bit in bits(position):
+                data = bytearray(original)
+                data[position] ^= 1 << bit
+                yield file, original, bytes(data)
+
+
+def test_every_byte_flipped_once_is_detected(directory, entry):
+    disk, count = Disk(directory, writing=True), 0
+    for file, original, flipped in _flips(entry, lambda position: [position % 8]):
+        file.write_bytes(flipped)
+        with pytest.raises(DamagedEntryError):
+            disk.read(entry.key.digest)
+        file.write_bytes(original)
+        count += 1
+    assert count == entry.size_bytes
+    assert disk.read(entry.key.digest)[0].files == {"kernel.py": SOURCE}
+
+
+@pytest.mark.long
+def test_every_bit_flipped_once_is_detected(directory, entry):
+    disk = Disk(directory, writing=True)
+    for file, original, flipped in _flips(entry, lambda _: range(8)):
+        file.write_bytes(flipped)
+        with pytest.raises(DamagedEntryError):
+            disk.read(entry.key.digest)
+        file.write_bytes(original)
+
+
+def test_every_byte_flipped_once_is_rebuilt(directory, entry, monkeypatch):
+    monkeypatch.setattr(disk_module.os, "fsync", lambda handle: None)  # a thousand publications
+    build, count = Builder(SOURCE), 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for file, _, flipped in _flips(entry, lambda position: [(position + 3) % 8]):
+            file.write_bytes(flipped)
+            again = Store(directory).get_or_build(key_of(1), build, META)
+            count += 1
+            assert build.calls == count
+            assert again.files == {"kernel.py": SOURCE}
+            assert again.meta == META
+    assert sum(issubclass(w.category, CacheWarning) for w in caught) == count
+    assert Disk(directory, writing=True).read(entry.key.digest)[0].files == entry.files
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
+def test_every_cut_is_detected(directory, entry, name):
+    disk, file = Disk(directory, writing=True), entry.path / name
+    original = file.read_bytes()
+    for length in range(len(original)):
+        file.write_bytes(original[:length])
+        with pytest.raises(DamagedEntryError):
+            disk.read(entry.key.digest)
+    for tail in (b"\n", b"\0", original):
+        file.write_bytes(original + tail)
+        with pytest.raises(DamagedEntryError):
+            disk.read(entry.key.digest)
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
+def test_a_missing_file_is_detected(directory, entry, name):
+    (entry.path / name).unlink()
+    build = Builder(SOURCE)
+    with pytest.warns(CacheWarning, match=f"{name}"):
+        assert Store(directory).get_or_build(key_of(1), build).files == entry.files
+    assert build.calls == 1
+
+
+def test_an_empty_directory_is_no_entry(directory, entry):
+    for file in entry.path.iterdir():
+        file.unlink()
+    with pytest.warns(CacheWarning, match=r"meta\.json is missing"):
+        assert Store(directory).get(key_of(1)) is None
+
+
+def test_list_verify_and_prune_see_damage(directory, entry):
+    store = Store(directory)
+    store.get_or_build(key_of(2), Builder())
+    (entry.path / "kernel.py").write_text("other\n")
+    states = {info.digest: info.state for info in store.list()}
+    assert states[key_of(2).digest] == "ok"
+    assert "sha256" in states[key_of(1).digest]
+    assert not store.verify().ok
+    assert store.verify().count("damaged") == 1
+    assert [u.digest for u in store.prune()] == [key_of(1).digest]
+    assert store.verify().ok
+
+
+def test_require_says_that_an_entry_is_damaged(directory, entry):
+    (entry.path / "kernel.py").write_text("other\n")
+    store = Store(directory, "require")
+    with pytest.warns(CacheWarning, match="not used"), pytest.raises(CacheMissError) as caught:
+        store.get_or_build(key_of(1), Builder())
+    assert "because its entry is damaged: kernel.py" in str(caught.value)
+    assert (entry.path / "kernel.py").read_text() == "other\n"
+
+
+def test_a_manifest_for_other_entries_is_refused():
+    entry = make(key_of(1), {"kernel.py": "x"}, {})
+    with pytest.raises(DamagedEntryError, match="another entry"):
+        parse(entry.manifest, key_of(2).digest)
+
+
+ZEROS = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2}, {"digest": ZEROS}, {"meta": []}, {"created": 1},
+        {"key": {}}, {"key": None}, {"key": {"a": 1}},
+        {"files": {}}, {"files": []}, {"files": {"x": 3}}, {"files": {"x": {"bytes": 1}}},
+        {"files": {"../x": {"bytes": 1, "sha256": ZEROS}}},
+        {"files": {"meta.json": {"bytes": 1, "sha256": ZEROS}}},
+        {"files": {"x": {"bytes": -1, "sha256": ZEROS}}},
+        {"files": {"x": {"bytes": True, "sha256": ZEROS}}},
+        {"files": {"x": {"bytes": 1, "sha256": "Z" * 64}}},
+    ],
+)  # fmt: skip
+def test_a_manifest_with_a_good_hash_and_bad_content_is_refused(change):
+    """Its hash proves nothing about who wrote it: every field is checked."""
+    key = key_of(1)
+    good = {
+        "format": 1,
+        "digest": key.digest,
+        "created": {"by": "x"},
+        "key": key.to_dict(),
+        "meta": {},
+        "files": {"x": {"bytes": 1, "sha256": "0" * 64}},
+    }
+    assert parse(render(good), key.digest).files == {"x": (1, "0" * 64)}
+    with pytest.raises(DamagedEntryError):
+        parse(render({**good, **change}), key.digest)
+    for name in good:
+        with pytest.raises(DamagedEntryError):
+            parse(render({k: v for k, v in good.items() if k != name}), key.digest)
+
+
+def test_deep_nesting_is_refused_and_not_a_crash():
+    deep = b"[" * 100_000
+    with pytest.raises(DamagedEntryError):
+        parse(_signed(deep + b"]" * 100_000), key_of(1).digest)
+
+
+def _signed(head: bytes) -> bytes:
+    import hashlib
+
+    sha256 = hashlib.sha256(head).hexdigest()
+    return head + f',\n "sha256": "{sha256}"\n}}\n'.encode()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400))
+def test_noise_is_never_a_manifest(noise):
+    for raw in (noise, _signed(noise)):
+        with pytest.raises(DamagedEntryError):
+            parse(raw, key_of(1).digest)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    files=st.dictionaries(
+        st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,30}", fullmatch=True).filter(
+            lambda name: name != "meta.json"
+        ),
+        st.text(st.characters(exclude_categories=["Cs"])),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_text_comes_back_as_it_was(tmp_path, files):
+    directory = tmp_path / "any"
+    shutil.rmtree(directory, ignore_errors=True)
+    Store(directory).get_or_build(key_of(1), lambda: files)
+    assert Store(directory).get(key_of(1)).files == files

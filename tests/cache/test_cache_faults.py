@@ -1,0 +1,538 @@
+"""Kills, full disks, lost directories, wrong clocks, many processes: entries are whole or absent.
+
+Everything here happens to real processes and real files; where root would be let through, the child
+gives up root first, and where a device is needed and cannot be mounted, the error is injected.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+from cache_helpers import NOBODY, Builder, fork, key_of, open_directory, run_forked
+
+from nmm_compiler.cache import disk as disk_module
+from nmm_compiler.cache import evict, locks
+from nmm_compiler.cache.disk import Disk
+from nmm_compiler.cache.entry import make
+from nmm_compiler.cache.store import Store
+from nmm_compiler.errors import CacheWarning
+
+FILES = {f"part{i}.py": f"part = {i}\n" * 4000 for i in range(4)}
+
+
+def assert_whole_or_absent(directory, expected):
+    """Every entry on disk is verified and has the text it must have."""
+    for info in Store(directory, "ro").list():
+        assert info.state == "ok", info
+        entry = Store(directory, "ro").get(info.key)
+        assert entry.files == expected(info.key)
+
+
+# Many processes
+
+WORKER = """
+import json, os, sys, time
+from nmm_compiler.cache.key import Key
+from nmm_compiler.cache import locks
+from nmm_compiler.cache.store import Store
+
+directory, start, out, use_locks = sys.argv[1:]
+if use_locks == "no":
+    import contextlib
+    locks.BuildLocks.process = lambda self, folder, digest: contextlib.nullcontext()
+while not os.path.exists(start):
+    time.sleep(0.001)
+store, built, got = Store(directory), 0, {}
+
+def build():
+    global built
+    built += 1
+    time.sleep(0.003)
+    return {"kernel.py": f"made_by = {os.getpid()}\\n" * 500, "more.py": f"{os.getpid()}"}
+
+for number in range(20):
+    entry = store.get_or_build(Key.make({"number": number}), build)
+    again = Store(directory).get(entry.key)
+    assert again is not None and again.files == entry.files
+    got[number] = entry.files["more.py"]
+with open(out, "w") as file:
+    json.dump({"built": built, "got": got}, file)
+"""
+
+
+@pytest.mark.parametrize("use_locks", ["yes", "no"])
+def test_eight_processes_build_the_same_twenty_keys(tmp_path, directory, use_locks):
+    import json
+
+    start = tmp_path / "start"
+    command = [sys.executable, "-W", "error", "-c", WORKER, str(directory), str(start)]
+    workers = [
+        subprocess.Popen([*command, str(tmp_path / f"{i}.json"), use_locks]) for i in range(8)
+    ]
+    start.touch()
+    assert [worker.wait(120) for worker in workers] == [0] * 8
+    results = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(8)]
+    assert len({json.dumps(result["got"]) for result in results}) == 1  # all have the winner's
+    builds = sum(result["built"] for result in results)
+    if use_locks == "yes":
+        assert builds == 20  # the lock saved the other 140
+    assert builds >= 20
+    store = Store(directory)
+    assert len(store.list()) == 20
+    assert all(info.state == "ok" for info in store.list())
+    assert list(disk_module.leftovers(directory / "v1")) == []
+
+
+# Kills
+
+
+def _killed_builds(directory, kills, seed):
+    """Fork a child that builds, SIGKILL it after a random time; return how the kills landed."""
+    generator = random.Random(seed)
+    landed = {"staged": 0, "published": 0, "absent": 0}
+    start = time.perf_counter()
+    Store(directory).get_or_build(key_of(-1), lambda: FILES)
+    longest = 2 * (time.perf_counter() - start)
+    for number in range(kills):
+        before = len(list(disk_module.leftovers(directory / "v1")))
+        child = fork(lambda n=number: Store(directory).get_or_build(key_of(n), lambda: FILES))
+        time.sleep(generator.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert_whole_or_absent(directory, lambda key: FILES)
+        present = (directory / "v1" / key_of(number).digest).exists()
+        staged = len(list(disk_module.leftovers(directory / "v1"))) > before
+        landed["published" if present else "staged" if staged else "absent"] += 1
+        build = Builder("again\n")
+        expected = FILES if present else {"kernel.py": "again\n"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert Store(directory).get_or_build(key_of(number), build).files == expected
+        assert build.calls == (0 if present else 1)
+        Store(directory)._disk.remove(key_of(number).digest)
+    return landed
+
+
+def test_kills_at_random_moments(directory):
+    landed = _killed_builds(directory, 30, seed=1)
+    assert sum(landed.values()) == 30
+    # What the killed ones left is cleared by the next process that publishes.
+    Store(directory).get_or_build(key_of(1000), Builder())
+    assert list(disk_module.leftovers(directory / "v1")) == []
+
+
+@pytest.mark.long
+def test_two_hundred_kills_at_random_moments(directory):
+    landed = _killed_builds(directory, 200, seed=2)
+    assert landed["staged"] >= 10, landed  # or the moments were not spread over the build
+    assert landed["published"] >= 1, landed
+
+
+CALLS = ("mkdir", "open", "write", "fsync", "rename", "close")
+DELETING = ("rename", "chmod", "unlink", "rmdir", "open", "close")
+
+
+def _count_down(calls, strike, names=CALLS):
+    """Patch os.<call> so that `strike()` comes in place of call number `calls` of any of them."""
+    left = [calls]
+
+    def wrap(real):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                strike()
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(disk_module.os, name, wrap(getattr(os, name)))
+
+
+def test_a_kill_before_each_system_call_of_a_publish(directory):
+    """The deterministic half: no system call of the publication is missed."""
+    Store(directory).get_or_build(key_of(-1), Builder())
+    entry = make(key_of(0), {"kernel.py": "y = 0\n", "more.py": "z = 0\n"}, {})
+    seen = []
+    for calls in range(200):
+
+        def body(calls=calls):
+            _count_down(calls, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            Disk(directory, writing=True).publish(entry)
+
+        _, status = os.waitpid(fork(body), 0)
+        states = [i.state for i in Store(directory, "ro").list() if i.digest == entry.key.digest]
+        seen.append(states)
+        assert states in ([], ["ok"]), (calls, states)
+        if os.waitstatus_to_exitcode(status) == 0:
+            break
+    else:
+        pytest.fail("the publication never came to its end")
+    assert len(seen) > 12  # mkdir, 3 files of 4 calls, directories, rename
+    assert seen[0] == []
+    assert seen[-1] == ["ok"]
+    assert seen == sorted(seen)  # absent, absent, ..., then whole
+    assert len(list(disk_module.leftovers(directory / "v1"))) > 5
+    evict.clear_leftovers(Disk(directory, writing=True))
+    assert list(disk_module.leftovers(directory / "v1")) == []
+
+
+def test_a_kill_before_each_system_call_of_a_deletion(directory):
+    """Half an entry is never seen: it is renamed out of sight before it is taken apart."""
+    Store(directory).get_or_build(key_of(-1), Builder())
+    seen = []
+    for calls in range(100):
+        Store(directory).get_or_build(key_of(0), lambda: {"kernel.py": "y\n", "more.py": "z\n"})
+
+        def body(calls=calls):
+            disk = Disk(directory, writing=True)
+            _count_down(calls, lambda: os.kill(os.getpid(), signal.SIGKILL), DELETING)
+            disk.remove(key_of(0).digest)
+
+        _, status = os.waitpid(fork(body), 0)
+        states = [i.state for i in Store(directory, "ro").list() if i.digest == key_of(0).digest]
+        assert states in ([], ["ok"]), (calls, states)
+        seen.append(states)
+        if os.waitstatus_to_exitcode(status) == 0:
+            break
+    else:
+        pytest.fail("the deletion never came to its end")
+    assert len(seen) > 6
+    assert seen[0] == ["ok"]
+    assert seen[1:] == [[]] * (len(seen) - 1)
+    Store(directory).prune()
+    assert list(disk_module.leftovers(directory / "v1")) == []
+
+
+def test_everything_is_on_disk_before_the_rename(directory, monkeypatch):
+    """A power cut cannot be tried here; the order of the calls that guard against it can."""
+    calls = []
+    real = {name: getattr(os, name) for name in ("fsync", "rename")}
+
+    def fsync(handle):
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        real["fsync"](handle)
+
+    def rename(source, target):
+        calls.append("rename")
+        real["rename"](source, target)
+
+    monkeypatch.setattr(disk_module.os, "fsync", fsync)
+    monkeypatch.setattr(disk_module.os, "rename", rename)
+    Store(directory).get_or_build(key_of(1), lambda: {"a.py": "a", "kernel.py": "b"})
+    assert calls[:3] == ["a.py", "kernel.py", "meta.json"]  # the manifest last
+    assert calls[3].startswith(".stage-")
+    assert calls[4:] == ["rename", "v1"]
+
+
+# Errors of the disk
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_an_error_at_each_system_call_of_a_build_is_survived(directory, number, monkeypatch):
+    """Disk full at any moment: the answer is right, one warning, nothing half-written stays."""
+    real = {name: getattr(os, name) for name in CALLS}
+    failed = 0
+    for calls in range(200):
+        for name, call in real.items():
+            monkeypatch.setattr(disk_module.os, name, call)
+        shutil.rmtree(directory, ignore_errors=True)
+        store = Store(directory)
+        armed = [True]
+
+        def strike(armed=armed):
+            if armed[0]:
+                raise OSError(number, os.strerror(number))
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _count_down(calls, strike)
+            entry = store.get_or_build(key_of(1), Builder())
+            again = store.get_or_build(key_of(1), Builder("never\n"))
+        armed[0] = False
+        for name, call in real.items():
+            monkeypatch.setattr(disk_module.os, name, call)
+        assert entry.files == again.files == {"kernel.py": "y = 1\n"}
+        assert_whole_or_absent(directory, lambda key: {"kernel.py": "y = 1\n"})
+        lost = Store(directory).get(key_of(1)) is None
+        ours = [w for w in caught if issubclass(w.category, CacheWarning)]
+        assert len(ours) <= 2  # at most one for reading, one for writing
+        assert ours or not lost
+        failed += bool(ours)
+        if not ours:
+            break
+    else:
+        pytest.fail("the build never came to its end")
+    assert failed > 12
+
+
+def test_disk_full_on_a_real_small_filesystem(tmp_path):
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=0755", "tmpfs", str(mounted)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here; the injected errors cover this")
+    try:
+        store, text = Store(mounted / "cache"), "x" * 60_000
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(10):
+                entry = store.get_or_build(key_of(number), Builder(text))
+                assert entry.files["kernel.py"] == text
+                assert (entry.path / "kernel.py").read_text() == text
+        assert len(caught) == 1
+        assert "No space left" in str(caught[0].message)
+        on_disk = Store(mounted / "cache").list()
+        assert 1 <= len(on_disk) < 10
+        assert all(info.state == "ok" for info in on_disk)
+        assert list(disk_module.leftovers(mounted / "cache" / "v1")) == []
+        store.clear()  # and when there is room again, it is used again
+        assert store.get_or_build(key_of(99), Builder(text)).directory is not None
+        subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+        with pytest.warns(CacheWarning, match="cannot be written"):
+            assert Store(mounted / "cache").get_or_build(key_of(3), Builder()).files
+        assert Store(mounted / "cache").get(key_of(99)).files["kernel.py"] == text
+    finally:
+        subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def test_a_directory_that_cannot_be_written():
+    directory = open_directory(0o700, NOBODY)
+    run_forked(lambda: Store(directory).get_or_build(key_of(1), Builder()), NOBODY)
+    for path in (directory / "v1", directory):
+        path.chmod(0o500)
+
+    def body():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            store, build = Store(directory), Builder("other\n")
+            assert store.get_or_build(key_of(1), build).files == {"kernel.py": "y = 1\n"}
+            for number in (2, 3, 2, 3):
+                entry = store.get_or_build(key_of(number), build)
+                assert (entry.path / "kernel.py").read_text() == "other\n"
+        assert build.calls == 2
+        assert len(caught) == 1
+        assert "memory only" in str(caught[0].message)
+        assert "NMM_CACHE_DIR" in str(caught[0].message)
+
+    run_forked(body, NOBODY)
+    for path in (directory, directory / "v1"):
+        path.chmod(0o700)
+    shutil.rmtree(directory)
+
+
+def test_a_directory_that_cannot_be_made():
+    parent = open_directory(0o755)
+    if os.geteuid() != 0:
+        parent.chmod(0o555)
+
+    def body():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            store, build = Store(parent / "cache"), Builder()
+            for _ in range(3):
+                assert store.get_or_build(key_of(1), build).files
+        assert build.calls == 1
+        assert len(caught) == 1
+
+    run_forked(body, NOBODY)
+    assert list(parent.iterdir()) == []
+    parent.rmdir()
+
+
+def test_an_entry_that_cannot_be_read():
+    directory = open_directory(0o700, NOBODY)
+
+    def body():
+        entry = Store(directory).get_or_build(key_of(1), Builder())
+        (entry.path / "kernel.py").chmod(0)
+        if os.access(entry.path / "kernel.py", os.R_OK):
+            return  # a capability of this process reads everything
+        with pytest.warns(CacheWarning, match="cannot be read"):
+            assert Store(directory, "ro").get_or_build(key_of(1), Builder()).files
+
+    run_forked(body, NOBODY)
+    shutil.rmtree(directory)
+
+
+# Under a running process
+
+
+def test_the_directory_is_deleted_under_a_running_process(directory):
+    store, build = Store(directory), Builder()
+    store.get_or_build(key_of(1), build)
+    shutil.rmtree(directory)
+    with pytest.warns(CacheWarning, match="deleted while in use"):
+        entry = store.get_or_build(key_of(1), build)
+    assert build.calls == 2
+    assert entry.path.is_relative_to(directory)
+    assert Store(directory).get(key_of(1)).files == entry.files
+
+
+def test_the_directory_is_deleted_while_a_build_runs(directory):
+    def build():
+        shutil.rmtree(directory)
+        return {"kernel.py": "y = 1\n"}
+
+    Store(directory).get_or_build(key_of(2), Builder())
+    assert Store(directory).get_or_build(key_of(1), build).files
+    assert Store(directory).get(key_of(1)).files == {"kernel.py": "y = 1\n"}
+
+
+def test_the_directory_is_deleted_again_and_again(directory):
+    stop = threading.Event()
+
+    def destroy():
+        while not stop.is_set():
+            shutil.rmtree(directory, ignore_errors=True)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=destroy)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)
+            store = Store(directory)
+            for number in range(100):
+                text = f"y = {number % 7}\n"
+                entry = store.get_or_build(key_of(number % 7), Builder(text))
+                assert entry.files == {"kernel.py": text}
+                path = entry.path
+                assert path.is_relative_to(directory) or (path / "kernel.py").read_text() == text
+    finally:
+        stop.set()
+        thread.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        for number in range(7):
+            assert Store(directory).get_or_build(key_of(number), Builder()).files
+
+
+def test_eviction_and_reading_at_once(directory):
+    """Readers of entries that another process evicts get a whole entry or a miss."""
+
+    def evict_all():
+        disk = Disk(directory, writing=True)
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            evict.evict(disk, 0)
+
+    child = fork(evict_all)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            end = time.monotonic() + 1.2
+            while time.monotonic() < end:
+                for number in range(5):
+                    store = Store(directory)
+                    text = f"y = {number}\n" * 50
+                    assert store.get_or_build(key_of(number), Builder(text)).files == {
+                        "kernel.py": text
+                    }
+    finally:
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# Clocks, versions, locks
+
+
+def test_a_clock_that_went_back_does_not_shield_old_entries(directory):
+    text = "x" * 10_000
+    store = Store(directory, max_bytes=45_000)
+    future = time.time() + 10 * 365 * 86400
+    for number in (1, 2, 3, 4):  # used when the clock was ten years ahead, 1 first
+        store.get_or_build(key_of(number), Builder(text))
+        os.utime(directory / "v1" / key_of(number).digest, (future + number, future + number))
+    for number in (5, 6, 7):
+        store = Store(directory, max_bytes=45_000)
+        assert store.get_or_build(key_of(number), Builder(text)).directory is not None
+    left = {info.key.to_dict()["spec"]["m"] for info in store.list()}
+    assert left == {4, 5, 6, 7}
+    assert all(info.used <= time.time() for info in store.list())
+    assert store.get(key_of(7)) is not None
+
+
+def test_a_clock_at_zero_is_no_error(directory):
+    store = Store(directory)
+    entry = store.get_or_build(key_of(1), Builder())
+    os.utime(entry.path, (0, 0))
+    assert Store(directory).get(key_of(1)).files == entry.files
+    os.utime(entry.path, (0, 0))
+    assert Store(directory).list()[0].used == 0
+
+
+def test_two_package_versions_share_a_directory(directory):
+    old = Store(directory).get_or_build(key_of(1, package="0.1.0"), Builder("old\n"))
+    new = Store(directory).get_or_build(key_of(1, package="0.2.0"), Builder("new\n"))
+    assert Store(directory).get(old.key).files == {"kernel.py": "old\n"}
+    assert Store(directory).get(new.key).files == {"kernel.py": "new\n"}
+    explained = Store(directory).explain(key_of(1, package="0.3.0"))
+    assert explained.key.diff(explained.nearest.key) == ("package",)
+
+
+def test_the_layout_of_a_later_version_is_left_alone(directory):
+    store = Store(directory, max_bytes=5000)
+    store.get_or_build(key_of(1), Builder())
+    later = directory / "v2" / "anything"
+    later.mkdir(parents=True)
+    (later / "data").write_text("x" * 100_000)
+    store.get_or_build(key_of(2), Builder("x" * 4000))
+    store.prune(0)
+    store.clear()
+    assert (later / "data").read_text() == "x" * 100_000
+
+
+@pytest.mark.parametrize("fault", ["no flock", "hanging holder"])
+def test_without_a_lock_the_build_goes_on(directory, monkeypatch, fault):
+    Store(directory).get_or_build(key_of(2), Builder())
+    path = directory / "v1" / ".locks" / f"{key_of(1).digest}.lock"
+    with open(path, "w") as holder:
+        if fault == "hanging holder":
+            monkeypatch.setattr(locks, "WAIT_SECONDS", 0.1)
+            fcntl.flock(holder, fcntl.LOCK_EX)
+        else:
+
+            def refuse(*args):
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+            monkeypatch.setattr(locks.fcntl, "flock", refuse)
+        build = Builder()
+        assert Store(directory).get_or_build(key_of(1), build).directory is not None
+        assert build.calls == 1
+
+
+def test_leftovers_of_the_living_stay_and_of_the_dead_go(directory):
+    Store(directory).get_or_build(key_of(1), Builder())
+    disk = Disk(directory, writing=True)
+    host, folder = disk_module.host_name(), directory / "v1"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = {
+        f".stage-{host}-{os.getpid()}-aa": False,
+        f".stage-{host}-{dead.pid}-bb": True,
+        f".trash-{host}-{dead.pid}-cc": True,
+        ".stage-elsewhere-1-dd": False,
+        ".stage-elsewhere-1-ee": True,
+        ".stage-garbage": False,
+    }
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "kernel.py").write_text("half")
+    os.utime(folder / ".stage-elsewhere-1-ee", (1e9, 1e9))
+    evict.clear_leftovers(disk)
+    assert {name: not (folder / name).exists() for name in names} == names
+    evict.clear_leftovers(disk, everything=True)
+    assert list(disk_module.leftovers(folder)) == []
+    assert Store(directory).get(key_of(1)).files

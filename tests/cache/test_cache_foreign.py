@@ -1,0 +1,107 @@
+"""Sources from elsewhere: kernels pass, anything that could do more does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from nmm_compiler.cache.foreign import check_shape
+from nmm_compiler.errors import CacheTrustError
+
+HEAD = '"""A kernel."""\n\nimport nki\nimport nki.isa as nisa\nimport nki.language as nl\n\n\n'
+
+KERNEL = (
+    HEAD
+    + '''TILE = 128
+SHAPES: tuple = ((1, 2), [3], {"a": -1})
+
+
+def load(dst, src, *, rows: int = 128):
+    """Load rows."""
+    nisa.dma_copy(dst=dst[0:rows, :], src=src.reshape((rows, 4)))
+
+
+@nki.jit
+def kernel(x, scale=1.0):
+    assert x.shape[0] % TILE == 0, f"rows {x.shape[0]}"
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    tiles = [nl.ndarray((128, 4), dtype=x.dtype, buffer=nl.sbuf) for _ in range(2)]
+    for i, tile in enumerate(tiles):
+        load(tile, x[i * TILE : (i + 1) * TILE])
+        if i > 0 and scale != 1.0:
+            nisa.activation(dst=tile, op=nl.copy, data=tile, scale=scale)
+    while len(tiles) > 3:
+        tiles.pop()
+    return out
+'''
+)
+
+
+def test_a_kernel_passes():
+    check_shape("kernel.py", KERNEL)
+
+
+def _in_body(line: str) -> str:
+    return HEAD + f"@nki.jit\ndef kernel(x):\n    {line}\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\n", "import os as nki\n", "import nki, os\n", "from os import path\n",
+        "from . import kernel\n", "from .. import nki\n", "from nki import *\n",
+        "from nki import _secret\n", "import nkix\n", "from nkix import y\n",
+        "nki = __import__('os')\n", "x = open('/etc/passwd')\n", "print(1)\n",
+        "class A:\n    pass\n", "if True:\n    x = 1\n", "for i in (1,):\n    x = 1\n",
+        "try:\n    x = 1\nfinally:\n    x = 2\n", "del x\n", "x = y = f()\n", "x: f() = 1\n",
+        "@eval\ndef f(x):\n    return x\n", "@nki.jit('x')\ndef f(x):\n    return x\n",
+        "def f(x=print(1)):\n    return x\n", "def f(*, x=f()):\n    return x\n",
+        "def f(x: print(1)):\n    return x\n", "def f(x) -> print(1):\n    return x\n",
+        "async def f(x):\n    return x\n", "x = lambda: 1\n", "x = [open for _ in (1,)]\n",
+        "with open('x') as f:\n    x = 1\n", "global x\n", "def f(:\n", "\0", "x = 1j.__class__\n",
+        "(" * 5000,
+    ],
+)  # fmt: skip
+def test_a_file_that_runs_something_at_import(text):
+    with pytest.raises(CacheTrustError, match=r"kernel\.py"):
+        check_shape("kernel.py", HEAD + text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "__import__('os').system('true')", "open('/etc/passwd')", "exec('1')", "eval('1')",
+        "compile('1', '', 'eval')", "getattr(x, 'y')", "setattr(x, 'y', 1)", "globals()", "vars()",
+        "x.__class__", "().__class__.__base__.__subclasses__()", "x._private", "type(x)", "input()",
+        "(i for i in x).gi_frame", "x.gi_frame", "x.f_globals", "x.f_builtins",
+        "x.tb_frame", "x.co_code",
+        "import os", "from os import path", "from nki import _x", "global x", "breakpoint()",
+        "delattr(x, 'y')", "y = [open('x') for open in x]", "y = __file__", "__loader__.x",
+        "y = lambda: 1", "yield x", "__builtins__['open']", "os.system('true')", "y = print",
+        "(y := open)",
+    ],
+)  # fmt: skip
+def test_a_kernel_that_reaches_further(line):
+    with pytest.raises(CacheTrustError, match="line"):
+        check_shape("kernel.py", _in_body(line))
+
+
+def test_a_local_name_does_not_free_a_builtin():
+    text = "def f(open):\n    return open\n\n\ndef g(x):\n    return open('/etc/passwd')\n"
+    with pytest.raises(CacheTrustError, match="name open"):
+        check_shape("kernel.py", HEAD + text)
+
+
+@pytest.mark.parametrize("x_layout", ["row", "col"])
+@pytest.mark.parametrize("activation", ["identity", "gelu_tanh"])
+def test_emitted_kernels_pass(x_layout, activation):
+    from nmm_compiler.codegen.schedule import rank
+    from nmm_compiler.codegen.source import kernel_source
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+    from nmm_compiler.targets import get
+
+    target = get("trn2")
+    spec = LowRankSpec(
+        m=300, k=256, r=96, n=520, bias=True, x_layout=x_layout, activation=activation
+    )
+    for choice in rank(spec, target)[:3]:
+        check_shape(*kernel_source(spec, choice.schedule, target))

@@ -1,0 +1,167 @@
+"""The key: what reaches the digest, what is refused, and what a difference is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nmm_compiler.cache.key import Key, canonical
+from nmm_compiler.errors import CacheKeyError
+from nmm_compiler.records import Record
+
+json_data = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+entries = st.dictionaries(st.text(min_size=1), json_data, min_size=1, max_size=5)
+
+
+def test_digest_is_pinned():
+    # Entries written by an earlier version must still be found: this value may only change
+    # together with KEY_FORMAT.
+    key = Key.make({"family": "lowrank", "m": 512, "scale": 1.0, "bias": False, "tile": None})
+    document = (
+        b'{"entries":{"bias":false,"family":"lowrank","m":512,"scale":1.0,"tile":null},"format":1}'
+    )
+    assert key.digest == hashlib.sha256(document).hexdigest()
+
+
+@settings(max_examples=100, deadline=None)
+@given(entries)
+def test_same_entries_same_digest_in_any_order(data):
+    backwards = dict(reversed(list(data.items())))
+    assert Key.make(data).digest == Key.make(backwards).digest
+    assert Key.make(data) == Key.make(backwards)
+    assert hash(Key.make(data)) == hash(Key.make(backwards))
+    assert Key.make(Key.make(data).to_dict()) == Key.make(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(entries, entries)
+def test_digests_differ_exactly_when_a_name_differs(a, b):
+    left, right = Key.make(a), Key.make(b)
+    assert (left.digest == right.digest) == (left.diff(right) == ())
+    assert set(left.diff(right)) == set(right.diff(left))
+    assert bool(left.changes(right)) == bool(left.diff(right))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(1, 1.0), (1, True), (0, False), (0, None), ("1", 1), ("", None), ([], {}), (0.0, -0.0)],
+)
+def test_values_that_python_calls_equal_are_kept_apart(a, b):
+    assert Key.make({"v": a}) != Key.make({"v": b})
+
+
+def test_the_name_is_part_of_the_digest():
+    assert Key.make({"m": 1, "n": 2}) != Key.make({"m": 2, "n": 1})
+    assert Key.make({"a": {"b": 1}}) != Key.make({"a.b": 1})
+
+
+def test_diff_and_changes_name_the_field():
+    ours = Key.make({"target": "trn2", "spec": {"m": 512, "k": 8, "tile": [1, 2]}, "flag": True})
+    theirs = Key.make({"target": "trn2", "spec": {"m": 1024, "k": 8, "n": 1}, "nki": "0.6"})
+    assert ours.diff(theirs) == ("spec", "flag", "nki")
+    assert [str(change) for change in ours.changes(theirs)] == [
+        "spec.m: 512 (nearest entry has 1024)",
+        "spec.tile: [1,2] (nearest entry has (absent))",
+        "spec.n: (absent) (nearest entry has 1)",
+        "flag: true (nearest entry has (absent))",
+        "nki: (absent) (nearest entry has 0.6)",
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec(Record):
+    m: int
+    tiles: tuple[int, ...] = (1, 2)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def test_records_and_tuples_are_their_json():
+    assert Key.make({"spec": Spec(m=3)}) == Key.make({"spec": {"m": 3, "tiles": [1, 2]}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2}, frozenset(), pathlib.Path("/x"), b"x", object(), Color.RED, math.nan, math.inf,
+        {1: "x"}, {"a": [1, {2}]}, print, 1j,
+    ],
+)  # fmt: skip
+def test_what_could_differ_between_processes_is_refused_by_name(value):
+    with pytest.raises(CacheKeyError, match=r"key\.spec"):
+        Key.make({"spec": value})
+
+
+@pytest.mark.parametrize("value", [{}, [], None, "x", 3])
+def test_a_key_needs_named_entries(value):
+    with pytest.raises(CacheKeyError):
+        Key.make(value)
+
+
+def test_endless_nesting_is_refused():
+    loop: list[object] = []
+    loop.append(loop)
+    with pytest.raises(CacheKeyError, match="nested"):
+        Key.make({"loop": loop})
+
+
+def test_digest_does_not_depend_on_the_hash_seed():
+    code = (
+        "from nmm_compiler.cache.key import Key\n"
+        "print(Key.make({w: w for w in 'a b c d e f'.split()}).digest)"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(digests) == 1
+
+
+def test_printing_is_one_line_and_readable():
+    key = Key.make({"family": "lowrank", "spec": {"m": 512}, "source": "f" * 200})
+    assert "\n" not in str(key)
+    assert "family=lowrank" in str(key)
+    assert "spec={m=512}" in str(key)
+    assert len(str(key)) < 250
+
+
+def test_leaves_are_dotted_and_hashes_short():
+    key = Key.make(
+        {"spec": {"m": 1, "tile": {}, "x": {"y": [1, 2]}}, "template": "0123456789abcdef"}
+    )
+    assert key.leaves() == {
+        "spec.m": "1",
+        "spec.tile": "{}",
+        "spec.x.y": "[1,2]",
+        "template": "01234567",
+    }
+
+
+def test_canonical_is_sorted_and_ascii():
+    assert canonical({"b": 1, "a": "é"}) == '{"a":"\\u00e9","b":1}'

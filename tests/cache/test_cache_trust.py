@@ -1,0 +1,262 @@
+"""Entries are code: who may have written them decides whether they are taken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import warnings
+
+import pytest
+from cache_helpers import NOBODY, Builder, key_of, mend, open_directory, run_forked
+
+from nmm_compiler.cache.store import Store
+from nmm_compiler.errors import CacheTrustError, CacheWarning
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o777, 0o1777, 0o701])
+def test_a_directory_open_to_others_is_refused_until_mended(directory, mode):
+    Store(directory).get_or_build(key_of(1), Builder())
+    directory.chmod(mode)
+    with pytest.raises(CacheTrustError, match=f"{mode:04o}") as caught:
+        Store(directory)
+    mend(str(caught.value))
+    assert Store(directory).get(key_of(1)).files
+
+
+@pytest.mark.parametrize("mode", ["ro", "require"])
+def test_a_directory_that_others_can_write_is_not_read_either(directory, mode):
+    Store(directory).get_or_build(key_of(1), Builder())
+    directory.chmod(0o770)
+    with pytest.raises(CacheTrustError, match="chmod 700"):
+        Store(directory, mode)
+
+
+def test_it_is_looked_at_again_at_each_use(directory):
+    store = Store(directory)
+    store.get_or_build(key_of(1), Builder())
+    directory.chmod(0o777)
+    with pytest.raises(CacheTrustError):
+        store.get(key_of(2))
+    with pytest.raises(CacheTrustError):
+        store.get_or_build(key_of(2), Builder())
+
+
+@as_root
+def test_a_directory_of_another_user_is_refused_until_mended(directory):
+    Store(directory).get_or_build(key_of(1), Builder())
+    os.chown(directory, NOBODY, NOBODY)
+    for mode in ("rw", "ro", "require"):
+        with pytest.raises(CacheTrustError, match=f"user id {NOBODY}") as caught:
+            Store(directory, mode)
+    mend(str(caught.value))
+    assert Store(directory).get(key_of(1)).files
+
+
+@as_root
+def test_a_closed_directory_of_root_can_be_read_by_anybody_and_written_by_nobody():
+    directory = open_directory(0o700)
+    entry = Store(directory).get_or_build(key_of(1), Builder())
+    for path in (directory, entry.path.parent, entry.path):
+        path.chmod(0o755)
+    for file in entry.path.iterdir():
+        file.chmod(0o644)
+
+    def user():
+        for mode in ("ro", "require"):
+            assert Store(directory, mode).get(key_of(1)).directory is not None
+        with pytest.raises(CacheTrustError, match="NMM_CACHE=ro"):
+            Store(directory)
+
+    run_forked(user, NOBODY)
+    directory.chmod(0o775)
+
+    def refused():
+        with pytest.raises(CacheTrustError):
+            Store(directory, "ro")
+
+    run_forked(refused, NOBODY)
+    shutil.rmtree(directory)
+
+
+def test_a_symlink_is_not_a_cache_directory(tmp_path, directory):
+    Store(directory).get_or_build(key_of(1), Builder())
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    with pytest.raises(CacheTrustError, match=f"NMM_CACHE_DIR={directory}"):
+        Store(link)
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CacheTrustError, match="symlink"):
+        Store(dangling)
+
+
+def test_a_symlink_below_is_refused(tmp_path, directory):
+    other = tmp_path / "other"
+    Store(other).get_or_build(key_of(1), Builder("evil = 1\n"))
+    directory.mkdir(mode=0o700)
+    (directory / "v1").symlink_to(other / "v1")
+    with pytest.raises(CacheTrustError, match="symlink"):
+        Store(directory)
+
+
+def test_a_file_is_not_a_cache_directory(directory):
+    directory.write_text("")
+    with pytest.raises(CacheTrustError, match="not a directory"):
+        Store(directory)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_world_writable_parent_is_refused_until_mended(tmp_path, depth):
+    parent = tmp_path / "parent"
+    directory = parent / "a" / "cache" if depth == 2 else parent / "cache"
+    Store(directory).get_or_build(key_of(1), Builder())
+    parent.chmod(0o777)
+    with pytest.raises(CacheTrustError, match="0777") as caught:
+        Store(directory)
+    mend(str(caught.value))
+    assert Store(directory).get(key_of(1))
+    parent.chmod(0o1777)  # as /tmp: others can add, not rename
+    assert Store(directory).get(key_of(1))
+
+
+def test_the_real_parents_count_behind_a_symlink(tmp_path):
+    hidden = tmp_path / "open"
+    hidden.mkdir()
+    hidden.chmod(0o777)
+    (tmp_path / "link").symlink_to(hidden)
+    with pytest.raises(CacheTrustError, match=str(hidden)):
+        Store(tmp_path / "link" / "cache")
+
+
+# Entries that somebody else put there, or changed
+
+
+def _rebuilt_with_warning(directory, match):
+    build = Builder()
+    with pytest.warns(CacheWarning, match=match):
+        entry = Store(directory).get_or_build(key_of(1), build)
+    assert build.calls == 1
+    assert entry.files == {"kernel.py": build.text}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Store(directory).get(key_of(1)).files == entry.files
+
+
+@pytest.fixture
+def entry_path(directory):
+    return Store(directory).get_or_build(key_of(1), Builder()).path
+
+
+def test_an_entry_that_is_a_symlink(directory, entry_path, tmp_path):
+    entry_path.rename(tmp_path / "moved")
+    entry_path.symlink_to(tmp_path / "moved")
+    _rebuilt_with_warning(directory, "symlink")
+    assert (tmp_path / "moved" / "kernel.py").exists()  # what it pointed to is left alone
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
+def test_a_file_that_is_a_symlink(directory, entry_path, tmp_path, name):
+    (entry_path / name).rename(tmp_path / name)
+    (entry_path / name).symlink_to(tmp_path / name)
+    _rebuilt_with_warning(directory, "symlink")
+    assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
+def test_a_file_that_is_none(directory, entry_path, name):
+    (entry_path / name).unlink()
+    os.mkfifo(entry_path / name)  # a plain open would wait here for ever
+    _rebuilt_with_warning(directory, "not a regular file")
+    file = Store(directory).get(key_of(1)).path / name
+    file.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.getcwd()
+        os.chdir(file.parent)
+        try:
+            listener.bind(name)
+        finally:
+            os.chdir(here)
+    _rebuilt_with_warning(directory, "socket")
+    (file).unlink()
+    file.mkdir()
+    _rebuilt_with_warning(directory, "not a regular file")
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
+def test_a_file_that_others_can_write(directory, entry_path, name):
+    (entry_path / name).chmod(0o622)
+    _rebuilt_with_warning(directory, "mode 0622")
+
+
+def test_an_entry_that_others_can_write(directory, entry_path):
+    entry_path.chmod(0o777)
+    _rebuilt_with_warning(directory, "mode 0777")
+
+
+@as_root
+@pytest.mark.parametrize("name", ["", "kernel.py", "meta.json"])
+def test_what_belongs_to_another_user(directory, entry_path, name):
+    os.chown(entry_path / name, NOBODY, NOBODY)
+    _rebuilt_with_warning(directory, f"user id {NOBODY}")
+
+
+def test_a_file_in_place_of_an_entry(directory, entry_path):
+    shutil.rmtree(entry_path)
+    entry_path.write_text("evil")
+    _rebuilt_with_warning(directory, "not a directory")
+
+
+def test_a_file_nobody_published(directory, entry_path):
+    (entry_path / "nki.py").write_text("evil = 1\n")  # would be found before the real one
+    _rebuilt_with_warning(directory, r"differ: nki\.py")
+
+
+def test_bytecode_beside_the_source_is_deleted(directory, entry_path):
+    (entry_path / "__pycache__").mkdir()
+    (entry_path / "__pycache__" / "kernel.cpython-311.pyc").write_bytes(b"evil")
+    entry = Store(directory).get(key_of(1))
+    assert entry.files["kernel.py"] == "y = 1\n"
+    assert not (entry_path / "__pycache__").exists()
+
+
+def test_a_whole_entry_under_another_name(directory, entry_path):
+    """Copying the entry of one kernel over that of another gives wrong numbers, not an error."""
+    store = Store(directory)
+    other = store.get_or_build(key_of(2), Builder("other\n")).path
+    shutil.rmtree(entry_path)
+    shutil.copytree(other, entry_path)
+    entry_path.chmod(0o700)
+    _rebuilt_with_warning(directory, "another entry")
+
+
+def test_reading_modes_do_not_use_or_delete_what_is_damaged(directory, entry_path):
+    (entry_path / "kernel.py").write_text("evil\n")
+    build = Builder()
+    with pytest.warns(CacheWarning, match="not used"):
+        entry = Store(directory, "ro").get_or_build(key_of(1), build)
+    assert entry.files["kernel.py"] == build.text
+    assert (entry_path / "kernel.py").read_text() == "evil\n"
+
+
+def test_nothing_in_the_room_can_run_data():
+    """No pickle, marshal, eval or exec between bytes on disk and an entry."""
+    import ast
+    from pathlib import Path
+
+    import nmm_compiler.cache as room
+
+    for file in Path(room.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {node.module}
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names = {node.func.id}
+            else:
+                continue
+            banned = {"pickle", "marshal", "shelve", "dill", "eval", "exec", "compile"}
+            assert not names & banned, (file, node.lineno)

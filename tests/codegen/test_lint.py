@@ -1,0 +1,312 @@
+"""Every rule of the lint: a snippet that breaks it, and one beside it that does not."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from nmm_compiler.codegen.lint import VERSIONS, check_source, lint_source
+from nmm_compiler.codegen.nki_api import api
+from nmm_compiler.errors import LintError, UnknownNameError
+
+HEADER = """\
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+"""
+
+CLEAN = (
+    HEADER
+    + """\
+@nki.jit
+def double(x):
+    rows, columns = x.shape
+    out = nl.ndarray((rows, columns), dtype=x.dtype, buffer=nl.shared_hbm)
+    for i in range((rows + 127) // 128):
+        start, stop = i * 128, min(rows, i * 128 + 128)
+        tile = nl.ndarray((stop - start, columns), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=x[start:stop, :])
+        nisa.tensor_scalar(dst=tile, data=tile, op0=nl.multiply, operand0=2.0)
+        nisa.dma_copy(dst=out[start:stop, :], src=tile)
+    return out
+"""
+)
+
+
+def kernel(body: str, header: str = HEADER) -> str:
+    """A kernel of tensors x and y around some statements."""
+    return header + "@nki.jit\ndef k(x, y):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+
+
+def codes(source: str, nki: str = "0.6") -> list[str]:
+    return [finding.code.removeprefix("NKI-") for finding in lint_source(source, nki=nki)]
+
+
+def test_a_clean_kernel_has_no_findings() -> None:
+    assert lint_source(CLEAN) == ()
+    check_source(CLEAN)
+
+
+# code, statements that break the rule, statements that keep it
+STATEMENTS = [
+    ("E101", "nisa.nc_matmull(x, x, y)", "nisa.nc_matmul(x, x, y)"),
+    ("E101", "nisa.dma_copy(x, y, engine=nisa.engine.vectors)", "nisa.dma_copy(x, y)"),
+    ("E101", "print(nl.tile_size.pmin)", "print(nl.tile_size.pmax)"),
+    ("E103", "i = nl.arange(128)", "i = nl.ds(0, 128)"),
+    ("E103", "nisa.tensor_copy_dynamic_src(x, y)", "nisa.tensor_copy(x, y)"),
+    ("W104", "for i in nl.affine_range(4): pass", "for i in range(4): pass"),
+    ("W104", "nisa.memset(x, 0, engine=nisa.vector_engine)", "nisa.memset(x, 0)"),
+    ("E111", "nisa.nc_matmul(x, x, y, transpose=True)", "nisa.nc_matmul(x, x, y, accumulate=True)"),
+    ("E112", "nisa.tensor_tensor(x, x, y)", "nisa.tensor_tensor(x, x, y, nl.add)"),
+    ("E112", "nisa.tensor_tensor(dst=x, data1=x, op=nl.add)", "nisa.tensor_tensor(*x)"),
+    ("E113", "nisa.tensor_copy(x, y, dst=x)", "nisa.tensor_copy(x, src=y)"),
+    ("E114", "nisa.reciprocal(x, y, None, 1)", "nisa.reciprocal(x, y, None)"),
+    ("E115", "nisa.dma_copy(x, y, dst_rmw_op=nl.add)", "nisa.dma_compute(x, [y], nl.add)"),
+    ("E115", "nisa.tensor_copy(x, y, mask=None)", "nisa.tensor_copy(x, y)"),
+    (
+        "E116",
+        "nisa.dma_copy(x, y, dge_mode=2)",
+        "nisa.dma_copy(x, y, dge_mode=nisa.dge_mode.hwdge)",
+    ),
+    ("E116", "nl.ndarray((1, 1), nl.int8, 'psum')", "nl.ndarray((1, 1), nl.int8, nl.psum)"),
+    (
+        "W116",
+        "nisa.nc_matmul(x, x, y, perf_mode='double_row')",
+        "nisa.nc_matmul(x, x, y, perf_mode=nisa.matmul_perf_mode.double_row)",
+    ),
+    ("E118", "nl.divide(x, y)", "nisa.tensor_tensor(x, x, y, nl.divide)"),
+    ("E118", "nl.matmul(x, y)", "nl.matmul(x, y, transpose_x=True)"),
+    ("E201", "if x is None: pass", "if x == None: pass"),
+    ("E201", "if x is not y: pass", "if x != y: pass"),
+    ("E203", "try:\n    nisa.tensor_copy(x, y)\nfinally:\n    pass", "nisa.tensor_copy(x, y)"),
+    ("E204", "with open('f') as f: pass", "with nl.no_reorder(): nisa.tensor_copy(x, y)"),
+    ("E205", "a = max(i for i in range(3))", "a = max([1, 2])"),
+    ("E205", "yield x", "return x"),
+    ("W206", "a = [i for i in range(3)]", "a = [0, 1, 2]"),
+    ("W206", "f = lambda: 1", "f = 1"),
+    ("W206", "print(a := 1)", "a = 1"),
+    ("W206", "match x:\n    case 1: pass", "if x == 1: pass"),
+    ("E212", "global state\nstate = 1", "state = 1"),
+    ("E214", "d = {1: x}", "d = {'one': x}"),
+    ("W215", "r = nisa.register_alloc(3)\nwhile r: pass", "r = 3\nwhile r: r -= 1"),
+    ("E301", "nisa.tensor_copy(x, z)", "z = y\nnisa.tensor_copy(x, z)"),
+    (
+        "E302",
+        "o = nl.ndarray((1, 1), nl.int8, nl.hbm)\nreturn o",
+        "o = nl.ndarray((1, 1), nl.int8, nl.shared_hbm)\nreturn o",
+    ),
+    ("E302", "o = nl.zeros((1, 1), nl.int8)\nreturn x, o", "o = nl.zeros((1, 1), nl.int8)"),
+    (
+        "E303",
+        "t = nl.ndarray((1, 8), nl.float32, nl.psum)\nnisa.dma_copy(x, t[:, 0:4])",
+        "t = nl.ndarray((1, 8), nl.float32, nl.sbuf)\nnisa.dma_copy(x, t[:, 0:4])",
+    ),
+    (
+        "E304",
+        "t = nl.ndarray((1, 8), nl.int32)\nnisa.memset(t, 2.0)",
+        "t = nl.ndarray((1, 8), nl.int32)\nnisa.memset(t, 2)",
+    ),
+    (
+        "E305",
+        "t = nl.ndarray((1, 8), nl.float32, nl.psum)\nnl.store(x, t.reshape((1, 2, 4)))",
+        "t = nl.ndarray((1, 8), nl.float32)\nnl.store(x, t.reshape((1, 2, 4)))",
+    ),
+    (
+        "E306",
+        "t = nl.ndarray((1, 8), nl.float32)\nnisa.nc_matmul(t, x, y)",
+        "t = nl.ndarray((1, 8), nl.float32, nl.psum)\nnisa.nc_matmul(t, x, y)",
+    ),
+    ("E307", "nl.ndarray((129, 8), nl.int8)", "nl.ndarray((129, 8), nl.int8, nl.shared_hbm)"),
+]
+
+
+@pytest.mark.parametrize(("code", "broken", "kept"), STATEMENTS)
+def test_statement_rules(code: str, broken: str, kept: str) -> None:
+    assert codes(kernel(broken)) == [code]
+    assert codes(kernel(kept)) == []
+
+
+# code, whole file that breaks the rule, whole file that keeps it
+FILES = [
+    ("E001", "def k(:\n", ""),
+    ("W105", "from nki.isa import *\n", "from nki.isa import dma_copy\n"),
+    ("E101", "from nki.isa import dmacopy\n", "from nki.isa import dma_copy as copy\n"),
+    (
+        "E202",
+        HEADER + "@nki.jit\ndef k(x, *, n=1): pass\n",
+        HEADER + "@nki.jit\ndef k(x, n=1): pass\n",
+    ),
+    (
+        "E207",
+        HEADER + "class A: pass\n@nki.jit\ndef k(x): return A()\n",
+        HEADER + "class A(nl.NKIObject): pass\n@nki.jit\ndef k(x): return A()\n",
+    ),
+    (
+        "E208",
+        HEADER + "@nki.jit\ndef f(x): return x\n@nki.jit\ndef k(x): return f(x)\n",
+        HEADER + "def f(x): return x\n@nki.jit\ndef k(x): return f(x)\n",
+    ),
+    (
+        "E209",
+        HEADER + "@nki.jit\ndef k(x, s=[1, 1]): pass\n",
+        HEADER + "@nki.jit\ndef k(x, s=(1, 1)): pass\n",
+    ),
+    (
+        "E209",
+        HEADER + "@nki.jit\ndef k(x, s): pass\ndef run(a): k[2](a, s=[1])\n",
+        HEADER + "@nki.jit\ndef k(x, s): pass\ndef run(a): k[2](a, s=(1,))\n",
+    ),
+    (
+        "E210",
+        HEADER + "import numpy as np\n@nki.jit\ndef k(x): nisa.memset(x, np.pi)\n",
+        HEADER + "import math\n@nki.jit\ndef k(x): nisa.memset(x, math.pi)\n",
+    ),
+    ("E211", "import neuronxcc.nki as old\n", "import nki\n"),
+    ("E115", "import nki\n@nki.jit(platform_target='trn2')\ndef k(x): pass\n", ""),
+    ("W115", "import nki\n@nki.jit(mode='trace')\ndef k(x): pass\n", ""),
+]
+
+
+@pytest.mark.parametrize(("code", "broken", "kept"), FILES)
+def test_file_rules(code: str, broken: str, kept: str) -> None:
+    assert codes(broken) == [code]
+    assert codes(kept) == []
+
+
+def loop(body: str, call: str) -> str:
+    return kernel(f"def body(i):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n{call}")
+
+
+@pytest.mark.parametrize(
+    ("code", "broken"),
+    [
+        ("E216", loop("nisa.tensor_copy(x, y)", "with nl.no_reorder(): nl.fori_loop(0, 4, body)")),
+        ("E217", loop("return i", "nl.fori_loop(0, 4, body)")),
+        ("E217", loop("nisa.tensor_copy(x, y)", "nl.while_loop(x, body)")),
+        ("E218", loop("nisa.tensor_copy(x, y)", "nl.fori_loop(0, 4, body, step=-1)")),
+        ("E219", loop("nisa.tensor_copy(x, y[i * 4])", "nl.fori_loop(0, 4, body)")),
+    ],
+)
+def test_device_loop_rules(code: str, broken: str) -> None:
+    assert codes(broken) == [code]
+
+
+def test_device_loops_that_keep_the_rules() -> None:
+    assert codes(loop("nisa.tensor_copy(x, y.ap([[1, 1]], scalar_offset=i))", "")) == []
+    assert codes(loop("nisa.tensor_copy(x, y)", "nl.fori_loop(0, 4, body, 2)")) == []
+    assert codes(loop("return i", "nl.while_loop(x, body)")) == []
+
+
+@pytest.mark.parametrize(
+    ("header", "call"),
+    [
+        ("import nki\nfrom nki import isa, language as lang\n", "isa.tensor_copy(x, y, wrong=1)"),
+        ("import nki\nfrom nki.isa import tensor_copy as tc\n", "tc(x, y, wrong=1)"),
+        ("import nki\nimport nki.isa\n", "nki.isa.tensor_copy(x, y, wrong=1)"),
+        ("import nki\nimport nki.isa as nisa\ncopy = nisa.tensor_copy\n", "copy(x, y, wrong=1)"),
+        ("import nki\nimport nki.isa as nisa\n", "mine = nisa.tensor_copy\nmine(x, y, wrong=1)"),
+        ("import nki as n\nimport nki\n", "n.isa.tensor_copy(x, y, wrong=1)"),
+    ],
+)
+def test_aliases_are_resolved(header: str, call: str) -> None:
+    assert codes(kernel(call, header)) == ["E111"]
+
+
+def test_a_local_name_hides_the_module() -> None:
+    assert codes(HEADER + "def k(nisa):\n    nisa.anything(1, 2, wrong=3)\n") == []
+
+
+def test_host_code_may_be_any_python() -> None:
+    host = """
+import numpy as np
+def check(a):
+    try:
+        with open("f") as f:
+            return [f for _ in a if a is not None] + list(i for i in np.zeros(3))
+    except OSError:
+        return {1: a}
+"""
+    assert codes(CLEAN + host) == []
+
+
+def test_helpers_that_a_kernel_calls_are_kernel_code() -> None:
+    helper = "def helper(a):\n    return a is None\n"
+    assert codes(HEADER + helper) == []
+    assert codes(HEADER + helper + "@nki.jit\ndef k(x): return helper(x)\n") == ["E201"]
+    assert codes(HEADER + helper + "def f(x): return helper(x)\nk = nki.jit(f)\n") == ["E201"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("nisa.topk(x, x, y, 4)", {"0.3": "E102", "0.5": "E102", "0.6": "", "0.7": ""}),
+        ("nisa.activate2(x, nl.exp, y, 1, 2, nl.add, nl.add)", {"0.3": "E102", "0.4": ""}),
+        ("print(nl.tile_size.psum_num_banks)", {"0.4": "E102", "0.5": ""}),
+        (
+            "nisa.dma_compute(x, [y], nl.add, oob_mode=nisa.oob_mode.skip)",
+            {"0.3": "E117", "0.4": ""},
+        ),
+        ("nisa.tensor_scalar_reduce(x, y, nl.add, 1.0, nl.add)", {"0.5": "E112", "0.6": ""}),
+        ("nisa.tensor_copy_dynamic_src(x, y)", {"0.4": "E103", "0.7": "E103"}),
+        ("for i in nl.dynamic_range(4): pass", {"0.5": "", "0.6": "W104", "0.7": "E103"}),
+        ("r = nisa.register_alloc()\nwhile r: pass", {"0.5": "", "0.6": "W215", "0.7": "E215"}),
+        ("print(nl.tile_size.psum_fmax)", {"0.3": "", "0.4": "W104"}),
+        ("if x is None: pass", {"0.3": "E201", "0.6": "E201", "0.7": ""}),
+        ("a = max(i for i in range(3))", {"0.6": "E205", "0.7": ""}),
+        ("nl.something_new(x)", {"0.6": "E101", "0.7": "W106"}),
+    ],
+)
+def test_versions_differ(statement: str, expected: dict[str, str]) -> None:
+    found = {version: "".join(codes(kernel(statement), version)) for version in expected}
+    assert found == expected
+
+
+def test_old_namespace_is_a_warning_before_0_4() -> None:
+    assert codes("import neuronxcc.nki as old\n", "0.3") == ["W211"]
+
+
+def test_findings_say_where_and_suggest() -> None:
+    (finding,) = lint_source(kernel("nisa.tensor_cpy(x, y)"))
+    assert (finding.line, finding.column) == (7, 5)
+    assert "did you mean 'tensor_copy'?" in finding.message
+
+
+def test_check_source_names_every_error_and_lets_warnings_pass() -> None:
+    check_source(kernel("for i in nl.affine_range(4): pass"))
+    with pytest.raises(LintError) as caught:
+        check_source(kernel("nisa.nope(x)\nnisa.memset(x)"), filename="k.py")
+    assert [f.code for f in caught.value.findings] == ["NKI-E101", "NKI-E112"]
+    assert "k.py:7:5 NKI-E101" in str(caught.value)
+    assert "k.py:8:5 NKI-E112" in str(caught.value)
+
+
+def test_versions_are_checked_and_patch_numbers_accepted() -> None:
+    assert lint_source(CLEAN, nki="0.6.0") == ()
+    with pytest.raises(UnknownNameError, match=r"unknown NKI version '0\.9'"):
+        lint_source(CLEAN, nki="0.9")
+    assert all(lint_source(CLEAN, nki=version) == () for version in VERSIONS)
+
+
+def test_the_table_answers_by_full_name() -> None:
+    described = api("0.6")
+    assert str(described.functions["nki.isa.nc_transpose"]) == (
+        "nc_transpose(dst, data, engine=engine.unknown, name=None)"
+    )
+    assert len(described.functions) == 166  # as many as the stubs of 0.6 define
+    assert "float8_e4m3" in described.names("nki.language")
+    assert described.names("nki.isa.oob_mode") == ("error", "skip")
+
+
+def test_after_a_star_import_every_name_counts_as_defined() -> None:
+    assert codes("from helpers import *\n" + kernel("nisa.tensor_copy(x, tile)")) == []
+    assert codes(kernel("nisa.tensor_copy(x, tile)")) == ["E301"]
+    assert codes(kernel("print(__file__, __name__)")) == []
+
+
+def test_odd_text_gives_a_finding_not_a_crash() -> None:
+    assert codes("\0") == ["E001"]
+    assert codes("") == []
+    assert codes("a = b = a\nb = a\nb.c(d)\n" * 3) == []
+    assert codes("import nki\nx = x\nnki.jit(x)(nki.jit)\n") == []

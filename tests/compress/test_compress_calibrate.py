@@ -1,0 +1,208 @@
+"""Calibration statistics against direct computation, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from compress_models import stack, tokens
+from torch import nn
+
+from nmm_compiler.compress.calibrate import (
+    SecondMoment,
+    as_batches,
+    collect,
+    regularize,
+    shrinkage_of,
+)
+from nmm_compiler.compress.select import find_sites
+from nmm_compiler.errors import CalibrationError
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def test_input_moments_are_those_of_the_activations():
+    model, batches = stack(), tokens()
+    sites, _ = find_sites(model)
+    statistics = collect(model, sites, batches)
+    x = torch.cat([batch.reshape(-1, 32) for batch in batches]).double()
+    moment = statistics.inputs["layers.0.q"]
+    assert moment.tokens == len(x) == statistics.tokens
+    assert (moment.mean - x.T @ x / len(x)).norm() <= EPS * len(x) * moment.mean.norm()
+    assert moment.fourth == pytest.approx(float(x.square().sum(1).square().sum()))
+    assert statistics.inputs["layers.0.k"] is moment  # q and k read the same tensor
+    assert statistics.inputs["layers.0.up"] is not moment
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_gradient_moments_are_gauss_newton_for_features():
+    """For y = W x the gradient of signs . y is the signs: E[g g^T] is the identity."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5, bias=False))
+    sites, _ = find_sites(model)
+    batches = [torch.randn(500, 6) for _ in range(20)]
+    statistics = collect(model, sites, batches, gradients=True)
+    last = statistics.gradients["1"].mean
+    off = last - torch.eye(5, dtype=torch.float64)
+    assert off.abs().max() <= 5 / math.sqrt(10_000)  # five standard errors of a mean of signs
+    weight = model[1].weight.detach().double()
+    first = statistics.gradients["0"].mean
+    spread = (weight.abs().sum(0)).square().max()
+    assert (first - weight.T @ weight).abs().max() <= 5 * spread / math.sqrt(10_000)
+
+
+def test_gradient_moments_are_fisher_for_logits():
+    """For logits z, E[g g^T] with labels from the model is diag(p) - p p^T."""
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"logits": self.head(x)}
+
+    torch.manual_seed(0)
+    model = Classifier()
+    x = torch.randn(1, 4).expand(20_000, 4)
+    sites, _ = find_sites(model)
+    got = collect(model, sites, [x], gradients=True).gradients["head"].mean
+    p = model(x[:1])["logits"].softmax(-1)[0].double().detach()
+    assert (got - (p.diag() - torch.outer(p, p))).abs().max() <= 5 / math.sqrt(20_000)
+
+
+def test_padding_is_not_counted():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, attention_mask):
+            return self.linear(x)
+
+    model = Masked()
+    x = torch.randn(2, 3, 4)
+    x[1, 2] = math.nan  # what padding holds must not matter
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    sites, _ = find_sites(model)
+    batch = {"x": x, "attention_mask": mask}
+    moment = collect(model, sites, [batch]).inputs["linear"]
+    assert moment.tokens == 5
+    rows = x[mask.bool()].double()
+    assert torch.allclose(moment.total, rows.T @ rows, rtol=EPS * 100)
+
+
+def test_layers_that_share_an_input_only_sometimes_are_kept_apart():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, same):
+            return self.a(x) + self.b(x if same else 2 * x)
+
+    model = Sometimes()
+    sites, _ = find_sites(model)
+    x = torch.randn(8, 4)
+    found = collect(model, sites, [(x, True), (x, False)]).inputs
+    wide = x.double().T @ x.double()
+    assert torch.allclose(found["a"].total, 2 * wide, rtol=EPS * 100)
+    assert torch.allclose(found["b"].total, 5 * wide, rtol=1e-6)  # 2 x was computed in float32
+
+
+def test_modes_and_gradient_flags_are_put_back():
+    model = stack()
+    model.train()
+    model.layers[0].q.weight.requires_grad_(False)
+    sites, _ = find_sites(model)
+    collect(model, sites, tokens(1), gradients=True)
+    assert model.training
+    assert model.layers[1].training
+    assert not model.layers[0].q.weight.requires_grad
+    assert model.layers[0].up.weight.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_shrinkage_is_the_published_estimate():
+    """Against the definition of Ledoit and Wolf, computed vector by vector."""
+    torch.manual_seed(0)
+    x = torch.randn(30, 6, dtype=torch.float64) * torch.logspace(0, -1, 6, dtype=torch.float64)
+    moment = SecondMoment(6)
+    for piece in x.split(7):
+        moment.add(piece)
+    mean = x.T @ x / 30
+    scale = mean.trace() / 6
+    target = scale * torch.eye(6, dtype=torch.float64)
+    distance = (mean - target).square().sum()
+    error = sum((torch.outer(v, v) - mean).square().sum() for v in x) / 30 / 29
+    assert shrinkage_of(moment) == pytest.approx(float(error / distance), rel=1e-9)
+    damped = regularize(moment, damping=0.5, shrinkage=0.0)
+    assert torch.allclose(damped, mean + 0.5 * target)
+    assert torch.linalg.eigvalsh(regularize(moment))[0] > 0
+
+
+def test_few_tokens_shrink_more_and_one_token_wholly():
+    torch.manual_seed(0)
+    shares = []
+    for count in (1, 2, 20, 2000):
+        moment = SecondMoment(8)
+        moment.add(torch.randn(count, 8) * torch.logspace(0, -2, 8))
+        shares.append(shrinkage_of(moment))
+    assert shares[0] == 1.0
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.01
+
+
+def test_a_layer_that_sees_only_zeros_gets_the_identity():
+    moment = SecondMoment(4)
+    moment.add(torch.zeros(10, 4))
+    assert torch.equal(regularize(moment), torch.eye(4, dtype=torch.float64))
+
+
+def test_bad_calibration_is_named():
+    model = stack()
+    sites, _ = find_sites(model)
+    with pytest.raises(CalibrationError, match="no batches"):
+        as_batches(iter(()))
+    with pytest.raises(CalibrationError, match="int"):
+        as_batches(7)
+    bad = tokens(2)
+    bad[1][0, 3, 4] = math.nan
+    with pytest.raises(CalibrationError, match=r"input of layers\.0\.q .*NaN.* batch 1"):
+        collect(model, sites, bad)
+    assert not any(module._forward_hooks for module in model.modules())
+    model.layers[1].up.weight.data[0, 0] = math.inf
+    with pytest.raises(CalibrationError, match=r"input of layers\.1\.down"):
+        collect(model, sites, tokens(1))
+
+
+def test_layers_that_calibration_never_reaches_are_listed():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = Half()
+    sites, _ = find_sites(model)
+    with pytest.raises(CalibrationError, match=r"never reached 1 of 2 layers: unused; .*exclude"):
+        collect(model, sites, [torch.randn(3, 4)])
+
+
+def test_a_result_without_a_known_output_asks_for_one():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return {"thing": self.linear(x)}
+
+    model = Odd()
+    sites, _ = find_sites(model)
+    with pytest.raises(CalibrationError, match="output="):
+        collect(model, sites, [torch.randn(3, 4)], gradients=True)
+    got = collect(
+        model, sites, [torch.randn(3, 4)], gradients=True, output=lambda out, batch: out["thing"]
+    )
+    assert got.gradients["linear"].tokens == 3

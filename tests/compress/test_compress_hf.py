@@ -1,0 +1,192 @@
+"""save_pretrained and from_pretrained of low-rank transformers models, without remote code."""
+
+import copy
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nmm_compiler.compress import hf
+from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.modules import LowRankLinear
+from nmm_compiler.errors import FactorsFileError
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 100,
+}  # fmt: skip
+IDS = torch.arange(14).reshape(2, 7)
+
+
+def config(name):
+    if name == "llama":
+        return transformers.LlamaConfig(**SMALL, num_key_value_heads=2)
+    if name == "qwen3":
+        return transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16)
+    if name == "gpt2":
+        ends = {"bos_token_id": 0, "eos_token_id": 1}
+        return transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **ends)
+    if name == "t5":
+        return transformers.T5Config(
+            d_model=64, d_ff=128, num_layers=2, d_kv=16, num_heads=4, vocab_size=100
+        )
+    return transformers.BertConfig(**SMALL)
+
+
+AUTO = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
+
+
+def make(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    auto = getattr(transformers, AUTO.get(name, "AutoModelForCausalLM"))
+    return auto, auto.from_config(config(name), dtype=dtype).eval()
+
+
+def logits(model, name):
+    more = {"decoder_input_ids": IDS} if name == "t5" else {}
+    with torch.no_grad():
+        return model(input_ids=IDS, **more).logits
+
+
+def lowrank_count(model):
+    return sum(isinstance(m, LowRankLinear) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("qwen3", torch.float32),
+        ("gpt2", torch.float32),
+        ("bert", torch.float32),
+        ("t5", torch.float32),
+    ],
+)
+def test_round_trip_gives_equal_logits(name, dtype, tmp_path):
+    hf.register()
+    auto, model = make(name, dtype)
+    report = compress(model, 0.2, align=4, progress=False)
+    assert len(report.compressed) >= 8
+    expected = logits(model, name)
+    hf.save_pretrained(model, tmp_path / "a")
+    assert (tmp_path / "a" / "model.safetensors").is_file()
+    assert not list((tmp_path / "a").glob("*.py"))  # no remote code
+    loaded, info = auto.from_pretrained(tmp_path / "a", dtype=dtype, output_loading_info=True)
+    assert not any(info.values())
+    assert lowrank_count(loaded) == lowrank_count(model)
+    assert torch.equal(logits(loaded.eval(), name), expected)
+    loaded.save_pretrained(tmp_path / "b")  # a loaded model needs nothing of ours to save again
+    again = auto.from_pretrained(tmp_path / "b", dtype=dtype).eval()
+    assert torch.equal(logits(again, name), expected)
+    model.save_pretrained(tmp_path / "c")  # nor does the compressed one
+    again = auto.from_pretrained(tmp_path / "c", dtype=dtype).eval()
+    assert torch.equal(logits(again, name), expected)
+    assert again.double().dtype == torch.float64  # not "quantized": free to be cast
+    base = transformers.AutoModel.from_pretrained(tmp_path / "a", dtype=dtype)
+    assert lowrank_count(base) > 0
+
+
+def test_conv1d_becomes_low_rank_and_keeps_its_map():
+    _, model = make("gpt2")
+    layer = model.transformer.h[0].mlp.c_fc
+    weight, x = layer.weight.detach().clone(), torch.randn(3, 64)
+    with torch.no_grad():
+        left, right = torch.randn(64, 4), torch.randn(4, 256)
+        layer.weight.copy_(left @ right)
+        expected = layer(x)
+    compress(model, rank=4, include="c_fc", progress=False)
+    new = model.transformer.h[0].mlp.c_fc
+    assert (new.in_features, new.out_features) == tuple(weight.shape)
+    eps = torch.finfo(torch.float32).eps
+    bound = 64 * eps * float(left.norm() * right.norm() * x.norm())
+    assert (new(x) - expected).norm() <= bound
+
+
+def test_dequantize_merges_back():
+    hf.register()
+    _, model = make("llama")
+    compress(model, 0.2, align=4, progress=False)
+    expected = logits(model, "llama")
+    hf.attach(model)
+    model.dequantize()
+    assert lowrank_count(model) == 0
+    bound = torch.finfo(torch.float32).eps * 128 * 50
+    assert (logits(model, "llama") - expected).norm() <= bound * expected.norm()
+
+
+def test_compressed_models_can_be_copied_and_pickled(tmp_path):
+    _, model = make("llama")
+    compress(model, 0.2, align=4, progress=False)
+    expected = logits(model, "llama")
+    assert torch.equal(logits(copy.deepcopy(model), "llama"), expected)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again, "llama"), expected)
+    assert again.config.quantization_config.ranks == model.config.quantization_config.ranks
+
+
+def test_peft_adapters_target_the_factors():
+    peft = pytest.importorskip("peft")
+    _, model = make("llama")
+    compress(model, 0.2, align=4, include="mlp", progress=False)
+    expected = logits(model, "llama")
+    config = peft.LoraConfig(target_modules=r".*_proj\.(up|down)", r=2)
+    adapted = peft.get_peft_model(model, config)
+    assert torch.equal(logits(adapted, "llama"), expected)  # adapters start at zero
+    names = {n.rpartition(".lora_A")[0] for n, _ in adapted.named_parameters() if "lora_A" in n}
+    assert len(names) == 2 * 2 * 3  # up and down of three layers in two blocks
+
+
+def test_saved_ranks_that_do_not_fit_are_named(tmp_path):
+    hf.register()
+    auto, model = make("llama")
+    compress(model, 0.2, align=4, progress=False)
+    hf.save_pretrained(model, tmp_path / "a")
+    path = tmp_path / "a" / "config.json"
+    path.write_text(path.read_text().replace("layers.1.mlp.up_proj", "layers.7.mlp.up_proj"))
+    with pytest.raises(FactorsFileError, match=r"layers\.7\.mlp\.up_proj"):
+        auto.from_pretrained(tmp_path / "a")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(FactorsFileError, match="already quantized by 'bitsandbytes'"):
+        hf.save_pretrained(model, tmp_path / "b")
+
+
+def test_a_full_disk_leaves_the_old_directory(tmp_path):
+    _, model = make("llama")
+    compress(model, 0.2, align=4, progress=False)
+    hf.save_pretrained(model, tmp_path / "a")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
+        with pytest.raises(Exception, match=r"(?i)large|os error"):
+            hf.save_pretrained(model, tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_process_that_only_loads_needs_one_import(tmp_path):
+    _, model = make("llama")
+    compress(model, 0.2, align=4, progress=False)
+    hf.save_pretrained(model, tmp_path / "a")
+    code = (
+        "import sys; from nmm_compiler.compress.hf_hook import watch; watch(); watch()\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'a')!r})\n"
+        "print(type(model.model.layers[0].mlp.up_proj).__name__)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.strip().endswith("LowRankLinear"), result.stderr

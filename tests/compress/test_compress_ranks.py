@@ -1,0 +1,175 @@
+"""Rank allocation: legal, within budget, and as good as exhaustive search on small cases."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nmm_compiler.compress.ranks import (
+    Shape,
+    allocate_global,
+    allocate_uniform,
+    check_explicit,
+    choose_align,
+    legal_ranks,
+    parameter_cost,
+)
+from nmm_compiler.errors import RankError
+
+LLAMA = [
+    Shape(f"{i}.{name}", k, n)
+    for i in range(16)
+    for name, k, n in (
+        ("q", 2048, 2048), ("k", 2048, 512), ("v", 2048, 512), ("o", 2048, 2048),
+        ("gate", 2048, 8192), ("up", 2048, 8192), ("down", 8192, 2048),
+    )
+]  # fmt: skip
+
+
+def kept(shapes, ranks):
+    return sum(parameter_cost(s.k, s.n, ranks[s.name]) for s in shapes)
+
+
+def dense(shapes):
+    return sum(s.k * s.n for s in shapes)
+
+
+sizes = st.tuples(st.integers(20, 400), st.integers(20, 400))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dims=st.lists(sizes, min_size=1, max_size=6), ratio=st.floats(0.01, 0.95),
+    align=st.sampled_from([1, 4, 16]),
+)  # fmt: skip
+def test_uniform_ranks_are_legal_and_meet_the_ratio(dims, ratio, align):
+    shapes = [Shape(str(i), k, n) for i, (k, n) in enumerate(dims)]
+    try:
+        ranks = allocate_uniform(shapes, ratio, align)
+    except RankError:
+        usable = [s for s in shapes if len(legal_ranks(s, align))]
+        least = sum(align * (s.k + s.n) for s in usable)
+        assert not usable or least > (1 - ratio) * dense(usable)
+        return
+    usable = [s for s in shapes if ranks[s.name] is not None]
+    for shape in usable:
+        assert ranks[shape.name] % align == 0
+        assert ranks[shape.name] * (shape.k + shape.n) < shape.k * shape.n
+    assert kept(usable, ranks) <= (1 - ratio) * dense(usable)
+    by_shape = {}
+    for shape in usable:
+        assert by_shape.setdefault((shape.k, shape.n), ranks[shape.name]) == ranks[shape.name]
+
+
+def test_uniform_ranks_of_llama_are_whole_tiles_near_the_ratio():
+    assert choose_align(LLAMA, 0.2) == 128
+    ranks = allocate_uniform(LLAMA, 0.2, 128)
+    removed = 1 - kept(LLAMA, ranks) / dense(LLAMA)
+    assert 0.2 <= removed <= 0.24
+    assert ranks["0.gate"] == ranks["15.up"] == ranks["3.down"] == 1280
+
+
+def test_small_models_get_a_smaller_tile():
+    encoder = [Shape("a", 384, 384), Shape("b", 384, 1536), Shape("c", 1536, 384)]
+    assert choose_align(encoder, 0.2) == 32
+
+
+def brute_force(shapes, losses, ratio, align, cost):
+    tables = []
+    for s in shapes:
+        ranks = [*legal_ranks(s, align), None]
+        tables.append([
+            (cost(s.k, s.n, r), 0.0 if r is None else losses[s.name][r]) for r in ranks
+        ])  # fmt: skip
+    budget = (1 - ratio) * sum(cost(s.k, s.n, None) for s in shapes)
+    fitting = [
+        sum(loss for _, loss in choice)
+        for choice in itertools.product(*tables)
+        if sum(c for c, _ in choice) <= budget
+    ]
+    return min(fitting, default=None)
+
+
+def tails(seed, size):
+    """Losses of a random decreasing spectrum: convex, as squared singular values give."""
+    import random
+
+    values = sorted((random.Random(seed).random() ** 4 for _ in range(size)), reverse=True)
+    return [sum(values[i:]) for i in range(size + 1)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    dims=st.lists(st.tuples(st.integers(8, 24), st.integers(8, 24)), min_size=2, max_size=3),
+    ratio=st.floats(0.05, 0.7), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_global_ranks_are_near_the_optimum_and_never_over_budget(dims, ratio, seed):
+    shapes = [Shape(str(i), k, n) for i, (k, n) in enumerate(dims)]
+    losses = {s.name: tails(seed + i, min(s.k, s.n)) for i, s in enumerate(shapes)}
+    align = 2
+    best = brute_force(shapes, losses, ratio, align, parameter_cost)
+    if best is None:
+        with pytest.raises(RankError):
+            allocate_global(shapes, losses, ratio, align)
+        return
+    ranks = allocate_global(shapes, losses, ratio, align)
+    assert kept(shapes, ranks) <= (1 - ratio) * dense(shapes)
+    got = sum(0.0 if ranks[s.name] is None else losses[s.name][ranks[s.name]] for s in shapes)
+    # The greedy stops short of the optimum by at most one step of the hull of one matrix.
+    step = max(table[0] for table in losses.values())
+    assert best - 1e-12 <= got <= best + step
+
+
+def test_global_ranks_beat_uniform_ones_where_matrices_differ():
+    shapes = [Shape("easy", 64, 64), Shape("hard", 64, 64)]
+    losses = {
+        "easy": [100 * 0.5**i for i in range(64)] + [0.0],
+        "hard": [float(64 - i) for i in range(65)],
+    }
+    ranks = allocate_global(shapes, losses, 0.3, 8)
+    assert ranks["hard"] is None  # dense: where every direction counts
+    assert ranks["easy"] == 8  # what is left of the budget: 0.7 * 8192 - 4096 elements
+    total = losses["easy"][ranks["easy"]]
+    uniform = allocate_uniform(shapes, 0.3, 8)
+    assert total < 0.1 * sum(losses[s.name][uniform[s.name]] for s in shapes)
+
+
+def test_a_latency_budget_follows_the_cost_model():
+    def cost(k, n, rank):
+        """Latency in steps of whole 128-tiles; below rank 128 nothing is gained."""
+        return float(k * n if rank is None else -(-rank // 128) * 128 * (k + n))
+
+    shapes = [Shape("a", 1024, 1024), Shape("b", 1024, 1024)]
+    losses = {s.name: tails(i, 1024) for i, s in enumerate(shapes)}
+    ranks = allocate_global(shapes, losses, 0.5, 32, cost)
+    assert all(rank % 128 == 0 for rank in ranks.values() if rank is not None)
+    spent = sum(cost(s.k, s.n, ranks[s.name]) for s in shapes)
+    assert spent <= 0.5 * sum(cost(s.k, s.n, None) for s in shapes)
+
+
+def test_ratio_zero_keeps_everything_dense():
+    assert set(allocate_uniform(LLAMA, 0, 128).values()) == {None}
+    assert set(allocate_global(LLAMA, {}, 0, 128).values()) == {None}
+
+
+def test_what_no_aligned_rank_can_meet_is_refused_with_a_way_out():
+    with pytest.raises(RankError, match=r"align=32 .*mlp \[48, 48\].*ranks up to 23.*align=4"):
+        allocate_uniform([Shape("mlp", 48, 48)], 0.2, 32)
+    with pytest.raises(RankError, match=r"ratio 0.99 cannot be met .*align=128.*removes 0.\d+"):
+        allocate_uniform(LLAMA, 0.99, 128)
+    losses = {s.name: [1.0] * 129 for s in LLAMA}
+    with pytest.raises(RankError, match="cannot be met"):
+        allocate_global(LLAMA, losses, 0.99, 128)
+    with pytest.raises(RankError, match="too small"):
+        allocate_uniform([Shape("row", 1, 9)], 0.2, 1)
+
+
+def test_explicit_ranks():
+    shape = Shape("q", 64, 64)
+    assert check_explicit(shape, 16, None) == (16, "")
+    rank, note = check_explicit(shape, 32, None)
+    assert rank is None
+    assert "break-even" in note
+    with pytest.raises(RankError, match="pass 16 or 32"):
+        check_explicit(shape, 17, 16)

@@ -1,0 +1,140 @@
+"""Recovery: it helps on held-out data, never hurts it, and puts everything back."""
+
+import copy
+import math
+
+import pytest
+import torch
+from compress_models import stack, tokens
+from torch import nn
+
+from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.recover import recover
+from nmm_compiler.errors import (
+    NoMatchingModulesError,
+    OptionTypeError,
+    RecoveryError,
+    UnknownNameError,
+)
+
+
+def pair(dtype=torch.float32):
+    teacher = stack().to(dtype)
+    model = copy.deepcopy(teacher)
+    compress(model, 0.5, align=4, progress=False)
+    return model, teacher
+
+
+def data(dtype=torch.float32, count=12):
+    return [batch.to(dtype) for batch in tokens(count)]
+
+
+@pytest.mark.parametrize("trainable", ["full", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recovery_lowers_the_held_out_loss(trainable, dtype):
+    model, teacher = pair(dtype)
+    held_out = [batch.to(dtype) for batch in tokens(3, seed=8)]
+    before = copy.deepcopy(model)
+    report = recover(
+        model, data(dtype), teacher=teacher, validation=held_out, steps=60, lr=3e-3, lora_rank=4,
+        trainable=trainable, progress=False,
+    )  # fmt: skip
+    assert report.validation_after < 0.8 * report.validation_before
+    assert report.objective == "features"
+    with torch.no_grad():
+        losses = [
+            float(((model(b) - teacher(b)).float() ** 2).mean() / (teacher(b).float() ** 2).mean())
+            for b in held_out
+        ]
+    assert sum(losses) / 3 == pytest.approx(report.validation_after, rel=1e-4)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in before.named_modules()]
+    assert torch.equal(model.layers[0].q.bias, before.layers[0].q.bias)  # only factors move
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_bad_learning_rate_never_makes_it_worse():
+    model, teacher = pair()
+    before = copy.deepcopy(model.state_dict())
+    report = recover(model, data(), teacher=teacher, steps=10, lr=1.0, progress=False)
+    assert report.validation_after <= report.validation_before
+    if report.kept_step == 0:
+        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_rate_that_is_too_high_is_cut_until_it_helps():
+    model, teacher = pair()
+    report = recover(model, data(), teacher=teacher, steps=100, lr=1.0, progress=False)
+    assert report.history[1][1] > report.history[0][1]  # the first steps made it worse
+    assert report.validation_after < 0.9 * report.validation_before
+
+
+def test_logits_are_distilled_by_divergence():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = stack(), nn.Linear(32, 50)
+
+        def forward(self, x):
+            return {"logits": self.head(self.body(x))}
+
+    teacher = Head()
+    model = copy.deepcopy(teacher)
+    compress(model, 0.5, align=4, exclude="head", progress=False)
+    report = recover(model, data(), teacher=teacher, steps=60, lr=3e-3, progress=False)
+    assert report.objective == "logits"
+    assert report.validation_after < 0.8 * report.validation_before
+    held_out = data()[-1]
+    with torch.no_grad():
+        p = teacher(held_out)["logits"].log_softmax(-1).reshape(-1, 50)
+        q = model(held_out)["logits"].log_softmax(-1).reshape(-1, 50)
+    divergence = float((p.exp() * (p - q)).sum(-1).mean())
+    assert report.validation_after == pytest.approx(divergence, rel=1e-3)
+
+
+def test_an_interrupt_keeps_the_best_factors(monkeypatch):
+    model, teacher = pair()
+    calls = 0
+    forward = type(model).forward
+
+    def interrupted(self, x):
+        nonlocal calls
+        calls += self is model
+        if calls > 30:
+            raise KeyboardInterrupt
+        return forward(self, x)
+
+    monkeypatch.setattr(type(model), "forward", interrupted)
+    model.train()
+    with pytest.raises(KeyboardInterrupt):
+        recover(model, data(), teacher=teacher, steps=200, trainable="lora", progress=False)
+    monkeypatch.undo()
+    assert model.training
+    assert type(model.layers[0].q.up) is nn.Linear
+    assert torch.isfinite(model(data()[0])).all()
+
+
+def test_bad_input_is_refused():
+    model, teacher = pair()
+    with pytest.raises(NoMatchingModulesError, match="compress on it before"):
+        recover(stack(), data(), teacher=teacher)
+    with pytest.raises(OptionTypeError, match="original model"):
+        recover(model, data(), teacher=model)
+    with pytest.raises(RecoveryError, match="none to train on"):
+        recover(model, data(count=1), teacher=teacher)
+    with pytest.raises(UnknownNameError, match="did you mean 'lora'"):
+        recover(model, data(), teacher=teacher, trainable="lara")
+    with pytest.raises(OptionTypeError, match="steps"):
+        recover(model, data(), teacher=teacher, steps=0)
+    wide = stack(width=48)
+    wide.forward = lambda x: torch.zeros(*x.shape[:-1], 48)
+    with pytest.raises(RecoveryError, match="output is"):
+        recover(model, data(), teacher=wide, progress=False)
+    bad = data()
+    bad[0][0, 0, 0] = math.nan
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RecoveryError, match="loss is nan"):
+        recover(model, bad, teacher=teacher, steps=50, progress=False)
+    assert all(torch.isfinite(v).all() for v in model.state_dict().values())
+    assert before.keys() == model.state_dict().keys()

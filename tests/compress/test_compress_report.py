@@ -1,0 +1,128 @@
+"""Reports as records, text and picture; the command line."""
+
+import json
+import sys
+
+import pytest
+import torch
+from compress_models import stack, tokens
+from typer.testing import CliRunner
+
+from nmm_compiler.cli import compress as command
+from nmm_compiler.codegen.latency import kernel_cost
+from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.plot import plot_report
+from nmm_compiler.compress.report import CompressionReport
+from nmm_compiler.errors import CalibrationError, MissingPackageError, UnknownNameError
+
+
+def test_reports_survive_json():
+    report = compress(stack(), 0.3, calibration=tokens(), align=4, progress=False)
+    again = CompressionReport.from_json(report.to_json())
+    assert again == report
+    assert again.ranks() == report.ranks()
+    assert str(again) == str(report)
+
+
+def test_the_plot_is_a_png_and_its_absence_is_explained(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    report = compress(stack(), 0.3, calibration=tokens(), align=4, progress=False)
+    path = plot_report(report, tmp_path / "a.png")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"matplotlib.*nmm-compiler\[plot\]"):
+        plot_report(report, tmp_path / "b.png")
+
+
+@pytest.fixture(scope="module")
+def saved_bert(tmp_path_factory):
+    """A small random BERT with a word-piece tokenizer, on disk."""
+    transformers = pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+    words += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    (directory / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(vocab=str(directory / "vocab.txt")).save_pretrained(directory)
+    config = transformers.BertConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(words),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(config).save_pretrained(directory)
+    return directory
+
+
+def app():
+    import typer
+
+    application = typer.Typer()
+    application.command()(command.compress)
+    return application
+
+
+def test_a_directory_becomes_a_low_rank_directory(saved_bert, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"the fox number {i} ran over a hill" for i in range(30)))
+    out = tmp_path / "out"
+    result = CliRunner().invoke(
+        app(),
+        [str(saved_bert), str(out), "--ratio", "0.2", "--text", str(text), "--align", "4",
+         "--recover", "5", "--plot", str(tmp_path / "p.png")],
+        catch_exceptions=False,
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert "held-out loss" in result.output
+    report = json.loads((out / "compression.json").read_text())
+    assert report["compression"]["achieved_ratio"] >= 0.2
+    assert report["recovery"]["steps"] == 5
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    model = transformers.AutoModelForMaskedLM.from_pretrained(out)
+    names = {layer["name"] for layer in report["compression"]["layers"] if layer["rank"]}
+    assert all(type(model.get_submodule(n)).__name__ == "LowRankLinear" for n in names)
+    transformers.AutoTokenizer.from_pretrained(out)
+
+
+def test_bad_command_lines(saved_bert, tmp_path):
+    run = CliRunner().invoke
+
+    def error(*arguments):
+        result = run(app(), [str(a) for a in arguments])
+        assert not (tmp_path / "out").exists()
+        return result.exception
+
+    out = tmp_path / "out"
+    assert isinstance(error(tmp_path / "none", out), UnknownNameError)
+    assert isinstance(error(saved_bert, out, "--text", tmp_path / "none.txt"), CalibrationError)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert "no text" in str(error(saved_bert, out, "--text", tmp_path / "empty.txt"))
+    assert "--text" in str(error(saved_bert, out, "--recover", "5"))
+    assert "whitened" in str(error(saved_bert, out, "--method", "whitend"))
+
+
+def test_text_for_a_causal_model_is_one_stream(tmp_path):
+    class Tokenizer:
+        def __call__(self, text, **_):
+            return {"input_ids": list(text.encode())}
+
+    class ToyForCausalLM:
+        pass
+
+    path = tmp_path / "text.txt"
+    path.write_text("abc\n\ndefgh\nij")
+    batches = command.read_batches(path, Tokenizer(), ToyForCausalLM(), 4, 2)
+    ids = torch.cat([b["input_ids"] for b in batches])
+    assert bytes(ids.flatten().tolist()) == b"abc\ndefgh\nij"
+    with pytest.raises(CalibrationError, match="tokenizer"):
+        command.read_batches(path, None, ToyForCausalLM(), 4, 2)
+
+
+def test_the_kernels_cost_model_drives_a_latency_budget():
+    cost = kernel_cost("trn2", 128, "float32")
+    assert 0 < cost(1024, 1024, 128) < cost(1024, 1024, None)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+    report = compress(model, 0.3, budget="latency", tokens=128, align=128, progress=False)
+    assert report.cost_before == pytest.approx(2 * cost(1024, 1024, None))
+    assert report.cost_after <= 0.7 * report.cost_before
+    assert report.compressed
+    assert "of the predicted time" in report.summary()

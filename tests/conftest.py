@@ -1,0 +1,19 @@
+"""Shared by all rooms: no test touches the user's own kernel cache."""
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_cache(tmp_path_factory):
+    """Point NMM_CACHE_DIR (this process and its children) at a directory of this test run."""
+    directory = tmp_path_factory.mktemp("nmm_cache")
+    os.chmod(directory, 0o700)
+    before = {k: v for k, v in os.environ.items() if k.startswith("NMM_")}
+    for name in before:
+        del os.environ[name]
+    os.environ["NMM_CACHE_DIR"] = str(directory)
+    yield
+    del os.environ["NMM_CACHE_DIR"]
+    os.environ.update(before)

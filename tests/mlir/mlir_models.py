@@ -1,0 +1,133 @@
+"""Small models with low-rank chains, and IREE as an independent way to run what was exported."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nmm_compiler.mlir.export import export_mlir
+from nmm_compiler.mlir.module import MLIRModule
+
+Inputs = dict[str, Tensor]
+
+
+class LowRank(nn.Sequential):
+    """Two linears with the rank between them."""
+
+    def __init__(self, k: int, r: int, n: int, bias: bool = True) -> None:
+        super().__init__(nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=bias))
+
+
+def factorized(module: nn.Module, rank: int) -> nn.Module:
+    """Replace every linear by two random factors of `rank`."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            low = LowRank(child.in_features, rank, child.out_features, child.bias is not None)
+            setattr(module, name, low)
+        else:
+            factorized(child, rank)
+    return module
+
+
+class One(nn.Module):
+    """x -> relu of one chain: the smallest module with a kernel and an op around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = LowRank(16, 2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.low(x), x], dim=1)
+
+
+class Lora(nn.Module):
+    """A frozen linear with a LoRA branch, as peft writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(32, 48)
+        self.a = nn.Linear(32, 4, bias=False)
+        self.b = nn.Linear(4, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+def one(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    return One().to(dtype).eval(), {"x": torch.randn(4, 16, dtype=dtype)}
+
+
+def lora(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    return Lora().to(dtype).eval(), {"x": torch.randn(6, 32, dtype=dtype)}
+
+
+def llama_mlp(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(hidden_size=64, intermediate_size=96)
+    torch.manual_seed(0)
+    mlp = factorized(llama.LlamaMLP(config), 8).to(dtype).eval()
+    return mlp, {"x": torch.randn(2, 8, 64, dtype=dtype)}
+
+
+def bert_layer(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    bert = pytest.importorskip("transformers.models.bert.modeling_bert")
+    config = bert.BertConfig(hidden_size=32, num_attention_heads=2, intermediate_size=64)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    layer = factorized(bert.BertLayer(config), 4).to(dtype).eval()
+    return layer, {"hidden_states": torch.randn(1, 8, 32, dtype=dtype)}
+
+
+MODELS = {"one": one, "lora": lora, "llama_mlp": llama_mlp, "bert_layer": bert_layer}
+
+
+@functools.cache
+def exported(name: str, dialect: str, mode: str, dtype: torch.dtype = torch.float32) -> MLIRModule:
+    """Export a model of MODELS once per test run, without NKI sources."""
+    model, inputs = MODELS[name](dtype)
+    return export_mlir(model, inputs, dialect=dialect, kernels=mode, sources=False)
+
+
+def eager(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the first output of the model."""
+    with torch.no_grad():
+        made = model(**inputs)
+    return made if isinstance(made, Tensor) else made[0]
+
+
+def run_in_iree(module: Any, model: nn.Module, inputs: Inputs) -> np.ndarray:
+    """Compile an inline module with IREE for the CPU, run it, return the first output."""
+    loaded = _compiled(module.text)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = [state[a.name] if a.kind == "weight" else inputs[a.name] for a in module.arguments]
+    made = loaded.main(*(_array(value) for value in values))
+    first = made[0] if isinstance(made, (tuple, list)) else made
+    return np.asarray(first.to_host()).astype(np.float64)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(text: str) -> Any:
+    compiler = pytest.importorskip("iree.compiler")
+    runtime = pytest.importorskip("iree.runtime")
+    binary = compiler.compile_str(
+        text,
+        target_backends=["llvm-cpu"],
+        input_type="auto",
+        extra_args=["--iree-llvmcpu-target-cpu=generic"],
+    )
+    return runtime.load_vm_flatbuffer(binary, driver="local-sync")
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

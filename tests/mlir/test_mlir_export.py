@@ -1,0 +1,391 @@
+"""export_mlir: every form parses back and verifies, calls equal matches, no transposes left."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlir_golden import GOLDENS, golden_text
+from mlir_models import MODELS, exported, llama_mlp, one
+from torch import Tensor, nn
+
+import nmm_compiler.kernels.ops  # noqa: F401  (defines torch.ops.nmm)
+from nmm_compiler.errors import (
+    ExportError,
+    MissingPackageError,
+    OptionTypeError,
+    UnknownNameError,
+)
+from nmm_compiler.mlir import bindings
+from nmm_compiler.mlir.export import export_mlir
+from nmm_compiler.mlir.module import MLIRModule
+from nmm_compiler.mlir.verify import parses_back
+from nmm_compiler.passes.pipeline import rewrite
+
+pytest.importorskip("torch_mlir")
+
+DIALECTS = ("torch", "linalg", "stablehlo")
+MODES = ("call", "inline")
+
+
+@cache
+def matches(name: str) -> int:
+    model, inputs = MODELS[name]()
+    return len(rewrite(model, inputs).rewritten)
+
+
+def kernel_calls(module: MLIRModule) -> list[str]:
+    """The kernel that each call in the text names, read without our own code."""
+    calls = re.findall(r"(?:call|custom_call) @(nmm_\w+)\(", module.text)
+    return [call for call in calls if f"func.func @{call}" not in module.text]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", ["llama_mlp", "bert_layer", "lora"])
+def test_every_form_parses_back_with_as_many_calls_as_matches(
+    name: str, dialect: str, mode: str
+) -> None:
+    module = exported(name, dialect, mode)
+    count = matches(name)
+    assert count >= 1
+    assert len(kernel_calls(module)) == count
+    assert sum(len(kernel.calls) for kernel in module.kernels) == count
+    parses_back(module.text, dialect, count)
+    assert "torch.operator" not in module.text
+    if dialect != "torch":
+        assert "!torch" not in module.text
+        assert "f64" not in module.text or dialect == "linalg"  # linalg keeps scalar constants
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_each_distinct_kernel_is_declared_once(dialect: str) -> None:
+    module = exported("llama_mlp", dialect, "call")
+    names = [kernel.name for kernel in module.kernels]
+    assert len(set(names)) == len(names)
+    for name in names:
+        declared = len(re.findall(rf"func\.func private @{name}\(", module.text))
+        assert declared == (0 if dialect == "stablehlo" else 1)
+        bodies = exported("llama_mlp", dialect, "inline").text
+        assert len(re.findall(rf"func\.func private @{name}\(%arg0", bodies)) == 1
+
+
+def test_equal_calls_share_one_kernel() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (one()[0].low for _ in range(2))  # type: ignore[union-attr]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.b(x * 2)
+
+    module = export_mlir(Twice().eval(), (torch.randn(4, 16),), sources=False)
+    (kernel,) = module.kernels
+    assert len(kernel.calls) == 2
+    assert kernel_calls(module) == [kernel.name] * 2
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_golden(name: str) -> None:
+    path = Path(__file__).parent / "golden" / f"{name}.mlir"
+    text = golden_text(name)
+    assert len(text.splitlines()) < 60
+    assert text == path.read_text(), (
+        "run `python tests/mlir/mlir_golden.py` and look at the difference"
+    )
+
+
+def test_attributes_say_what_the_kernel_is() -> None:
+    class Lora(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = {"u": (4, 32), "v": (48, 4), "bias": (48,), "w": (32, 48)}
+            for name, shape in shapes.items():
+                setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.nmm.lowrank_matmul(
+                x, self.u, self.v, self.bias, self.w, scale=2.0, u_layout="col", v_layout="col"
+            )
+
+    torch_form = export_mlir(Lora(), (torch.randn(6, 32),), dialect="torch", sources=False)
+    (kernel,) = torch_form.kernels
+    (launch,) = kernel.launches
+    spec = launch.spec
+    assert {key: spec[key] for key in ("m", "k", "r", "n", "base", "bias", "scale")} == {
+        "m": 6,
+        "k": 32,
+        "r": 4,
+        "n": 48,
+        "base": True,
+        "bias": True,
+        "scale": 2.0,
+    }
+    # the op takes x, u, v, bias, w; the NKI function x, u, v, w, bias
+    assert launch.operands == (0, 1, 2, 4, 3)
+    declaration = next(line for line in torch_form.text.splitlines() if "nmm.spec" in line)
+    assert 'nmm.family = "lowrank"' in declaration
+    assert 'nmm.target = "trn2"' in declaration
+    assert "nmm.operands = [0, 1, 2, 4, 3]" in declaration
+    written = re.search(r'nmm\.spec = "(.*?)", ', declaration)
+    assert written is not None
+    assert json.loads(written.group(1).replace("\\22", '"')) == spec
+
+
+def test_projections_of_one_input_are_one_call_with_a_launch_each() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.us = nn.ParameterList([torch.randn(16, 2), torch.randn(16, 4)])
+            self.vs = nn.ParameterList([torch.randn(2, 8), torch.randn(4, 12)])
+            self.bias = nn.Parameter(torch.randn(12))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            biases = [None, self.bias]
+            return torch.ops.nmm.lowrank_matmul_shared_x(x, list(self.us), list(self.vs), biases)
+
+    for mode in MODES:
+        module = export_mlir(Shared(), (torch.randn(4, 16),), kernels=mode, sources=False)
+        (kernel,) = module.kernels
+        assert [(launch.spec["n"], launch.operands) for launch in kernel.launches] == [
+            (8, (0, 1, 3)),
+            (12, (0, 2, 4, 5)),
+        ]
+        assert kernel_calls(module) == [kernel.name]
+        assert "nmm.operands = [[0, 1, 3], [0, 2, 4, 5]]" in module.text
+        assert module.outputs == 2
+        parses_back(module.text, "stablehlo", 1)
+
+
+class Op(nn.Module):
+    """A module that is one call of an op; weights are its parameters, by place in the arguments."""
+
+    def __init__(self, op: Any, shapes: Any, keywords: dict[str, Any]) -> None:
+        super().__init__()
+        self.op, self.shapes, self.keywords = op, shapes, keywords
+        flat = [s for entry in shapes for s in (entry if isinstance(entry, list) else [entry])]
+        self.weights = nn.ParameterList([torch.randn(s) for s in flat if s is not None])
+
+    def forward(self, x: Tensor) -> Any:
+        left = iter(self.weights)
+        args = [
+            [None if s is None else next(left) for s in entry]
+            if isinstance(entry, list)
+            else (None if entry is None else next(left))
+            for entry in self.shapes
+        ]
+        return self.op(x, *args, **self.keywords)
+
+
+OPS = {
+    "gated_mlp": ([[(16, 4), (4, 32)], [(16, 32)], [(32, 4), (4, 16)], None, None, (16,)], {}),
+    "gated_mlp_up": ([[(16, 32)], [(16, 32)]], {"activation": "gelu", "out_layout": "col"}),
+    "matmul": ([(32, 16), (32,)], {"w_layout": "col", "activation": "gelu_tanh"}),
+    "lowrank_matmul_shared_u": ([(16, 4), [(4, 8), (4, 12)], [None, (12,)]], {}),
+}
+
+
+@pytest.mark.parametrize(("dialect", "mode"), [("torch", "call"), ("stablehlo", "inline")])
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_is_one_call(name: str, dialect: str, mode: str) -> None:
+    shapes, keywords = OPS[name]
+    model = Op(getattr(torch.ops.nmm, name), shapes, keywords)
+    module = export_mlir(model, (torch.randn(4, 16),), dialect=dialect, kernels=mode, sources=False)
+    (kernel,) = module.kernels
+    assert kernel.op == name
+    used = {number for launch in kernel.launches for number in launch.operands}
+    assert used == set(range(len(model.weights) + 1))
+    assert kernel_calls(module) == [kernel.name]
+    parses_back(module.text, dialect, 1)
+
+
+def test_targets_change_the_attribute_and_the_kernel() -> None:
+    model, inputs = one()
+    trn2 = exported("one", "stablehlo", "call")
+    trn3 = export_mlir(model, inputs, options={"target": "trn3"}, sources=False)
+    assert 'nmm.target = "trn3"' in trn3.text
+    assert trn3.kernels[0].name != trn2.kernels[0].name
+
+
+def test_export_is_deterministic() -> None:
+    model, inputs = one()
+    again = export_mlir(model, inputs, dialect="linalg", sources=False)
+    assert again.text == exported("one", "linalg", "call").text
+
+
+class Columns(nn.Module):
+    """Two kernels with a transposed tensor between them, as the layout pass leaves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.randn(2, 16)), nn.Parameter(torch.randn(8, 2))
+        self.p, self.q = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        stored = {"u_layout": "col", "v_layout": "col"}
+        h = torch.ops.nmm.lowrank_matmul(x, self.u, self.v, out_layout="col", **stored)
+        return torch.ops.nmm.lowrank_matmul(h, self.p, self.q, x_layout="col", **stored)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_col_operand_is_passed_in_that_layout_without_a_transpose(dialect: str) -> None:
+    module = export_mlir(Columns().eval(), (torch.randn(4, 16),), dialect=dialect, sources=False)
+    assert len(re.findall(r"transpose|permute|aten\.t\b", module.text)) == 0
+    assert [(k.x_layout, k.out_layout) for k in module.kernels] == [("row", "col"), ("col", "row")]
+    between = r"\[8,4\],f32" if dialect == "torch" else "tensor<8x4xf32>"
+    assert re.search(between, module.text)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_layout_pass_leaves_no_transpose_between_the_kernels_of_an_mlp(dialect: str) -> None:
+    module = exported("llama_mlp", dialect, "call")
+    assert len(re.findall(r"transpose|permute|aten\.t\b", module.text)) == 0
+    assert [(k.x_layout, k.out_layout) for k in module.kernels] == [("row", "col"), ("col", "row")]
+
+
+def test_weights_as_arguments_carry_their_names() -> None:
+    module = exported("llama_mlp", "stablehlo", "call")
+    model, _ = llama_mlp()
+    assert [a.name for a in module.arguments if a.kind == "weight"] == list(model.state_dict())
+    for argument in module.arguments:
+        assert f'nmm.{argument.kind} = "{argument.name}"' in module.text
+    assert module.arguments[-1].shape == (2, 8, 64)
+    assert "dense_resource" not in module.text
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_weights_as_resources_leave_only_the_inputs(dialect: str) -> None:
+    model, inputs = one()
+    module = export_mlir(model, inputs, dialect=dialect, weights="resources", sources=False)
+    assert [a.name for a in module.arguments] == ["x"]
+    assert module.text.count("dense_resource<") == 2
+    assert module.text.count("func.func @main(%arg0") == 1
+    assert "%arg1" not in module.text.splitlines()[1]
+    parses_back(module.text, dialect, 1)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_dynamic_token_count_stays_open(dialect: str) -> None:
+    model, inputs = one()
+    tokens = torch.export.Dim("tokens", max=4096)
+    module = export_mlir(
+        model, inputs, dialect=dialect, dynamic_shapes={"x": {0: tokens}}, sources=False
+    )
+    assert module.arguments[-1].shape == (None, 16)
+    assert module.kernels[0].launches[0].spec["m"] is None
+    assert ("[?,16]" if dialect == "torch" else "tensor<?x16xf32>") in module.text
+    parses_back(module.text, dialect, 1)
+
+
+def test_a_dynamic_call_needs_buckets_for_its_sources() -> None:
+    model, inputs = one()
+    shapes = {"x": {0: torch.export.Dim("tokens", max=4096)}}
+    with pytest.raises(ExportError, match="buckets"):
+        export_mlir(model, inputs, dynamic_shapes=shapes)
+    module = export_mlir(model, inputs, dynamic_shapes=shapes, options={"buckets": (2, 4)})
+    assert [source.tokens for source in module.kernels[0].sources] == [2, 4]
+    assert "nmm.source_tokens = [2, 4]" in module.text
+
+
+def test_an_exported_program_and_a_graph_module_can_be_given() -> None:
+    model, inputs = one()
+    expected = exported("one", "stablehlo", "call").text
+    program = torch.export.export(model, (), inputs)
+    assert export_mlir(program, inputs, sources=False).text == expected
+    graph = torch.fx.symbolic_trace(model)
+    assert export_mlir(graph, (inputs["x"],), sources=False).text == expected
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"dialect": "tosa"}, UnknownNameError, "unknown dialect 'tosa'"),
+        ({"kernels": "calls"}, UnknownNameError, "did you mean 'call'"),
+        ({"weights": "arg"}, UnknownNameError, "did you mean 'args'"),
+        ({"options": {"targets": "trn2"}}, UnknownNameError, "unknown option 'targets'"),
+        ({"options": 3}, OptionTypeError, "options"),
+    ],
+)
+def test_unknown_names_are_refused(keywords: dict[str, Any], error: type, message: str) -> None:
+    model, inputs = one()
+    with pytest.raises(error, match=message):
+        export_mlir(model, inputs, **keywords)
+
+
+def test_what_is_not_a_model_is_refused() -> None:
+    with pytest.raises(ExportError, match="cannot export int"):
+        export_mlir(3, ())
+    with pytest.raises(ExportError, match="pass a tuple"):
+        export_mlir(one()[0], torch.randn(4, 16))  # type: ignore[arg-type]
+
+
+def test_an_operator_that_torch_mlir_does_not_lower_is_named_with_its_node() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = one()[0].low
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.special.bessel_j1(self.low(x))
+
+    with pytest.raises(ExportError, match=r"bessel_j1.*node \"special_bessel_j1\""):
+        export_mlir(Odd().eval(), (torch.randn(4, 16),), dialect="linalg", sources=False)
+
+
+def test_a_model_that_torch_export_cannot_trace_says_why() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ExportError, match=r"torch\.export cannot trace Branching"):
+        export_mlir(Branching(), (torch.randn(4, 16),))
+
+
+def test_a_model_on_the_meta_device_is_refused_with_the_way_out() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4).eval()
+    with pytest.raises(ExportError, match=r"to_empty\(device='cpu'\)"):
+        export_mlir(model, (torch.randn(2, 4),))
+    assert export_mlir(model.to_empty(device="cpu"), (torch.randn(2, 4),)).outputs == 1
+
+
+def test_a_model_that_changes_a_buffer_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + self.count
+
+    with pytest.raises(ExportError, match="changes count in place"):
+        export_mlir(Counting(), (torch.randn(4, 16),))
+
+
+def test_a_model_without_chains_is_exported_without_calls() -> None:
+    module = export_mlir(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
+    assert module.kernels == ()
+    parses_back(module.text, "stablehlo", 0)
+
+
+def test_a_missing_torch_mlir_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings.load.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "torch_mlir", None)
+    model, inputs = one()
+    try:
+        with pytest.raises(MissingPackageError, match=r"pip install 'nmm-compiler\[mlir\]'"):
+            export_mlir(model, inputs)
+    finally:
+        bindings.load.cache_clear()
+
+
+def test_the_public_name_is_a_function() -> None:
+    import nmm_compiler
+
+    assert nmm_compiler.export_mlir is export_mlir

@@ -1,0 +1,243 @@
+"""Random graphs around low-rank chains, for the fuzzer and for whoever wants to replay a seed.
+
+`build(seed)` returns a GraphModule over torch functions, methods and ATen overloads, its input, and
+the sum of contraction lengths, from which the test derives its tolerance. Weights have spectral
+norm at most 1, so that rounding errors are not amplified from product to product.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Program:
+    """A random graph and its input; length is the sum of all contraction lengths, and of ops."""
+
+    module: fx.GraphModule
+    x: torch.Tensor
+    length: int
+
+
+class Builder:
+    """Adds random operations; `values` holds what each node computes."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.root = nn.Module()
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, torch.Tensor] = {}
+        self.length = 0
+        self.count = 0
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def parameter(self, *shape: int) -> fx.Node:
+        data = torch.randn(*shape, generator=self.generator)
+        if len(shape) == 2:
+            data = data / torch.linalg.matrix_norm(data, 2)
+        name = f"p{self.count}"
+        self.count += 1
+        self.root.register_parameter(name, nn.Parameter(data, requires_grad=False))
+        node = self.graph.get_attr(name)
+        self.values[node] = getattr(self.root, name).detach()
+        return node
+
+    def add(self, kind: str, target, *args, **kwargs) -> fx.Node:
+        real = fx.node.map_arg((args, kwargs), lambda n: self.values[n])
+        if kind == "call_method":
+            value = getattr(real[0][0], target)(*real[0][1:], **real[1])
+        else:
+            value = target(*real[0], **real[1])
+        node = self.graph.create_node(kind, target, args, kwargs)
+        self.values[node] = value
+        self.length += 1
+        return node
+
+    def f(self, target, *args, **kwargs) -> fx.Node:
+        return self.add("call_function", target, *args, **kwargs)
+
+    def m(self, name: str, *args, **kwargs) -> fx.Node:
+        return self.add("call_method", name, *args, **kwargs)
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(self.values[node].shape)
+
+    # -- products -------------------------------------------------------------------------------
+
+    def product(self, x: fx.Node, n: int) -> fx.Node:
+        shape = self.shape(x)
+        k = shape[-1]
+        self.length += k
+        w = self.parameter(k, n)
+        stored = self.parameter(n, k)
+        pick = self.rng.randrange(10)
+        if pick == 0:
+            return self.f(operator.matmul, x, w)
+        if pick == 1:
+            return self.f(F.linear, x, stored)
+        if pick == 2:
+            return self.f(F.linear, x, stored, self.parameter(n))
+        if pick == 3:
+            return self.f(aten.linear.default, x, stored)
+        if pick == 4:
+            return self.f(torch.matmul, x, self.m("t", stored))
+        if pick == 5 and len(shape) == 2:
+            return self.f(torch.addmm, self.parameter(n), x, w, alpha=0.5)
+        if pick == 6:
+            return self.f(torch.einsum, "...k,kn->...n", x, w)
+        if pick == 7 and len(shape) == 2:
+            flipped = self.f(operator.matmul, stored, self.m("t", x))
+            return self.m("t", flipped)
+        if pick == 8 and len(shape) == 3:
+            batch = self.m("expand", self.m("unsqueeze", w, 0), shape[0], k, n)
+            return self.f(torch.bmm, x, batch)
+        return self.m("matmul", x, self.f(getattr, stored, "T"))
+
+    def width(self, x: fx.Node) -> int:
+        return self.rng.randint(2, 4) if self.shape(x)[-1] > 6 else self.rng.randint(10, 20)
+
+    def between(self, x: fx.Node) -> fx.Node:
+        """Add something that a matcher may look through or fold, or must not."""
+        shape = self.shape(x)
+        n, rng = shape[-1], self.rng
+        pick = rng.randrange(24)
+        if pick == 0:
+            return self.m("reshape", x, -1, n)
+        if pick == 1 and len(shape) == 2 and shape[0] % 2 == 0:
+            return self.m("reshape", x, 2, -1, n)
+        if pick == 2 and len(shape) == 3:
+            return self.m("transpose", x, 0, 1)
+        if pick == 3:
+            return self.m("contiguous", x)
+        if pick == 4:
+            return self.f(aten.clone.default, x)
+        if pick == 5:
+            return self.f(operator.mul, x, rng.choice([0.5, -2.0, 1.0]))
+        if pick == 6:
+            return self.f(torch.mul, self.parameter(n), x)
+        if pick == 7:
+            return self.f(operator.add, x, self.parameter(n))
+        if pick == 8:
+            return self.f(operator.truediv, x, 4.0)
+        if pick == 9:
+            return self.f(F.dropout, x, 0.3, False)
+        if pick == 10:
+            return self.m("to", x, torch.float32)
+        if pick == 11:
+            return self.f(rng.choice([torch.relu, F.silu, torch.tanh]), x)
+        if pick == 12 and len(shape) == 2:
+            return self.m("t", self.m("contiguous", self.m("t", x)))
+        if pick == 13 and shape[0] > 1:
+            return self.f(operator.getitem, x, slice(1, None))
+        if pick == 14:
+            return self.m(rng.choice(["mul_", "add_"]), x, 0.5)
+        if pick == 15:
+            self.f(operator.setitem, x, 0, 0.25)
+            return x
+        if pick == 16:
+            self.m("mul_", self.m("view_as", x, x), 0.5)
+            return x
+        if pick == 17:
+            return self.f(operator.matmul, x, self.f(torch.diag, self.parameter(n)))
+        if pick == 18:
+            return self.f(operator.neg, x)
+        if pick == 19:
+            return self.m("squeeze", self.m("unsqueeze", x, 1), 1)
+        if pick == 20:
+            return self.f(operator.mul, x, self.m("sigmoid", x))
+        if pick == 21:
+            return self.f(torch.sub, x, self.parameter(n), alpha=2)
+        return x
+
+    def lora(self, x: fx.Node, n: int) -> fx.Node:
+        base = self.product(x, n)
+        y = self.product(self.product(x, 2), n)
+        if self.rng.random() < 0.5:
+            y = self.f(operator.mul, y, 0.5)
+        if self.rng.random() < 0.3:
+            return self.f(operator.iadd, base, y)
+        pair = (base, y) if self.rng.random() < 0.5 else (y, base)
+        return self.f(operator.add, *pair)
+
+    def gated(self, x: fx.Node, n: int) -> fx.Node:
+        gate = self.product(self.product(x, 3), n)
+        up = self.product(self.product(x, 2), n)
+        gate = self.f(self.rng.choice([F.silu, F.gelu, torch.relu]), gate)
+        pair = (gate, up) if self.rng.random() < 0.5 else (up, gate)
+        return self.f(operator.mul, *pair)
+
+    # (the two below give several results of one x; they are joined again so that all count)
+    def several(self, x: fx.Node, n: int) -> fx.Node:
+        ys = []
+        for _ in range(self.rng.randint(2, 3)):
+            down, up = self.parameter(3, self.shape(x)[-1]), self.parameter(n, 3)
+            y = self.f(F.linear, self.f(F.linear, x, down), up)
+            ys.append(self.between(y) if self.rng.random() < 0.3 else y)
+        return self.join(ys)
+
+    def fan(self, x: fx.Node, n: int) -> fx.Node:
+        h = self.f(F.linear, x, self.parameter(3, self.shape(x)[-1]))
+        ys = [self.f(F.linear, h, self.parameter(n, 3)) for _ in range(2)]
+        if self.rng.random() < 0.3:
+            ys.append(self.between(h))
+        return self.join(ys)
+
+    def join(self, ys: list[fx.Node]) -> fx.Node:
+        same = [y for y in ys if self.shape(y) == self.shape(ys[0])]
+        total = same[0]
+        for y in same[1:]:
+            total = self.f(self.rng.choice([operator.add, torch.sub]), total, y)
+        return total
+
+
+def build(seed: int) -> Program:
+    """Return the program of a seed."""
+    b = Builder(seed)
+    rng = b.rng
+    shape = rng.choice([(4, 12), (6, 16), (2, 3, 12), (2, 5, 16), (1, 4, 12), (1, 16)])
+    x = torch.randn(*shape, generator=b.generator)
+    node = b.graph.placeholder("x")
+    b.values[node] = x.clone()
+    pool = [node]
+    for _ in range(rng.randint(2, 7)):
+        source = pool[-1] if rng.random() < 0.8 else rng.choice(pool)
+        kind = rng.random()
+        try:
+            if kind < 0.12:
+                new = b.lora(source, rng.randint(10, 20))
+            elif kind < 0.24:
+                new = b.gated(source, rng.randint(10, 20))
+            elif kind < 0.32:
+                new = b.several(source, rng.randint(10, 20))
+            elif kind < 0.38:
+                new = b.fan(source, rng.randint(10, 20))
+            else:
+                new = b.product(source, b.width(source))
+                for _ in range(rng.randint(0, 2)):
+                    new = b.between(new)
+                if rng.random() < 0.8:
+                    new = b.product(new, b.width(new))
+            for _ in range(rng.randint(0, 2)):
+                new = b.between(new)
+            same = [p for p in pool if b.shape(p) == b.shape(new) and p is not new]
+            if same and rng.random() < 0.4:
+                other = rng.choice(same)
+                add = rng.choice([operator.add, torch.add, operator.iadd, operator.mul])
+                new = b.f(add, new, other)
+        except RuntimeError:
+            continue  # shapes did not fit: the nodes so far stay, unused
+        pool.append(new)
+    outputs = [pool[-1]] + [p for p in pool[:-1] if rng.random() < 0.2]
+    b.graph.output(tuple(outputs))
+    module = fx.GraphModule(b.root, b.graph)
+    return Program(module, x, b.length)

@@ -1,0 +1,173 @@
+"""Small random transformers models with every large enough linear replaced by two factors."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Factored(nn.Module):
+    """y = up(down(x)); answers to what models ask of an nn.Linear."""
+
+    def __init__(self, k: int, r: int, n: int, bias: bool) -> None:
+        super().__init__()
+        self.down = nn.Linear(k, r, bias=False)
+        self.up = nn.Linear(r, n, bias=bias)
+        self.in_features, self.out_features = k, n
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.up.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.up.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(x))
+
+
+def factorize(model: nn.Module, rank: int, exclude: tuple[str, ...] = ("lm_head",)) -> int:
+    """Replace linears (and GPT-2's Conv1D) for which the rank saves work; return how many."""
+    count = 0
+    for name, module in list(model.named_modules()):
+        if any(word in name for word in exclude):
+            continue
+        if isinstance(module, nn.Linear):
+            k, n, bias = module.in_features, module.out_features, module.bias is not None
+        elif type(module).__name__ == "Conv1D":
+            k, n, bias = module.weight.shape[0], module.weight.shape[1], True
+        else:
+            continue
+        if rank * (k + n) >= k * n:
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], Factored(k, rank, n, bias))
+        count += 1
+    return count
+
+
+H, I, V = 32, 64, 50  # noqa: E741
+TOKENS = torch.arange(12).view(2, 6) % V
+
+
+def _text(config_name: str, model_name: str, **more):
+    import transformers
+
+    config = getattr(transformers, config_name)(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=I,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **{"num_key_value_heads": 2, **more},
+    )
+    config._attn_implementation = "eager"
+    return getattr(transformers, model_name)(config), {"input_ids": TOKENS, "use_cache": False}
+
+
+def llama():
+    return _text("LlamaConfig", "LlamaModel")
+
+
+def qwen3():
+    return _text("Qwen3Config", "Qwen3Model", head_dim=8)
+
+
+def mistral():
+    return _text("MistralConfig", "MistralModel", head_dim=8)
+
+
+def gemma():
+    return _text("GemmaConfig", "GemmaModel", head_dim=8)
+
+
+def phi():
+    return _text("PhiConfig", "PhiModel", num_key_value_heads=4)
+
+
+def gpt2():
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=V, n_embd=H, n_layer=2, n_head=4, n_positions=64)
+    config._attn_implementation = "eager"
+    return transformers.GPT2Model(config), {"input_ids": TOKENS, "use_cache": False}
+
+
+def opt():
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=V, hidden_size=H, ffn_dim=I, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=H, max_position_embeddings=64,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return transformers.OPTModel(config), {"input_ids": TOKENS, "use_cache": False}
+
+
+def bert():
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=I, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return transformers.BertModel(config), {"input_ids": TOKENS}
+
+
+def vit():
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=4,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return transformers.ViTModel(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def t5():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=V, d_model=H, d_kv=8, d_ff=I, num_layers=2, num_heads=4, dropout_rate=0.0
+    )
+    model = transformers.T5EncoderModel(config)
+    return model, {"input_ids": TOKENS}
+
+
+def whisper_encoder():
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=V, d_model=H, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=I, decoder_ffn_dim=I, num_mel_bins=8,
+        max_source_positions=6, max_target_positions=8, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = transformers.WhisperModel(config).get_encoder()
+    return model, {"input_features": torch.randn(2, 8, 12)}
+
+
+def deepseek_v3():
+    return _text(
+        "DeepseekV3Config", "DeepseekV3Model", num_key_value_heads=4, kv_lora_rank=6,
+        q_lora_rank=6, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+        moe_intermediate_size=16, n_shared_experts=1,
+    )  # fmt: skip
+
+
+def mixtral():
+    return _text("MixtralConfig", "MixtralModel", num_local_experts=4, num_experts_per_tok=2)
+
+
+MODELS = {
+    f.__name__: f
+    for f in (
+        llama, qwen3, mistral, gemma, phi, gpt2, opt, bert, vit, t5, whisper_encoder,
+        deepseek_v3, mixtral,
+    )
+}  # fmt: skip

@@ -1,0 +1,312 @@
+"""rewrite, explain and rules as people use them, and what they get for bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler.errors import (
+    BrokenRuleError,
+    CaptureError,
+    NoShapesError,
+    UnknownNameError,
+)
+from nmm_compiler.options import Options
+from nmm_compiler.passes.match import Match, Rule, rule
+from nmm_compiler.passes.match.stages import Refusal
+from nmm_compiler.passes.pipeline import RULES, explain, rewrite, run
+
+X = torch.randn(3, 64)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_function_of_plain_tensors():
+    u, v = torch.randn(64, 8), torch.randn(8, 48)
+    result = rewrite(lambda x, u, v: x @ u @ v, (X, u, v))
+    assert [m.kind for m in result.matches] == ["lowrank"]
+    close(result.graph_module(X, u, v), X @ u @ v)
+
+
+def test_module_shares_parameters_and_leaves_the_model_alone():
+    model = Pair()
+    result = rewrite(model, X)
+    with torch.no_grad():
+        model.a.weight.mul_(2.0)
+    close(result.graph_module(X), model(X))
+
+
+def test_graph_module_is_not_changed():
+    module = fx.symbolic_trace(Pair())
+    before = module.code
+    result = rewrite(module, (X,))
+    assert module.code == before
+    assert "nmm.lowrank_matmul" in result.graph_module.code
+
+
+def test_keyword_inputs():
+    assert rewrite(Pair(), {"x": X}).rewritten
+    assert rewrite(fx.symbolic_trace(Pair()), {"x": X}).rewritten
+
+
+def test_exported_program():
+    program = torch.export.export(Pair(), (X,))
+    result = rewrite(program)
+    assert result.rewritten
+    close(result.graph_module(X), program.module()(X))
+
+
+def test_running_twice_changes_nothing():
+    first = rewrite(Pair(), X)
+    second = run(first.graph_module, (X,))
+    assert not second.matches
+    assert second.graph_module.code == first.graph_module.code
+
+
+def test_metadata_is_copied():
+    program = torch.export.export(Pair(), (X,)).module()
+    result = run(program)
+    (node,) = (n for n in result.graph_module.graph.nodes if "nmm" in n.meta)
+    assert tuple(node.meta["val"].shape) == (3, 48)
+    assert "nn_module_stack" in node.meta
+    spec = node.meta["nmm"]["spec"]
+    assert (spec["m"], spec["k"], spec["r"], spec["n"]) == (3, 64, 8, 48)
+    assert (spec["u_layout"], spec["v_layout"], spec["bias"]) == ("col", "col", True)
+
+
+def test_options_reach_the_call():
+    result = rewrite(Pair(), X, options={"target": "trn3", "executor": "reference"})
+    assert "target = 'trn3', executor = 'reference'" in result.graph_module.code
+
+
+def test_result_prints_diffs_and_serializes():
+    result = rewrite(Pair(), X)
+    assert "1 matched (1 rewritten), 0 declined" in str(result)
+    assert "+    lowrank_matmul_default" in result.diff()
+    data = json.loads(result.to_json())
+    assert data["matches"][0]["kind"] == "lowrank"
+    assert data["matches"][0]["r"] == 8
+
+
+def test_declined_is_a_value_with_reason_node_and_remedy():
+    result = rewrite(
+        lambda x, u, v: torch.relu(x @ u) @ v, (X, torch.randn(64, 8), torch.randn(8, 48))
+    )
+    (declined,) = result.declined
+    assert (declined.rule, declined.code) == ("lowrank", "activation")
+    assert declined.node
+    assert declined.remedy
+    assert "activation relu" in str(declined)
+
+
+def test_the_nearest_miss_of_a_rule():
+    def f(x, u, v):
+        h = x @ u
+        return torch.relu(h) @ v, (x @ u) @ v, h
+
+    def g(x, u, v):
+        h = x @ u
+        return h @ v, h.sum(), torch.tanh(x @ u) @ v
+
+    inputs = (X, torch.randn(64, 8), torch.randn(8, 48))
+    result = rewrite(g, inputs)
+    assert {d.code for d in result.declined} == {"other_user", "activation"}
+    assert result.nearest["lowrank"].code == "other_user"
+    assert rewrite(f, inputs).chains == 1
+
+
+def test_a_model_without_a_chain_is_a_report():
+    result = rewrite(nn.Linear(64, 48), X)
+    assert not result.matches
+    assert not result.declined
+    (chance,) = result.opportunities
+    assert (chance.k, chance.n, chance.r) == (64, 48, int(0.8 * 64 * 48 / 112))
+
+
+def test_explain_covers_every_graph():
+    class Broken(Pair):
+        def forward(self, x):
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return F.linear(self.a(x), self.b.weight) + y
+
+    torch._dynamo.reset()
+    report = explain(Broken(), X)
+    assert len(report.results) == 2
+    assert len(report.matches) == 2
+    assert "graph 1:" in str(report)
+
+
+def test_graphs_inside_higher_order_operators_once():
+    from torch.utils.checkpoint import checkpoint
+
+    model = Pair()
+    results = []
+
+    def backend(module, inputs):
+        results.append(run(module, inputs))
+        return results[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    x = X.clone().requires_grad_()
+    f = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend=backend)
+    close(f(x), model(x))
+    assert [m.kind for r in results for m in r.rewritten] == ["lowrank"]
+    assert results[0].rewritten[0].graph
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda p, x: x @ (p.a.weight.t() @ p.b.weight.t()),
+        lambda p, x: F.linear(x, p.b.weight @ p.a.weight),
+        lambda p, x: F.linear(x, p.b.weight @ p.a.weight, p.b.bias),
+        lambda p, x: x @ (p.b.weight @ p.a.weight).t(),
+    ],
+)
+def test_products_of_weights_by_permission(f):
+    class Composed(Pair):
+        def forward(self, x):
+            return f(self, x)
+
+    model, x = Composed(), torch.randn(2, 3, 64)
+    plain = rewrite(model, x)
+    assert [d.code for d in plain.declined] == ["weight_computed"]
+    result = rewrite(model, x, options={"reassociate": True})
+    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    assert "reassociated" in result.rewritten[0].notes[-1]
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+# -- rules ------------------------------------------------------------------------------------
+
+
+def test_disable_and_order():
+    assert not rewrite(Pair(), X, options={"disable": ("lowrank",)}).matches
+    names = [r.name for r in RULES]
+    assert names[-2:] == ["lowrank", "shared_x"]
+    assert rewrite(Pair(), X, rules=["lowrank"]).matches
+    assert not rewrite(Pair(), X, rules=["lora"]).matches
+    with pytest.raises(UnknownNameError, match="did you mean 'lowrank'"):
+        rewrite(Pair(), X, options={"disable": ("lowrang",)})
+    with pytest.raises(UnknownNameError, match="rule 'loora'"):
+        rewrite(Pair(), X, rules=["loora"])
+
+
+def test_a_rule_made_by_the_decorator():
+    def check(graph, node):
+        return Match(rule="relu6", node=node, nodes=frozenset({node}))
+
+    @rule("relu6", targets="relu", check=check)
+    def relu6(graph, match, editor):
+        return editor.call(torch.ops.aten.clamp.default, match.node.args[0], 0.0, 6.0)
+
+    result = rewrite(lambda x: torch.relu(x) * 10, (X * 9,), rules=[relu6])
+    assert [m.kind for m in result.matches] == ["relu6"]
+    close(result.graph_module(X * 9), (X * 9).clamp(0, 6) * 10)
+
+
+class Raises(Rule):
+    name = "raises"
+
+    def __init__(self, where):
+        self.where = where
+
+    def pattern(self, graph, node):
+        if node.op == "call_function" and "linear" in node.name:
+            if self.where == "pattern":
+                raise ValueError("boom")
+            yield node
+
+    def check(self, graph, candidate):
+        if self.where == "check":
+            raise ValueError("boom")
+        return Match(rule=self.name, node=candidate, nodes=frozenset({candidate}))
+
+    def rewrite(self, graph, match, editor):
+        if self.where == "order":  # a node that reads what stands after it
+            out = next(n for n in graph.graph.nodes if n.op == "output")
+            editor.at = next(iter(graph.graph.nodes))
+            return editor.call(torch.ops.aten.neg.default, out.args[0][0], meta_value=None)
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize("where", ["pattern", "check", "rewrite"])
+def test_a_broken_rule_is_named_and_the_graph_is_left_alone(where):
+    module = torch.export.export(Pair(), (X,)).module()
+    before = module.code
+    with pytest.raises(BrokenRuleError, match=r"rule 'raises' failed on node 'linear.*boom"):
+        run(module, rules=["raises" and Raises(where), "..."])
+    assert module.code == before
+    close(module(X), Pair()(X))
+
+
+def test_a_refusal_of_a_user_rule_is_reported():
+    class Refuses(Raises):
+        name = "refuses"
+
+        def check(self, graph, candidate):
+            return Refusal("mood", "not today", candidate, "ask tomorrow")
+
+    result = rewrite(Pair(), X, rules=[Refuses("never"), "..."])
+    assert {d.reason for d in result.declined if d.rule == "refuses"} <= {"not today"}
+
+
+def test_the_documented_example():
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import own_rule
+
+    block, x = own_rule.Block(), torch.randn(4, 64)
+    result = rewrite(block, (x,), rules=[own_rule.ScaledResidual()])
+    assert [m.kind for m in result.matches] == ["lowrank", "scaled_residual"]
+    assert "mine.lowrank_residual" in result.graph_module.code
+    assert "nmm.lowrank_matmul" not in result.graph_module.code
+    close(result.graph_module(x), block(x))
+
+
+# -- bad input --------------------------------------------------------------------------------
+
+
+def test_a_graph_without_shapes_and_inputs():
+    with pytest.raises(NoShapesError, match="pass example_inputs"):
+        rewrite(fx.symbolic_trace(Pair()))
+
+
+def test_things_that_are_no_models():
+    with pytest.raises(CaptureError, match="int"):
+        rewrite(3)
+    with pytest.raises(CaptureError, match="example_inputs"):
+        rewrite(Pair())
+    with pytest.raises(CaptureError, match="str"):
+        explain("model")
+
+
+def test_a_model_that_does_not_export():
+    class Data(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(CaptureError, match=r"torch\.export could not make one graph"):
+        rewrite(Data(), X)
+
+
+def test_bad_options():
+    with pytest.raises(UnknownNameError):
+        rewrite(Pair(), X, options={"targets": "trn2"})
+    assert Options.make({"target": "trn2"}).target == "trn2"

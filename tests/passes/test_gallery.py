@@ -1,0 +1,70 @@
+"""The gallery of spellings: each level finds exactly what is written beside the case."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import rewrite_gallery as gallery
+
+# Products of two norms below 1, summed over at most 64 + 8 terms, rounded a few times in fp32.
+BOUND = 2.0**-23 * (gallery.K + gallery.R + 8) * 2
+QUICK_DYNAMO = (
+    "matmul_op", "linear_both_biases", "gpt2_conv1d", "feature_major", "einsum3", "conv2d",
+    "inplace_between", "autocast", "vmap", "lora_iadd", "swiglu_transposed", "qkv", "one_u_two_v",
+    "mla", "no_grad_edge", "checkpointed",
+)  # fmt: skip
+
+
+def check(name: str, level: str) -> None:
+    (one,) = (c for c in gallery.CASES if c.name == name)
+    expected = one.expected(level)
+    if expected == "n/a":
+        pytest.skip("the level does not have the case")
+    found, error, result = gallery.try_case(one, level)
+    assert found == expected, str(result)
+    assert error <= BOUND
+    torch._dynamo.reset()
+
+
+NAMES = [c.name for c in gallery.CASES]
+
+
+def test_names_are_unique():
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_symbolic_trace(name):
+    check(name, "S")
+
+
+@pytest.mark.parametrize("name", QUICK_DYNAMO)
+def test_dynamo(name):
+    check(name, "D")
+
+
+@pytest.mark.parametrize(
+    "name", ["matmul_op", "einsum2", "lora_linear", "swiglu_mlp", "bmm_expand"]
+)
+def test_plain_aten(name):
+    check(name, "A")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["D", "A", "E", "C"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_level(name, level):
+    check(name, level)
+
+
+def test_swiglu_with_transposes_ends_without_any():
+    (one,) = (c for c in gallery.CASES if c.name == "swiglu_transposed")
+    _, _, result = gallery.try_case(one, "S")
+    assert result.transposes_before == 3
+    assert result.transposes_after == 0
+    text = result.graph_module.code
+    assert "out_layout = 'col'" in text
+    assert "x_layout = 'col'" in text

@@ -1,0 +1,110 @@
+"""Values of nodes: only what a graph lacks is computed, under the shape environment it has."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nmm_compiler.errors import NoShapesError
+from nmm_compiler.passes.metadata import collect_values
+from nmm_compiler.passes.pipeline import run
+
+SAID = []
+
+
+def log(word):
+    SAID.append(word)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.randn(32, 4))
+
+    def forward(self, x):
+        h = F.linear(x, self.a)
+        return F.linear(h.reshape(-1, 4), self.b).relu()
+
+
+@pytest.mark.parametrize("lost", ["linear", "reshape", "linear_1", "all"])
+def test_lost_values_of_a_symbolic_graph_come_back_symbolic(lost):
+    found, graphs = [], 0
+
+    def backend(module, inputs):
+        nonlocal graphs
+        graphs += 1
+        for node in module.graph.nodes:
+            if node.name == lost or (lost == "all" and node.op.startswith("call")):
+                del node.meta["example_value"]
+        found.append(run(module, inputs))
+        return found[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    model = Pair()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for tokens in (3, 5, 8):
+        x = torch.randn(2, tokens, 32)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert graphs == 1
+    assert [m.kind for m in found[0].rewritten] == ["lowrank"]
+    assert not isinstance(found[0].rewritten[0].info["m"], int)
+
+
+def test_a_node_that_only_logs_is_not_run():
+    SAID.clear()
+
+    def backend(module, inputs):
+        first = next(n for n in module.graph.nodes if n.op == "call_function")
+        with module.graph.inserting_before(first):
+            module.graph.call_function(log, ("ran",))
+        values = collect_values(module, inputs)
+        known = [n for n in module.graph.nodes if "example_value" in n.meta]
+        assert all(values[n] is n.meta["example_value"] for n in known)
+        assert SAID == []
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(Pair(), backend=backend)(torch.randn(3, 32))
+    assert SAID == ["ran"]
+
+
+def test_a_partly_known_graph_keeps_what_it_knows():
+    module = fx.symbolic_trace(Pair())
+    full = collect_values(module, (torch.randn(3, 32),))
+    nodes = list(module.graph.nodes)
+    for node in nodes:
+        if node in full and node.op in ("placeholder", "get_attr"):
+            node.meta["val"] = full[node]
+    values = collect_values(module, None)
+    assert all(values[n] is n.meta["val"] for n in nodes if "val" in n.meta)
+    assert all(isinstance(values[n], FakeTensor) for n in nodes if n.op.startswith("call"))
+    assert tuple(values[nodes[-2]].shape) == (3, 32)
+
+
+def test_autocast_holds_while_values_are_computed():
+    def f(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x, w)
+        return y, F.linear(x, w)
+
+    found = []
+
+    def backend(module, inputs):
+        for node in module.graph.nodes:
+            if node.op.startswith("call"):
+                node.meta.pop("example_value", None)
+        values = collect_values(module, inputs)
+        found.append([values[n].dtype for n in module.graph.nodes if n.target is F.linear])
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(f, backend=backend)(torch.randn(3, 32), torch.randn(4, 32))
+    assert found == [[torch.bfloat16, torch.float32]]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_no_shapes_and_no_inputs():
+    module = fx.symbolic_trace(Pair())
+    with pytest.raises(NoShapesError, match="node 'x'"):
+        collect_values(module, None)

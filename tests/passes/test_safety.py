@@ -1,0 +1,304 @@
+"""Graphs in which a fusion would be wrong: moved reads, shared memory, hidden readers."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler.passes.pipeline import run
+
+torch.manual_seed(0)
+A, B = torch.randn(4, 32) / 6, torch.randn(32, 4) / 2
+W = torch.randn(32, 32) / 6
+
+
+class Model(nn.Module):
+    """Weights a [4, 32], b [32, 4], w [32, 32], and a forward given at construction."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b, self.w = (nn.Parameter(t.clone()) for t in (A, B, W))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def both(function, x=None):
+    """Return (result, original outputs, rewritten outputs), inputs compared after the run too."""
+    x = torch.randn(6, 32) if x is None else x
+    module = fx.symbolic_trace(Model(function))
+    result = run(module, (x.clone(),))
+    one, two = x.clone(), x.clone()
+    with torch.no_grad():
+        want, got = module(one), result.graph_module(two)
+    torch.testing.assert_close(one, two)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    return result
+
+
+def lin(p, x):
+    return F.linear(F.linear(x, p.a), p.b)
+
+
+def test_copy_then_write_to_the_original():
+    def f(p, x):
+        y = x.t().contiguous().t()
+        x.mul_(2.0)
+        return lin(p, y) + x
+
+    both(f)
+
+
+def test_a_written_copy_is_not_its_original():
+    def f(p, x):
+        y = x.clone()
+        y.view(-1).mul_(2.0)
+        return F.linear(x, p.w) + lin(p, y)
+
+    assert [m.kind for m in both(f).rewritten] == ["lowrank"]
+
+
+def test_a_copy_outlives_a_write_to_its_original():
+    def f(p, x):
+        z = x + 0.0
+        y = z.clone()
+        z.mul_(2.0)
+        return F.silu(lin(p, z)) * F.linear(y, p.w)
+
+    assert [m.kind for m in both(f).rewritten] == ["lowrank"]
+
+
+def test_write_to_x_between_is_refused():
+    def f(p, x):
+        h = F.linear(x, p.a)
+        x.add_(1.0)
+        return F.linear(h, p.b)
+
+    assert not both(f).rewritten
+
+
+def test_write_to_a_weight_between_is_refused():
+    def f(p, x):
+        h = F.linear(x, p.a)
+        p.b.data.mul_(2.0)
+        return F.linear(h, p.b)
+
+    x = torch.randn(6, 32)
+    module = fx.symbolic_trace(Model(f))
+    assert not run(module, (x,)).rewritten
+
+
+def test_write_through_out_argument_is_refused():
+    def f(p, x):
+        h = F.linear(x, p.a)
+        torch.relu(h.neg()).add_(1.0)
+        torch.mul(h, 2.0, out=h)
+        return F.linear(h, p.b)
+
+    assert not both(f).rewritten
+
+
+def test_in_place_sum_seen_through_an_earlier_view():
+    def f(p, x):
+        y = F.linear(x, p.w)
+        seen = y.view(-1)
+        y += lin(p, x)
+        return y, seen
+
+    assert not [m for m in both(f).rewritten if m.kind == "lora"]
+
+
+def test_in_place_sum_into_the_input_is_kept():
+    def f(p, x):
+        x += lin(p, x)
+        return x * 2
+
+    both(f)
+
+
+def test_in_place_addmm_read_by_its_old_name():
+    def f(p, x):
+        y = x @ p.w.t()
+        y.addmm_(F.linear(x, p.a), p.b.t(), alpha=0.5)
+        return y.relu()
+
+    result = both(f)
+    assert [m.kind for m in result.rewritten] == ["lora"]
+
+
+def test_scale_after_a_lora_sum_scales_the_base_too():
+    def f(p, x):
+        return -(F.linear(x, p.w) + lin(p, x)) * 3.0
+
+    both(f)
+
+
+@pytest.mark.parametrize("order", ["bias_first", "scale_first"])
+def test_inner_bias_and_vector_scale(order):
+    s, c = torch.rand(4) + 0.5, torch.randn(4)
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(A.clone()), nn.Parameter(B.clone())
+            self.s, self.c = nn.Parameter(s.clone()), nn.Parameter(c.clone())
+
+        def forward(self, x):
+            h = F.linear(x, self.a)
+            h = (h + self.c) * self.s if order == "bias_first" else h * self.s + self.c
+            return F.linear(h, self.b)
+
+    x = torch.randn(6, 32)
+    module = fx.symbolic_trace(Inner())
+    result = run(module, (x,))
+    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    torch.testing.assert_close(result.graph_module(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_python_callable_may_write():
+    def touch(h):
+        return h.add_(1.0)
+
+    root = Model(lin)
+    graph = fx.Graph()
+    x, a, b = graph.placeholder("x"), graph.get_attr("a"), graph.get_attr("b")
+    h = graph.call_function(F.linear, (x, a))
+    graph.call_function(touch, (h,))
+    graph.output(graph.call_function(F.linear, (h, b)))
+    module = fx.GraphModule(root, graph)
+    assert not run(module, (torch.randn(6, 32),)).rewritten
+
+
+def test_setitem_on_the_middle_is_refused():
+    root = Model(lin)
+    graph = fx.Graph()
+    x, a, b = graph.placeholder("x"), graph.get_attr("a"), graph.get_attr("b")
+    h = graph.call_function(F.linear, (x, a))
+    graph.call_function(operator.setitem, (h, 0, 0.0))
+    graph.output(graph.call_function(F.linear, (h, b)))
+    module = fx.GraphModule(root, graph)
+    result = run(module, (torch.randn(6, 32),))
+    assert [d.code for d in result.declined] == ["mutation"]
+
+
+def test_symbolic_tokens_and_static_weights():
+    graphs = []
+
+    def backend(module, inputs):
+        result = run(module, inputs)
+        graphs.append(result)
+        return result.graph_module.forward
+
+    torch._dynamo.reset()
+    model = Model(lambda p, x: lin(p, x.transpose(0, 1)).flatten(0, 1))
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for size in (3, 5, 7):
+        x = torch.randn(2, size, 32)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+    assert graphs[0].rewritten[0].info["m"] not in (6, 10, 14)
+
+
+def test_two_symbolic_sizes_and_a_result_passed_as_columns():
+    model = Model(lambda p, x: lin(p, F.silu(lin(p, x)) * lin(p, x)))
+    results = []
+
+    def backend(module, inputs):
+        results.append(run(module, inputs))
+        return results[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for tokens in (3, 5):
+        x = torch.randn(tokens + 2, tokens, 32)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert [m.kind for m in results[0].rewritten] == ["gated_mlp_up", "lowrank"]
+    assert results[0].rewritten[1].info["x_layout"] == "col"
+
+
+def test_training_gradients_equal_the_original():
+    model = Model(lambda p, x: F.gelu(lin(p, x)) + F.linear(x, p.w) + lin(p, x) * 0.5)
+    result = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
+    assert result.rewritten
+    x = torch.randn(6, 32)
+    for graph in (model, result.graph_module):
+        graph(x).square().sum().backward()
+    first = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    model(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(first[name] / 2, parameter.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_sizes_that_no_input_has():
+    def f(p, x):
+        padded = F.pad(x, (0, 0, 0, x.shape[1] % 4, 0, x.shape[0] % 3))
+        z = padded.transpose(0, 1)
+        return lin(p, z.reshape(-1, padded.shape[0], 32)), F.linear(F.linear(z, p.a), p.b).relu()
+
+    model = Model(f)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=lambda m, i: run(m, i).graph_module, dynamic=True)
+    for shape in ((4, 6), (5, 7)):
+        x = torch.randn(*shape, 32)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def _hooked(p, x):
+    h = F.linear(x, p.a)
+    h.register_hook(lambda gradient: gradient * 3)
+    return F.linear(h, p.b)
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds"),
+    [
+        (lambda p, x: F.linear(F.linear(x, p.a).detach(), p.b) + x, []),
+        (lambda p, x: F.linear(F.linear(x, p.a).data, p.b) + x, []),
+        (_hooked, []),
+        (lambda p, x: lin(p, x.detach()) + x, ["lowrank"]),
+        (lambda p, x: F.linear(F.linear(x, p.a.detach()), p.b), ["lowrank"]),
+        (lambda p, x: F.linear(x, p.w).detach() + lin(p, x), ["lowrank"]),
+    ],
+    ids=["detached middle", "data", "hook", "detached x", "detached weight", "detached base"],
+)
+def test_gradients_stop_where_the_model_stops_them(function, kinds):
+    model, found = Model(function), []
+
+    def backend(module, inputs):
+        found.append(run(module, inputs))
+        return found[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    leaves = [p for n, p in model.named_parameters()]
+    gradients = []
+    for call in (model, torch.compile(model, backend=backend, dynamic=False)):
+        x = torch.arange(6.0 * 32).view(6, 32).sin().requires_grad_()
+        loss = call(x).square().sum()
+        gradients.append(torch.autograd.grad(loss, [x, *leaves], allow_unused=True))
+    assert [m.kind for m in found[0].rewritten] == kinds
+    for want, got in zip(*gradients, strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_tensor_subclass_weight_is_refused():
+    class Wrapped(torch.Tensor):
+        pass
+
+    model = Model(lin)
+    model.b = nn.Parameter(B.clone().as_subclass(Wrapped))
+    found = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
+    assert not found.rewritten
+
+
+def test_strides_that_a_reader_relies_on():
+    def f(p, x):
+        y = p.b @ (p.a @ x.t())  # [32, 6], contiguous
+        return y.view(-1)
+
+    assert both(f).rewritten

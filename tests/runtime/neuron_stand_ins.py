@@ -1,0 +1,116 @@
+"""Stand-ins for nki, torch_neuronx and their versions, with the documented signatures.
+
+    nki.jit(fn=None, **kwargs) -> Kernel, called with tensors, `kernel[lnc](...)` for a grid
+    nki.simulate(kernel) -> callable on NumPy arrays or torch tensors, same kind back
+    torch_neuronx.nki_op(name, mutates_args) -> decorator of a typed function, a custom op back
+
+A stand-in kernel runs its own Python body on tensors: kernel files of these tests use that.
+"""
+
+import importlib.metadata
+import os
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+class JitKernel:
+    """What `nki.jit` returns."""
+
+    def __init__(self, fn, kwargs):
+        self.fn, self.kwargs, self.grid = fn, kwargs, ()
+        self.calls = []
+
+    def __getitem__(self, grid):
+        launched = JitKernel(self.fn, self.kwargs)
+        launched.grid, launched.calls = grid, self.calls
+        return launched
+
+    def __call__(self, *args):
+        assert all(isinstance(a, (torch.Tensor, np.ndarray)) for a in args)
+        assert not any(type(a).__name__ in ("FakeTensor", "FunctionalTensor") for a in args), (
+            "a kernel was run while tracing"
+        )
+        self.calls.append(tuple(a.shape for a in args))
+        return self.fn(*args)
+
+
+@dataclass
+class StandIns:
+    """What was installed, and what it saw."""
+
+    registered: list = field(default_factory=list)
+    simulated_for: list = field(default_factory=list)
+
+
+def install(monkeypatch, *, nki="0.6.0", torch_neuronx=None, torch_xla=None, nki_op=True):
+    """Put the stand-ins into sys.modules with these versions; None leaves one out."""
+    seen = StandIns()
+    versions = {"nki": nki, "torch-neuronx": torch_neuronx, "torch-xla": torch_xla}
+    real = importlib.metadata.version
+
+    def version(name):
+        if name in (*versions, "neuronx-cc"):
+            if versions.get(name) is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if nki is not None:
+        module = types.ModuleType("nki")
+
+        def jit(fn=None, **kwargs):
+            return JitKernel(fn, kwargs) if fn is not None else lambda f: JitKernel(f, kwargs)
+
+        def simulate(kernel):
+            def run(*args):
+                seen.simulated_for.append(os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE"))
+                return kernel(*args)
+
+            return run
+
+        module.jit, module.simulate = jit, simulate
+        monkeypatch.setitem(sys.modules, "nki", module)
+    if torch_neuronx is not None:
+        module = types.ModuleType("torch_neuronx")
+        if nki_op:
+
+            def make(name, mutates_args):
+                def decorate(fn):
+                    assert not isinstance(fn, JitKernel), "decorate a function, not the kernel"
+                    op = torch.library.custom_op(name, fn, mutates_args=mutates_args)
+                    seen.registered.append(name)
+                    return op
+
+                return decorate
+
+            module.nki_op = make
+        monkeypatch.setitem(sys.modules, "torch_neuronx", module)
+    return seen
+
+
+@dataclass(frozen=True)
+class StandInKernel:
+    """A kernel as the build hands it over, with a file that the test wrote."""
+
+    name: str
+    spec: object
+    target: str
+    source: str
+    path: Path
+
+
+RIGHT = "(x @ u) @ v"
+
+
+def write_kernel(tmp_path, spec, body=RIGHT, name="tiny"):
+    """Return a kernel of three operands whose file returns `body`."""
+    source = f"import nki\n\n\n@nki.jit\ndef {name}(x, u, v):\n    return {body}\n"
+    path = tmp_path / f"{name}.py"
+    path.write_text(source)
+    return StandInKernel(name, spec, "trn2", source, path)

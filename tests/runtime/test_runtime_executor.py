@@ -1,0 +1,328 @@
+"""Op calls through emitted kernels in the simulator: values, buckets, training, weights, faults."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nmm_compiler.errors import NeuronSetupError
+from nmm_compiler.kernels import ops_reference
+from nmm_compiler.options import Options
+from nmm_compiler.runtime import executor
+from nmm_compiler.runtime.calls import lower
+from nmm_compiler.runtime.configuration import executor_name, options_of
+from nmm_compiler.runtime.kernels import KERNELS
+from nmm_compiler.runtime.weights import PACKS
+
+NMM = torch.ops.nmm
+K, R, N = 96, 40, 144
+
+
+@pytest.fixture(autouse=True)
+def empty_tables():
+    torch.manual_seed(0)
+    KERNELS.clear()
+    PACKS.clear()
+    yield
+    KERNELS.clear()
+    PACKS.clear()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the kernels that the simulator runs, in order."""
+    seen = []
+    real = executor._launch_in_simulator
+
+    def spy(kernel, operands):
+        seen.append(kernel)
+        return real(kernel, operands)
+
+    monkeypatch.setattr(executor.ops.EXECUTORS["simulator"], "launcher", spy)
+    return seen
+
+
+def weight(inputs, outputs, layout="row", dtype=torch.bfloat16):
+    w = (torch.randn(inputs, outputs) / inputs**0.5).to(dtype)
+    return w if layout == "row" else w.t().contiguous()
+
+
+def arrays(tensors):
+    return [t.detach().double().numpy() for t in tensors]
+
+
+def check(name, args, kw, m, launched, launches=1):
+    """Compare with float64 within the bound that each launch's spec derives."""
+    got = getattr(NMM, name)(*args, **kw, executor="simulator")
+    assert len(launched) == launches, "the kernel did not run"
+    lowered = lower(name, args, kw, m)
+    outs = got if isinstance(got, list) else [got]
+    for launch, y in zip(lowered.launches, outs, strict=True):
+        operands = arrays(launch.operands)
+        want, bound = launch.spec.reference(*operands), launch.spec.error_bound(*operands)
+        assert y.dtype == args[0].dtype
+        assert y.is_contiguous()
+        values = y.double().numpy().reshape(want.shape)
+        assert np.all(np.abs(values - want) <= bound)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("stored", ["row", "col"])
+def test_values_are_within_the_derived_bound(dtype, stored, launched):
+    x = torch.randn(2, 4, K).to(dtype)
+    u, v = weight(K, R, stored, dtype), weight(R, N, stored, dtype)
+    bias = torch.randn(N).to(dtype)
+    kw = {"u_layout": stored, "v_layout": stored}
+    got = check("lowrank_matmul", (x, u, v, bias), kw, 8, launched)
+    assert got.shape == (2, 4, N)
+    assert launched[0].spec.u_layout == launched[0].spec.v_layout == "row"  # transposed once
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {"x_layout": "col"},
+        {"out_layout": "col"},
+        {"x_layout": "col", "out_layout": "col"},
+        {"activation": "silu"},
+        {"scale": 0.5},
+    ],
+    ids=str,
+)
+def test_layouts_and_epilogues(kw, launched):
+    shape = (K, 8) if kw.get("x_layout") == "col" else (8, K)
+    x = torch.randn(shape).to(torch.bfloat16)
+    check("lowrank_matmul", (x, weight(K, R), weight(R, N)), kw, 8, launched)
+
+
+def test_a_dense_base_and_a_bias(launched):
+    x = torch.randn(8, K).to(torch.bfloat16)
+    bias = torch.randn(N).to(torch.bfloat16)
+    args = (x, weight(K, R), weight(R, N), bias, weight(K, N, "col"))
+    check("lowrank_matmul", args, {"scale": 2.0, "w_layout": "col"}, 8, launched)
+
+
+def test_shared_ops_run_a_kernel_for_each_output(launched):
+    x = torch.randn(8, K).to(torch.bfloat16)
+    us, vs = [weight(K, R), weight(K, 8)], [weight(R, N), weight(8, 24)]
+    check("lowrank_matmul_shared_x", (x, us, vs, [None, None]), {}, 8, launched, 2)
+    launched.clear()
+    both = [weight(R, N), weight(R, 24)]
+    check("lowrank_matmul_shared_u", (x, us[0], both, [None, None]), {}, 8, launched, 2)
+
+
+@pytest.mark.parametrize("stored", ["row", "col"])
+@pytest.mark.parametrize("name", ["gated_mlp_up", "gated_mlp"])
+def test_gated_mlps_run_as_one_kernel(name, stored, launched):
+    x = torch.randn(2, 4, K).to(torch.bfloat16)
+    gate, up = [weight(K, R, stored), weight(R, N, stored)], [weight(K, N, stored)]
+    down = [weight(N, R, stored), weight(R, K, stored)]
+    bias = torch.randn(N).to(torch.bfloat16)
+    weights = (gate, up) if name == "gated_mlp_up" else (gate, up, down)
+    args = (x, *weights, None, bias)
+    check(name, args, {"weight_layout": stored}, 8, launched)
+    assert launched[0].spec.weight_layout == "row"
+
+
+def test_dense_products_run_too(launched):
+    x = torch.randn(8, K).to(torch.bfloat16)
+    check("matmul", (x, weight(K, N, "col")), {"w_layout": "col"}, 8, launched)
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_tokens_between_buckets_are_padded_and_cut(layout, launched):
+    u, v = weight(K, R), weight(R, N)
+    full = torch.randn(8, K).to(torch.bfloat16)
+    kw = {"x_layout": layout, "out_layout": layout, "executor": "simulator"}
+
+    def run(rows):
+        x = rows.t().contiguous() if layout == "col" else rows
+        y = NMM.lowrank_matmul(x, u, v, **kw)
+        return y.t() if layout == "col" else y
+
+    want = run(full)
+    for m in (8, 7, 5):
+        got = run(full[:m])
+        assert torch.equal(got, want[:m])  # the same kernel: the same bits
+    assert {k.spec.m for k in launched} == {8}
+    assert len(KERNELS.all()) == 1
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_a_call_cut_into_two_launches_joins_its_tokens(layout, launched, monkeypatch):
+    monkeypatch.setattr(KERNELS, "plan", lambda *a: (4, 4))
+    u, v = weight(K, R), weight(R, N)
+    x = torch.randn(7, K).to(torch.bfloat16)
+    given = x.t().contiguous() if layout == "col" else x
+    kw = {"x_layout": layout, "out_layout": layout}
+    check("lowrank_matmul", (given, u, v), kw, 7, launched, 2)
+
+
+def test_a_static_shape_runs_its_own_kernel_and_user_buckets_rule():
+    spec = lower("matmul", (torch.randn(5, 8), torch.randn(8, 4)), {}, 5).launches[0].spec
+    assert KERNELS.plan(spec, "trn2", Options()) == (8,)
+    KERNELS.keep_static(spec, "trn2")
+    assert KERNELS.plan(spec, "trn2", Options()) == (5,)
+    assert KERNELS.plan(spec, "trn2", Options(buckets=(6, 12))) == (6,)
+    assert KERNELS.plan(spec, "trn3", Options()) == (8,)
+
+
+def test_a_plan_weighs_predicted_times(monkeypatch):
+    import dataclasses
+
+    spec = lower("matmul", (torch.randn(640, 8), torch.randn(8, 4)), {}, 640).launches[0].spec
+    asked = []
+
+    def cost(spec, m, target, options):
+        asked.append(m)
+        return 1.0 + m
+
+    monkeypatch.setattr(KERNELS, "_launch_us", cost)
+    assert KERNELS.plan(spec, "trn2", Options()) == (512, 128)
+    assert sorted(asked) == [128, 512, 1024]
+    asked.clear()
+    near = dataclasses.replace(spec, m=1000)  # less than a tile of padding: no question asked
+    assert KERNELS.plan(near, "trn2", Options()) == (1024,)
+    assert asked == []
+
+
+def test_gradients_through_the_simulator_equal_the_references(launched):
+    x = torch.randn(8, K, requires_grad=True)
+    u = weight(K, R, "col", torch.float32).requires_grad_()
+    v = weight(R, N, "col", torch.float32).requires_grad_()
+    kw = {"u_layout": "col", "v_layout": "col", "activation": "silu"}
+    got = NMM.lowrank_matmul(x, u, v, **kw, executor="simulator")
+    assert len(launched) == 1
+    want = NMM.lowrank_matmul(x, u, v, **kw)
+    upstream = torch.randn_like(want)
+    # fp32 throughout; the longest sum has N = 144 terms of size ~1: 144 * 2^-24 < 1e-5.
+    for a, b in zip(
+        torch.autograd.grad(got, (x, u, v), upstream),
+        torch.autograd.grad(want, (x, u, v), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def in_place(layer):
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def through_data(layer):
+    layer.weight.data.add_(1)
+
+
+def load_state_dict(layer):
+    layer.load_state_dict({k: torch.randn_like(v) for k, v in layer.state_dict().items()})
+
+
+def replaced(layer):
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+
+
+def optimizer_step(layer):
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.AdamW([layer.weight], lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    "change", [in_place, through_data, load_state_dict, replaced, optimizer_step],
+    ids=lambda c: c.__name__,
+)  # fmt: skip
+def test_a_compiled_model_in_the_simulator_sees_every_change_of_a_weight(change, launched):
+    model = nn.Sequential(nn.Linear(K, 8, bias=False), nn.Linear(8, N))
+    options = {"executor": "simulator", "inner": "eager", "kernels": "lazy"}
+    run, x = torch.compile(model, backend="nmm", options=options), torch.randn(8, K)
+    for step in (lambda layer: None, change):
+        step(model[0])
+        step(model[1])
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-4)
+    assert len(launched) == 2
+    torch._dynamo.reset()
+
+
+def test_no_tokens_are_no_kernel(launched):
+    x = torch.randn(2, 0, K).to(torch.bfloat16)
+    y = NMM.lowrank_matmul(x, weight(K, R), weight(R, N), executor="simulator")
+    assert y.shape == (2, 0, N)
+    assert launched == []
+
+
+def test_what_no_kernel_computes_goes_to_pytorch_with_one_warning(launched):
+    executor._warn_once.cache_clear()
+    x, u, v = (t.double() for t in (torch.randn(4, K), weight(K, R), weight(R, N)))
+    with pytest.warns(UserWarning, match="no kernel for a call of lowrank_matmul.*float64"):
+        got = NMM.lowrank_matmul(x, u, v, executor="simulator")
+    torch.testing.assert_close(got, x @ u @ v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NMM.lowrank_matmul(x, u, v, executor="simulator")
+    assert launched == []
+
+
+def test_a_kernel_that_cannot_be_built_leaves_its_calls_to_pytorch(monkeypatch, launched):
+    from nmm_compiler.codegen import build
+
+    tried = []
+
+    def broken(spec, target, schedule=None, *, options=None):
+        tried.append(spec)
+        raise ZeroDivisionError("a fault in codegen")
+
+    monkeypatch.setattr(build, "build_kernel", broken)
+    x, u, v = torch.randn(8, K), weight(K, R).float(), weight(R, N).float()
+    with pytest.warns(UserWarning, match="ZeroDivisionError: a fault in codegen; PyTorch computes"):
+        got = NMM.lowrank_matmul(x, u, v, executor="simulator")
+    torch.testing.assert_close(got, ops_reference.lowrank_matmul(x, u, v), rtol=0, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NMM.lowrank_matmul(x, u, v, executor="simulator")
+    assert len(tried) == 1
+    strict = executor_name(Options(executor="simulator", strict=True))
+    with pytest.raises(ZeroDivisionError, match="a fault in codegen"):
+        NMM.lowrank_matmul(x, u, v, executor=strict)
+
+
+def test_ctrl_c_while_building_is_not_swallowed(monkeypatch):
+    from nmm_compiler.codegen import build
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "build_kernel", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        NMM.lowrank_matmul(
+            torch.randn(8, K), weight(K, R).float(), weight(R, N).float(), executor="simulator"
+        )
+
+
+def test_tensors_off_the_cpu_are_refused():
+    with pytest.raises(NeuronSetupError, match="executor 'simulator' got tensors on 'meta'"):
+        executor._launch_in_simulator(None, [torch.empty(2, device="meta")])
+
+
+def test_options_travel_in_the_executors_name():
+    plain = Options(executor="simulator", target="trn3", inner="eager")
+    assert executor_name(plain) == "simulator"
+    assert options_of("simulator") == Options()
+    tuned = Options(executor="simulator", buckets=(2, 4), freeze=True)
+    name = executor_name(tuned)
+    assert name == executor_name(
+        Options.make({"buckets": [2, 4], "freeze": True}, executor="simulator")
+    )
+    assert name != executor_name(Options(executor="simulator", buckets=(2, 8), freeze=True))
+    assert (options_of(name).buckets, options_of(name).freeze) == ((2, 4), True)
+    with pytest.warns(UserWarning, match="options 'feedbeef' of a compiled call are not known"):
+        assert options_of("simulator#feedbeef") == Options()
+
+
+def test_buckets_of_the_call_decide(launched):
+    name = executor_name(Options(executor="simulator", buckets=(6,)))
+    x, u, v = torch.randn(7, K), weight(K, R).float(), weight(R, N).float()
+    NMM.lowrank_matmul(x, u, v, executor=name)
+    assert [k.spec.m for k in launched] == [12]

@@ -1,0 +1,241 @@
+"""Neuron paths against stand-ins: probing, refusing, launching, checking the first run."""
+
+import itertools
+import os
+import warnings
+
+import pytest
+import torch
+from runtime.neuron_stand_ins import install, write_kernel
+
+from nmm_compiler.errors import NeuronSetupError
+from nmm_compiler.kernels import ops
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.runtime import executor, kernels, neuron
+
+SPEC = LowRankSpec(m=4, k=8, r=2, n=6, dtype="float32")
+names = (f"tiny{i}" for i in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    monkeypatch.setattr(neuron, "_registered", {})
+    neuron.forget()
+    yield
+    neuron.forget()
+
+
+def operands(spec=SPEC):
+    torch.manual_seed(0)
+    return [torch.randn(t.shape, dtype=getattr(torch, t.dtype)) for t in spec.inputs()]
+
+
+@pytest.fixture
+def cpu_is_xla(monkeypatch):
+    """Let CPU tensors stand for tensors on a torch-xla device."""
+    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
+    monkeypatch.setattr(ops, "NEURON_DEVICES", ("cpu",))
+
+
+@pytest.fixture
+def cpu_is_neuron(monkeypatch):
+    """Let CPU tensors stand for tensors on TorchNeuron's device."""
+    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
+    monkeypatch.setattr(ops, "NEURON_DEVICES", ("cpu",))
+    monkeypatch.setattr(ops.EXECUTORS["neuron"], "traced_device", "cpu")
+
+
+@pytest.fixture
+def one_kernel(monkeypatch, tmp_path):
+    """Have every spec built as the stand-in kernel with this body."""
+
+    def use(body="(x @ u) @ v"):
+        class Table(kernels.Kernels):
+            def get(self, spec, target, options):
+                made = self._kernels.get((spec, target))
+                if made is None:
+                    u = "u" if spec.u_layout == "row" else "u.T"
+                    v = "v" if spec.v_layout == "row" else "v.T"
+                    text = body.replace("u", u).replace("v", v)
+                    made = write_kernel(tmp_path, spec, text, next(names))
+                    self._kernels[spec, target] = made
+                return made
+
+        table = Table()
+        monkeypatch.setattr(executor, "KERNELS", table)
+        return table
+
+    return use
+
+
+def test_a_machine_without_neuron_is_described_with_what_to_install(monkeypatch):
+    install(monkeypatch, nki=None)
+    monkeypatch.setattr(neuron.glob, "glob", lambda pattern: [])
+    found = neuron.probe()
+    assert (found.nki, found.torch_neuronx, found.devices, found.path) == (None, None, 0, "none")
+    assert "package nki is not installed; run: pip install nki" in found.problem
+    assert ("nki", "not installed") in found.rows()
+    assert ("Neuron problem", found.problem) in found.rows()
+    assert neuron.NeuronProbe.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("packages", "devices", "path"),
+    [
+        ({"nki": "0.6.0"}, 0, "simulate"),
+        ({"nki": "0.5.0", "torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}, 1, "torch-xla"),
+        ({"nki": "0.7.0", "torch_neuronx": "2.13.3.0"}, 2, "torchneuron"),
+        ({"nki": "0.2.0", "torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}, 1, "none"),
+    ],
+)
+def test_the_probe_names_the_path(monkeypatch, packages, devices, path):
+    install(monkeypatch, **packages)
+    monkeypatch.setattr(neuron.glob, "glob", lambda pattern: ["/dev/neuron0"] * devices)
+    assert neuron.probe().path == path
+
+
+@pytest.mark.parametrize("version", ["0.2.0", "0.1", "0.2.99+abc"])
+def test_nki_before_0_3_is_refused_with_what_to_install(monkeypatch, tmp_path, version):
+    install(monkeypatch, nki=version)
+    kernel = write_kernel(tmp_path, SPEC)
+    with pytest.raises(NeuronSetupError, match=r"need 0\.3 or newer; run: pip install nki"):
+        neuron.simulate(kernel, operands())
+    assert version in str(neuron.probe().problem)
+
+
+def test_nki_simulate_runs_the_file_for_the_kernels_target(monkeypatch, tmp_path):
+    seen = install(monkeypatch)
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
+    x, u, v = operands()
+    got = neuron.simulate(write_kernel(tmp_path, SPEC), (x, u, v))
+    torch.testing.assert_close(got, (x @ u) @ v)
+    assert seen.simulated_for == ["trn2"]
+    assert "NEURON_PLATFORM_TARGET_OVERRIDE" not in os.environ
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
+    neuron.simulate(write_kernel(tmp_path, SPEC), (x, u, v))
+    assert seen.simulated_for == ["trn2", "trn3"]
+
+
+def test_nki_simulate_as_executor(monkeypatch, one_kernel):
+    install(monkeypatch)
+    table = one_kernel()
+    x, u, v = operands()
+    got = torch.ops.nmm.lowrank_matmul(x[:3], u, v, executor="nki_simulate")
+    torch.testing.assert_close(got, (x[:3] @ u) @ v)
+    assert [k.spec.m for k in table.all()] == [4]  # the bucket of 3 tokens
+
+
+def test_without_nki_the_simulate_executor_says_what_to_install(monkeypatch, one_kernel):
+    install(monkeypatch, nki=None)
+    one_kernel()
+    with pytest.raises(NeuronSetupError, match="pip install nki"):
+        torch.ops.nmm.lowrank_matmul(*operands(), executor="nki_simulate")
+
+
+def test_the_neuron_executor_refuses_tensors_that_are_elsewhere(one_kernel):
+    one_kernel()
+    with pytest.raises(NeuronSetupError, match="got tensors on 'cpu'; move the model"):
+        torch.ops.nmm.lowrank_matmul(*operands(), executor="neuron")
+
+
+def test_torch_xla_tensors_run_the_jit_kernel(monkeypatch, one_kernel, cpu_is_xla):
+    install(monkeypatch, torch_neuronx="2.9.0.1", torch_xla="2.9.0")
+    table = one_kernel()
+    x, u, v = operands()
+    for name in ("auto", "neuron"):
+        got = torch.ops.nmm.lowrank_matmul(x, u, v, executor=name)
+        torch.testing.assert_close(got, (x @ u) @ v)
+    (kernel,) = table.all()
+    assert len(neuron.load(kernel).calls) == 3  # the first run's check, and two calls
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("((x @ u) @ v) * 0", "differs from the float64 reference in 24 of 24 elements"),
+        ("((x @ u) @ v) * 1.001", "differs from the float64 reference"),
+        ("((x @ u) @ v) * float('nan')", "in 24 of 24 elements"),
+        ("(x @ u)", r"returned shape \(4, 2\), not \(4, 6\)"),
+        ("1 / 0", "failed with ZeroDivisionError"),
+    ],
+)
+def test_a_kernel_that_fails_its_first_run_is_not_used(
+    monkeypatch, one_kernel, cpu_is_xla, body, words
+):
+    """Contributed kernels have returned zeros with exit code 0 after a toolchain update."""
+    install(monkeypatch, torch_neuronx="2.9.0.1", torch_xla="2.9.0")
+    table = one_kernel(body)
+    x, u, v = operands()
+    with pytest.warns(UserWarning, match=words):
+        got = torch.ops.nmm.lowrank_matmul(x, u, v, executor="neuron")
+    torch.testing.assert_close(got, (x @ u) @ v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        torch.ops.nmm.lowrank_matmul(x, u, v, executor="neuron")
+    assert len(neuron.load(table.all()[0]).calls) == 1
+
+
+def test_the_first_run_covers_all_operands(monkeypatch, tmp_path):
+    install(monkeypatch)
+    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
+    spec = LowRankSpec(m=4, k=8, r=2, n=6, dtype="bfloat16")
+    right = write_kernel(tmp_path, spec, name="right")
+    assert neuron._first_run(right, torch.device("cpu")) is None
+    deaf = write_kernel(tmp_path, spec, "(x @ u) @ (v * 0 + 0.1)", name="deaf")
+    assert "differs" in neuron._first_run(deaf, torch.device("cpu"))
+
+
+def test_torchneuron_registers_each_kernel_once(monkeypatch, tmp_path, cpu_is_neuron):
+    seen = install(monkeypatch, torch_neuronx="2.13.3.0")
+    kernel = write_kernel(tmp_path, SPEC, name=next(names))
+    x, u, v = operands()
+    for _ in range(2):
+        torch.testing.assert_close(neuron.launch(kernel, (x, u, v)), (x @ u) @ v)
+    assert len(seen.registered) == 1
+    assert seen.registered[0].startswith(f"nmm_kernels::{kernel.name}_")
+    op = neuron.registered_op(kernel, 3)
+    assert str(op._opoverload._schema).endswith(
+        "(Tensor operand0, Tensor operand1, Tensor operand2) -> Tensor"
+    )
+
+
+def test_torch_neuronx_2_9_has_no_nki_op(monkeypatch, tmp_path, cpu_is_neuron):
+    install(monkeypatch, torch_neuronx="2.9.0.1", nki_op=False)
+    kernel = write_kernel(tmp_path, SPEC, name=next(names))
+    with pytest.raises(NeuronSetupError, match=r"torch_neuronx 2\.9\.0\.1 has no nki_op"):
+        neuron.registered_op(kernel, 3)
+
+
+def test_torchneuron_graphs_hold_the_registered_op(monkeypatch, one_kernel, cpu_is_neuron):
+    """The device's compiler must see its own op, not one that it does not know."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen = install(monkeypatch, torch_neuronx="2.13.3.0")
+    one_kernel()
+    graphs = []
+
+    def neuron_compiler(gm, example_inputs):
+        graphs.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
+        return make_boxed_func(gm.forward)
+
+    x, u, v = operands()
+    u, v = (w.t().contiguous().requires_grad_() for w in (u, v))
+
+    @torch.compile(backend=aot_autograd(fw_compiler=neuron_compiler), fullgraph=True)
+    def run(x):
+        return torch.ops.nmm.lowrank_matmul(
+            x, u, v, u_layout="col", v_layout="col", executor="auto"
+        ).relu()
+
+    got = run(x)
+    want = (x @ u.t() @ v.t()).relu()
+    torch.testing.assert_close(got, want)
+    assert any(target.startswith(f"nmm_kernels.{seen.registered[0][13:]}") for target in graphs[0])
+    assert not any(target.startswith("nmm.") for graph in graphs for target in graph)
+    upstream = torch.randn_like(got)
+    for a, b in zip(
+        torch.autograd.grad(got, (u, v), upstream), torch.autograd.grad(want, (u, v), upstream),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(a, b)

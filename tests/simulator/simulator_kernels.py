@@ -1,0 +1,59 @@
+"""Kernel text for simulator tests: a few lines of body become a kernel file that is run."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.simulator.run import Simulation, simulate
+
+HEADER = """\
+import numpy as np
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+def load(x, buffer=nl.sbuf, dtype=None):
+    tile = nl.ndarray(x.shape, x.dtype, nl.sbuf, name="tile")
+    nisa.dma_copy(dst=tile, src=x)
+    if dtype is None and buffer is nl.sbuf:
+        return tile
+    other = nl.ndarray(x.shape, dtype or x.dtype, buffer, name="tile")
+    nisa.tensor_copy(dst=other, src=tile)
+    return other
+
+
+def out(tile, dtype=None):
+    if tile.buffer is nl.psum:
+        moved = nl.ndarray(tile.shape, tile.dtype, nl.sbuf)
+        nisa.tensor_copy(dst=moved, src=tile)
+        tile = moved
+    result = nl.ndarray(tile.shape, dtype or tile.dtype, nl.shared_hbm, name="result")
+    nisa.dma_copy(dst=result, src=tile)
+    return result
+
+
+"""
+_FOLDER = Path(tempfile.mkdtemp(prefix="nmm-kernels-"))
+
+
+def kernel_file(text: str) -> Path:
+    """Write kernel text to a file of its own."""
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = _FOLDER / f"kernel_{name}.py"
+    if not path.exists():
+        path.write_text(text)
+    return path
+
+
+def run(body: str, *arrays: Any, names: str = "abcdefgh", **options: Any) -> Simulation:
+    """Run `body` as a kernel whose arguments are a, b, c, ..."""
+    arguments = ", ".join(names[: len(arrays)])
+    lines = textwrap.indent(textwrap.dedent(body).strip("\n"), "    ")
+    text = f"{HEADER}@nki.jit\ndef kernel({arguments}):\n{lines}\n"
+    options.setdefault("mode", "functional")
+    return simulate(f"{kernel_file(text)}:kernel", *arrays, **options)

@@ -1,0 +1,319 @@
+"""How kernels are found and loaded: paths, functions, packages; nothing leaks into sys.modules."""
+
+import sys
+import types
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from nmm_compiler import errors
+from nmm_compiler.simulator import standins
+from nmm_compiler.simulator.run import simulate
+
+ADD = """\
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def add(a, b, factor=1.0, *, label="x"):
+    x, y = nl.load(a), nl.load(b)
+    nisa.tensor_scalar(dst=y, data=y, op0=nl.multiply, operand0=factor)
+    r = nl.ndarray(a.shape, a.dtype, nl.shared_hbm, name=label)
+    nl.store(r, nl.add(x, y))
+    return r
+
+
+def plain(a):
+    return add(a, a)
+
+
+if __name__ == "__main__":
+    raise RuntimeError("loaded as a script")
+"""
+
+
+@pytest.fixture
+def add_file(tmp_path):
+    path = tmp_path / "adding.py"
+    path.write_text(ADD)
+    return path
+
+
+A = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def test_paths_names_and_keyword_arguments(add_file):
+    for kernel in (f"{add_file}:add", str(add_file), add_file):
+        assert np.array_equal(simulate(kernel, A, A, mode="functional").output, 2 * A)
+    result = simulate(f"{add_file}:add", A, b=A, factor=3.0, label="sum", mode="functional")
+    assert np.array_equal(result.output, 4 * A)
+    assert any(a.name == "sum" for a in result.trace.allocations.values())
+    assert np.array_equal(simulate(f"{add_file}:plain", A, mode="functional").output, 2 * A)
+
+
+def test_object_with_path_and_name(add_file):
+    kernel = types.SimpleNamespace(path=add_file, name="add")
+    assert np.array_equal(simulate(kernel, A, A, mode="functional").output, 2 * A)
+
+
+def test_full_mode_gives_a_profile(add_file):
+    result = simulate(f"{add_file}:add", A, A)
+    assert np.array_equal(result.output, 2 * A)
+    assert result.profile.latency_us > 0
+    assert result.profile.hbm_read_bytes == 2 * A.nbytes
+
+
+def test_an_edited_file_is_loaded_again(add_file):
+    assert simulate(f"{add_file}:add", A, A, mode="functional").output[0, 1] == 2
+    add_file.write_text(ADD.replace("nl.add(x, y)", "nl.subtract(x, y)"))
+    assert simulate(f"{add_file}:add", A, A, mode="functional").output[0, 1] == 0
+
+
+def test_sys_modules_is_not_touched(add_file):
+    before = set(sys.modules)
+    simulate(f"{add_file}:add", A, A, mode="functional")
+    assert not [m for m in set(sys.modules) - before if "nki" in m or "adding" in m]
+    assert "nki" not in sys.modules
+
+
+def test_the_real_nki_is_never_used(add_file, monkeypatch):
+    fake = types.ModuleType("nki")
+    fake.jit = None
+    monkeypatch.setitem(sys.modules, "nki", fake)
+    assert np.array_equal(simulate(f"{add_file}:add", A, A, mode="functional").output, 2 * A)
+    assert sys.modules["nki"] is fake
+
+
+def test_function_that_imports_nki_itself():
+    def kernel(a, width):
+        import nki.isa as nisa
+        import nki.language as nl
+
+        t = nl.ndarray(a.shape, a.dtype, nl.sbuf)
+        nisa.dma_copy(dst=t, src=a)
+        r = nl.ndarray((a.shape[0], width), a.dtype, nl.shared_hbm)
+        nisa.dma_copy(dst=r, src=t[:, 0:width])
+        return r
+
+    result = simulate(kernel, A, 2, mode="functional")
+    assert np.array_equal(result.output, A[:, :2])
+    assert {i.file for i in result.trace.instructions} == {__file__}
+    assert result.trace.instructions[0].line == kernel.__code__.co_firstlineno + 5
+
+
+def test_function_of_a_module_with_an_installed_nki(tmp_path, monkeypatch):
+    """Globals that are a real `nki` are replaced, in helpers and closures too."""
+    nki, nl, nisa = (types.ModuleType(n) for n in ("nki", "nki.language", "nki.isa"))
+    nki.language, nki.isa = nl, nisa
+    nki.jit = lambda f: f
+    for name, module in (("nki", nki), ("nki.language", nl), ("nki.isa", nisa)):
+        monkeypatch.setitem(sys.modules, name, module)
+    text = ADD.replace("from nki", "from nki").replace(
+        "import nki.isa as nisa", "from nki import isa as nisa"
+    )
+    (tmp_path / "user_module_for_loader_test.py").write_text(text.split("if __name__")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import user_module_for_loader_test as user
+
+    assert np.array_equal(simulate(user.plain, A, mode="functional").output, 2 * A)
+    assert user.nl is nl
+
+
+def test_packages_relative_imports_and_dataclasses(tmp_path):
+    package = tmp_path / "kernels_pkg"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("WIDTH = 2\n")
+    (package / "inner" / "__init__.py").write_text("")
+    (package / "shared.py").write_text(
+        "from __future__ import annotations\n"
+        "import importlib\n"
+        "from dataclasses import dataclass\n"
+        "import nki.language as nl\n"
+        "from nki.language import NKIObject\n"
+        "@dataclass\n"
+        "class Config(NKIObject):\n"
+        "    width: int\n"
+        "    note: 'str'\n"
+        "class Plain(NKIObject):\n"
+        "    left: int\n"
+        "    right: int = 5\n"
+        "def load(x):\n"
+        "    return nl.load(x)\n"
+        "sibling = importlib.import_module('..helper', 'kernels_pkg.inner')\n"
+    )
+    (package / "helper.py").write_text("import nki.isa as nisa\nNAME = __name__\n")
+    (package / "inner" / "kernel.py").write_text(
+        "import nki, nki.language as nl\n"
+        "from .. import WIDTH, helper\n"
+        "from ..shared import Config, Plain, load, sibling\n"
+        "import kernels_pkg.shared as again\n"
+        "import inspect\n"
+        "@nki.jit\n"
+        "def kernel(a):\n"
+        "    config = Config(WIDTH)\n"
+        "    assert config.note is None\n"
+        "    assert Plain(1).right == 5 and Plain(1, right=2).right == 2\n"
+        "    assert sibling is helper and again.Config is Config\n"
+        "    assert helper.NAME == 'kernels_pkg.helper'\n"
+        "    assert inspect.getmodule(load) is again\n"
+        "    r = nl.ndarray((a.shape[0], config.width), a.dtype, nl.shared_hbm)\n"
+        "    nl.store(r, load(a)[:, 0:config.width])\n"
+        "    return r\n"
+    )
+    path = package / "inner" / "kernel.py"
+    assert np.array_equal(simulate(path, A, mode="functional").output, A[:, :2])
+    assert not [m for m in sys.modules if m.startswith("kernels_pkg")]
+
+
+def test_torch_tensors_and_dtypes(add_file):
+    t = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    result = simulate(f"{add_file}:add", t, t.clone(), mode="functional").output
+    assert result.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(result.astype(np.float32), 2 * t.float().numpy())
+    strided = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()[::2]
+    result = simulate(f"{add_file}:add", strided, strided, mode="functional").output
+    assert np.array_equal(result, 2 * strided.numpy())
+
+
+def test_bool_arrays_come_back_as_bool(tmp_path):
+    path = tmp_path / "k.py"
+    path.write_text(
+        "import nki\nimport nki.language as nl\n@nki.jit\ndef k(a):\n"
+        "    r = nl.ndarray(a.shape, a.dtype, nl.shared_hbm)\n    nl.store(r, nl.load(a))\n"
+        "    assert a.dtype == nl.bool_\n    return r\n"
+    )
+    mask = A > 3
+    result = simulate(path, mask, mode="functional").output
+    assert result.dtype == np.bool_
+    assert np.array_equal(result, mask)
+
+
+def test_inputs_that_the_kernel_writes_are_updated_and_others_are_not(tmp_path):
+    path = tmp_path / "k.py"
+    path.write_text(
+        "import nki\nimport nki.language as nl\nimport nki.isa as nisa\n@nki.jit\n"
+        "def k(a, b):\n    nisa.dma_copy(dst=a, src=b)\n    return a\n"
+    )
+    a, b = np.zeros((3, 4), np.float32), A.copy()
+    result = simulate(path, a, b, mode="functional").output
+    assert np.array_equal(a, A)
+    assert np.array_equal(result, A)
+    assert np.array_equal(b, A)
+    t = torch.zeros(3, 4)
+    simulate(path, t, b, mode="functional")
+    assert np.array_equal(t.numpy(), A)
+
+
+def test_nki_simulate_inside_a_file_and_grids(tmp_path):
+    path = tmp_path / "k.py"
+    path.write_text(
+        ADD.split("if __name__")[0]
+        + "import numpy as np\nRESULT = nki.simulate(add)(np.ones((2, 2), np.float32),"
+        " np.ones((2, 2), np.float32))\nassert (RESULT == 2).all()\n"
+        "@nki.jit(platform_target='trn2')\ndef programs(a):\n"
+        "    r = nl.ndarray((2, 4), nl.float32, nl.shared_hbm)\n"
+        "    me = nl.program_id(0)\n    nl.store(r[me:me + 1], nl.load(a[me:me + 1]))\n"
+        "    return r\nlaunched = programs[2]\n"
+    )
+    assert np.array_equal(simulate(f"{path}:launched", A, mode="functional").output, A[:2])
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "kind", "shown"),
+    [
+        (ADD, "ad", errors.KernelNotFoundError, "did you mean 'add'"),
+        ("x = 1\n", "", errors.KernelNotFoundError, "0 kernels"),
+        (ADD + "@nki.jit\ndef other(a):\n    return a\n".replace("@", "\n@"), "",
+         errors.KernelNotFoundError, "2 kernels"),
+        ("def broken(:\n", "broken", errors.KernelFailedError, "syntax error"),
+        ("import nki.nothing\n", "k", errors.UnsupportedInstructionError, "nki.nothing"),
+        ("import neuronxcc.nki as nki\n", "k", errors.UnsupportedInstructionError, "beta 1"),
+        ("import no_such_package_at_all\n", "k", errors.KernelFailedError, "ModuleNotFoundError"),
+        ("raise ValueError('top')\n", "k", errors.KernelFailedError, "ValueError: top"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_used(tmp_path, text, name, kind, shown):
+    path = tmp_path / "bad.py"
+    path.write_text(text.replace('raise RuntimeError("loaded as a script")', "pass"))
+    with pytest.raises(kind) as caught:
+        simulate(f"{path}:{name}" if name else path, A)
+    assert shown in str(caught.value)
+    assert "bad.py" in str(caught.value)
+
+
+def test_what_is_no_kernel():
+    with pytest.raises(errors.KernelNotFoundError, match="does not exist"):
+        simulate("/nowhere/kernel.py:k", A)
+    with pytest.raises(errors.KernelNotFoundError, match="is no kernel"):
+        simulate(3, A)
+
+
+def test_nki_calls_outside_a_run():
+    with pytest.raises(errors.SimulationError, match="outside a simulation"):
+        standins.MODULES["nki.language"].ndarray((2, 2), "float32")
+
+
+def test_simulate_inside_a_kernel_is_refused(tmp_path):
+    path = tmp_path / "k.py"
+    path.write_text(
+        "import nki\nfrom nmm_compiler.simulator.run import simulate\n@nki.jit\ndef k(a):\n"
+        "    simulate(__file__, a)\n    return a\n"
+    )
+    with pytest.raises(errors.SimulationError, match="inside a kernel"):
+        simulate(path, A)
+
+
+def _words(text):
+    return text.split()
+
+
+def test_the_standins_cover_the_documented_names():
+    """Every instruction and function of NKI 0.6 exists, by its documented name."""
+    isa = standins.MODULES["nki.isa"]
+    for name in _words(
+        "activate2 activation activation_reduce affine_select bn_aggr bn_stats core_barrier "
+        "dma_compute dma_copy dma_transpose dropout exponential get_nc_version iota local_gather "
+        "max8 memset nc_find_index8 nc_match_replace8 nc_matmul nc_matmul_mx nc_n_gather "
+        "nc_stream_shuffle nc_transpose nonzero_with_count quantize_mx rand2 rand_get_state "
+        "rand_set_state range_select reciprocal register_alloc register_load register_move "
+        "register_store rng scalar_tensor_tensor select_reduce sendrecv sequence_bounds "
+        "set_rng_seed tensor_copy tensor_copy_predicated tensor_partition_reduce tensor_reduce "
+        "tensor_scalar tensor_scalar_cumulative tensor_scalar_reduce tensor_tensor "
+        "tensor_tensor_scan topk"
+    ):
+        assert callable(isa.__dict__[name]), name
+    language = standins.MODULES["nki.language"]
+    for name in _words(
+        "abs abs_max abs_min add affine_range all arctan average bitwise_and bitwise_or "
+        "bitwise_xor broadcast_to bypass ceil copy cos device_print divide dropout ds "
+        "dynamic_range empty_like equal erf erf_dx exp expand_dims floor fmod fori_loop full "
+        "gather_flattened gelu gelu_apprx_sigmoid gelu_apprx_sigmoid_dx gelu_apprx_tanh gelu_dx "
+        "greater greater_equal invert is_hbm is_on_chip is_psum is_sbuf left_shift less "
+        "less_equal load load_transpose2d log logical_and logical_not logical_or logical_xor "
+        "matmul max maximum mean min minimum mish mod multiply ndarray negative no_reorder "
+        "not_equal num_programs ones power prelu prod program_id program_ndim rand random_seed "
+        "reciprocal relu right_shift rms_norm rsqrt sequential_range shared_constant "
+        "shared_identity_matrix sigmoid sign silu silu_dx sin softmax softplus sqrt square "
+        "static_range store subtract sum tan tanh tile_size transpose trunc var where "
+        "while_loop zeros zeros_like"
+    ):
+        assert name in language.__dict__, name
+
+
+def test_paths_with_colons_in_directories(tmp_path):
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    path = folder / "k.py"
+    path.write_text(ADD)
+    assert np.array_equal(simulate(f"{path}:add", A, A, mode="functional").output, 2 * A)
+    assert np.array_equal(simulate(Path(path), A, A, mode="functional").output, 2 * A)
+
+
+def test_object_whose_file_is_gone_runs_from_its_source(tmp_path):
+    kernel = types.SimpleNamespace(path=tmp_path / "gone.py", name="add", source=ADD)
+    assert np.array_equal(simulate(kernel, A, A, mode="functional").output, 2 * A)

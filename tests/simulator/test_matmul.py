@@ -1,0 +1,170 @@
+"""TensorE: nc_matmul, its accumulation and tiling modes, nc_transpose, MX."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from simulator_kernels import run
+
+from nmm_compiler.errors import SimulationError
+
+DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3, ml_dtypes.float8_e5m2]
+
+
+def values(shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+MATMUL = """
+    x, y = load(a), load(b)
+    acc = nl.ndarray((a.shape[1], b.shape[1]), nl.float32, nl.psum)
+    nisa.nc_matmul(dst=acc, stationary=x, moving=y)
+    return out(acc)
+"""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (128, 128, 512), (65, 3, 130), (17, 128, 1)])
+def test_matmul(dtype, shape):
+    k, m, n = shape
+    a, b = values((k, m), dtype), values((k, n), dtype, 1)
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    error = np.abs(run(MATMUL, a, b).output - x.T @ y)
+    assert (error <= k * 2.0**-23 * (np.abs(x).T @ np.abs(y)) + 1e-30).all()
+
+
+def test_accumulation_first_overwrites_then_adds():
+    a, b = values((128, 16)), values((128, 32), seed=1)
+    body = """
+        x, y = load(a), load(b)
+        acc = nl.ndarray((16, 32), nl.float32, nl.psum)
+        for i in range(3):
+            nisa.nc_matmul(dst=acc, stationary=x, moving=y)
+        three = out(acc)
+        nisa.nc_matmul(dst=acc, stationary=x, moving=y, accumulate=False)
+        one = out(acc)
+        nisa.nc_matmul(dst=acc, stationary=x, moving=y, accumulate=True)
+        return three, one, out(acc)
+    """
+    three, one, two = run(body, a, b).outputs
+    wanted = a.astype(np.float64).T @ b
+    for count, result in ((3, three), (1, one), (2, two)):
+        assert np.abs(result - count * wanted).max() < 1e-3
+
+
+def test_partly_written_region_adds_only_where_written():
+    a, b = values((128, 16)), values((128, 32), seed=1)
+    body = """
+        x, y = load(a), load(b)
+        acc = nl.ndarray((16, 32), nl.float32, nl.psum)
+        nisa.nc_matmul(dst=acc[:, 0:16], stationary=x, moving=y[:, 0:16])
+        nisa.nc_matmul(dst=acc, stationary=x, moving=y)
+        return out(acc)
+    """
+    wanted = a.astype(np.float64).T @ b
+    wanted[:, :16] *= 2
+    assert np.abs(run(body, a, b).output - wanted).max() < 1e-3
+
+
+def test_accumulate_onto_nothing_or_memset_is_refused():
+    a, b = values((128, 16)), values((128, 32), seed=1)
+    onto_nothing = MATMUL.replace("moving=y)", "moving=y, accumulate=True)")
+    with pytest.raises(SimulationError, match="no matmul has written"):
+        run(onto_nothing, a, b)
+    assert run(onto_nothing, a, b, strict=False).warnings
+    onto_ones = MATMUL.replace(
+        "    nisa.nc_matmul", "    nisa.memset(dst=acc, value=1.0)\n    nisa.nc_matmul"
+    )
+    with pytest.raises(SimulationError, match="undefined before trn3"):
+        run(onto_ones, a, b)
+    result = run(onto_ones, a, b, target="trn3").output
+    assert np.abs(result - (a.astype(np.float64).T @ b + 1)).max() < 1e-3
+
+
+def test_double_row():
+    dtype = ml_dtypes.float8_e4m3
+    a, b = values((128, 2, 8), dtype), values((128, 2, 24), dtype, 1)
+    body = """
+        x, y = load(a), load(b)
+        acc = nl.ndarray((8, 24), nl.float32, nl.psum)
+        nisa.nc_matmul(dst=acc, stationary=x, moving=y,
+                       perf_mode=nisa.matmul_perf_mode.double_row)
+        return out(acc)
+    """
+    wanted = np.einsum("kim,kin->mn", a.astype(np.float64), b.astype(np.float64))
+    assert np.abs(run(body, a, b).output - wanted).max() < 1e-3
+
+
+def test_row_tile():
+    a, b = values((32, 64)), values((32, 100), seed=1)
+    body = MATMUL.replace("moving=y)", "moving=y, tile_position=(64, 0), tile_size=(32, 128))")
+    assert np.abs(run(body, a, b).output - a.astype(np.float64).T @ b).max() < 1e-4
+    wrong = MATMUL.replace("moving=y)", "moving=y, tile_position=(48, 0), tile_size=(32, 128))")
+    with pytest.raises(SimulationError, match="multiple of tile_size"):
+        run(wrong, a, b)
+
+
+def test_transpose_mode_is_bit_exact():
+    a = values((64, 20), ml_dtypes.bfloat16)
+    a[0, 0], a[1, 1] = np.nan, np.inf
+    body = """
+        x = load(a)
+        eye = nl.shared_identity_matrix(64, dtype=a.dtype)
+        r = nl.ndarray((20, 64), a.dtype, nl.psum)
+        nisa.nc_matmul(dst=r, stationary=x, moving=eye, is_transpose=True)
+        return out(r)
+    """
+    assert run(body, a).output.tobytes() == np.ascontiguousarray(a.T).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.int8, np.uint16, np.int32])
+@pytest.mark.parametrize("shape", [(128, 128), (1, 128), (31, 2, 3)])
+def test_nc_transpose_tensor(dtype, shape):
+    a = (values(shape) * 20).astype(dtype)
+    body = """
+        x = load(a)
+        free = a.size // a.shape[0]
+        r = nl.ndarray((free, a.shape[0]), a.dtype, nl.psum)
+        nisa.nc_transpose(dst=r, data=x, engine=nisa.engine.tensor)
+        return out(r)
+    """
+    wanted = a.reshape(a.shape[0], -1).T
+    assert run(body, a).output.tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+def test_nc_transpose_vector_in_sbuf():
+    a = values((32, 17))
+    body = """
+        x = load(a)
+        r = nl.ndarray((17, 32), a.dtype, nl.sbuf)
+        nisa.nc_transpose(dst=r, data=x)
+        return out(r)
+    """
+    result = run(body, a)
+    assert np.array_equal(result.output, a.T)
+    assert [i.engine for i in result.trace.instructions if i.op == "nc_transpose"] == ["vector"]
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn_x4", "float8_e5m2_x4"])
+def test_mx_quantize_and_matmul(kind):
+    a, b = (values((128, 4 * 16), ml_dtypes.bfloat16, s) for s in (0, 1))
+    body = f"""
+        sides = []
+        for side in (a, b):
+            x = load(side)
+            q = nl.ndarray((128, 16), nl.{kind}, nl.sbuf)
+            s = nl.ndarray((128, 16), nl.float8_e8m0fnu, nl.sbuf)
+            nisa.quantize_mx(dst=q, src=x, dst_scale=s)
+            sides.append((q, s))
+        acc = nl.ndarray((16, 16), nl.float32, nl.psum)
+        nisa.nc_matmul_mx(dst=acc, stationary=sides[0][0], moving=sides[1][0],
+                          stationary_scale=sides[0][1], moving_scale=sides[1][1])
+        return out(acc)
+    """
+    result = run(body, a, b, target="trn3").output
+    x, y = (v.astype(np.float64).reshape(128, 16, 4) for v in (a, b))
+    wanted = np.einsum("kmi,kni->mn", x, y)
+    # one rounding to 3 (2) mantissa bits per factor; the block maximum loses one more bit
+    unit = 2.0**-3 if kind == "float8_e4m3fn_x4" else 2.0**-2
+    bound = 2.1 * unit * np.einsum("kmi,kni->mn", np.abs(x), np.abs(y))
+    assert (np.abs(result - wanted) <= bound).all()
+    assert np.abs(result - wanted).max() > 0

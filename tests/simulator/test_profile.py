@@ -1,0 +1,155 @@
+"""Profile: figures by hand, JSON round trip, Chrome trace."""
+
+import itertools
+import json
+
+import pytest
+from trace_builder import Builder
+
+from nmm_compiler import targets
+from nmm_compiler.errors import TimelineMissingError
+from nmm_compiler.simulator.profile import Profile, minimal_hbm_bytes, profile_trace
+
+TRN2 = targets.get("trn2")
+
+
+def product(repeats=1, dtype="bfloat16"):
+    """One 128 x 128 x 512 product, the moving operand loaded `repeats` times."""
+    builder = Builder()
+    weights = builder.tensor("hbm", 128, 128, dtype)
+    inputs = builder.tensor("hbm", 128, 512, dtype)
+    output = builder.tensor("hbm", 128, 512)
+    stationary = builder.tensor("sbuf", 128, 128, dtype)
+    bank, result = builder.tensor("psum", 128, 512), builder.tensor("sbuf", 128, 512)
+    builder.dma(stationary.all, weights.all)
+    for _ in range(repeats):
+        moving = builder.tensor("sbuf", 128, 512, dtype)
+        builder.dma(moving.all, inputs.all)
+        builder.matmul(bank.all, stationary.all, moving.all)
+    builder.copy(result.all, bank.all)
+    builder.dma(output.all, result.all)
+    return builder
+
+
+def test_figures_of_one_product():
+    profile = profile_trace(product().trace, TRN2)
+    assert profile.target == "trn2"
+    assert profile.hbm_read_bytes == 128 * 128 * 2 + 128 * 512 * 2
+    assert profile.hbm_write_bytes == 128 * 512 * 4
+    assert profile.flops == 2 * 128 * 128 * 512
+    assert profile.transpose_flops == 0
+    peak = 2 * 128 * 128 * 2.4e9
+    assert profile.compute_us == pytest.approx(profile.flops / peak * 1e6)
+    assert profile.mfu == pytest.approx(profile.compute_us / profile.latency_us)
+    moved = profile.hbm_read_bytes + profile.hbm_write_bytes
+    assert profile.minimal_hbm_bytes == moved
+    assert profile.memory_us == pytest.approx(moved / 362e9 * 1e6)
+    assert profile.mbu == pytest.approx(moved / 362e9 * 1e6 / profile.latency_us)
+    assert (profile.bound, profile.roofline_us) == ("memory", profile.memory_us)
+    assert profile.start_stop_us == pytest.approx(10.0)
+    assert profile.device_us == profile.latency_us + profile.start_stop_us
+    assert profile.sbuf_peak_bytes == 512 * 4  # the result; the operands are dead by then
+    assert profile.psum_peak_banks == 1
+    assert profile.instructions == {
+        "dma": {"dma_copy": 3},
+        "tensor": {"nc_matmul": 1},
+        "vector": {"tensor_copy": 1},
+    }
+    assert set(profile.engine_busy_us) == {"tensor", "vector", "scalar", "gpsimd", "dma"}
+
+
+def test_float32_reaches_a_quarter_of_the_bf16_peak():
+    slow, fast = (profile_trace(product(dtype=d).trace, TRN2) for d in ("float32", "bfloat16"))
+    assert slow.compute_us == pytest.approx(4 * fast.compute_us)
+    assert slow.flops == fast.flops
+
+
+def test_reloads_count_as_traffic_but_not_as_minimal_traffic():
+    once, thrice = profile_trace(product(1).trace, TRN2), profile_trace(product(3).trace, TRN2)
+    assert thrice.hbm_read_bytes == once.hbm_read_bytes + 2 * 128 * 512 * 2
+    assert thrice.minimal_hbm_bytes == once.minimal_hbm_bytes
+
+
+def test_scratch_is_not_minimal_traffic():
+    builder = product()
+    before = minimal_hbm_bytes(builder.trace)
+    scratch = builder.tensor("hbm", 128, 512)
+    tile = builder.tensor("sbuf", 128, 512)
+    source = builder.trace.instructions[-1].reads[0]
+    builder.dma(scratch.all, source)
+    builder.dma(tile.all, scratch.all)
+    assert minimal_hbm_bytes(builder.trace) == before
+
+
+def test_transposes_are_counted_by_place():
+    builder = Builder()
+    source = builder.tensor("hbm", 128, 128, "bfloat16")
+    tile = builder.tensor("sbuf", 128, 128, "bfloat16")
+    bank = builder.tensor("psum", 128, 128, "bfloat16")
+    small = builder.tensor("sbuf", 32, 32, "bfloat16")
+    builder.add("dma_transpose", "dma", [tile.all], [source.all], transpose=True)
+    builder.matmul(bank.all, tile.all, tile.all, is_transpose=True)
+    builder.add("nc_transpose", "tensor", [bank.all], [tile.all])
+    builder.add("nc_transpose", "vector", [small.all], [tile[0:32, 0:32]])
+    profile = profile_trace(builder.trace, TRN2)
+    assert profile.transposes == {"dma": 1, "tensor": 2, "vector": 1}
+    assert profile.flops == 0
+    assert profile.transpose_flops == 2 * 2 * 128**3
+    assert profile.hfu > profile.mfu == 0.0
+
+
+def test_json_round_trip():
+    profile = profile_trace(product(2).trace, TRN2)
+    again = Profile.from_json(profile.to_json())
+    assert again == profile
+    assert again.digest() == profile.digest()
+    assert profile.timeline.latency_us == profile.latency_us
+    with pytest.raises(TimelineMissingError, match="simulate the kernel again"):
+        _ = again.timeline
+    with pytest.raises(TimelineMissingError):
+        again.to_chrome_trace("unused.json")
+
+
+def test_prints_on_one_line():
+    text = str(profile_trace(product().trace, TRN2))
+    assert "\n" not in text
+    assert "simulated" in text
+
+
+def test_chrome_trace(tmp_path):
+    builder = product(2)
+    narrow = builder.tensor("sbuf", 8, 64)
+    builder.dma(narrow.all, builder.tensor("hbm", 8, 64).all, dge_mode="hwdge", issuer="scalar")
+    profile = profile_trace(builder.trace, TRN2)
+    path = profile.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"] == "thread_name"
+    }
+    assert {"TensorE", "VectorE", "ScalarE", "GpSimd"} <= set(rows.values())
+    assert {"queue dynamic (issue)", "queue hwdge-scalar (issue)"} <= set(rows.values())
+    assert {"DMA engines, all alike", "DMA engine 0"} <= set(rows.values())
+    slices = [e for e in events if e["ph"] == "X"]
+    assert all((e["pid"], e["tid"]) in rows for e in slices)
+    matmul = next(e for e in slices if e["name"] == "nc_matmul")
+    assert matmul["args"]["source"] == "kernel.py:3"
+    assert matmul["args"]["n"] == 512
+    for row in rows:
+        spans = sorted((e["ts"], e["dur"]) for e in slices if (e["pid"], e["tid"]) == row)
+        for (start, length), (following, _) in itertools.pairwise(spans):
+            assert following >= start + length - 1e-3, rows[row]
+    counters = [e for e in events if e["ph"] == "C"]
+    assert {e["name"] for e in counters} == {
+        "SBUF bytes per partition",
+        "PSUM bytes per partition",
+    }
+    assert max(e["args"]["live"] for e in counters) >= 512 * 4
+    assert [e["args"]["live"] for e in counters if e["name"].startswith("SBUF")][-1] == 0
+
+
+def test_an_empty_kernel_has_a_profile():
+    profile = profile_trace(Builder().trace, TRN2)
+    assert profile.latency_us == 0.0
+    assert (profile.mfu, profile.mbu) == (0.0, 0.0)

@@ -1,0 +1,369 @@
+"""Each strict rule, by a kernel that breaks it; and what strict=False makes of it."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from simulator_kernels import HEADER, kernel_file, run
+
+from nmm_compiler import errors
+from nmm_compiler.simulator.run import ArraySpec, simulate
+
+F = np.float32
+
+
+def ones(*shape, dtype=F):
+    return np.ones(shape, dtype)
+
+
+T = "nl.ndarray({}, nl.float32, nl.{})"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        ("t = nl.ndarray((129, 4), nl.float32, nl.sbuf)", errors.TensorShapeError, "128"),
+        (
+            "t = nl.ndarray((1, 70000), nl.float32, nl.sbuf)",
+            errors.OnChipCapacityError, "280,000 B",
+        ),
+        ("t = nl.ndarray((128, 4097), nl.float32, nl.psum)", errors.OnChipCapacityError, "PSUM"),
+        ("t = nl.ndarray((4, 4), nl.float32, 'sbuf')", errors.KernelArgumentError, "nl.sbuf"),
+        ("t = nl.ndarray((4, 4), 'float33', nl.sbuf)", errors.TensorDtypeError, "float33"),
+        ("t = nl.ndarray((4, 0), nl.float32, nl.sbuf)", errors.TensorShapeError, "at least 1"),
+        (
+            "t = nl.ndarray((4, 4), nl.int8, nl.sbuf)\nnisa.memset(dst=t, value=1.5)",
+            errors.TensorDtypeError, "integer",
+        ),
+        (
+            "t = nl.ndarray((4, 4), nl.uint8, nl.sbuf)\nnisa.memset(dst=t, value=256)",
+            errors.TensorDtypeError, "does not fit",
+        ),
+        (
+            "x = load(a)\nt = nl.ndarray((8, 4), nl.float32, nl.sbuf)\n"
+            "nisa.tensor_copy(dst=t[5:8], src=x[0:3])",
+            errors.EngineRuleError, "partition 5",
+        ),
+        (
+            "x = load(a)\np = load(a, nl.psum)\nq = load(a, nl.psum)\n"
+            "nisa.tensor_tensor(dst=x, data1=p, data2=q, op=nl.add)",
+            errors.EngineRuleError, "both in PSUM",
+        ),
+        (
+            "p = load(a, nl.psum)\nnisa.tensor_copy(dst=p, src=p, engine=nisa.engine.gpsimd)",
+            errors.EngineRuleError, "GpSimd cannot access PSUM",
+        ),
+        (
+            "x = load(a)\nnisa.tensor_copy(dst=x, src=x, engine=nisa.engine.tensor)",
+            errors.EngineRuleError, "cannot run on tensor",
+        ),
+        ("nisa.tensor_copy(dst=a, src=load(a))", errors.EngineRuleError, "HBM"),
+        (
+            "x = load(a)\nnisa.nc_matmul(dst=x, stationary=x, moving=x)",
+            errors.EngineRuleError, "PSUM",
+        ),
+        (
+            "x = load(a)\np = nl.ndarray((4, 8), nl.float32, nl.psum)\n"
+            "nisa.nc_matmul(dst=p, stationary=x, moving=x)",
+            errors.TensorShapeError, "give (4, 4)",
+        ),
+        (
+            "x = load(a)\ny = load(a, dtype=nl.bfloat16)\n"
+            "p = nl.ndarray((4, 4), nl.float32, nl.psum)\n"
+            "nisa.nc_matmul(dst=p, stationary=x, moving=y)",
+            errors.TensorDtypeError, "float32 too",
+        ),
+        (
+            "x = load(a)\np = nl.ndarray((4, 4), nl.bfloat16, nl.psum)\n"
+            "nisa.nc_matmul(dst=p, stationary=x, moving=x)",
+            errors.TensorDtypeError, "accumulates in float32",
+        ),
+        (
+            "x = nl.zeros((128, 4), nl.float32)\ny = nl.zeros((128, 513), nl.float32)\n"
+            "p = nl.ndarray((4, 513), nl.float32, nl.psum)\n"
+            "nisa.nc_matmul(dst=p, stationary=x, moving=y)",
+            errors.TensorShapeError, "N <= 512",
+        ),
+        (
+            "x = nl.zeros((128, 4), nl.float32)\n"
+            "p = nl.ndarray((4, 1024), nl.float32, nl.psum)\n"
+            "y = nl.zeros((128, 512), nl.float32)\n"
+            "nisa.nc_matmul(dst=p[:, 256:768], stationary=x, moving=y)",
+            errors.TensorShapeError, "crosses a bank",
+        ),
+        (
+            "x = load(a)\np = nl.ndarray((4, 8), nl.bfloat16, nl.psum)\n"
+            "nisa.nc_transpose(dst=p, data=x)",
+            errors.TensorDtypeError, "must be the same",
+        ),
+        (
+            "x = nl.zeros((64, 64), nl.float32)\ny = nl.ndarray((64, 64), nl.float32, nl.sbuf)\n"
+            "nisa.nc_transpose(dst=y, data=x)",
+            errors.TensorShapeError, "[32, 32]",
+        ),
+        (
+            "x = load(a)\nnisa.tensor_scalar(dst=x, data=x, op0=nl.bitwise_and, operand0=1)",
+            errors.TensorDtypeError, "integer",
+        ),
+        (
+            "x = load(a)\nnisa.tensor_scalar(dst=x, data=x, op0=nl.add, operand0=x)",
+            errors.TensorShapeError, "(8, 1)",
+        ),
+        (
+            "x = load(a)\nnisa.tensor_tensor(dst=x, data1=x, data2=x[:, 0:2], op=nl.add)",
+            errors.TensorShapeError, "differ",
+        ),
+        (
+            "x = load(a)\nnisa.tensor_tensor(dst=x, data1=x, data2=x, op=nl.exp)",
+            errors.UnsupportedInstructionError, "no ALU operator",
+        ),
+        (
+            "x = load(a)\nnisa.activation(dst=x, op=nl.add, data=x)",
+            errors.UnsupportedInstructionError, "no activation function",
+        ),
+        (
+            "x = load(a)\nnisa.activation(dst=x, op=nl.exp, data=x, reduce_op=nl.maximum)",
+            errors.UnsupportedInstructionError, "nl.add",
+        ),
+        (
+            "x = load(a)\nnisa.tensor_copy(dst=x[:, 1:4], src=x[:, 0:3])",
+            errors.HazardError, "still has to read",
+        ),
+        ("nisa.no_such_instruction(dst=a)", errors.UnsupportedInstructionError, "nki.isa.no_such"),
+        ("nl.par_dim(128)", errors.UnsupportedInstructionError, "nki.language.par_dim"),
+        ("nisa.tensor_copy(dst=load(a), sauce=a)", errors.KernelFailedError, "sauce"),
+        (
+            "x = load(a)\nc = nl.shared_constant(np.ones((8, 4), np.float32))\n"
+            "nisa.dma_copy(dst=c, src=x)",
+            errors.HazardError, "constant",
+        ),
+        (
+            "x = load(a)\nr = nisa.register_alloc()\nnisa.register_load(r, x)",
+            errors.TensorShapeError, "one element",
+        ),
+        ("nisa.core_barrier(data=a, cores=(0, 1))", errors.SimulationError, "grid=2"),
+        (
+            "x = load(a)\nnisa.quantize_mx(dst=x, src=x, dst_scale=x)",
+            errors.TargetRuleError, "trn3",
+        ),
+    ],
+)  # fmt: skip
+def test_rule(body, kind, text):
+    with pytest.raises(kind) as caught:
+        run(body + "\nreturn a", ones(8, 4))
+    assert text in str(caught.value)
+    assert caught.value.file.endswith(".py")
+    lines = Path(caught.value.file).read_text().splitlines()
+    last = body.splitlines()[-1].strip()
+    assert lines[caught.value.line - 1].strip() == last  # the kernel's own line
+
+
+def test_shift_left_in_place_is_no_hazard():
+    a = np.arange(32, dtype=F).reshape(8, 4)
+    body = "x = load(a)\nnisa.tensor_copy(dst=x[:, 0:3], src=x[:, 1:4])\nreturn out(x)"
+    assert np.array_equal(run(body, a).output[:, :3], a[:, 1:])
+
+
+UNINITIALIZED = """
+    t = nl.ndarray((8, 4), nl.float32, nl.sbuf, name="half")
+    nisa.dma_copy(dst=t[:, 0:2], src=a[:, 0:2])
+    r = nl.ndarray((8, 4), nl.float32, nl.sbuf)
+    nisa.tensor_scalar(dst=r, data=t, op0=nl.add, operand0=1.0)
+    return out(r)
+"""
+
+
+def test_uninitialized_read_names_the_tensor_and_the_element():
+    with pytest.raises(errors.UninitializedReadError, match="16 of 32 elements of tensor 'half'"):
+        run(UNINITIALIZED, ones(8, 4))
+    result = run(UNINITIALIZED, ones(8, 4), strict=False)
+    assert (result.output[:, :2] == 2).all()
+    assert np.isnan(result.output[:, 2:]).all()  # poisoned
+    assert any("never written" in w for w in result.warnings)
+
+
+def test_unwritten_integers_are_poisoned_with_4():
+    body = "t = nl.ndarray((2, 2), nl.int32, nl.sbuf)\nreturn out(t)"
+    with pytest.raises(errors.UninitializedReadError):
+        run(body)
+    assert (run(body, strict=False).output == 4).all()
+
+
+def test_tracking_follows_reinterpreted_bytes():
+    body = """
+        t = nl.ndarray((4, 4), nl.float32, nl.sbuf)
+        nisa.memset(dst=t.view(nl.uint8)[:, 0:{}], value=0)
+        return out(t)
+    """
+    assert (run(body.format(16)).output == 0).all()
+    with pytest.raises(errors.UninitializedReadError):
+        run(body.format(15))
+
+
+def test_unwritten_output_is_refused():
+    body = "r = nl.ndarray((8, 4), nl.float32, nl.shared_hbm)\nnisa.dma_copy(dst=r[0:4], " \
+           "src=a[0:4])\nreturn r"  # fmt: skip
+    with pytest.raises(errors.UninitializedReadError, match="16 of 32 elements of output"):
+        run(body, ones(8, 4))
+    result = run(body, ones(8, 4), strict=False)
+    assert np.isnan(result.output[4:]).all()
+
+
+LIVE = """
+    tiles = []
+    for i in range({count}):
+        t = nl.ndarray((128, 16384), nl.float32, nl.sbuf, name=f"tile{{i}}")
+        nisa.memset(dst=t, value=0.0)
+        {keep}
+    for t in tiles:
+        nisa.dma_copy(dst=a, src=t[0:8, 0:4])
+    return a
+"""
+
+
+def test_sbuf_counts_live_tensors_only():
+    reused = run(LIVE.format(count=8, keep="pass"), ones(8, 4))
+    assert reused.trace.sbuf_peak_bytes == 65536
+    kept = run(LIVE.format(count=3, keep="tiles.append(t)"), ones(8, 4))
+    assert kept.trace.sbuf_peak_bytes == 3 * 65536
+    with pytest.raises(errors.OnChipCapacityError) as caught:
+        run(LIVE.format(count=4, keep="tiles.append(t)"), ones(8, 4))
+    for name in ("tile0", "tile3", "65,536 B", "262,144"):
+        assert name in str(caught.value)
+    loose = run(LIVE.format(count=4, keep="tiles.append(t)"), ones(8, 4), strict=False)
+    assert any("262,144" in w for w in loose.warnings)
+
+
+def test_psum_tiles_take_whole_banks():
+    body = """
+        x = load(a)
+        tiles = []
+        for i in range({}):
+            t = nl.ndarray((4, 4), nl.float32, nl.psum)
+            nisa.nc_matmul(dst=t, stationary=x, moving=x)
+            tiles.append(t)
+        r = nl.ndarray((4, 4), nl.float32, nl.sbuf)
+        for t in tiles:
+            nisa.tensor_copy(dst=r, src=t)
+        return out(r)
+    """
+    assert run(body.format(8), ones(8, 4)).trace.psum_peak_banks == 8
+    with pytest.raises(errors.OnChipCapacityError, match="9 PSUM banks"):
+        run(body.format(9), ones(8, 4))
+
+
+ADDRESSES = """
+    x = nl.ndarray((8, 4), nl.float32, nl.sbuf, name="first", address=(0, 0))
+    nisa.dma_copy(dst=x, src=a)
+    y = nl.ndarray((8, 4), nl.float32, nl.sbuf, name="second", address=(0, {}))
+    nisa.dma_copy(dst=y, src=a)
+    {}
+    return out(y)
+"""
+
+
+def test_manual_addresses_may_not_overlap_while_live():
+    use = "nisa.tensor_tensor(dst=y, data1=x, data2=y, op=nl.add)"
+    assert (run(ADDRESSES.format(16, use), ones(8, 4)).output == 2).all()
+    assert (run(ADDRESSES.format(0, "pass"), ones(8, 4)).output == 1).all()  # one after the other
+    with pytest.raises(errors.HazardError, match=r"'second'.*overlap while both are live"):
+        run(ADDRESSES.format(8, use), ones(8, 4))
+    with pytest.raises(errors.OnChipCapacityError, match="at address"):
+        run(ADDRESSES.format(300_000, use), ones(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        ("trn1", "x = load(a)\nnisa.activation(dst=x, op=nl.exp, data=x, bias=1.0)"),
+        ("trn1", "x = load(a)\nnisa.tensor_copy(dst=x, src=x, engine=nisa.engine.scalar)"),
+        ("trn2", "x = load(a)\nnisa.exponential(dst=x, src=x)"),
+        (
+            "trn2",
+            "x = load(a)\nnisa.tensor_scalar(dst=x, data=x, op0=nl.subtract, operand0=1.0, "
+            "engine=nisa.engine.scalar)",
+        ),
+    ],
+)
+def test_target_rules_become_warnings(target, body):
+    body += "\nreturn out(x)"
+    with pytest.raises((errors.TargetRuleError, errors.EngineRuleError), match="trn"):
+        run(body, ones(8, 4), target=target)
+    result = run(body, ones(8, 4), target=target, strict=False)
+    assert len(result.warnings) == 1
+    assert not run(body.replace("subtract", "add"), ones(8, 4), target="trn3").warnings
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        ("raise ValueError('no')", errors.KernelFailedError, "ValueError: no"),
+        ("return undefined_name", errors.KernelFailedError, "NameError"),
+        ("return 3", errors.SimulationError, "returned int"),
+        ("return load(a)", errors.SimulationError, "SBUF"),
+        ("return a, 3", errors.SimulationError, "int"),
+        ("assert a.shape == (1,), 'wrong shape'", errors.KernelFailedError, "wrong shape"),
+    ],
+)
+def test_kernels_that_fail(body, kind, text):
+    with pytest.raises(kind) as caught:
+        run(body, ones(8, 4))
+    assert text in str(caught.value)
+    assert caught.value.line > 0
+    assert ".py" in caught.value.file
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "while True:\n    nisa.memset(dst=t, value=0.0)",
+        "r = nisa.register_alloc(1)\nwhile r:\n    nisa.memset(dst=t, value=0.0)",
+        "r = nisa.register_alloc(1)\nwhile r:\n    pass",
+        "nl.while_loop(nisa.register_alloc(1), lambda r: r)",
+        "nl.fori_loop(0, 10**9, lambda i: None)",
+        "for i in nl.dynamic_range(10**9):\n    pass",
+    ],
+)
+def test_endless_loops_end(loop):
+    body = "t = nl.ndarray((4, 4), nl.float32, nl.sbuf)\n" + loop + "\nreturn a"
+    with pytest.raises(errors.InstructionLimitError, match="max_instructions=500"):
+        run(body, ones(8, 4), max_instructions=500)
+
+
+def test_arguments_that_do_not_fit():
+    body = "return a"
+    with pytest.raises(errors.KernelArgumentError, match="missing a required argument"):
+        simulate(kernel_file(
+            HEADER + "@nki.jit\ndef kernel(a):\n    return a\n"))  # fmt: skip
+    with pytest.raises(errors.KernelArgumentError, match="float64"):
+        run(body, np.ones((2, 2)))
+    with pytest.raises(errors.KernelArgumentError, match="complex64"):
+        run(body, np.ones((2, 2), np.complex64))
+    with pytest.raises(errors.KernelArgumentError, match="empty"):
+        run(body, np.ones((0, 2), F))
+    with pytest.raises(errors.KernelArgumentError, match="ArraySpec"):
+        run(body, ArraySpec((2, 2), "float32"))
+    with pytest.raises(errors.KernelArgumentError, match="grid 3"):
+        run(body, ones(2, 2), grid=3)
+    with pytest.raises(errors.UnknownNameError, match="mode"):
+        run(body, ones(2, 2), mode="fast")
+    with pytest.raises(errors.UnknownNameError):
+        run(body, ones(2, 2), target="trn9")
+
+
+def test_packed_dtype_memset_takes_zero_only():
+    body = "t = nl.ndarray((4, 4), nl.float8_e4m3fn_x4, nl.sbuf)\nnisa.memset(dst=t, value={})\n" \
+           "return a"  # fmt: skip
+    run(body.format(0), ones(8, 4))
+    with pytest.raises(errors.TensorDtypeError, match="only value=0"):
+        run(body.format(1), ones(8, 4))
+
+
+def test_bfloat16_vector_operand_is_refused():
+    body = "x, s = load(a), load(b)\nnisa.tensor_scalar(dst=x, data=x, op0=nl.add, operand0=s)\n" \
+           "return out(x)"  # fmt: skip
+    scale = ones(8, 1, dtype=ml_dtypes.bfloat16)
+    with pytest.raises(errors.TensorDtypeError, match="must be float32"):
+        run(body, ones(8, 4), scale)
+    assert (run(body, ones(8, 4), scale, strict=False).output == 2).all()

@@ -1,0 +1,79 @@
+"""Real kernel files through `simulate`: the trace of a kernel gives the timeline one expects."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from nmm_compiler.simulator.run import ArraySpec, simulate
+
+KERNELS = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
+MATMUL = KERNELS / "matmul_steps.py"
+
+
+def product(kernel, size=512, dtype="bfloat16", mode="timing", **arguments):
+    if mode == "timing":
+        operands = [ArraySpec((size, size), dtype)] * 2
+    else:
+        random = np.random.default_rng(0)
+        operands = [
+            random.standard_normal((size, size)).astype(ml_dtypes.bfloat16) for _ in range(2)
+        ]
+    return simulate(f"{MATMUL}:{kernel}", *operands, mode=mode, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "loads"),
+    [
+        ("both_loaded_inside", {}, 16 * 2),
+        ("left_hoisted", {}, 16 + 16),
+        ("free_dimensions_blocked", {"block_m": 2, "block_n": 1}, 16 + 2 * 4),
+        ("rows_of_blocks", {"block_m": 4, "block_n": 1}, 4 + 4),
+    ],
+)
+def test_matmul_steps(kernel, arguments, loads):
+    profile = product(kernel, **arguments).profile
+    assert profile.instructions["tensor"] == {"nc_matmul": 16}
+    assert profile.instructions["dma"] == {"dma_copy": loads + 4}
+    assert profile.flops == 2 * 512**3
+    assert profile.minimal_hbm_bytes == 3 * 512 * 512 * 2
+    assert profile.hbm_write_bytes == 512 * 512 * 2
+    assert profile.latency_us > profile.roofline_us
+
+
+def test_each_step_is_at_least_as_fast_as_the_one_before():
+    steps = [
+        product("both_loaded_inside", 1024),
+        product("left_hoisted", 1024),
+        product("free_dimensions_blocked", 1024, block_m=4, block_n=2),
+        product("rows_of_blocks", 1024, block_m=4, block_n=2),
+    ]
+    times = [step.profile.latency_us for step in steps]
+    assert times == sorted(times, reverse=True)
+
+
+def test_data_does_not_change_the_timing():
+    with_data = product("rows_of_blocks", mode="full", block_m=2, block_n=1)
+    without = product("rows_of_blocks", block_m=2, block_n=1)
+    assert with_data.profile == without.profile
+
+
+def test_chrome_trace_names_the_kernels_lines(tmp_path):
+    profile = product("left_hoisted").profile
+    events = json.loads(profile.to_chrome_trace(tmp_path / "t.json").read_text())["traceEvents"]
+    (line,) = {e["args"]["source"] for e in events if e.get("name") == "nc_matmul"}
+    file, number = line.rsplit(":", 1)
+    assert Path(file).name == "matmul_steps.py"
+    assert "nc_matmul" in MATMUL.read_text().splitlines()[int(number) - 1]
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_scan_runs_on_every_target_and_drops_the_repeated_product(target):
+    rows, states = ArraySpec((128, 256), "float32"), ArraySpec((4, 256), "float32")
+    run = simulate(
+        KERNELS / "scan_steps.py:operands_loaded_once",
+        rows, rows, ArraySpec((128, 4), "float32"), states, states, target=target, mode="timing",
+    )  # fmt: skip
+    assert run.profile.repeated_instructions == 3  # delta * u, once for each further state

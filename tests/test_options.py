@@ -1,0 +1,248 @@
+"""Options: what is refused, what wins over what, and what may reach the cache key."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nmm_compiler import options as module
+from nmm_compiler.errors import NmmError, OptionTypeError, UnknownNameError
+from nmm_compiler.options import Options
+
+FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
+
+valid = st.fixed_dictionaries(
+    {},
+    optional={
+        "target": st.sampled_from(module.TARGETS),
+        "executor": st.sampled_from(module.EXECUTORS),
+        "inner": st.sampled_from(module.INNERS),
+        "kernels": st.sampled_from(module.KERNELS),
+        "freeze": st.booleans(),
+        "buckets": st.none()
+        | st.lists(st.integers(1, 10**6), min_size=1, max_size=5, unique=True).map(sorted),
+        "reassociate": st.booleans(),
+        "strict": st.booleans(),
+        "report": st.booleans() | st.just(print),
+        "disable": st.lists(st.text(), max_size=3),
+        "cache": st.none() | st.sampled_from(module.CACHE_MODES),
+        "cache_dir": st.none() | st.text(),
+        "cache_max_bytes": st.none() | st.integers(0, 10**12),
+        "remote_cache": st.none() | st.text(),
+    },
+)
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.sampled_from(["trn2", "auto", "inductor", "rw", (1, 2), (2, 1), print, int, object()]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("NMM_"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(valid)
+def test_what_is_valid_is_taken_and_stays(given_options):
+    options = Options.make(given_options)
+    for name, value in given_options.items():
+        assert getattr(options, name) == (tuple(value) if isinstance(value, list) else value)
+    for name in set(FIELDS) - set(given_options):
+        assert getattr(options, name) == FIELDS[name]
+    assert Options.make(options) == options
+    assert Options.make(dataclasses.asdict(options)) == options
+    assert hash(Options.make(given_options)) == hash(options)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), anything, max_size=4))
+def test_any_value_is_taken_or_refused_with_an_error_of_ours(given_options):
+    try:
+        options = Options.make(given_options)
+    except NmmError as error:
+        said = str(error)
+    else:
+        said = ""
+    if said:
+        assert any(name in said for name in given_options)
+        return
+    assert Options.make(options) == options
+    assert isinstance(hash(options), int)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(st.text(), st.integers(), st.none(), st.tuples(st.text())), anything)
+def test_a_name_that_is_no_option_is_refused(name, value):
+    if name in FIELDS:
+        return
+    with pytest.raises(UnknownNameError):
+        Options.make({name: value})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("taget", "target"), ("bucket", "buckets"), ("Strict", "strict"), ("cachedir", "cache_dir")],
+)
+def test_the_closest_option_is_named(wrong, right):
+    with pytest.raises(UnknownNameError, match=f"did you mean '{right}'"):
+        Options.make({wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("target", "trn22", "trn2"),
+        ("target", 2, "trn1, trn2, trn3"),
+        ("executor", "neurom", "neuron"),
+        ("kernels", "built", "build"),
+        ("cache", "read", "off, ro, rw, require"),
+        ("inner", None, "inner"),
+        ("freeze", 1, "True or False"),
+        ("strict", "yes", "True or False"),
+        ("reassociate", None, "True"),
+        ("report", 3, "report"),
+        ("disable", "lora", "list of names"),
+        ("disable", [1], "list of names"),
+        ("cache_dir", 3, "string"),
+        ("remote_cache", b"x", "string"),
+        ("cache_max_bytes", -1, "bytes"),
+        ("cache_max_bytes", True, "bytes"),
+        ("cache_max_bytes", 1.5, "bytes"),
+    ],
+)
+def test_a_bad_value_names_the_option_and_the_way_out(option, value, said):
+    with pytest.raises((OptionTypeError, UnknownNameError)) as caught:
+        Options.make({option: value})
+    assert option in str(caught.value)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "buckets", [[], (), [0], [-1, 1], [1, 1], [2, 1], [1.0], [True], ["1"], "12", 128, {1, 2}]
+)
+def test_buckets_must_increase(buckets):
+    with pytest.raises(OptionTypeError, match="increasing positive token counts"):
+        Options.make({"buckets": buckets})
+
+
+@pytest.mark.parametrize("options", [3, "trn2", ["target"], (("target", "trn2"),), True])
+def test_options_are_a_dict_or_options(options):
+    with pytest.raises(OptionTypeError, match="a dict or an"):
+        Options.make(options)
+
+
+def test_keywords_lie_over_the_rest():
+    base = Options.make({"target": "trn1", "strict": True})
+    assert Options.make(base, target="trn3") == Options(target="trn3", strict=True)
+    assert Options.make({"target": "trn1"}, target="trn3").target == "trn3"
+    assert Options.make(None, freeze=True) == Options(freeze=True)
+    assert base.target == "trn1"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.target = "trn2"
+
+
+def test_every_option_is_documented():
+    text = Options.__doc__
+    assert [name for name in FIELDS if name not in text] == []
+
+
+# What reaches a kernel
+
+
+@settings(max_examples=100, deadline=None)
+@given(valid, valid)
+def test_only_the_target_can_change_emitted_code(a, b):
+    """An option outside of `code_options` that changed a kernel would make the cache lie."""
+    left, right = Options.make(a), Options.make(b)
+    assert (left.code_options() == right.code_options()) == (left.target == right.target)
+
+
+@settings(max_examples=100, deadline=None)
+@given(valid)
+def test_call_options_bring_back_what_a_call_needs(given_options):
+    options = Options.make(given_options)
+    again = Options.make(options.call_options())
+    for name in ("buckets", "freeze", "strict", *module.CACHE_OPTIONS):
+        assert getattr(again, name) == getattr(options, name)
+    assert Options().call_options() == {}
+
+
+# The environment
+
+
+@pytest.mark.parametrize(
+    ("function", "variable", "text", "value", "option", "other", "default"),
+    [
+        (module.cache_mode, "NMM_CACHE", "ro", "ro", "cache", "off", "rw"),
+        (module.cache_dir, "NMM_CACHE_DIR", "/a", Path("/a"), "cache_dir", "/b", None),
+        (module.cache_max_bytes, "NMM_CACHE_MAX_BYTES", "7", 7, "cache_max_bytes", 0, 1 << 30),
+        (module.remote_cache, "NMM_REMOTE_CACHE", "s3://a", "s3://a", "remote_cache", "x://", None),
+    ],
+)
+def test_an_option_wins_over_the_environment_over_the_default(
+    monkeypatch, function, variable, text, value, option, other, default
+):
+    if function is not module.cache_dir:
+        assert function() == function(Options()) == default
+    monkeypatch.setenv(variable, f" {text} ")
+    assert function() == function(Options()) == value
+    wanted = Path(other) if function is module.cache_dir else other
+    assert function(Options.make({option: other})) == wanted
+    monkeypatch.setenv(variable, "  ")
+    if function is not module.cache_dir:
+        assert function() == default
+
+
+def test_the_default_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert module.cache_dir() == tmp_path / ".cache" / "nmm_compiler"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert module.cache_dir() == tmp_path / "xdg" / "nmm_compiler"
+    monkeypatch.setenv("NMM_CACHE_DIR", "~/kernels")
+    assert module.cache_dir() == tmp_path / "kernels"
+
+
+def test_a_bad_environment_names_the_variable(monkeypatch):
+    monkeypatch.setenv("NMM_CACHE", "readonly")
+    with pytest.raises(UnknownNameError, match="NMM_CACHE"):
+        module.cache_mode()
+    for text in ("1G", "-1", "1.5", "1e9", "0x10"):
+        monkeypatch.setenv("NMM_CACHE_MAX_BYTES", text)
+        with pytest.raises(OptionTypeError, match="NMM_CACHE_MAX_BYTES"):
+            module.cache_max_bytes()
+
+
+def test_the_neuron_environment_is_set_for_the_block_only(monkeypatch):
+    name = "NEURON_PLATFORM_TARGET_OVERRIDE"
+    monkeypatch.delenv(name, raising=False)
+    seen = []
+
+    def fail():
+        with module.neuron_environment("trn2"):
+            seen.append(os.environ[name])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert seen == ["trn2"]
+    assert name not in os.environ
+    monkeypatch.setenv(name, "trn1")
+    with module.neuron_environment("trn2"):
+        assert os.environ[name] == "trn1"
+    assert os.environ[name] == "trn1"

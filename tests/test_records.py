@@ -1,0 +1,263 @@
+"""Records: one line, JSON there and back, a digest that says who they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import pkgutil
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nmm_compiler
+from nmm_compiler.records import Record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile(Record):
+    rows: int
+    columns: int = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Record):
+    name: str
+    tile: Tile
+    tiles: tuple[Tile, ...] = ()
+    pair: tuple[int, float] = (0, 0.0)
+    spare: Tile | None = None
+    costs: dict[str, float] = dataclasses.field(default_factory=dict)
+    by_name: dict[str, Tile] = dataclasses.field(default_factory=dict)
+    note: str | None = None
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Other(Record):
+    rows: int
+    columns: int = 512
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+tiles = st.builds(Tile, rows=st.integers(), columns=st.integers())
+plans = st.builds(
+    Plan,
+    name=st.text(),
+    tile=tiles,
+    tiles=st.lists(tiles, max_size=3).map(tuple),
+    pair=st.tuples(st.integers(), numbers),
+    spare=st.none() | tiles,
+    costs=st.dictionaries(st.text(), numbers, max_size=3),
+    by_name=st.dictionaries(st.text(), tiles, max_size=3),
+    note=st.none() | st.text(),
+    exact=st.booleans(),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans)
+def test_json_there_and_back(plan):
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert type(again.tile) is Tile
+    assert all(type(tile) is Tile for tile in (*again.tiles, *again.by_name.values()))
+    assert again.to_json() == plan.to_json()
+    assert Plan.from_json(plan.to_json(indent=2)) == plan
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans, plans)
+def test_digests_agree_exactly_when_records_do(a, b):
+    assert (a.digest(64) == b.digest(64)) == (a.to_json() == b.to_json())
+    if a.to_json() == b.to_json():
+        assert a == b
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans)
+def test_the_order_of_a_dict_does_not_matter(plan):
+    turned = dataclasses.replace(plan, costs=dict(reversed(plan.costs.items())))
+    assert turned.to_json() == plan.to_json()
+    assert turned.digest() == plan.digest()
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans)
+def test_the_data_is_plain(plan):
+    def check(value):
+        assert type(value) in (dict, list, str, int, float, bool, type(None))
+        for inner in value.values() if isinstance(value, dict) else ():
+            check(inner)
+        for inner in value if isinstance(value, list) else ():
+            check(inner)
+
+    check(plan.to_dict())
+
+
+def test_the_class_is_part_of_the_digest():
+    assert Tile(rows=1).to_json() == Other(rows=1).to_json()
+    assert Tile(rows=1).digest() != Other(rows=1).digest()
+
+
+def test_digest_has_the_length_asked_for_and_a_fixed_meaning():
+    import hashlib
+
+    text = b'Tile:{"columns": 512, "rows": 1}'
+    assert Tile(rows=1).digest(64) == hashlib.sha256(text).hexdigest()
+    assert Tile(rows=1).digest() == hashlib.sha256(text).hexdigest()[:12]
+
+
+def test_digest_is_the_same_in_another_process():
+    code = (
+        "from nmm_compiler.kernels.base import TensorSpec\n"
+        "print(TensorSpec(name='x', shape=(1, 2), dtype='bfloat16').digest(64))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+
+
+def test_one_line_with_what_is_not_default():
+    assert str(Tile(rows=3)) == "Tile(rows=3)"
+    assert str(Tile(rows=3, columns=1)) == "Tile(rows=3, columns=1)"
+    shown = str(Plan(name="a", tile=Tile(rows=1), note="b"))
+    assert shown.startswith("Plan(name=a, tile=Tile(rows=1), ")
+    assert "exact" not in shown
+
+
+def test_frozen_and_strict():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Tile(rows=1).rows = 2
+    with pytest.raises(TypeError, match="height"):
+        Tile.from_dict({"rows": 1, "height": 2})
+    with pytest.raises(TypeError, match="rows"):
+        Tile.from_dict({})
+    with pytest.raises(ValueError, match="zip"):
+        Plan.from_dict({"name": "a", "tile": {"rows": 1}, "pair": [1, 2.0, 3]})
+
+
+@pytest.mark.parametrize("value", [{1}, b"x", object(), 1j])
+def test_what_json_has_no_word_for_is_refused(value):
+    with pytest.raises(TypeError):
+        Tile(rows=value).to_json()
+
+
+def test_numbers_keep_their_bits():
+    for value in (0.1, 1e-300, 5e-324, -0.0, 1.7976931348623157e308, 2.0**-1074):
+        plan = Plan(name="", tile=Tile(rows=10**30), pair=(0, value))
+        again = Plan.from_json(plan.to_json())
+        assert again.tile.rows == 10**30
+        assert math.copysign(1.0, again.pair[1]) == math.copysign(1.0, value)
+        assert again.pair[1].hex() == value.hex()
+
+
+# The records of the package
+
+
+def _records() -> list[type[Record]]:
+    for module in pkgutil.walk_packages(nmm_compiler.__path__, "nmm_compiler."):
+        if ".kernels.nki" not in module.name and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    found: list[type[Record]] = []
+    waiting: list[type[Record]] = [Record]
+    while waiting:
+        for kind in waiting.pop().__subclasses__():
+            waiting.append(kind)
+            if kind.__module__.startswith("nmm_compiler."):
+                found.append(kind)
+    return found
+
+
+def _fault(annotation: object) -> str | None:
+    """Return what JSON cannot bring back in a field's type, or None."""
+    if annotation in (int, float, str, bool, type(None), typing.Any):
+        return None
+    if isinstance(annotation, type) and issubclass(annotation, Record):
+        return None
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for kind in inner if kind is not type(None)]
+        if len(kinds) > 1 and (any(map(_is_revived, kinds)) or typing.get_origin(kinds[0])):
+            return f"{annotation}: from_dict takes the first of these, and cannot tell which it is"
+        return next(filter(None, map(_fault, kinds)), None)
+    if origin is tuple:
+        return next(filter(None, (_fault(k) for k in inner if k is not Ellipsis)), None)
+    if origin is dict:
+        return _fault(inner[1]) if inner[0] is str else f"{annotation}: names must be strings"
+    if origin is typing.Literal:
+        return None
+    return f"{annotation}: not a type that JSON brings back"
+
+
+def _is_revived(kind: object) -> bool:
+    """Return whether data of this type differs from its JSON, so that from_dict must know it."""
+    if typing.get_origin(kind) is dict:
+        return _is_revived(typing.get_args(kind)[1])
+    return typing.get_origin(kind) is tuple or (isinstance(kind, type) and issubclass(kind, Record))
+
+
+def test_every_record_of_the_package_can_come_back():
+    faults = []
+    kinds = _records()
+    for kind in kinds:
+        assert dataclasses.is_dataclass(kind)
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            fault = _fault(hints[field.name])
+            if fault:
+                faults.append(f"{kind.__module__}.{kind.__name__}.{field.name}: {fault}")
+    assert not faults, "\n".join(faults)
+    assert len(kinds) > 10
+
+
+dimension = st.integers(1, 3000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=dimension,
+    k=dimension,
+    r=dimension,
+    n=dimension,
+    bias=st.booleans(),
+    scale=st.floats(0.01, 100.0),
+    x_layout=st.sampled_from(["row", "col"]),
+)
+def test_kernel_specs_and_their_tensors_come_back(m, k, r, n, bias, scale, x_layout):
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+
+    spec = LowRankSpec(m=m, k=k, r=r, n=n, bias=bias, scale=scale, x_layout=x_layout)
+    again = LowRankSpec.from_json(spec.to_json())
+    assert again == spec
+    assert again.digest() == spec.digest()
+    for tensor in spec.inputs():
+        assert type(tensor).from_json(tensor.to_json()) == tensor
+
+
+def test_schedules_come_back():
+    """A kernel taken from the cache has its schedule from JSON."""
+    from nmm_compiler.codegen.schedule import rank
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+    from nmm_compiler.targets import get
+
+    for choice in rank(LowRankSpec(m=300, k=256, r=96, n=520), get("trn2"))[:20]:
+        again = type(choice.schedule).from_json(json.dumps(json.loads(choice.schedule.to_json())))
+        assert again == choice.schedule
+        assert json.loads(again.to_json()) == choice.schedule.to_dict()
