@@ -18,7 +18,7 @@ test: $(DEV_READY)
 	$(RUN) -m pytest -n $(WORKERS)
 
 test-long: $(DEV_READY)
-	$(RUN) -m pytest -n $(WORKERS) -m "long or not long"
+	$(RUN) -m pytest -n $(WORKERS) -m "long or not long" --hypothesis-profile=default
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

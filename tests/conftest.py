@@ -3,6 +3,12 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+# The quick suite draws the same examples every time, so that a failure is the change's own;
+# `make test-long` draws new ones (--hypothesis-profile=default).
+settings.register_profile("quick", derandomize=True)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -118,6 +118,22 @@ def tensor_copy(
     return instruction
 
 
+def _check_constant(machine: Machine, op: str, role: str, value: Any, dst: NkiTensor) -> None:
+    """Raise TensorDtypeError unless dst's type holds the compile-time number."""
+    dtype = dst.dtype
+    if not isinstance(value, (int, float, np.number, np.bool_)):
+        problem = f"{role} is {type(value).__name__}; pass a compile-time number"
+    elif dtype.kind == "packed" and value != 0:
+        problem = f"{dtype} takes only {role}=0, got {value!r}"
+    elif dtype.kind == "int" and not dtype.low <= value <= dtype.high:
+        problem = f"{role} {value!r} does not fit {dtype} ({dtype.low}..{dtype.high})"
+    elif dtype.kind == "int" and value != int(value):
+        problem = f"{role} {value!r} into {dtype} tensor {dst.name!r}; pass an integer"
+    else:
+        return
+    raise machine.error(TensorDtypeError, f"nisa.{op}: {problem}")
+
+
 def memset(dst: Any, value: Any, engine: Any = _UNKNOWN, name: str | None = None) -> Instruction:
     """Fill dst with a compile-time constant."""
     machine = current()
@@ -125,26 +141,8 @@ def memset(dst: Any, value: Any, engine: Any = _UNKNOWN, name: str | None = None
     check_destination(machine, "memset", dst)
     chosen = choose_engine(machine, "memset", engine, ("vector", "gpsimd"), "vector")
     no_psum_on_gpsimd(machine, "memset", chosen, dst)
-    if not isinstance(value, (int, float, np.number, np.bool_)):
-        raise machine.error(
-            TensorDtypeError,
-            f"nisa.memset: value is {type(value).__name__}; pass a compile-time number",
-        )
+    _check_constant(machine, "memset", "value", value, dst)
     dtype = dst.dtype
-    if dtype.kind == "packed" and value != 0:
-        raise machine.error(
-            TensorDtypeError, f"nisa.memset: {dtype} takes only value=0, got {value!r}"
-        )
-    if dtype.kind == "int" and value != int(value):
-        raise machine.error(
-            TensorDtypeError,
-            f"nisa.memset: value {value!r} into {dtype} tensor {dst.name!r}; pass an integer",
-        )
-    if dtype.kind == "int" and not dtype.low <= value <= dtype.high:
-        raise machine.error(
-            TensorDtypeError,
-            f"nisa.memset: value {value!r} does not fit {dtype} ({dtype.low}..{dtype.high})",
-        )
     instruction = machine.record("memset", chosen, (), (writes,), NO_ATTRIBUTES, name)
     if machine.data:
         target = dst.array()
@@ -444,6 +442,8 @@ def tensor_copy_predicated(
                 EngineRuleError, f"nisa.{op}: src and predicate are both in PSUM; copy one first"
             )
         check_hazard(machine, op, dst, src)
+    else:
+        _check_constant(machine, op, "src", src, dst)
     if predicate.dtype not in ("uint8", "uint16", "uint32", "bool"):
         raise machine.error(
             TensorDtypeError,
