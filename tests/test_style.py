@@ -22,11 +22,6 @@ ENVIRONMENT_FILE = "options.py"
 MAY_RUN_TEXT = {"simulator/loader.py": "the simulator runs kernel files, under stand-in modules"}
 # A module over MAX_LINES says why in a comment of its first lines: `# Long because ...`.
 LONG_BECAUSE = re.compile(r"# Long because \w+")
-# Modules that wait to be split, and a length that they must not pass until then.
-TOO_LONG = {
-    "simulator/tensor.py": 660,
-    "simulator/language_math.py": 550,
-}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_NAMES = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
 
@@ -43,11 +38,9 @@ def faults_of(file: str, text: str) -> Iterator[str]:
         yield f"{file}:1: a file named so collects strangers; name it after its one idea"
     if not ast.get_docstring(tree):
         yield f"{file}:1: no module docstring; say what goes in, what comes out, the hard idea"
-    if len(lines) > TOO_LONG.get(file, MAX_LINES) and not any(
-        LONG_BECAUSE.match(line) for line in lines[:60]
-    ):
+    if len(lines) > MAX_LINES and not any(LONG_BECAUSE.match(line) for line in lines[:60]):
         yield (
-            f"{file}:{len(lines)}: {len(lines)} lines, over {TOO_LONG.get(file, MAX_LINES)}; split "
+            f"{file}:{len(lines)}: {len(lines)} lines, over {MAX_LINES}; split "
             "it where a second idea begins, or say why not near the top: # Long because ..."
         )
     for node in ast.walk(tree):
@@ -147,7 +140,7 @@ def test_the_package_keeps_the_house_rules():
 
 
 def test_no_exception_is_kept_for_a_file_that_is_gone():
-    files = (*MAY_RUN_TEXT, ENVIRONMENT_FILE, *TOO_LONG)
+    files = (*MAY_RUN_TEXT, ENVIRONMENT_FILE)
     assert [file for file in files if not (PACKAGE / file).is_file()] == []
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmm_compiler.simulator import dtypes, language_base, language_math, language_random
+from nmm_compiler.simulator import (
+    dtypes,
+    language_base,
+    language_math,
+    language_random,
+    language_reduce,
+    language_tiles,
+)
 from nmm_compiler.simulator.nki_object import NKIObject
 from nmm_compiler.simulator.tensor import NkiTensor
 
@@ -14,7 +21,9 @@ NAMES: dict[str, Any] = {
     "DType": dtypes.DType,
     "MemoryRegion": language_base.MemoryRegion,
     "float8_e4m3fn_x4": dtypes.float8_e4m3fn_x4,
-    "all": language_math.all_,
+    "all": language_reduce.all_,
+    "tan": language_math.tan,
+    "where": language_math.where,
 }
 for _name in (
     "bool_", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32",
@@ -30,11 +39,12 @@ for _name in (
 ):  # fmt: skip
     NAMES[_name] = getattr(language_base, _name)
 for _name in (
-    "tan", "mean", "var", "softmax", "rms_norm", "where", "load", "store", "load_transpose2d",
-    "transpose", "matmul", "expand_dims", "broadcast_to", "gather_flattened", "full", "zeros",
-    "ones", "zeros_like", "empty_like",
+    "load", "store", "load_transpose2d", "transpose", "matmul", "expand_dims", "broadcast_to",
+    "gather_flattened", "full", "zeros", "ones", "zeros_like", "empty_like",
 ):  # fmt: skip
-    NAMES[_name] = getattr(language_math, _name)
+    NAMES[_name] = getattr(language_tiles, _name)
+for _name in ("mean", "var", "softmax", "rms_norm"):
+    NAMES[_name] = getattr(language_reduce, _name)
 for _name in ("rand", "random_seed", "dropout"):
     NAMES[_name] = getattr(language_random, _name)
 NAMES.update(language_math.FUNCTIONS)
