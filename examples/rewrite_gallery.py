@@ -269,7 +269,7 @@ def _addmm_in_place(p: Holder, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@case("lora lowrank")
+@case("lora")
 def lora_two_adapters(p: Holder, x: torch.Tensor) -> torch.Tensor:
     y = F.linear(x, p.w)
     y = y + F.linear(F.linear(x, p.a), p.b) * 2

@@ -13,12 +13,9 @@ from nmm_compiler.passes import views
 from nmm_compiler.passes.canonicalize import Canonical
 from nmm_compiler.passes.folding import (
     chain_bias,
-    fold,
-    one_dim,
-    plus,
+    fold_chain,
+    join,
     projection_bias,
-    times,
-    times_matrix,
     weight_node,
 )
 from nmm_compiler.passes.forms import owner_of
@@ -170,80 +167,58 @@ class LowRankCall(Call):
         return {
             "m": m if isinstance(m, int) else str(m),
             "k": u.k,
-            "r": u.n,
+            "r": self.chain.r,
             "n": v.n,
             "u_layout": u.layout,
             "v_layout": v.layout,
             "bias": any(s.kind == "bias" for s in (*self.chain.middle, *self.chain.after)),
             "activation": self.chain.activation,
             "base": self.chain.base is not None,
+            "chains": 1 + len(self.chain.more),
         }
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
         assert self.chain is not None
         notes = []
-        kinds = {s.kind for s in self.chain.middle}
+        kinds = {s.kind for part in (self.chain, *self.chain.more) for s in part.middle}
         if "vector" in kinds or any(s.key is not None and s.kind == "scale" for s in self._steps()):
-            notes.append("a scale over the rank is folded into a factor at each call")
+            notes.append("a scale that is a tensor is folded into a factor at each call")
         if "bias" in kinds:
             notes.append("the inner bias becomes b v, one vector product at each call")
         if any(s.kind == "scale" and s.number != 1.0 for s in self._steps()):
             notes.append("a scalar moved to the epilogue, which moves a rounding")
+        if self.chain.more:
+            notes.append("the factors of the adapters are joined along the rank at each call")
         if self.chain.addend is not None:
             notes.append("the addend of the last product stays a separate add")
         return tuple(notes)
 
     def _steps(self) -> tuple[Step, ...]:
         assert self.chain is not None
-        return (*self.chain.middle, *self.chain.after)
+        return tuple(s for p in (self.chain, *self.chain.more) for s in (*p.middle, *p.after))
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
         chain = self.chain
         assert chain is not None
         x = self.prepare_x(editor)
-        u, v = weight_node(editor, chain.u), weight_node(editor, chain.v)
-        plain_v = v  # the inner bias meets v without the scales that are folded into it
-        scale, bias = 1.0, None
-        r, n = chain.u.n, chain.v.n
-        for step in chain.middle:
-            if step.kind == "bias":
-                assert step.key is not None
-                own = one_dim(editor, step.key, r)
-                bias = plus(editor, bias, own, step.number)
-                continue
-            scale *= step.number
-            bias = times(editor, bias, step.number)
-            if step.key is not None:
-                size = r if step.kind == "vector" else 1
-                factor = one_dim(editor, step.key, size)
-                bias = bias if bias is None else editor.call(aten.mul.Tensor, bias, factor)
-                u, v = fold(editor, chain, u, v, factor)
-        if bias is not None:
-            bias = times_matrix(editor, plain_v, chain.v.layout, bias)
-        for step in chain.after:
-            if step.kind == "bias":
-                assert step.key is not None
-                bias = plus(editor, bias, one_dim(editor, step.key, n), step.number)
-            else:
-                scale *= step.number
-                bias = times(editor, bias, step.number)
+        folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
         keywords: dict[str, Any] = {}
         w = None
         if chain.base is not None:
             w = weight_node(editor, chain.base.weight)
             keywords["w_layout"] = chain.base.weight.layout
-        if scale != 1.0:
-            keywords["scale"] = scale
+        if folded.scale != 1.0:
+            keywords["scale"] = folded.scale
         if chain.activation != "identity":
             keywords["activation"] = chain.activation
         y = self.op_call(
             editor,
-            (x, u, v, bias, w),
+            (x, folded.u, folded.v, folded.bias, w),
             {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
-            self.result_value(editor, x, n),
-            bias=bias is not None,
+            self.result_value(editor, x, chain.v.n),
+            bias=folded.bias is not None,
         )
         y = self.finish(editor, y, self.final, self.out_dims)
         if chain.addend is not None:
@@ -262,7 +237,7 @@ class LowRankCall(Call):
         spec = {
             "m": m if isinstance(m, int) else None,
             "k": self.chain.u.k,
-            "r": self.chain.u.n,
+            "r": self.chain.r,
             "n": self.chain.v.n,
             "dtype": str(value.dtype).removeprefix("torch."),
             "x_layout": self.x_layout,

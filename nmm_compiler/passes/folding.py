@@ -1,15 +1,80 @@
-"""Constants around the products, folded into what a kernel takes: factors, one bias, one scale."""
+"""Constants around the products, folded into what a kernel takes: factors, one bias, one scale.
+
+What is folded is computed by nodes of the graph, at each call, from the weights as they are: an
+updated weight is seen, and gradients reach it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from nmm_compiler.passes.forms import Key
-from nmm_compiler.passes.match.chains import Chain
+from nmm_compiler.passes.match.chains import Chain, Step
 from nmm_compiler.passes.match.stages import Weight
 from nmm_compiler.passes.rewrite import Editor, aten
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The nodes of scale * (x u) v + bias, with u and v in the layouts of `chain`."""
+
+    chain: Chain
+    u: fx.Node
+    v: fx.Node
+    scale: float
+    bias: fx.Node | None
+
+
+def fold_chain(editor: Editor, chain: Chain) -> Factors:
+    """Fold the steps between and after the products of a chain."""
+    u, v = weight_node(editor, chain.u), weight_node(editor, chain.v)
+    plain_v = v  # the inner bias meets v without the scales that are folded into it
+    scale, bias = 1.0, None
+
+    def absorb(steps: Sequence[Step], width: int) -> None:
+        nonlocal u, v, scale, bias
+        for step in steps:
+            if step.kind == "bias":
+                assert step.key is not None
+                bias = plus(editor, bias, one_dim(editor, step.key, width), step.number)
+                continue
+            scale *= step.number
+            bias = times(editor, bias, step.number)
+            if step.key is not None:
+                size = width if step.kind == "vector" else 1
+                factor = one_dim(editor, step.key, size)
+                bias = bias if bias is None else editor.call(aten.mul.Tensor, bias, factor)
+                u, v = fold(editor, chain, u, v, factor)
+
+    absorb(chain.middle, chain.u.n)
+    if bias is not None:
+        bias = times_matrix(editor, plain_v, chain.v.layout, bias)
+    absorb(chain.after, chain.v.n)
+    return Factors(chain, u, v, scale, bias)
+
+
+def join(editor: Editor, parts: Sequence[Factors]) -> Factors:
+    """Join chains of one x that are added into one: u = [u1 | u2], v = [s1 v1; s2 v2]."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    same = all(part.scale == first.scale for part in parts)
+    us, vs, bias = [], [], None
+    for part in parts:
+        own = part.chain
+        u, v = part.u, part.v
+        us.append(u if own.u.layout == first.chain.u.layout else editor.permute(u, (1, 0)))
+        v = v if own.v.layout == first.chain.v.layout else editor.permute(v, (1, 0))
+        vs.append(v if same or part.scale == 1.0 else editor.call(aten.mul.Tensor, v, part.scale))
+        if part.bias is not None:
+            bias = part.bias if bias is None else plus(editor, bias, part.bias, 1.0)
+    u = editor.call(aten.cat.default, us, 1 if first.chain.u.layout == "row" else 0)
+    v = editor.call(aten.cat.default, vs, 0 if first.chain.v.layout == "row" else 1)
+    return Factors(first.chain, u, v, first.scale if same else 1.0, bias)
 
 
 def weight_node(editor: Editor, weight: Weight) -> fx.Node:

@@ -63,7 +63,8 @@ class Chain:
     out is the value the chain ends at, out_dims its dimensions over the tokens of `first`. base is
     a dense product of the same x that is added (LoRA). addend is what the node that holds the last
     product adds to it (`addmm` of a full matrix), with its factor: it stays outside the kernel.
-    inplace is the in-place sum that `base` was written into, if it was one.
+    inplace is the in-place sum that `base` was written into, if it was one. more are further chains
+    of the same x that are added (several adapters); their factors are joined along the rank.
     """
 
     first: Stage
@@ -78,6 +79,7 @@ class Chain:
     base: Stage | None = None
     addend: tuple[Key, float] | None = None
     inplace: fx.Node | None = None
+    more: tuple[Chain, ...] = ()
 
     @property
     def u(self) -> Weight:
@@ -88,6 +90,11 @@ class Chain:
     def v(self) -> Weight:
         """Return the second factor, [r, n]."""
         return self.second.weight
+
+    @property
+    def r(self) -> int:
+        """Return the inner dimension, summed over the chains that are added."""
+        return self.u.n + sum(chain.r for chain in self.more)
 
 
 # -- between the products ---------------------------------------------------------------------

@@ -3,8 +3,12 @@
     y = linear(x, W, b) + s * linear(linear(x, A), B)
     -> nmm.lowrank_matmul(x, A, B, b, W, scale=s)
 
-The base may stand on either side, and the sum may be in place. Of several adapters the first is
-fused with the base; the others become plain chains that are added.
+    y = x w + s1 (x a1) b1 + s2 (x a2) b2
+    -> nmm.lowrank_matmul(x, [a1 | a2], [s1 b1; s2 b2], w=w)
+
+The terms may stand in any order and nesting, and sums may be in place. The factors of several
+adapters are joined in the graph at each call: they are small beside w, an update or a swap of an
+adapter is seen at once, and gradients reach each of them.
 """
 
 from __future__ import annotations
@@ -15,80 +19,95 @@ from typing import Any
 
 from torch import fx
 
+from nmm_compiler.passes import views
 from nmm_compiler.passes.calls import LowRankCall
 from nmm_compiler.passes.canonicalize import Canonical
-from nmm_compiler.passes.forms import Add, Key, Leaf, Product, Virtual
+from nmm_compiler.passes.forms import Add, Key, Leaf, Scale, Virtual, owner_of
 from nmm_compiler.passes.match.base import Match, Rule
-from nmm_compiler.passes.match.chains import Chain, Step, read_chain, trace_back
+from nmm_compiler.passes.match.chains import Chain, Step
 from nmm_compiler.passes.match.epilogue import extend
 from nmm_compiler.passes.match.lowrank import chain_operands
-from nmm_compiler.passes.match.obstacles import refuse, too_wide
-from nmm_compiler.passes.match.projections import Projection, read_projection, same_tokens, scaled
-from nmm_compiler.passes.match.stages import Refusal
+from nmm_compiler.passes.match.obstacles import real_users, refuse, too_wide
+from nmm_compiler.passes.match.projections import Projection, read_projection, same_tokens
+from nmm_compiler.passes.match.stages import Refusal, path_nodes
 from nmm_compiler.passes.rewrite import Editor
+
+MOST_TERMS = 16
+
+
+@dataclasses.dataclass
+class _Sum:
+    """Terms of nested sums, each with its factor, and the nodes that add them up."""
+
+    terms: list[tuple[Key, float]]
+    nodes: set[fx.Node]
+    writers: list[fx.Node]
 
 
 class LoRA(Rule):
-    """Base product plus adapter."""
+    """Base product plus adapters."""
 
     name = "lora"
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every sum of two values, either way round."""
+        """Propose every sum of two values."""
         form = graph.forms.get(node)
         if isinstance(form, Add) and not isinstance(form.b, float):
-            yield node, form.b, form.beta, form.a, form.alpha
-            yield node, form.a, form.alpha, form.b, form.beta
+            yield node, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
-        """Read branch and base, and see that both are projections of one x."""
-        node, branch_key, branch_factor, base_key, base_factor = candidate
+        """Read the terms, and see that they are one base and branches of one x."""
+        node, form = candidate
         quiet = Refusal("", "", node, "")
-        branch = _branch(graph, branch_key)
-        if branch is None or base_factor != 1.0 or graph.is_constant(base_key):
-            return quiet
-        base = read_projection(graph, base_key)
-        if base is None or base.low_rank or not base.only_bias():
-            return quiet
-        chain, dims = branch
-        if not same_tokens(graph, chain.first, dims, base.first, base.out_dims):
-            return Refusal(
-                "other_x",
-                "base and branch do not read the same x in the same way",
-                base_key,
-                "feed base and adapter the same tensor, in one dtype",
-            )
-        wide = too_wide(chain.u.k, chain.u.n, chain.v.n, chain.second.key)
+        added = _Sum([], set(), [])
+        _flatten(graph, node, form, 1.0, added)
+        read = _base_and_branches(graph, added.terms)
+        if read is None or isinstance(read, Refusal):
+            return read or quiet
+        base, branches = read
+        first = branches[0]
+        for branch in branches:
+            if not same_tokens(
+                graph, branch.first, branch.out_dims, base.first, base.out_dims
+            ) or not same_tokens(graph, branch.first, branch.out_dims, first.first, first.out_dims):
+                return Refusal(
+                    "other_x",
+                    "base and branch do not read the same x in the same way",
+                    base.out,
+                    "feed base and adapter the same tensor, in one dtype",
+                )
+        chains = [_chain_of(branch) for branch in branches]
+        wide = too_wide(first.k, sum(c.r for c in chains), first.n, chains[0].second.key)
         if wide is not None:
             return wide
-        readers = _later_readers(graph, node)
-        after = (*chain.after, *_factor(branch_factor), *_biases(base))
-        nodes = chain.nodes | base.nodes | {node}
+        nodes = frozenset(added.nodes | {node}).union(base.nodes, *(c.nodes for c in chains))
         whole = dataclasses.replace(
-            chain,
-            after=after,
+            chains[0],
+            after=(*chains[0].after, *base.after),
             out=node,
-            out_dims=dims,
+            out_dims=first.out_dims,
             nodes=nodes,
             base=base.first,
             inplace=node if node in graph.effects.writers else None,
+            more=tuple(chains[1:]),
         )
+        readers = _later_readers(graph, node)
         why: Refusal | None = None
         tries = (extend(graph, whole), extend(graph, whole, activations=False), whole)
         for final in tries if not readers else (whole,):
-            why = _in_place(graph, node, whole.nodes, readers) or refuse(
+            why = _in_place(graph, node, nodes, added.writers, readers) or refuse(
                 graph,
                 final.nodes,
-                _owner(final.out),
+                owner_of(final.out),
                 chain_operands(final),
-                allowed=(node,),
+                allowed=added.writers,
                 redirected=readers,
             )
             if why is None:
                 call = LowRankCall.of(graph, final)
                 return Match(
                     rule=self.name,
-                    node=_owner(final.out),
+                    node=owner_of(final.out),
                     nodes=final.nodes,
                     data=call,
                     info=call.info(),
@@ -106,34 +125,74 @@ class LoRA(Rule):
         return match.data.emit(graph, editor)
 
 
-def _owner(key: Key) -> fx.Node:
-    return key.owner if isinstance(key, Virtual) else key
+def _flatten(c: Canonical, key: Key, form: Add, factor: float, into: _Sum) -> None:
+    """Collect the terms of a sum, and of the sums and scaled sums that only it reads."""
+    owner = owner_of(key)
+    into.nodes.add(owner)
+    if owner in c.effects.writers:
+        into.writers.append(owner)
+    for value, own in ((form.a, form.alpha), (form.b, form.beta)):
+        assert not isinstance(value, float)
+        nested = _nested(c, value) if len(into.terms) < MOST_TERMS else None
+        if nested is None:
+            into.terms.append((value, factor * own))
+        else:
+            inner, below, number, nodes = nested
+            into.nodes |= nodes
+            _flatten(c, inner, below, factor * own * number, into)
 
 
-def _branch(c: Canonical, key: Key) -> tuple[Chain, Any] | None:
-    """Read the adapter: a chain followed by scalars, seen through views."""
-    walk, form = trace_back(c, key)
-    if not isinstance(form, Product):
-        return None
-    chain = read_chain(c, walk.key, form)
-    if not isinstance(chain, Chain):
-        return None
-    projection = read_projection(c, key)
-    if projection is None or not projection.low_rank:
-        return None
-    if any(s.kind == "bias" for s in (*projection.after, *projection.middle)):
-        return None
-    whole = dataclasses.replace(chain, after=projection.after, nodes=projection.nodes)
-    return whole, projection.out_dims
+def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | None:
+    """Return the sum of two activations that a value is, times a number, if nobody else reads it.
+
+    A product plus a constant bias is no such sum: it is one term.
+    """
+    number, nodes = 1.0, set()
+    while True:
+        base, dims = c.base(value)
+        form = c.forms[base]
+        if isinstance(base, Virtual) or len(real_users(base)) != 1:
+            return None
+        if dims != views.identity(c.shape(base) or ()):
+            return None
+        nodes |= {base, *path_nodes(c, value)}
+        if isinstance(form, Scale) and isinstance(form.factor, float):
+            number *= form.factor
+            value = form.value
+            continue
+        if not isinstance(form, Add) or isinstance(form.b, float):
+            return None
+        if c.is_constant(form.a) or c.is_constant(form.b):
+            return None
+        return base, form, number, nodes
 
 
-def _factor(number: float) -> tuple[Step, ...]:
-    return () if number == 1.0 else (Step("scale", number),)
+def _base_and_branches(
+    c: Canonical, terms: list[tuple[Key, float]]
+) -> tuple[Projection, list[Projection]] | Refusal | None:
+    """Read the terms as one dense projection and low-rank ones; None when they are not that."""
+    base: Projection | None = None
+    branches: list[Projection] = []
+    for key, factor in terms:
+        if c.is_constant(key):
+            return None
+        found = read_projection(c, key)
+        if found is None:
+            return None
+        if found.low_rank:
+            scale = () if factor == 1.0 else (Step("scale", factor),)
+            branches.append(dataclasses.replace(found, after=(*found.after, *scale)))
+        elif base is None and factor == 1.0 and found.only_bias():
+            base = found
+        else:
+            return None
+    return None if base is None or not branches else (base, branches)
 
 
-def _biases(base: Projection) -> tuple[Step, ...]:
-    assert scaled(base.after) == 1.0
-    return tuple(s for s in base.after if s.kind == "bias")
+def _chain_of(branch: Projection) -> Chain:
+    """Return a low-rank projection as the chain it was read from, with all that follows it."""
+    assert branch.chain is not None
+    return dataclasses.replace(branch.chain, after=branch.after, nodes=branch.nodes)
 
 
 def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:
@@ -146,24 +205,30 @@ def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:
 
 
 def _in_place(
-    c: Canonical, node: fx.Node, nodes: frozenset[fx.Node], readers: list[fx.Node]
+    c: Canonical,
+    final: fx.Node,
+    nodes: frozenset[fx.Node],
+    writers: list[fx.Node],
+    readers: list[fx.Node],
 ) -> Refusal | None:
-    """Refuse a sum in place unless what it writes is seen by nobody else."""
-    if node not in c.effects.writers:
-        return None
-    target = node.args[0] if node.args else None
-    why = Refusal("mutation", "the sum writes memory that others see", node, "add out of place")
-    if not isinstance(target, fx.Node) or isinstance(c.form(target), Leaf):
-        return why
-    own, position = c.effects.storages(target), c.effects.position
-    for other in c.graph.nodes:
-        if other is node or not c.effects.storages(other) & own:
-            continue
-        # Views made before the sum would show it; those made of its result are its own.
-        if position[other] < position[node] and other not in nodes:
+    """Refuse sums in place unless what they write is seen by nobody else.
+
+    `readers` read what `final` wrote by its old name; they will be pointed to the result.
+    """
+    position = c.effects.position
+    for node in writers:
+        target = node.args[0] if node.args else None
+        why = Refusal("mutation", "the sum writes memory that others see", node, "add out of place")
+        if not isinstance(target, fx.Node) or isinstance(c.form(target), Leaf):
             return why
-    for other in nodes:
-        late = [u for u in other.users if position[u] > position[node] and u not in nodes]
-        if other is not node and any(u not in readers for u in late):
-            return why
+        own = c.effects.storages(target)
+        for other in c.graph.nodes:
+            if position[other] >= position[node] or not c.effects.storages(other) & own:
+                continue
+            # Views made before the sum would show it; those made of its result are its own.
+            if other not in nodes:
+                return why
+            late = [u for u in other.users if position[u] > position[node]]
+            if any(node is not final or u not in readers for u in late):
+                return why
     return None

@@ -54,6 +54,8 @@ def chain_operands(chain: Chain) -> list[Key]:
     steps = (*chain.middle, *chain.after)
     keys = [chain.first.x, chain.u.key, chain.v.key, *(s.key for s in steps if s.key is not None)]
     keys += [chain.base.weight.key] if chain.base else []
+    for other in chain.more:
+        keys += chain_operands(other)
     return keys + ([chain.addend[0]] if chain.addend else [])
 
 

@@ -37,6 +37,7 @@ class Projection:
     out: Key
     out_dims: Dims
     nodes: frozenset[fx.Node]
+    chain: Chain | None = None
 
     @property
     def k(self) -> int:
@@ -76,6 +77,7 @@ def read_projection(c: Canonical, key: Key) -> Projection | None:
         weights: tuple[Weight, ...] = (chain.u, chain.v)
         inner_dims, nodes = chain.out_dims, chain.nodes
     else:
+        chain = None
         constant = (c.is_constant(form.lhs), c.is_constant(form.rhs))
         if not any(constant):
             return None
@@ -97,11 +99,11 @@ def read_projection(c: Canonical, key: Key) -> Projection | None:
             tuple(a for d in moved for a in d), weights[-1].n
         ):
             return None
-        if step.kind == "vector" or (step.kind == "scale" and step.key is not None):
+        if step.kind == "vector":
             return None
         after.append(step)
     covered = nodes | frozenset(walk.nodes) | path_nodes(c, key)
-    return Projection(stage, weights, middle, tuple(after), key, out_dims, covered)
+    return Projection(stage, weights, middle, tuple(after), key, out_dims, covered, chain)
 
 
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
@@ -149,12 +151,3 @@ def same_tokens(c: Canonical, one: Stage, one_dims: Dims, two: Stage, two_dims: 
         return False
     left, right = over_base(c, one, one_dims), over_base(c, two, two_dims)
     return left is not None and left == right
-
-
-def scaled(steps: tuple[Step, ...]) -> float:
-    """Return the product of the scalar factors."""
-    number = 1.0
-    for step in steps:
-        if step.kind == "scale":
-            number *= step.number
-    return number

@@ -1,0 +1,186 @@
+"""LoRA with one or several adapters: one call, equal values, gradients for each adapter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler.passes.pipeline import run
+
+K, R, N = 64, 8, 48
+# Norms below 1; two orders of adding K + 2 R products and a few terms, each rounded once.
+BOUND = 2.0**-23 * (K + 2 * R + 8) * 4
+
+
+class Layer(nn.Module):
+    """A base and three adapters, the second stored as [inputs, outputs]."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+
+        def weight(*shape):
+            return nn.Parameter(torch.randn(*shape) * shape[0] ** -0.5 / 2)
+
+        self.w, self.d, self.c = weight(N, K), weight(N), weight(R)
+        self.a, self.b = weight(R, K), weight(N, R)
+        self.u, self.v = weight(K, 4), weight(4, N)
+        self.a3, self.b3 = weight(2, K), weight(N, 2)
+        self.t = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+    def base(self, x):
+        return F.linear(x, self.w, self.d)
+
+    def one(self, x):
+        return F.linear(F.linear(x, self.a), self.b)
+
+    def two(self, x):
+        return x @ self.u @ self.v
+
+    def three(self, x):
+        return F.linear(F.linear(x, self.a3), self.b3)
+
+
+def _in_place(p, x):
+    y = p.base(x)
+    y += p.one(x) * 2
+    y += p.two(x) * 0.5
+    return y
+
+
+def _in_place_once(p, x):
+    y = p.base(x)
+    y += p.one(x)
+    return y + p.two(x)
+
+
+def _shared_inner(p, x):
+    h = F.linear(x, p.a)
+    return p.base(x) + F.linear(h, p.b) + 2 * F.linear(h, p.b)
+
+
+SPELLINGS = {
+    "chain of sums": (lambda p, x: (p.base(x) + p.one(x) * 2) + p.two(x) * 0.5, 2, 12),
+    "in place": (_in_place, 2, 12),
+    "in place once": (_in_place_once, 2, 12),
+    "scaled sum of adapters": (lambda p, x: p.base(x) + 0.5 * (p.one(x) + p.two(x)), 2, 12),
+    "base last": (lambda p, x: 3 * p.two(x) - p.one(x) + p.base(x), 2, 12),
+    "three": (lambda p, x: p.base(x) + p.one(x) + p.two(x) + p.three(x), 3, 14),
+    "one scale for all": (lambda p, x: p.base(x) + p.one(x) * 2 + p.three(x) * 2, 2, 10),
+    "scale as a tensor": (lambda p, x: p.base(x) + p.one(x) * p.t + p.two(x), 2, 12),
+    "biases": (lambda p, x: p.base(x) + 2 * F.linear(F.linear(x, p.a, p.c), p.b, p.d), 1, 8),
+    "the same adapter twice": (lambda p, x: p.base(x) + p.one(x) + p.one(x), 2, 16),
+    "one inner product, two adapters": (_shared_inner, 2, 16),
+    "activation behind": (lambda p, x: F.gelu(p.base(x) + p.one(x) + p.two(x)), 2, 12),
+}
+
+
+def dynamo(model, x):
+    """Return (result of the passes, output) of a model under torch.compile."""
+    found = []
+
+    def backend(module, inputs):
+        found.append(run(module, inputs))
+        return found[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    return found, torch.compile(model, backend=backend, dynamic=False)(x)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_one_call_and_a_gradient_for_each_adapter(name):
+    function, chains, rank = SPELLINGS[name]
+    model, x = Layer(function), torch.randn(2, 5, K) / 8
+    found, got = dynamo(model, x.clone())
+    (match,) = found[0].rewritten
+    assert (match.kind, match.info["chains"], match.info["r"]) == ("lora", chains, rank)
+    (call,) = (n for n in found[0].graph_module.graph.nodes if "nmm" in n.meta)
+    assert call.meta["nmm"]["spec"]["r"] == rank
+    want = model(x.clone())
+    size = float(want.detach().abs().max())
+    assert float((want - got).detach().abs().max()) <= BOUND * max(size, 1.0)
+    leaves = list(model.parameters())
+    one, two = (
+        torch.autograd.grad(y.square().sum(), leaves, allow_unused=True) for y in (want, got)
+    )
+    for left, right in zip(one, two, strict=True):
+        assert (left is None) == (right is None)
+        if left is not None:
+            torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
+
+
+def test_a_changed_adapter_is_seen():
+    model, x = Layer(SPELLINGS["chain of sums"][0]), torch.randn(3, K)
+    rewritten = run(fx.symbolic_trace(model), (x,)).graph_module
+    before = rewritten(x)
+    with torch.no_grad():
+        model.v.mul_(2.0)
+        model.a.data = model.a.data * 0.5
+    assert not torch.allclose(before, model(x))
+    torch.testing.assert_close(rewritten(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def _old_name(p, x):
+    y = p.base(x)
+    y.add_(p.one(x))
+    return y + p.two(x)  # y, which the sum wrote
+
+
+def _read_between(p, x):
+    y = p.base(x)
+    y += p.one(x)
+    z = y * 2
+    y += p.two(x)
+    return y, z
+
+
+def _branch_is_written(p, x):
+    h = p.one(x)
+    y = h.add_(p.base(x))
+    return y + h + p.two(x)
+
+
+def _seen_through_a_view(p, x):
+    y = p.base(x)
+    seen = y.view(-1)
+    y += p.one(x)
+    y += p.two(x)
+    return y, seen
+
+
+def _two_in_place_by_one_name(p, x):
+    z = x[0]
+    y = z @ p.w.t()
+    y.addmm_(F.linear(z, p.a), p.b.t())
+    y.addmm_(z @ p.u, p.v, alpha=0.5)
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_old_name, _read_between, _branch_is_written, _seen_through_a_view, _two_in_place_by_one_name],
+)
+def test_what_in_place_sums_write_is_read_as_written(function):
+    model, x = Layer(function), torch.randn(2, 5, K) / 8
+    found, got = dynamo(model, x.clone())
+    want = model(x.clone())
+    assert all(m.info["chains"] == 1 for m in found[0].rewritten)
+    for left, right in zip(*map(torch.utils._pytree.tree_leaves, (want, got)), strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_that_are_together_too_wide_are_fused_one_by_one():
+    a, b = torch.randn(12, 32) / 6, torch.randn(32, 12) / 4
+    w = torch.randn(32, 32) / 6
+
+    def f(x, w, a, b):
+        return F.linear(x, w) + F.linear(F.linear(x, a), b) + F.linear(F.linear(x, a), b)
+
+    module = fx.symbolic_trace(f)
+    result = run(module, (torch.randn(4, 32), w, a, b))
+    assert sorted(m.kind for m in result.rewritten) == ["lora", "lowrank"]
+    assert "rank_too_large" in {d.code for d in result.declined}
