@@ -36,6 +36,9 @@ class LowRankSchedule(KernelSchedule):
     k_order: which contraction rows share a partition: "p" consecutive ones, "t" every 128th.
     m_block: tokens whose intermediate stays in SBUF. k_chunk, x_chunk: contraction
         rows per load of u and of x.
+    k_segment: contraction rows summed in PSUM at a time; fewer than k: p is added up in fp32 in
+        SBUF, so that x and u are read once for any number of tokens and rank tiles. 0 is all of k.
+        x_stream: x stays in SBUF for one segment only.
     u_block, v_block: weight columns in SBUF at a time. v_chunk: rank rows per load of v.
     r_group: rank tiles summed together in stage 1. n_group: output tiles in stage 2.
     u_resident, v_resident: loaded once for all tokens. u_stream, v_stream: each chunk is used by
@@ -56,11 +59,17 @@ class LowRankSchedule(KernelSchedule):
     v_block: int
     v_chunk: int
     n_group: int
+    k_segment: int = 0
+    x_stream: bool = False
     u_resident: bool = False
     v_resident: bool = False
     u_stream: bool = False
     v_stream: bool = False
     v_still: bool = False
+
+    def segment(self, spec: LowRankSpec) -> int:
+        """Return contraction rows summed in PSUM at a time, at most k."""
+        return min(self.k_segment or spec.k, spec.k)
 
     def sbuf_bytes(self, spec: LowRankSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
@@ -69,14 +78,16 @@ class LowRankSchedule(KernelSchedule):
         tokens = min(self.m_block, spec.m)
         u_columns = spec.r if self.u_resident else min(self.u_block, spec.r)
         v_columns = spec.n if self.v_resident else min(self.v_block, spec.n)
-        panel = min(self.v_block, spec.n)
+        panel, segment_tiles = min(self.v_block, spec.n), tiles(self.segment(spec), 128)
         held = {
-            "x": k_tiles * tokens * size,
-            "u": (tiles(self.k_chunk, 128) if self.u_stream else k_tiles) * u_columns * size,
+            "x": (segment_tiles if self.x_stream else k_tiles) * tokens * size,
+            "u": (tiles(self.k_chunk, 128) if self.u_stream else segment_tiles) * u_columns * size,
             "p": r_tiles * tokens * size,
             "v": (tiles(self.v_chunk, 128) if self.v_stream else r_tiles) * v_columns * size,
             "y": panel * size if spec.out_layout == "row" else tiles(panel, 128) * tokens * size,
         }
+        if self.segment(spec) < spec.k:
+            held["parts"] = r_tiles * tokens * 4
         if spec.base:
             held["w"] = k_tiles * panel * size
         if spec.bias:
@@ -94,11 +105,17 @@ class LowRankSchedule(KernelSchedule):
         held = self.sbuf_bytes(spec)
         streams = ["y", *(["sum"] if "sum" in held else [])]
         blocks = tiles(spec.m, self.m_block)
-        if not self.u_resident and (blocks > 1 or self.u_block < spec.r or self.u_stream):
+        segments = self.segment(spec) < spec.k
+        many = blocks > 1 or self.u_block < spec.r or self.u_stream or segments
+        if not self.u_resident and many:
             streams.append("u")
+        if self.x_stream:
+            streams.append("x")
         if not self.v_resident and (blocks > 1 or self.v_block < spec.n or self.v_stream):
             streams += ["v", *(["w"] if spec.base else [])]
-        if blocks > 1 and spec.base:  # else x is free again once stage 1 is done
+        if (
+            blocks > 1 and spec.base and not self.x_stream
+        ):  # else x is free again once stage 1 is done
             streams.append("x")
         streams += [name for name in ("flat", "flat_v") if name in held]
         return sum(held.values()) + sum(held[name] for name in streams)
@@ -132,6 +149,7 @@ class LowRankSchedule(KernelSchedule):
             check_load("w_load", self.w_load, spec.w_layout == "row", spec.dtype, target)
         check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x_load, self.u_load, *self._base_load(spec)))
+        self._check_segment(spec)
         self._check_streams(spec)
         panel = min(self.v_block, spec.n)
         whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
@@ -149,6 +167,17 @@ class LowRankSchedule(KernelSchedule):
                     f"from {self.m_block}"
                 )
         self.check_sbuf(spec, target, _REMEDY)
+
+    def _check_segment(self, spec: LowRankSpec) -> None:
+        """Raise SpecError unless the segments hold whole loads, and x stays if it is used again."""
+        segment = self.segment(spec)
+        check_multiple("k_segment", segment, "k_chunk", self.k_chunk, spec.k)
+        if self.x_stream:
+            check_multiple("k_segment", segment, "x_chunk", self.x_chunk, 0)
+        if segment < spec.k and self.u_resident:
+            raise SpecError("schedule: k_segment below k reads u once; drop u_resident")
+        if spec.base and self.x_stream:
+            raise SpecError("schedule: the base product reads x again; drop x_stream")
 
     def _check_streams(self, spec: LowRankSpec) -> None:
         """Raise SpecError unless what streams is used by a single pass over its contraction."""
@@ -179,10 +208,11 @@ class LowRankSchedule(KernelSchedule):
             for use in ("resident", "stream")
             if getattr(self, f"{name}_{use}")
         )
+        segment = f" s{self.k_segment}{'x' if self.x_stream else ''}" if self.k_segment else ""
         still = " v-still" if self.v_still else ""
         return (
-            f"m{self.m_block} u{self.u_block} v{self.v_block} k{self.k_chunk}{self.k_order} "
-            f"r{self.v_chunk}{resident}{still}"
+            f"m{self.m_block} u{self.u_block} v{self.v_block} k{self.k_chunk}{self.k_order}"
+            f"{segment} r{self.v_chunk}{resident}{still}"
         )
 
 
@@ -190,8 +220,8 @@ class LowRankSchedule(KernelSchedule):
 _REMEDY = {"x": "m_block", "u": "u_block", "p": "m_block", "v": "v_block", "w": "v_block"}
 
 
-def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
-    """Yield schedules that may be legal, in no order."""
+def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
+    """Yield schedules that sum over all of k in PSUM."""
     size = item_bytes(spec.dtype)
     ways = turned_loads(spec.dtype, target)
     u_loads = ["rows"] if spec.u_layout == "row" else ways
@@ -260,6 +290,41 @@ def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 )
 
 
+def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
+    """Yield the plain candidates' twins that add p up over segments of the contraction."""
+    few = spec.m <= 128
+    if spec.base:
+        return
+    for plain in _plain(spec, target):
+        tokens = min(plain.m_block, spec.m)
+        m_tiles = tiles(tokens, 512)
+        banks = 3 if "tensor" in (plain.x_load, plain.u_load) else 4  # two groups take turns
+        if plain.u_resident or plain.u_stream or m_tiles > banks:
+            continue
+        if few and plain.u_block < spec.r:
+            continue
+        chunk_tiles = tiles(plain.k_chunk, 128)
+        for wanted in (8, 16) if few else (4, 8, 16):
+            segment = 128 * chunk_tiles * max(1, wanted // chunk_tiles)
+            if segment >= spec.k:
+                continue
+            streams = (False, True) if few else (True,)
+            for x_stream in streams:
+                yield dataclasses.replace(
+                    plain,
+                    k_segment=segment,
+                    x_stream=x_stream,
+                    x_chunk=(segment if few else plain.k_chunk) if x_stream else plain.x_chunk,
+                    r_group=max(1, banks // m_tiles),
+                )
+
+
+def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
+    """Yield schedules that may be legal, in no order."""
+    yield from _plain(spec, target)
+    yield from _segmented(spec, target)
+
+
 def parameters(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> dict[str, Any]:
     """Return the compile-time arguments of the NKI function."""
     given = {name: getattr(spec, name) for name in ("m", "k", "r", "n", "out_layout")}
@@ -269,18 +334,22 @@ def parameters(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> 
         given["w"] = None
     if not spec.bias:
         given["bias"] = None
-    return given | schedule.to_dict()
+    return given | schedule.to_dict() | {"k_segment": schedule.segment(spec)}
 
 
 def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
     second = "v still, p^T moving" if schedule.v_still else "p^T still, v moving"
     base = "x w joins the same PSUM sums; " if spec.base else ""
+    segment = schedule.segment(spec)
+    summed = "summed in PSUM over all of k"
+    if segment < spec.k:
+        summed = f"summed in PSUM over {segment} of k, these sums in fp32 in SBUF"
     return (
         f"x: {LOADED[schedule.x_load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
         f"u: {LOADED[schedule.u_load]}, {min(schedule.u_block, spec.r)} columns at a time"
         f"{', loaded once' if schedule.u_resident else ''}.",
-        "stage 1: u still, x^T moving; p^T = (x u)^T summed in PSUM over all of k, kept in SBUF.",
+        f"stage 1: u still, x^T moving; p^T = (x u)^T {summed}; kept in SBUF.",
         f"v: {LOADED[schedule.v_load]}, {min(schedule.v_block, spec.n)} columns at a time"
         f"{', loaded once' if schedule.v_resident else ''}.",
         f"stage 2: {second}; {base}epilogue {spec.activation} while leaving PSUM.",
@@ -292,11 +361,12 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     size = item_bytes(spec.dtype)
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
     k_tiles, r_tiles = tiles(k, 128), tiles(r, 128)
-    m_blocks = tiles(m, schedule.m_block)
+    m_blocks, segments = tiles(m, schedule.m_block), tiles(k, schedule.segment(spec))
     tokens = min(schedule.m_block, m)
     panel, u_columns = min(schedule.v_block, n), min(schedule.u_block, r)
     matmuls = [(k_tiles * r_tiles * tiles(m, 512), min(512, m))]
-    evictions = [(r_tiles * tiles(m, 512), min(512, m))]
+    # sums that are added in SBUF leave PSUM through VectorE alone
+    evictions = [(r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m))]
     contraction = r_tiles + (k_tiles if spec.base else 0)
     if spec.out_layout == "row" and not schedule.v_still:
         out_tiles, out_columns = tiles(m, 128) * tiles(n, 512), min(512, n)
@@ -355,7 +425,10 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         tail_matmuls=(tiles(last_rows, 128) * panel_tiles, out_columns),
         tail_bytes=min(m, 128) * panel * size,
         early_bytes=k * (r + m) * size if m_blocks == 1 else 0,
-        late_matmuls=(matmuls[1], (k_tiles * max(0, r_tiles - schedule.r_group), min(512, m)))
+        late_matmuls=(
+            matmuls[1],
+            (tiles(schedule.segment(spec), 128) * max(0, r_tiles - schedule.r_group), min(512, m)),
+        )
         if m_blocks == 1
         else (),
         instructions=sum(n[0] for n in matmuls)

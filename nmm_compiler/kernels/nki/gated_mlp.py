@@ -100,7 +100,7 @@ def gated_mlp(
             )
             project(
                 gate_sb, x_sb, None, None, gate_u, m0, tokens, k, gate_r, "none", 128, w_load,
-                k_order, k_chunk, u_block, r_group, False, u_stream, 1.0,
+                k_order, k_chunk, k, False, u_block, r_group, False, u_stream, 1.0,
             )  # fmt: skip
             gate = gate_v
         else:
@@ -110,7 +110,7 @@ def gated_mlp(
             up_sb = nl.ndarray((128, (up_r + 127) // 128, tokens), dtype=x.dtype, buffer=nl.sbuf)
             project(
                 up_sb, x_sb, None, None, up_u, m0, tokens, k, up_r, "none", 128, w_load,
-                k_order, k_chunk, u_block, r_group, False, u_stream, 1.0,
+                k_order, k_chunk, k, False, u_block, r_group, False, u_stream, 1.0,
             )  # fmt: skip
             up = up_v
         else:
@@ -145,7 +145,7 @@ def gated_mlp(
                 )
                 project(
                     last_sb, h_sb, None, None, down_u, m0, tokens, n, down_r, "none", 128, w_load,
-                    "t", down_chunk, down_block, down_group, False, down_stream, 1.0,
+                    "t", down_chunk, n, False, down_block, down_group, False, down_stream, 1.0,
                 )  # fmt: skip
                 last = down_v
             else:

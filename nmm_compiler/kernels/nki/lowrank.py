@@ -36,6 +36,8 @@ def lowrank(
     m_block=128,
     k_chunk=128,
     x_chunk=128,
+    k_segment=128,
+    x_stream=False,
     u_block=128,
     r_group=1,
     v_block=128,
@@ -71,7 +73,10 @@ def lowrank(
         tokens = min(m_block, m - m0)
 
         # Stage 1: p^T = (x u)^T, summed over all of k in PSUM, rounded once on the way out.
-        x_sb = nl.ndarray((128, k_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
+        if x_stream:
+            x_sb = None
+        else:
+            x_sb = nl.ndarray((128, k_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
         p_sb = nl.ndarray((128, r_tiles, tokens), dtype=v.dtype, buffer=nl.sbuf)
         project(
             p_sb,
@@ -88,6 +93,8 @@ def lowrank(
             u_load,
             k_order,
             k_chunk,
+            k_segment,
+            x_stream,
             u_block,
             r_group,
             u_resident,

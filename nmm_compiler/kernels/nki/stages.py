@@ -35,6 +35,8 @@ def project(
     w_load,
     order,
     k_chunk,
+    k_segment,
+    s_stream,
     w_block,
     group_tiles,
     resident,
@@ -44,57 +46,77 @@ def project(
     """Compute p_sb [128, tiles of r, tokens] = scale (s w)^T, rounded once to p_sb's dtype."""
     m_tiles = (tokens + 511) // 512
     k_tiles = (k + 127) // 128
-    for r0 in range(0, r, w_block):
-        columns = min(w_block, r - r0)
-        if resident:
-            w_sb = w_all[0:128, 0:k_tiles, r0 : r0 + columns]
-        elif not stream:
-            w_sb = nl.ndarray((128, k_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
-        for r1 in range(0, columns, 128 * group_tiles):
-            group = (min(128 * group_tiles, columns - r1) + 127) // 128
-            sums = []
-            for _ in range(group * m_tiles):
-                sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
-            for k0 in range(0, k, k_chunk):
-                rows = min(k_chunk, k - k0)
-                first = k0 // 128
-                if stream:
-                    # one pass over k uses each chunk once: it needs no panel to stay in
-                    w_sb = nl.ndarray(
-                        (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
-                    )
-                    load(w_sb, 0, w, k0, rows, r0, columns, w_load, order, k)
-                elif r1 == 0 and (m0 == 0 or not resident):
-                    load(w_sb, first, w, k0, rows, r0, columns, w_load, order, k)
-                if s_load != "none" and r0 == 0 and r1 == 0 and k0 % s_chunk == 0:
-                    s_rows = min(s_chunk, k - k0)
-                    load(s_sb, k0 // 128, s, k0, s_rows, m0, tokens, s_load, order, k)
-                for kt in range(k0 // 128, (k0 + rows + 127) // 128):
-                    kp = min(128, k - 128 * kt)
-                    for i in range(group):
-                        rs = r1 + 128 * i
-                        rp = min(128, columns - rs)
-                        for mt in range(m_tiles):
-                            ms = 512 * mt
-                            mw = min(512, tokens - ms)
-                            nisa.nc_matmul(
-                                dst=sums[i * m_tiles + mt][0:rp, 0:mw],
-                                stationary=w_sb[0:kp, kt - first if stream else kt, rs : rs + rp],
-                                moving=s_sb[0:kp, kt, ms : ms + mw],
-                                accumulate=kt > 0,
-                            )
-            for i in range(group):
-                rs = r1 + 128 * i
-                rp = min(128, columns - rs)
-                for mt in range(m_tiles):
-                    ms = 512 * mt
-                    mw = min(512, tokens - ms)
-                    p_tile = p_sb[0:rp, (r0 + rs) // 128, ms : ms + mw]
-                    p_sum = sums[i * m_tiles + mt][0:rp, 0:mw]
-                    if scale == 1.0:
-                        evict(p_tile, p_sum, i * m_tiles + mt)
-                    else:
-                        evict_scaled(p_tile, p_sum, scale, i * m_tiles + mt)
+    segment_tiles = (min(k_segment, k) + 127) // 128
+    if k_segment < k:
+        # fp32 sums of the segments: with them s and w are read once, whatever PSUM holds
+        parts = nl.ndarray((128, (r + 127) // 128, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    for k1 in range(0, k, k_segment):
+        k_stop = min(k1 + k_segment, k)
+        if s_stream:
+            s_sb = nl.ndarray((128, segment_tiles, tokens), dtype=s.dtype, buffer=nl.sbuf)
+        for r0 in range(0, r, w_block):
+            columns = min(w_block, r - r0)
+            if resident:
+                w_sb = w_all[0:128, 0:k_tiles, r0 : r0 + columns]
+            elif not stream:
+                w_sb = nl.ndarray((128, segment_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
+            for r1 in range(0, columns, 128 * group_tiles):
+                group = (min(128 * group_tiles, columns - r1) + 127) // 128
+                wide = min(512, tokens)
+                sums = []
+                for _ in range(group * m_tiles):
+                    sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
+                for k0 in range(k1, k_stop, k_chunk):
+                    rows = min(k_chunk, k_stop - k0)
+                    w_first = k0 // 128 if stream else k1 // 128
+                    s_first = k1 // 128 if s_stream else 0
+                    if stream:
+                        # one pass over k uses each chunk once: it needs no panel to stay in
+                        w_sb = nl.ndarray(
+                            (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
+                        )
+                    if stream or (r1 == 0 and (m0 == 0 or not resident)):
+                        load(w_sb, k0 // 128 - w_first, w, k0, rows, r0, columns, w_load, order, k)
+                    if s_load != "none" and r0 == 0 and r1 == 0 and k0 % s_chunk == 0:
+                        s_rows = min(s_chunk, k - k0)
+                        s_tile = k0 // 128 - s_first
+                        load(s_sb, s_tile, s, k0, s_rows, m0, tokens, s_load, order, k)
+                    for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                        kp = min(128, k - 128 * kt)
+                        for i in range(group):
+                            rs = r1 + 128 * i
+                            rp = min(128, columns - rs)
+                            for mt in range(m_tiles):
+                                ms = 512 * mt
+                                mw = min(512, tokens - ms)
+                                nisa.nc_matmul(
+                                    dst=sums[i * m_tiles + mt][0:rp, 0:mw],
+                                    stationary=w_sb[0:kp, kt - w_first, rs : rs + rp],
+                                    moving=s_sb[0:kp, kt - s_first, ms : ms + mw],
+                                    accumulate=kt > k1 // 128,
+                                )
+                for i in range(group):
+                    rs = r1 + 128 * i
+                    rp = min(128, columns - rs)
+                    for mt in range(m_tiles):
+                        ms = 512 * mt
+                        mw = min(512, tokens - ms)
+                        p_tile = p_sb[0:rp, (r0 + rs) // 128, ms : ms + mw]
+                        p_sum = sums[i * m_tiles + mt][0:rp, 0:mw]
+                        if k_segment < k:
+                            part = parts[0:rp, (r0 + rs) // 128, ms : ms + mw]
+                            if k1 == 0:
+                                evict(part, p_sum, i * m_tiles + mt)
+                            elif k_stop < k or scale != 1.0:
+                                nisa.tensor_tensor(dst=part, data1=part, data2=p_sum, op=nl.add)
+                            else:
+                                nisa.tensor_tensor(dst=p_tile, data1=part, data2=p_sum, op=nl.add)
+                            if k_stop == k and scale != 1.0:
+                                evict_scaled(p_tile, part, scale, i * m_tiles + mt)
+                        elif scale == 1.0:
+                            evict(p_tile, p_sum, i * m_tiles + mt)
+                        else:
+                            evict_scaled(p_tile, p_sum, scale, i * m_tiles + mt)
 
 
 def expand_rows(
