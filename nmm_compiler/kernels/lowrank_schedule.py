@@ -172,8 +172,11 @@ class LowRankSchedule(KernelSchedule):
         """Raise SpecError unless the segments hold whole loads, and x stays if it is used again."""
         segment = self.segment(spec)
         check_multiple("k_segment", segment, "k_chunk", self.k_chunk, spec.k)
-        if self.x_stream:
-            check_multiple("k_segment", segment, "x_chunk", self.x_chunk, 0)
+        if self.x_stream and segment % self.x_chunk:
+            raise SpecError(
+                f"schedule: x_stream loads x per segment of {segment} rows; pass an x_chunk that "
+                f"divides it, not {self.x_chunk}"
+            )
         if segment < spec.k and self.u_resident:
             raise SpecError("schedule: k_segment below k reads u once; drop u_resident")
         if spec.base and self.x_stream:

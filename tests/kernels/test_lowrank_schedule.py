@@ -44,7 +44,7 @@ def test_segments_refuse_what_would_read_x_or_u_again():
     for changes, words in (
         ({"u_resident": True}, "drop u_resident"),
         ({"k_segment": 200}, "k_segment is 200"),
-        ({"x_stream": True, "k_chunk": 128, "x_chunk": 384}, "multiple of x_chunk"),
+        ({"x_stream": True, "k_chunk": 128, "x_chunk": 384}, "that divides it, not 384"),
     ):
         with pytest.raises(SpecError, match=words):
             segmented(spec, **changes).check(spec, get("trn2"))
