@@ -1,6 +1,6 @@
 """The torch ops: values, gradients, shapes, casts, batches, and what a call costs."""
 
-import time
+import sys
 
 import pytest
 import torch
@@ -345,22 +345,28 @@ def test_op_stays_one_node_when_traced_without_gradients():
     ]
 
 
-def best_us(call, repeats=7, number=3000):
-    """Return the best time of one call on this thread's own clock, which other processes spare."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.thread_time()
-        for _ in range(number):
-            call()
-        best = min(best, (time.thread_time() - start) / number)
-    return best * 1e6
+def python_frames(call):
+    """Return the names of the Python functions that one call enters."""
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.append(frame.f_code.co_qualname)
+
+    call()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered[1:]  # the first is `call` itself
 
 
-def test_a_call_costs_at_most_8_us_more_than_two_linears():
+def test_a_call_on_the_cpu_enters_few_python_functions():
+    """What a call costs beyond two linears is its Python: `benchmarks/cpu.py` prints the time."""
     x, u, v = torch.randn(1, 16), torch.randn(8, 16), torch.randn(16, 8)
-    linear, op = functional.linear, NMM.lowrank_matmul.default
+    op = NMM.lowrank_matmul.default
     kw = {"u_layout": "col", "v_layout": "col", "target": "trn2", "executor": "auto"}
     with torch.no_grad():
-        op_us = best_us(lambda: op(x, u, v, **kw))
-        linear_us = best_us(lambda: linear(linear(x, u), v))
-    assert op_us - linear_us <= 8.0
+        entered = python_frames(lambda: op(x, u, v, **kw))
+    assert len(entered) <= 5, entered
