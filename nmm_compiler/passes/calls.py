@@ -291,7 +291,8 @@ class SharedCall(Call):
         chains = [m.chain for m in self.members if m.chain is not None]
         for chain in chains:
             steps = (*chain.middle, *chain.after)
-            editor.hoist([chain.u.key, chain.v.key, *(s.key for s in steps if s.key is not None)])
+            own = [*chain.u.keys, *chain.v.keys]
+            editor.hoist([*own, *(s.key for s in steps if s.key is not None)])
         x = self.prepare_x(editor)
         vs = [weight_node(editor, chain.v) for chain in chains]
         us = [weight_node(editor, chain.u) for chain in chains]

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from nmm_compiler.options import Options
 from nmm_compiler.passes import views
 from nmm_compiler.passes.effects import ANYTHING, Effects, fetch_attribute, storages_of
 from nmm_compiler.passes.forms import Form, Key, Leaf, Opaque, Virtual
@@ -33,7 +34,8 @@ class Canonical:
     """A graph in canonical forms.
 
     forms: form of each base value. views: for each key, (base, dims). users of fx nodes are read
-    from the graph itself. `values` holds the metadata tensor of each node.
+    from the graph itself. `values` holds the metadata tensor of each node,
+    `options` what is permitted.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Canonical:
         module: fx.GraphModule,
         values: dict[fx.Node, Any],
         sources: dict[str, str] | None = None,
+        options: Options | None = None,
     ) -> None:
+        self.options = options or Options()
         self.module, self.graph, self.values = module, module.graph, values
         self.forms: dict[Key, Form] = {}
         self.views: dict[Key, View] = {}

@@ -13,9 +13,10 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.forms import Key
+from nmm_compiler.passes.match.association import Cost, order
 from nmm_compiler.passes.match.chains import Chain, Step
 from nmm_compiler.passes.match.stages import Weight
-from nmm_compiler.passes.rewrite import Editor, aten
+from nmm_compiler.passes.rewrite import WEIGHT_ONLY, Editor, aten
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,27 @@ def join(editor: Editor, parts: Sequence[Factors]) -> Factors:
 
 
 def weight_node(editor: Editor, weight: Weight) -> fx.Node:
-    """Return the 2-D node of a weight as it is stored."""
+    """Return the 2-D node of a weight as it is stored; a product of factors is made here."""
+    if weight.factors:
+        return _product(editor, weight)
     return editor.reshape(editor.node(weight.key), weight.stored)
+
+
+def _product(editor: Editor, weight: Weight) -> fx.Node:
+    """Emit the product of a weight's factors in the cheapest order."""
+    made: dict[tuple[int, int], fx.Node] = {}
+    for index, factor in enumerate(weight.factors):
+        node = weight_node(editor, factor)
+        made[index, index + 1] = node if factor.layout == "row" else editor.permute(node, (1, 0))
+    value = editor.c.values[made[0, 1]]
+    sizes = [weight.factors[0].k, *(factor.n for factor in weight.factors)]
+    name = str(value.dtype).removeprefix("torch.")
+    cost = Cost.on(editor.options.target, name, value.dtype.itemsize)
+    for first, cut, end in order(cost, sizes):
+        node = editor.call(aten.mm.default, made[first, cut], made[cut, end])
+        node.meta[WEIGHT_ONLY] = True
+        made[first, end] = node
+    return made[0, len(weight.factors)]
 
 
 def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:

@@ -24,7 +24,7 @@ from nmm_compiler.passes.effects import fetch_attribute, functorch_node
 from nmm_compiler.passes.forms import Leaf, owner_of
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
 from nmm_compiler.passes.match.base import Declined, Match, Rule, module_path
-from nmm_compiler.passes.match.chain import RightAssociated
+from nmm_compiler.passes.match.chain import Association
 from nmm_compiler.passes.match.gated_mlp import GatedMLPUp
 from nmm_compiler.passes.match.lora import LoRA
 from nmm_compiler.passes.match.lowrank import LowRank, products_at
@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
     GatedMLPUp(),
     LoRA(),
     SharedU(),
-    RightAssociated(),
+    Association(),
     LowRank(),
     SharedX(),
 )
@@ -139,8 +139,7 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
     for name in options.disable:
         if name not in names:
             raise UnknownNameError("rule", name, sorted(names))
-    allowed = [r for r in order if not r.needs or getattr(options, r.needs)]
-    return tuple(rule for rule in allowed if rule.name not in options.disable)
+    return tuple(rule for rule in order if rule.name not in options.disable)
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
@@ -228,7 +227,7 @@ def _apply(
     sources: dict[str, str] | None,
     odd: dict[fx.Node, str],
 ) -> None:
-    c = Canonical(module, values, sources)
+    c = Canonical(module, values, sources, options)
     c.subclasses.update(odd)
     matches, declined = find_matches(c, rules)
     for entry in declined:

@@ -21,6 +21,8 @@ from nmm_compiler.passes.spellings import target_name
 from nmm_compiler.passes.views import Atom, Dims, Size
 
 aten = torch.ops.aten
+# Mark of products that a rewrite emitted to join weights: a second run leaves them alone.
+WEIGHT_ONLY = "nmm_weight_only"
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
 # Readers that care about strides: with these a replaced value keeps the strides it had.
 _STRIDE_READERS = frozenset(

@@ -120,8 +120,6 @@ class Rule:
     """
 
     name: str = ""
-    needs: str = ""
-    """The option that has to be on for the rule to run, if any."""
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Yield candidates that end at `node`."""

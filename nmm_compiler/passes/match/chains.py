@@ -36,6 +36,7 @@ from nmm_compiler.passes.match.stages import (
     Stage,
     Weight,
     is_whole_feature,
+    part_of_one,
     path_nodes,
     read_stage,
 )
@@ -161,7 +162,9 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
 
 
 @dataclass
-class _Walk:
+class Walk:
+    """Where `trace_back` is: a base, its dimensions as the start sees them, the steps passed."""
+
     key: Key
     dims: Dims
     steps: list[Step]
@@ -184,10 +187,10 @@ class _Walk:
         return True
 
 
-def trace_back(c: Canonical, start: Key) -> tuple[_Walk, Product] | tuple[_Walk, Refusal]:
+def trace_back(c: Canonical, start: Key) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
     """Walk from a value to the product that made it; steps come last first."""
     base, dims = c.base(start)
-    walk = _Walk(base, dims, [], set(path_nodes(c, start)))
+    walk = Walk(base, dims, [], set(path_nodes(c, start)))
     while True:
         form = c.forms[walk.key]
         if isinstance(form, Product):
@@ -231,7 +234,7 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
     return None
 
 
-def _diagonal(c: Canonical, walk: _Walk, form: Product) -> bool | None:
+def _diagonal(c: Canonical, walk: Walk, form: Product) -> bool | None:
     """Fold a product with diag(s); None when the product is none, False when it does not fold."""
     for value, other, own, labels in (
         (form.lhs, form.rhs, form.lhs_labels, form.rhs_labels),
@@ -292,7 +295,7 @@ def read_chain(c: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
         if isinstance(inner, Refusal):
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
-        found = _join(c, second, walk, inner)
+        found = join_stages(c, second, walk, inner)
         if isinstance(found, Chain):
             return found
         refusal = found
@@ -356,7 +359,7 @@ def _products_behind(c: Canonical, key: Key, limit: int = 12) -> list[Product]:
     return found
 
 
-def _worth_telling(c: Canonical, walk: _Walk, second: Stage, why: Refusal) -> Refusal | None:
+def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
     """Return the refusal when a product with a small enough inner dimension lies just behind."""
     r, n = second.weight.k, second.weight.n
     for form in _products_behind(c, walk.key):
@@ -386,7 +389,9 @@ def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
     return [] if isinstance(key, Virtual) else key.all_input_nodes
 
 
-def _join(c: Canonical, second: Stage, walk: _Walk, inner: Product) -> Chain | Refusal:
+def join_stages(
+    c: Canonical, second: Stage, walk: Walk, inner: Product, computed: bool = False
+) -> Chain | Refusal:
     """Join a second stage with the product behind it, if features meet features."""
     contracted = [dim for dim in second.x_dims if dim and all(a.axis == FEATURE for a in dim)]
     labels: set[int] = set()
@@ -403,9 +408,12 @@ def _join(c: Canonical, second: Stage, walk: _Walk, inner: Product) -> Chain | R
             walk.key,
             "contract the whole inner dimension",
         )
-    first = read_stage(c, walk.key, inner, weight_is_rhs=in_rhs)
+    first = read_stage(c, walk.key, inner, in_rhs, computed)
     if isinstance(first, Refusal):
         return first
+    inside = part_of_one(first.x)
+    if inside is not None and not computed:
+        return inside
     data_dims = views.compose(walk.dims, first.out_dims)
     mismatch = Refusal(
         "inner_reshaped",

@@ -12,17 +12,19 @@ from torch import fx
 
 from nmm_compiler.passes.calls import LowRankCall
 from nmm_compiler.passes.canonicalize import Canonical
-from nmm_compiler.passes.forms import Key, Product, owner_of
+from nmm_compiler.passes.forms import Key, Product, Virtual, owner_of
 from nmm_compiler.passes.match.base import Match, Rule
 from nmm_compiler.passes.match.chains import Chain, read_chain
 from nmm_compiler.passes.match.epilogue import extend
 from nmm_compiler.passes.match.obstacles import refuse, too_wide
-from nmm_compiler.passes.match.stages import Refusal
-from nmm_compiler.passes.rewrite import Editor
+from nmm_compiler.passes.match.stages import Refusal, part_of_one
+from nmm_compiler.passes.rewrite import WEIGHT_ONLY, Editor
 
 
 def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
     """Yield the products that a node computes, its own value last."""
+    if WEIGHT_ONLY in node.meta:
+        return
     for key in c.virtuals.get(node, ()):
         form = c.forms.get(key)
         if isinstance(form, Product):
@@ -41,6 +43,9 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
     plain = chain if isinstance(chain.out, fx.Node) else extend(c, chain, activations=False)
     why: Refusal | None = None
     for candidate in (extend(c, chain), extend(c, chain, activations=False), plain):
+        if isinstance(candidate.out, Virtual):
+            why = why or part_of_one(candidate.out)
+            continue
         operands = chain_operands(candidate)
         why = refuse(c, candidate.nodes, owner_of(candidate.out), operands)
         if why is None:
@@ -52,7 +57,8 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
 def chain_operands(chain: Chain) -> list[Key]:
     """Return the values that the fused call reads."""
     steps = (*chain.middle, *chain.after)
-    keys = [chain.first.x, chain.u.key, chain.v.key, *(s.key for s in steps if s.key is not None)]
+    keys = [chain.first.x, *chain.u.keys, *chain.v.keys]
+    keys += [s.key for s in steps if s.key is not None]
     keys += [chain.base.weight.key] if chain.base else []
     for other in chain.more:
         keys += chain_operands(other)

@@ -20,6 +20,7 @@ from nmm_compiler.passes.match.stages import (
     Stage,
     Weight,
     is_whole_feature,
+    part_of_one,
     path_nodes,
     read_stage,
 )
@@ -83,7 +84,7 @@ def read_projection(c: Canonical, key: Key) -> Projection | None:
             return None
         weight_is_rhs = constant[1]  # when both are inputs of the graph, x stands on the left
         read = read_stage(c, walk.key, form, weight_is_rhs)
-        if isinstance(read, Refusal):
+        if isinstance(read, Refusal) or part_of_one(read.x) is not None:
             return None
         stage, weights, middle = read, (read.weight,), ()
         inner_dims, nodes = read.out_dims, read.nodes

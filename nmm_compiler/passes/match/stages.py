@@ -14,23 +14,36 @@ from torch import fx
 
 from nmm_compiler.passes import views
 from nmm_compiler.passes.canonicalize import Canonical
-from nmm_compiler.passes.forms import Key, Product, owner_of
+from nmm_compiler.passes.forms import Key, Product, Virtual, owner_of
 from nmm_compiler.passes.views import FEATURE, Atom, Dims, Size, row_major
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant matrix: the value to pass, and whether it lies as [k, n] ("row") or [n, k]."""
+    """A constant matrix: the value to pass, and whether it lies as [k, n] ("row") or [n, k].
+
+    factors: when given, the matrix is their product, which the graph makes at each call.
+    """
 
     key: Key
     k: int
     n: int
     layout: str
+    factors: tuple[Weight, ...] = ()
 
     @property
     def stored(self) -> tuple[int, int]:
         """Return the 2-D shape that the kernel is handed."""
         return (self.k, self.n) if self.layout == "row" else (self.n, self.k)
+
+    @property
+    def keys(self) -> list[Key]:
+        """Return the values that the matrix is read from."""
+        return [f.key for f in self.factors] if self.factors else [self.key]
+
+    def transposed(self) -> Weight:
+        """Return the same storage read as [n, k]."""
+        return Weight(self.key, self.n, self.k, "col" if self.layout == "row" else "row")
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,18 @@ class Refusal:
         return owner_of(self.key)
 
 
+def part_of_one(key: Key) -> Refusal | None:
+    """Refuse a value inside one operation of several products: no node of the graph has it."""
+    if not isinstance(key, Virtual) or key.attribute is not None:
+        return None
+    return Refusal(
+        "part_of_one",
+        "the two products are a part of one operation of more",
+        key,
+        "write the products one by one",
+    )
+
+
 def path_nodes(c: Canonical, key: Key) -> frozenset[fx.Node]:
     """Return the fx nodes of the rearrangements between a value and its base."""
     return frozenset(owner_of(k) for k in c.through(key))
@@ -86,13 +111,18 @@ def _feature_dims(atoms: list[tuple[int, int, int]]) -> dict[int, Atom]:
     return found
 
 
-def read_stage(c: Canonical, key: Key, form: Product, weight_is_rhs: bool) -> Stage | Refusal:
-    """Read a product as data times weight, with the weight on the given side."""
+def read_stage(
+    c: Canonical, key: Key, form: Product, weight_is_rhs: bool, computed: bool = False
+) -> Stage | Refusal:
+    """Read a product as data times weight, with the weight on the given side.
+
+    computed: the weight need not be constant; what it is made of is for the caller to see.
+    """
     x, w = (form.lhs, form.rhs) if weight_is_rhs else (form.rhs, form.lhs)
     x_labels, w_labels = form.lhs_labels, form.rhs_labels
     if not weight_is_rhs:
         x_labels, w_labels = w_labels, x_labels
-    if not c.is_constant(w):
+    if not computed and not c.is_constant(w):
         return Refusal(
             "weight_computed",
             "the weight is computed in the graph",

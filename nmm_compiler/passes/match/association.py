@@ -1,0 +1,121 @@
+"""Which products of x w1 w2 ... wn to make first, by cost.
+
+A kernel takes two factors, so the row of matrices is cut once: u is the product of what stands
+left of the cut, v of what stands right, and both are made in the graph at each call. Per token the
+cut at the smallest inner dimension is best; making u and v costs the same for any number of
+tokens, so few tokens want fewer products of weights. Seconds are those of a roofline: FLOPs at the
+peak rate plus bytes at the rate of memory, each product reading and writing all that it touches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nmm_compiler import targets
+
+# Tokens that a symbolic count stands for: a short prefill.
+TYPICAL_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of products of matrices on a target, for one dtype."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    itemsize: int
+
+    @classmethod
+    def on(cls, target: str, dtype: str, itemsize: int) -> Cost:
+        """Return the cost on a target by name; dtype is torch's name of it."""
+        found = targets.get(target)
+        return cls(found.peak_flops_per_second(dtype), found.memory_bytes_per_second, itemsize)
+
+    def product(self, m: int, k: int, n: int) -> float:
+        """Return the seconds of [m, k] times [k, n]."""
+        touched = self.itemsize * (m * k + k * n + m * n)
+        return 2 * m * k * n / self.flops_per_second + touched / self.bytes_per_second
+
+    def fused(self, m: int, k: int, r: int, n: int) -> float:
+        """Return the seconds of ([m, k] times [k, r]) times [r, n], the middle kept on chip."""
+        touched = self.itemsize * (m * k + k * r + r * n + m * n)
+        return 2 * m * r * (k + n) / self.flops_per_second + touched / self.bytes_per_second
+
+    def of_row(self, sizes: Sequence[int]) -> float:
+        """Return the seconds of multiplying a row of matrices in the best order."""
+        return _best(self, tuple(sizes))[0]
+
+    def as_written(self, m: int, groups: Sequence[Sequence[int]]) -> float:
+        """Return the seconds of x times the groups from left to right.
+
+        A group [k, ..., n] is a product of constants that the graph makes first. Two neighbours
+        that are single matrices are fused where that is cheaper than their product would be.
+        """
+        seconds = sum(self.of_row(group) for group in groups)
+        ends = [(group[0], group[-1], len(group) == 2) for group in groups]
+        index = 0
+        while index < len(ends):
+            k, r, single = ends[index]
+            if index + 1 < len(ends) and single and ends[index + 1][2]:
+                n = ends[index + 1][1]
+                if r * (k + n) < k * n:
+                    seconds += self.fused(m, k, r, n)
+                    index += 2
+                    continue
+            seconds += self.product(m, k, r)
+            index += 1
+        return seconds
+
+    def best_cut(self, m: int, sizes: Sequence[int]) -> tuple[float, int]:
+        """Return the seconds of the best (x u) v and how many matrices make u.
+
+        sizes are the n + 1 dimensions of a row of n matrices.
+        """
+        return min(
+            (
+                self.of_row(sizes[: cut + 1])
+                + self.of_row(sizes[cut:])
+                + self.fused(m, sizes[0], sizes[cut], sizes[-1]),
+                cut,
+            )
+            for cut in range(1, len(sizes) - 1)
+        )
+
+
+def order(cost: Cost, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the products that make a row of matrices, as (first, cut, end) in order of making.
+
+    (i, j, e) multiplies the product of matrices i..j-1 with that of j..e-1.
+    """
+    steps: list[tuple[int, int, int]] = []
+
+    def walk(first: int, end: int) -> None:
+        if end - first < 2:
+            return
+        cut = first + _best(cost, tuple(sizes[first : end + 1]))[1]
+        walk(first, cut)
+        walk(cut, end)
+        steps.append((first, cut, end))
+
+    walk(0, len(sizes) - 1)
+    return steps
+
+
+@functools.lru_cache(maxsize=1024)
+def _best(cost: Cost, sizes: tuple[int, ...]) -> tuple[float, int]:
+    """Return seconds and first cut of the cheapest order (the matrix chain problem)."""
+    count = len(sizes) - 1
+    best: dict[tuple[int, int], tuple[float, int]] = {(i, i + 1): (0.0, 0) for i in range(count)}
+    for width in range(2, count + 1):
+        for i in range(count - width + 1):
+            end = i + width
+            best[i, end] = min(
+                (
+                    best[i, j][0] + best[j, end][0] + cost.product(sizes[i], sizes[j], sizes[end]),
+                    j - i,
+                )
+                for j in range(i + 1, end)
+            )
+    return best[0, count]
