@@ -39,8 +39,8 @@ from nmm_compiler.compress.report import CompressionReport, LayerReport
 from nmm_compiler.compress.select import FilterFn, Patterns, Site, find_sites
 from nmm_compiler.errors import FactorsFileError, NoMatchingModulesError, OptionTypeError
 
-# Errors are measured a block of rows at a time, so that no second dense copy is needed.
-_ERROR_BLOCK_ROWS = 1024
+# Errors are measured a block at a time, so that no second dense copy is needed.
+_BLOCK_ELEMENTS = 1 << 20
 
 
 def compress(
@@ -330,12 +330,12 @@ class _Work:
         moments = moments_of(site, self.ways.method, self.statistics, self.config)
         moments = moments.to(weight.device)
         factors = factorize(weight, rank, moments, site.name)
-        up, down = (
-            factor.to(self.dtype or weight.dtype).contiguous() for factor in balance(factors)
-        )
+        up, down = balance(factors, self.dtype or weight.dtype)
+        solver, excess, theory = factors.solver, factors.excess, factors.relative_error
+        del factors
         raw = None
         if self.statistics is not None:
-            raw = self.statistics.inputs[site.name].mean.to(weight.device)
+            raw = self.statistics.inputs[site.name].total.to(weight.device)
         weight_error, output_error = measure(weight, up, down, raw)
         report = LayerReport(
             name=site.name,
@@ -344,9 +344,9 @@ class _Work:
             rank=rank,
             weight_error=weight_error,
             output_error=output_error,
-            theory_error=factors.relative_error,
-            solver=factors.solver,
-            excess=factors.excess,
+            theory_error=theory,
+            solver=solver,
+            excess=excess,
             note=note,
         )
         if self.journal is not None:
@@ -387,22 +387,32 @@ def measure(
 ) -> tuple[float, float | None]:
     """Return (|W - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
 
-    Computed in float32 for weights of half precision (whose rounding is coarser), else float64.
+    moment: A [k, k], or any multiple of it. Computed in float32 for weights of half precision
+    (whose rounding is coarser), else float64; blocks of W and of A are widened one at a time.
     """
     wide = torch.float32 if weight.dtype.itemsize <= 2 else torch.float64
-    left = whole = weighted_left = weighted_whole = 0.0
-    narrow_down = down.to(wide)
-    for start in range(0, weight.shape[0], _ERROR_BLOCK_ROWS):
-        rows = slice(start, start + _ERROR_BLOCK_ROWS)
+    sums = torch.zeros(4, dtype=torch.float64)
+    size = max(64, _BLOCK_ELEMENTS // weight.shape[1])
+    wide_down = down.to(wide)
+    for start in range(0, weight.shape[0], size):
+        rows = slice(start, start + size)
         block = weight[rows].to(wide)
-        missing = block - up[rows].to(wide) @ narrow_down
-        left += float(missing.square().sum(dtype=torch.float64))
-        whole += float(block.square().sum(dtype=torch.float64))
-        if moment is not None:
-            a = moment.to(wide)
-            weighted_left += float(((missing @ a) * missing).sum(dtype=torch.float64))
-            weighted_whole += float(((block @ a) * block).sum(dtype=torch.float64))
+        missing = torch.addmm(block, up[rows].to(wide), wide_down, alpha=-1)
+        sums[0] += _dot(missing, missing)
+        sums[1] += _dot(block, block)
+        for first in range(0, weight.shape[1], size) if moment is not None else ():
+            assert moment is not None
+            columns = slice(first, first + size)
+            a = moment[:, columns].to(wide)
+            sums[2] += _dot(missing @ a, missing[:, columns])
+            sums[3] += _dot(block @ a, block[:, columns])
+    left, whole, weighted_left, weighted_whole = sums.tolist()
     plain = (left / whole) ** 0.5 if whole > 0 else 0.0
     if moment is None:
         return plain, None
     return plain, (max(weighted_left, 0.0) / weighted_whole) ** 0.5 if weighted_whole > 0 else 0.0
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the sum of a * b, accumulated in float64."""
+    return float((a * b).sum(dtype=torch.float64))

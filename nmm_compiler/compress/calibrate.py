@@ -16,46 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from nmm_compiler.compress.moments import SecondMoment
 from nmm_compiler.compress.progress import Steps
 from nmm_compiler.compress.select import Site
 from nmm_compiler.errors import CalibrationError
 
 # output(result, batch) -> the tensor whose change matters, in place of logits or hidden states.
 OutputFn = Callable[[Any, Any], torch.Tensor]
-
-
-@dataclass
-class SecondMoment:
-    """Running sum of v v^T over vectors v of one size, in float64.
-
-    fourth: sum of |v|^4, which the shrinkage estimate needs. tokens: how many v were added.
-    """
-
-    size: int
-    total: torch.Tensor = field(init=False)
-    fourth: float = 0.0
-    tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.total = torch.zeros(self.size, self.size, dtype=torch.float64)
-
-    def add(self, rows: torch.Tensor) -> None:
-        """Add vectors, [tokens, size]."""
-        wide = rows.detach().to(torch.float64)
-        self.total = self.total.to(wide.device).addmm_(wide.T, wide)
-        self.fourth += float(wide.square().sum(1).square().sum())
-        self.tokens += wide.shape[0]
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """E[v v^T], [size, size]."""
-        return self.total / max(self.tokens, 1)
 
 
 @dataclass
@@ -66,40 +39,6 @@ class Statistics:
     gradients: dict[str, SecondMoment]
     batches: int = 0
     tokens: int = 0
-
-
-def shrinkage_of(moment: SecondMoment) -> float:
-    """Return how far to pull a second moment to a multiple of the identity, 0 to 1.
-
-    Ledoit and Wolf (2004), "A well-conditioned estimator for large-dimensional covariance
-    matrices": the estimated squared error of the moment over its squared distance to the target.
-    One vector says nothing about the moment's error: 1.
-    """
-    count, size = moment.tokens, moment.size
-    if count <= 1:
-        return 1.0
-    mean = moment.mean
-    squared = float(mean.square().sum())
-    error = max(0.0, (moment.fourth / count - squared) / (count - 1))
-    distance = squared - float(mean.trace()) ** 2 / size
-    return min(1.0, error / distance) if distance > 0 else 1.0
-
-
-def regularize(
-    moment: SecondMoment, damping: float = 1e-6, shrinkage: float | None = None
-) -> torch.Tensor:
-    """Return the moment, pulled to mean(diag) * I by the shrinkage and damped, [size, size].
-
-    A moment that is all zero (a layer that only ever sees zeros) gives the identity.
-    """
-    mean = moment.mean
-    scale = float(mean.trace()) / moment.size
-    if scale <= 0:
-        return torch.eye(moment.size, dtype=torch.float64, device=mean.device)
-    share = shrinkage_of(moment) if shrinkage is None else shrinkage
-    mean = mean * (1 - share)
-    mean.diagonal().add_(scale * (share + damping))
-    return mean
 
 
 def as_batches(calibration: Any) -> list[Any]:

@@ -9,8 +9,9 @@ approximation, Martens and Grosse, 2015).
 
 The one idea: with M = G^1/2 W A^1/2 and U the leading left singular vectors of M, the optimum is
 G^-1/2 U U^T G^1/2 W. So the eigenvectors of the small Gram matrix M M^T are all that is needed: no
-Cholesky factor that fails on singular moments, and no inverse of A^1/2 when n <= k. Everything is
-float64 until the factors are stored.
+Cholesky factor that fails on singular moments, and no inverse of A^1/2. Where n > k the same is
+done to W^T, with A and G in each other's place. Everything is float64 until the factors are stored,
+but W is widened a block at a time, and the eigenvectors take the place of the Gram matrix.
 """
 
 from __future__ import annotations
@@ -20,31 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
+from nmm_compiler.compress.moments import Moment, Moments
 from nmm_compiler.compress.one_thread import eigh, eigvalsh, orthonormal
 from nmm_compiler.errors import RankError, WeightError
 
 # The randomized solver is tried where the sketch is at most this share of the smaller side ...
 _SKETCH_SHARE = 1 / 8
-_ROWS = 1024  # of a residual that is formed at a time
 _OVERSAMPLE = 16
 # ... and kept where it provably leaves at most this much more squared error than the optimum.
 _SKETCH_EXCESS = 0.01
-
-
-@dataclass(frozen=True)
-class Moments:
-    """What calibration knows of one layer, in float64: second moments of inputs and gradients.
-
-    inputs: A [k, k], already regularized (see `calibrate.regularize`), or None for the identity.
-    gradients: G [n, n], likewise.
-    """
-
-    inputs: torch.Tensor | None = None
-    gradients: torch.Tensor | None = None
-
-    def to(self, device: torch.device | str) -> Moments:
-        """Return the same moments on a device."""
-        return Moments(*(m if m is None else m.to(device) for m in (self.inputs, self.gradients)))
+# Elements of a block of the weight that is widened to float64 at a time: 8 MiB.
+_BLOCK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -72,11 +59,67 @@ class Factors:
         return math.sqrt(self.squared_error / self.squared_norm)
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """min |S^1/2 (W - P R) L^1/2| for W [s, l] with s <= l: the given one, or its transpose.
+
+    basis, roots: eigenvectors of S and square roots of its eigenvalues, those below
+        s * eps * the largest set to zero; None where S is the identity.
+    """
+
+    weight: torch.Tensor
+    long: Moment | None
+    basis: torch.Tensor | None
+    roots: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, moments: Moments) -> _Problem:
+        """Return the problem of W [n, k], turned so that rows are the shorter side."""
+        short, long = moments.gradients, moments.inputs
+        if weight.shape[0] > weight.shape[1]:
+            weight, short, long = weight.T, long, short
+        if short is None:
+            return cls(weight, long, None, None)
+        values, basis = eigh(short.dense())
+        floor = values[-1].clamp_min(0) * values.numel() * torch.finfo(values.dtype).eps
+        roots = torch.where(values > floor, values, torch.zeros_like(values)).sqrt()
+        return cls(weight, long, basis, roots)
+
+    def gram(self) -> torch.Tensor:
+        """Return M M^T [s, s] for M = roots * basis^T W L^1/2, a block at a time."""
+        size = self.weight.shape[0]
+        gram = torch.zeros(size, size, dtype=torch.float64, device=self.weight.device)
+        if self.long is None:
+            for columns in self.weight.split(_block_rows(self.weight.T), dim=1):
+                wide = _wide(columns)
+                gram.addmm_(wide, wide.T)
+        else:
+            rows = _block_rows(self.weight)
+            for i in range(0, size, rows):
+                left = self.long.times(_wide(self.weight[i : i + rows]))
+                _product(left, self.weight.T, out=gram[i : i + rows])
+        if self.basis is None or self.roots is None:
+            return gram
+        gram = self.basis.T @ gram
+        gram = gram @ self.basis
+        gram *= self.roots
+        gram *= self.roots[:, None]
+        return gram
+
+    def solve(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return P [s, r] and the C [r, s] of R = C W, for leading eigenvectors of the Gram."""
+        if self.basis is None or self.roots is None:
+            return vectors, vectors.T
+        inverse = torch.where(self.roots > 0, 1 / self.roots, torch.zeros_like(self.roots))
+        return self.basis @ (vectors * inverse[:, None]), (vectors.T * self.roots) @ self.basis.T
+
+
 def spectrum(
     weight: torch.Tensor, moments: Moments | None = None, name: str = "the matrix"
 ) -> torch.Tensor:
     """Return the squared singular values of G^1/2 W A^1/2, descending, [min(n, k)] float64."""
-    gram = _gram(_wide(weight, name), moments or Moments())
+    check_finite(weight, name)
+    gram = _Problem.of(weight.detach(), moments or Moments()).gram()
     return eigvalsh(gram).flip(0).clamp_min(0)
 
 
@@ -91,119 +134,79 @@ def factorize(
     n, k = weight.shape
     if not 1 <= rank <= min(n, k):
         raise RankError(f"rank {rank} for {name} [{n}, {k}]: pass 1 to {min(n, k)}")
-    wide = _wide(weight, name)
-    moments = moments or Moments()
-    if moments.inputs is None and moments.gradients is None:
-        if rank + _OVERSAMPLE <= _SKETCH_SHARE * min(n, k):
-            sketched = _randomized(wide, rank)
-            if sketched is not None:
-                return sketched
-        return _plain(wide, rank)
-    return _weighted(wide, rank, moments)
+    check_finite(weight, name)
+    weight, moments = weight.detach(), moments or Moments()
+    if moments == Moments() and rank + _OVERSAMPLE <= _SKETCH_SHARE * min(n, k):
+        sketched = _randomized(weight, rank)
+        if sketched is not None:
+            return sketched
+    problem = _Problem.of(weight, moments)
+    values, vectors = eigh(problem.gram())
+    values = values.flip(0).clamp_min(0)
+    left, coefficients = problem.solve(vectors[:, -rank:].flip(1))
+    del vectors
+    right = _product(coefficients, problem.weight)
+    up, down = (left, right) if n <= k else (right.T, left.T)
+    return Factors(up, down, float(values[rank:].sum()), float(values.sum()))
 
 
-def balance(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+def balance(
+    factors: Factors, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (up, down) scaled so that column i of up and row i of down have equal norms.
 
     The product is the same. Equal norms keep both in range of float16, and make gradient steps on
-    the two comparable.
+    the two comparable. dtype: what both are rounded to.
     """
-    up, down = factors.up, factors.down
-    up_norm, down_norm = up.norm(dim=0), down.norm(dim=1)
+    up_norm, down_norm = factors.up.norm(dim=0), factors.down.norm(dim=1)
     usable = (up_norm > 0) & (down_norm > 0)
     ratio = torch.where(usable, down_norm / up_norm.clamp_min(1e-300), torch.ones_like(up_norm))
     scale = ratio.sqrt()
-    return up * scale, down / scale[:, None]
-
-
-def square_root(moment: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """Return the symmetric square root of a positive semidefinite matrix, or its pseudo-inverse.
-
-    Eigenvalues below dim * eps * the largest count as zero, for the root and its inverse alike.
-    """
-    values, vectors = eigh(moment)
-    floor = values[-1].clamp_min(0) * values.numel() * torch.finfo(values.dtype).eps
-    roots = torch.where(values > floor, values, torch.zeros_like(values)).sqrt()
-    if inverse:
-        roots = torch.where(roots > 0, 1 / roots, torch.zeros_like(roots))
-    return (vectors * roots) @ vectors.T
+    up = (factors.up * scale).to(dtype).contiguous()
+    return up, (factors.down / scale[:, None]).to(dtype).contiguous()
 
 
 def check_finite(weight: torch.Tensor, name: str) -> None:
     """Raise WeightError, naming the matrix, for a weight with NaN or infinite elements."""
-    if not torch.isfinite(weight).all():
+    # Least and greatest element, not isfinite(): that makes copies of the weight.
+    if weight.numel() and not torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all():
         raise WeightError(
             f"the weight of {name} {list(weight.shape)} has NaN or infinite elements and cannot be "
             "factorized; repair it, or name it in exclude="
         )
 
 
-def _wide(weight: torch.Tensor, name: str) -> torch.Tensor:
-    check_finite(weight, name)
-    return weight.detach().to(torch.float64)
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    return rows.to(torch.float64)
 
 
-def _gram(weight: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """Return M M^T [n, n] or M^T M [k, k], whichever is smaller, for M = G^1/2 W A^1/2."""
-    n, k = weight.shape
-    a, g = moments.inputs, moments.gradients
-    if n <= k:
-        inner = weight @ (weight.T if a is None else a @ weight.T)
-        if g is not None:
-            root = square_root(g)
-            inner = root @ inner @ root
-    else:
-        inner = weight.T @ (weight if g is None else g @ weight)
-        if a is not None:
-            root = square_root(a)
-            inner = root @ inner @ root
-    return (inner + inner.T) / 2
+def _block_rows(weight: torch.Tensor) -> int:
+    """Return how many rows of a matrix are widened at a time."""
+    return max(64, _BLOCK_ELEMENTS // weight.shape[1])
 
 
-def _plain(weight: torch.Tensor, rank: int) -> Factors:
-    n, k = weight.shape
-    values, vectors = _leading(_gram(weight, Moments()), rank)
-    if n <= k:
-        up, down = vectors, vectors.T @ weight
-    else:
-        up, down = weight @ vectors, vectors.T.contiguous()
-    return Factors(up, down, _tail(values, rank), _squared_norm(weight))
-
-
-def _weighted(weight: torch.Tensor, rank: int, moments: Moments) -> Factors:
-    n, k = weight.shape
-    a, g = moments.inputs, moments.gradients
-    values, vectors = _leading(_gram(weight, moments), rank)
-    if n <= k:
-        if g is None:
-            up, down = vectors, vectors.T @ weight
-        else:
-            up = square_root(g, inverse=True) @ vectors
-            down = vectors.T @ (square_root(g) @ weight)
-    elif a is None:
-        up, down = weight @ vectors, vectors.T.contiguous()
-    else:
-        up = weight @ (square_root(a) @ vectors)
-        down = vectors.T @ square_root(a, inverse=True)
-    return Factors(up, down, _tail(values, rank), float(values.clamp_min(0).sum()))
-
-
-def _leading(gram: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all eigenvalues, descending, and the `rank` leading eigenvectors."""
-    values, vectors = eigh(gram)
-    return values.flip(0), vectors[:, -rank:].flip(1)
-
-
-def _tail(values: torch.Tensor, rank: int) -> float:
-    return float(values[rank:].clamp_min(0).sum())
+def _product(
+    left: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return left [m, s] @ weight [s, l] in float64, widening a block of columns at a time."""
+    columns = _block_rows(weight.T)
+    if out is None:
+        out = torch.empty(left.shape[0], weight.shape[1], dtype=torch.float64, device=left.device)
+    for start in range(0, weight.shape[1], columns):
+        part = slice(start, start + columns)
+        out[:, part] = left @ _wide(weight[:, part])
+    return out
 
 
 def _squared_norm(matrix: torch.Tensor) -> float:
-    """Return |M|_F^2, without a temporary of M's size."""
-    return float(torch.linalg.vector_norm(matrix)) ** 2
+    """Return |M|_F^2 of any floating-point matrix, a block of rows at a time."""
+    return sum(
+        float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
+        for rows in matrix.split(_block_rows(matrix))
+    )
 
 
-def _randomized(wide: torch.Tensor, rank: int, seed: int = 0) -> Factors | None:
+def _randomized(weight: torch.Tensor, rank: int, seed: int = 0) -> Factors | None:
     """Return factors from a randomized range finder, or None where they are not provably enough.
 
     Halko, Martinsson and Tropp (2011), with one power iteration. The proof is a posteriori: with
@@ -211,20 +214,21 @@ def _randomized(wide: torch.Tensor, rank: int, seed: int = 0) -> Factors | None:
     rank-r factors leave less than sum over i > r of s_i(B)^2 (within the sketch), and these leave
     that plus |E|_F^2. The share |E|_F^2 / (that sum) is reported as the excess.
     """
-    n, k = wide.shape
+    n, k = weight.shape
     generator = torch.Generator().manual_seed(seed)
     width = rank + _OVERSAMPLE
-    sketch = torch.randn(k, width, generator=generator, dtype=torch.float64).to(wide.device)
-    basis = orthonormal(wide @ sketch)
-    basis = orthonormal(wide @ (wide.T @ basis))
-    inner = basis.T @ wide
+    sketch = torch.randn(width, k, generator=generator, dtype=torch.float64).to(weight.device)
+    basis = orthonormal(_product(sketch, weight.T).T)
+    basis = orthonormal(_product(_product(basis.T, weight), weight.T).T)
+    inner = _product(basis.T, weight)
+    rows = _block_rows(weight)
     outside = sum(
-        _squared_norm(rows - q @ inner)
-        for rows, q in zip(wide.split(_ROWS), basis.split(_ROWS), strict=True)
+        _squared_norm(_wide(part) - q @ inner)
+        for part, q in zip(weight.split(rows), basis.split(rows), strict=True)
     )
-    values, vectors = _leading(inner @ inner.T, rank)
-    inside = _tail(values, rank)
-    norm = _squared_norm(wide)
+    values, vectors = eigh(inner @ inner.T)
+    values, vectors = values.flip(0).clamp_min(0), vectors[:, -rank:].flip(1)
+    inside, norm = float(values[rank:].sum()), _squared_norm(weight)
     # Below this the error is rounding of float64 sums, not of the choice of subspace.
     rounding = norm * torch.finfo(torch.float64).eps * max(n, k)
     if outside > max(_SKETCH_EXCESS * inside, rounding):

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from nmm_compiler.compress import ranks as allocation
-from nmm_compiler.compress.calibrate import Statistics, regularize
+from nmm_compiler.compress.calibrate import Statistics
 from nmm_compiler.compress.config import CompressionConfig
-from nmm_compiler.compress.factorize import Moments, spectrum
+from nmm_compiler.compress.factorize import spectrum
+from nmm_compiler.compress.moments import Moments, regularize
 from nmm_compiler.compress.progress import Steps
 from nmm_compiler.compress.select import Site, matches
 from nmm_compiler.errors import CalibrationError, OptionTypeError, RankError, closest

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nmm_compiler.compress import factorize as module
-from nmm_compiler.compress.factorize import Moments, balance, factorize, spectrum, square_root
+from nmm_compiler.compress.factorize import balance, factorize, spectrum
+from nmm_compiler.compress.moments import Moment, Moments
 from nmm_compiler.errors import RankError, WeightError
 
 EPS = torch.finfo(torch.float64).eps
@@ -19,6 +20,10 @@ def moment(size, generator, condition=1e4):
     q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
     values = torch.logspace(0, -math.log10(condition), size, dtype=torch.float64)
     return (q * values) @ q.T
+
+
+def weighing(a, g=None):
+    return Moments(a if a is None else Moment(a), g if g is None else Moment(g))
 
 
 def roots(matrix):
@@ -53,7 +58,7 @@ def test_error_is_what_theory_says(n, k, share, seed, sides):
     rank = max(1, round(share * min(n, k)))
     a = moment(k, generator) if sides in ("inputs", "both") else None
     g = moment(n, generator) if sides in ("gradients", "both") else None
-    factors = factorize(weight, rank, Moments(a, g))
+    factors = factorize(weight, rank, weighing(a, g))
     best, norm = brute_force(weight, rank, a, g)
     # Eigenvalues of M M^T are off by eps * dim of the largest; the inverse root of the moments
     # (condition 1e4, so 1e2 each) multiplies the rounding of the factors.
@@ -62,7 +67,7 @@ def test_error_is_what_theory_says(n, k, share, seed, sides):
     assert factors.squared_norm == pytest.approx(norm, rel=10 * EPS * (n + k), abs=tolerance)
     # The residual is squared, so rounding enters through its root.
     assert math.sqrt(reached(weight, factors, a, g)) <= math.sqrt(best) + math.sqrt(tolerance)
-    squares = spectrum(weight, Moments(a, g))
+    squares = spectrum(weight, weighing(a, g))
     assert float(squares[rank:].sum()) == pytest.approx(best, abs=tolerance)
 
 
@@ -72,7 +77,7 @@ def test_whitening_beats_plain_in_the_data_norm(n, k):
     weight = torch.randn(n, k, generator=generator, dtype=torch.float64)
     a = moment(k, generator)
     plain = reached(weight, factorize(weight, 4), a, None)
-    assert reached(weight, factorize(weight, 4, Moments(a)), a, None) < 0.5 * plain
+    assert reached(weight, factorize(weight, 4, weighing(a)), a, None) < 0.5 * plain
 
 
 @pytest.mark.parametrize(("n", "k"), [(10, 16), (16, 10)])
@@ -81,7 +86,7 @@ def test_singular_moments_and_rank_deficient_weights(n, k):
     x = torch.randn(3, k, generator=generator, dtype=torch.float64)
     a = x.T @ x  # rank 3: a Cholesky factorization of it fails
     weight = torch.randn(n, k, generator=generator, dtype=torch.float64)
-    factors = factorize(weight, 3, Moments(a))
+    factors = factorize(weight, 3, weighing(a))
     assert torch.isfinite(factors.up).all()
     assert torch.isfinite(factors.down).all()
     # Three directions of data need no more than rank 3: outputs on the data are exact.
@@ -96,11 +101,24 @@ def test_singular_moments_and_rank_deficient_weights(n, k):
 
 
 def test_zero_weight_and_zero_moment():
-    factors = factorize(torch.zeros(5, 7), 2, Moments(torch.eye(7, dtype=torch.float64)))
+    factors = factorize(torch.zeros(5, 7), 2, weighing(torch.eye(7, dtype=torch.float64)))
     assert factors.relative_error == 0.0
     up, down = balance(factors)
     assert torch.equal(up @ down, torch.zeros(5, 7, dtype=torch.float64))
-    assert torch.equal(square_root(torch.zeros(3, 3), inverse=True), torch.zeros(3, 3))
+    nothing = torch.zeros(5, 5, dtype=torch.float64)  # gradients that are all zero, unregularized
+    factors = factorize(torch.randn(5, 7), 2, weighing(None, nothing))
+    assert torch.equal(factors.up @ factors.down, torch.zeros(5, 7, dtype=torch.float64))
+
+
+def test_a_moment_is_a_multiple_plus_identity_without_a_copy():
+    generator = torch.Generator().manual_seed(0)
+    total = moment(6, generator)
+    lazy = Moment(total, 0.3, 0.7)
+    rows = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    dense = 0.3 * total + 0.7 * torch.eye(6, dtype=torch.float64)
+    assert lazy.total is total
+    assert torch.allclose(lazy.dense(), dense, rtol=4 * EPS, atol=0)
+    assert (lazy.times(rows) - rows @ dense).norm() <= 20 * EPS * rows.norm() * dense.norm()
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (9, 1), (1, 1)])
