@@ -192,10 +192,18 @@ lam("lowrank", "conv1d", lambda p, x: F.conv1d(F.conv1d(x, p.conv_a), p.conv_b, 
 lam("lowrank", "conv2d", lambda p, x: F.conv2d(F.conv2d(x, p.conv_a2), p.conv_b2),
     x=lambda: torch.randn(B, K, 3, 5))  # fmt: skip
 lam("lowrank", "decode_vector", lambda p, x: x[0, 0] @ p.u @ p.v)
-# Core ATen has no mv: it is a product and a sum there.
-lam("lowrank", "decode_vector_left", lambda p, x: p.b @ (p.a @ x[0, 0]), C="-")
-lam("lowrank", "decode_mv", lambda p, x: torch.mv(p.b, torch.mv(p.a, x[0, 0])), C="-")
-lam("lowrank", "one_token", lambda p, x: x @ p.u @ p.v, x=lambda: torch.randn(1, 1, K))
+# Core ATen has no mv and no diag: they are a product and a sum, and a where, there.
+lam("lowrank", "decode_vector_left", lambda p, x: p.b @ (p.a @ x[0, 0]))
+lam("lowrank", "decode_mv", lambda p, x: torch.mv(p.b, torch.mv(p.a, x[0, 0])))
+lam("lowrank", "decode_mv_diag", lambda p, x: p.b @ (torch.diag(p.s) @ torch.mv(p.a, x[0, 0])))
+lam("lowrank", "decode_addmv", lambda p, x: torch.addmv(p.d, p.b, p.a @ x[0, 0], alpha=0.5))
+lam("lowrank", "scale_diag_embed", lambda p, x: x @ p.u @ torch.diag_embed(p.s) @ p.v)
+lam("lowrank", "scale_diag_weight", lambda p, x: F.linear(F.linear(x, p.a), torch.diag(p.s)) @ p.v)
+lam("no:activations", "masked_diagonal", lambda p, x: x @ p.w.t() @ torch.where(
+    torch.ones(N, N, dtype=torch.bool).tril(), p.d, 0.0),
+    A="no:weight_computed", S="no:weight_computed")  # fmt: skip
+lam("lowrank", "sum_of_products", lambda p, x: ((x @ p.u)[..., None, :] * p.b).sum(-1))
+lam("-", "sum_of_repeated", lambda p, x: ((x @ p.u)[..., None, :1] * p.b).sum(-1))
 
 # -- what lies between and around ---------------------------------------------------------------
 
@@ -224,8 +232,7 @@ lam("lowrank", "scale_tensor", lambda p, x: (x @ p.u) * p.one @ p.v)
 lam("lowrank", "scale_vector", lambda p, x: F.linear(F.linear(x, p.a) * p.s, p.b))
 lam("lowrank", "scale_vector_left", lambda p, x: p.s * (x @ p.u) @ p.v)
 lam("lowrank", "scale_vector_stored", lambda p, x: F.linear(x @ p.u * p.s, p.b))
-lam("lowrank", "scale_diag", lambda p, x: x @ p.u @ torch.diag(p.s) @ p.v,
-    C="no:features_mixed")  # fmt: skip
+lam("lowrank", "scale_diag", lambda p, x: x @ p.u @ torch.diag(p.s) @ p.v)
 lam("lowrank", "scale_buffer", lambda p, x: (x @ p.u) * p.mask @ p.v)
 lam("lowrank", "bias_add", lambda p, x: ((x @ p.u) + p.c) @ p.v + p.d)
 lam("lowrank", "bias_sub", lambda p, x: ((x @ p.u) - p.c) @ p.v - p.d)

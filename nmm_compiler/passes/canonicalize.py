@@ -51,6 +51,8 @@ class Canonical:
         self.views: dict[Key, View] = {}
         self.sources: dict[Key, Key] = {}
         self.virtuals: dict[fx.Node, list[Virtual]] = {}
+        # Further nodes that make a value, for forms that several nodes spell together.
+        self.helpers: dict[Key, frozenset[fx.Node]] = {}
         self._shapes: dict[fx.Node, tuple[Size, ...]] = {}
         self.effects = Effects(module, values)
         self.constant: set[Key] = set()

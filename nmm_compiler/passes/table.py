@@ -13,6 +13,7 @@ from torch import fx
 
 from nmm_compiler.passes import views
 from nmm_compiler.passes.contractions import CONTRACTIONS
+from nmm_compiler.passes.decomposed import DECOMPOSED
 from nmm_compiler.passes.forms import Activation, Add, Cast, Diagonal, Norm, Scale
 from nmm_compiler.passes.spellings import Call
 
@@ -367,6 +368,7 @@ TABLE: dict[str, Handler] = {
     "layer_norm": _norm("layer", 2),
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),
     **CONTRACTIONS,
+    **DECOMPOSED,
     "addmm_": _combine_in_place("addmm"),
     "baddbmm_": _combine_in_place("baddbmm"),
 }

@@ -265,6 +265,7 @@ def _diagonal(c: Canonical, walk: Walk, form: Product) -> bool | None:
         ]
         walk.steps.append(Step("vector", 1.0, diagonal.vector, (identity[inside[0]],)))
         walk.nodes |= path_nodes(c, other) | {owner_of(c.base(other)[0])}
+        walk.nodes |= c.helpers.get(walk.key, frozenset())
         return bool(walk.descend(c, value))
     return None
 

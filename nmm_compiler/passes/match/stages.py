@@ -227,7 +227,7 @@ def read_stage(
             if expanded:
                 return odd
             out_dims.append(())
-    nodes = frozenset({owner_of(key)}) | path_nodes(c, w)
+    nodes = frozenset({owner_of(key)}) | path_nodes(c, w) | c.helpers.get(key, frozenset())
     weight = Weight(base, k, n, layout)
     return Stage(key, x, tuple(x_dims), weight, tuple(out_dims), tokens, nodes)
 
