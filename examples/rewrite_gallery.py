@@ -289,10 +289,10 @@ lam("gated_mlp_up", "geglu_up_first", lambda p, x: F.linear(F.linear(x, p.up_a),
     * F.gelu(x @ p.u @ p.v, approximate="tanh"))  # fmt: skip
 lam("gated_mlp_up", "gate_dense", lambda p, x: F.silu(F.linear(x, p.w))
     * F.linear(F.linear(x, p.up_a), p.up_b, p.d))  # fmt: skip
-lam("gated_mlp_up lowrank", "swiglu_mlp", lambda p, x: F.linear(F.linear(
+lam("gated_mlp", "swiglu_mlp", lambda p, x: F.linear(F.linear(
     F.silu(F.linear(F.linear(x, p.gate_a), p.gate_b)) * F.linear(F.linear(x, p.up_a), p.up_b),
     p.down_a), p.down_b))  # fmt: skip
-lam("gated_mlp_up lowrank", "swiglu_transposed", lambda p, x: (p.down_b @ (p.down_a @ (
+lam("gated_mlp", "swiglu_transposed", lambda p, x: (p.down_b @ (p.down_a @ (
     F.silu(p.gate_b @ (p.gate_a @ x.T)) * (p.up_b @ (p.up_a @ x.T))))).T, x=_x2)  # fmt: skip
 
 

@@ -22,6 +22,8 @@ EXECUTORS = ("auto", "reference", "simulator", "nki_simulate", "neuron")
 INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
 KERNELS = ("build", "lazy")
 CACHE_MODES = ("off", "ro", "rw", "require")
+LARGEST_BUCKET = 4096
+"""The last power of two of the default ladder of token counts; multiples of it follow."""
 CACHE_OPTIONS = ("cache", "cache_dir", "cache_max_bytes", "remote_cache")
 
 

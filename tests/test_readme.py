@@ -25,7 +25,7 @@ def test_quickstart_runs_and_agrees_with_eager():
     # fp32 logits of two layers; contractions of at most 2048 terms, each layer adds its own:
     # eps * sqrt(2048) per product, seven products a layer, logits of order one.
     assert difference <= 2**-23 * 2048**0.5 * 7 * 2
-    assert "lowrank" in done.stdout
+    assert "2 x gated_mlp m=64" in done.stdout
 
 
 def test_readme_names_the_two_commands_first():

@@ -1,7 +1,8 @@
-"""What a linear layer of one shape is predicted to cost on a target, low-rank or dense.
+"""What a kernel is predicted to cost on a target, before anybody builds it.
 
-This is what `compress(budget="latency")` spends: the closed-form cost of the schedule that the
-search would take, with the factors in HBM as `nn.Linear` stores them.
+`kernel_cost` is what `compress(budget="latency")` spends: the closed-form cost of the schedule that
+the search would take, with the factors in HBM as `nn.Linear` stores them. `predicted_us` is what
+the passes weigh one kernel against two with: the closed form alone, so that it simulates nothing.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from nmm_compiler.codegen.schedule import choose
+from nmm_compiler.codegen.schedule import choose, rank
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.targets import get
 
 
 def kernel_cost(target: str, tokens: int, dtype: str) -> Callable[[int, int, int | None], float]:
@@ -30,3 +32,13 @@ def kernel_cost(target: str, tokens: int, dtype: str) -> Callable[[int, int, int
         return float(choose(spec, target)[0].cost_us)
 
     return cost
+
+
+def predicted_us(spec: KernelSpec, target: str) -> float:
+    """Return the closed-form microseconds of the best schedule, with starting and ending a kernel.
+
+    Raises CapacityError, with the numbers of the nearest miss, when no schedule is legal.
+    """
+    chip = get(target)
+    spec.check(chip)
+    return rank(spec, chip)[0].cost_us + 1e6 * chip.kernel_start_stop_seconds

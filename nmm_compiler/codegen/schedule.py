@@ -55,7 +55,7 @@ def choose(spec: KernelSpec, target: str | Target = "trn2") -> tuple[Choice, ...
 @functools.lru_cache(maxsize=1024)
 def _choose(spec: KernelSpec, target: Target) -> tuple[Choice, ...]:
     spec.check(target)
-    ranked = rank(spec, target)
+    ranked = list(rank(spec, target))
     tried: list[Choice] = []
     spent = 0
     ranked = _varied(ranked)
@@ -86,7 +86,8 @@ def _charged(latency_us: float, choice: Choice) -> float:
     return latency_us + TRAFFIC_SHARE * choice.traffic_us
 
 
-def rank(spec: KernelSpec, target: Target) -> list[Choice]:
+@functools.lru_cache(maxsize=1024)
+def rank(spec: KernelSpec, target: Target) -> tuple[Choice, ...]:
     """Return the legal candidates by closed-form cost, the ones whose loads overlap first."""
     family = FAMILIES[spec.family]
     choices: list[tuple[bool, float, str, Choice]] = []
@@ -114,7 +115,7 @@ def rank(spec: KernelSpec, target: Target) -> list[Choice]:
         assert nearest is not None
         raise CapacityError(f"no schedule fits {target.name}; the nearest: {nearest[1]}")
     choices.sort(key=lambda item: item[:3])
-    return [choice for *_, choice in choices]
+    return tuple(choice for *_, choice in choices)
 
 
 def simulated_us(spec: KernelSpec, schedule: Any, target: Target) -> float:

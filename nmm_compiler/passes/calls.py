@@ -326,57 +326,57 @@ class SharedCall(Call):
 
 @dataclass
 class GatedCall(Call):
-    """nmm.gated_mlp_up for a gate and an up projection."""
+    """nmm.gated_mlp_up for a gate and an up projection, nmm.gated_mlp with the down projection."""
 
     gated: Any = None
 
     @classmethod
     def of(cls, c: Canonical, gated: Any) -> GatedCall:
-        """Return the call that gate and up become."""
-        gate = gated.gate
+        """Return the call that the projections become."""
+        gate, last = gated.gate, gated.projections()[-1]
         source = best_source(c, gate.first.x, gate.first.x_dims, gate.k, gated.node)
         return cls(
-            op="gated_mlp_up",
+            op="gated_mlp_up" if gated.down is None else "gated_mlp",
             source=source,
             final=gated.node,
-            out_dims=gate.out_dims,
-            n=gate.n,
+            out_dims=gate.out_dims if gated.down is None else last.out_dims,
+            n=last.n,
             covered=gated.nodes,
             gated=gated,
         )
 
     def info(self) -> dict[str, Any]:
-        """Return what a report says about the call."""
+        """Return what a report says about the call; n is what gate and up make."""
         m = self.tokens_count()
-        ranks = [p.weights[0].n if p.low_rank else 0 for p in (self.gated.gate, self.gated.up)]
+        ranks = [p.weights[0].n if p.low_rank else 0 for p in self.gated.projections()]
         return {
             "m": m if isinstance(m, int) else str(m),
             "k": self.source.k,
             "r": "+".join(str(r) if r else "dense" for r in ranks),
-            "n": self.n,
+            "n": self.gated.gate.n,
             "activation": self.gated.activation,
             "chains": sum(bool(r) for r in ranks),
         }
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about per-call work."""
-        layouts = {w.layout for p in (self.gated.gate, self.gated.up) for w in p.weights}
+        layouts = {w.layout for p in self.gated.projections() for w in p.weights}
         return ("weights of both layouts: some are passed transposed",) if len(layouts) > 1 else ()
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
         x = self.prepare_x(editor)
-        gate, up = self.gated.gate, self.gated.up
-        stored = [w.layout for p in (gate, up) for w in p.weights]
+        projections = self.gated.projections()
+        stored = [w.layout for p in projections for w in p.weights]
         layout = "col" if stored.count("col") * 2 >= len(stored) else "row"
         operands = []
-        for projection in (gate, up):
+        for projection in projections:
             nodes = []
             for weight in projection.weights:
                 node = weight_node(editor, weight)
                 nodes.append(node if weight.layout == layout else editor.permute(node, (1, 0)))
             operands.append(nodes)
-        args = (x, *operands, projection_bias(editor, gate), projection_bias(editor, up))
+        args = (x, *operands, *(projection_bias(editor, p) for p in projections))
         keywords = {"activation": self.gated.activation, "weight_layout": layout}
         value = self.result_value(editor, x, self.n)
         y = self.op_call(editor, args, keywords, value, bias=False)
@@ -389,7 +389,7 @@ class GatedCall(Call):
         spec = {
             "m": m if isinstance(m, int) else None,
             "k": self.source.k,
-            "n": self.n,
+            "n": self.gated.gate.n,
             "ranks": [int(r) if r != "dense" else None for r in str(info["r"]).split("+")],
             "dtype": str(value.dtype).removeprefix("torch."),
             "x_layout": self.x_layout,
@@ -397,4 +397,4 @@ class GatedCall(Call):
             "weight_layout": keywords["weight_layout"],
             "activation": self.gated.activation,
         }
-        return {"op": self.op, "family": "gated_mlp_up", "spec": spec}
+        return {"op": self.op, "family": self.op, "spec": spec}

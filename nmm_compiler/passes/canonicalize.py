@@ -34,8 +34,8 @@ class Canonical:
     """A graph in canonical forms.
 
     forms: form of each base value. views: for each key, (base, dims). users of fx nodes are read
-    from the graph itself. `values` holds the metadata tensor of each node,
-    `options` what is permitted.
+    from the graph itself. `values` holds the metadata tensor of each node, `options` what the user
+    asked for: the target, the buckets.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Canonical:
         sources: dict[str, str] | None = None,
         options: Options | None = None,
     ) -> None:
-        self.options = options or Options()
         self.module, self.graph, self.values = module, module.graph, values
+        self.options = options or Options()
         self.forms: dict[Key, Form] = {}
         self.views: dict[Key, View] = {}
         self.sources: dict[Key, Key] = {}

@@ -31,12 +31,14 @@ from nmm_compiler.passes.match.lowrank import LowRank, products_at
 from nmm_compiler.passes.match.mla import MLA
 from nmm_compiler.passes.match.shared import SharedU, SharedX
 from nmm_compiler.passes.match.stages import Refusal
+from nmm_compiler.passes.match.whole_mlp import GatedMLP
 from nmm_compiler.passes.metadata import collect_values, value_key
 from nmm_compiler.passes.result import Explanation, Opportunity, RewriteResult, readable
 from nmm_compiler.passes.rewrite import Editor
 
 RULES: tuple[Rule, ...] = (
     MLA(),
+    GatedMLP(),
     GatedMLPUp(),
     LoRA(),
     SharedU(),
@@ -276,6 +278,7 @@ def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], li
     taken: set[fx.Node] = set()
     matches: list[Match] = []
     declined: list[Declined] = []
+    told: list[Declined] = []
     nodes = list(c.graph.nodes)
     for rule in rules:
         for node in reversed(nodes):
@@ -287,6 +290,7 @@ def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], li
                     if isinstance(found, Refusal):
                         if found.reason:
                             declined.append(Declined.of(rule.name, found, node))
+                            told += declined[-1:] if found.told else []
                         continue
                     moving = {n for n in found.nodes if not isinstance(c.forms.get(n), Leaf)}
                     if found.rewritten and moving & taken:
@@ -302,7 +306,7 @@ def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], li
     names = {node.name for node in taken}
     position = c.effects.position
     matches.sort(key=lambda m: position[m.node])
-    return matches, [d for d in declined if d.at not in names]
+    return matches, [d for d in declined if d.at not in names or d in told]
 
 
 def _placed(declined: Declined, path: str) -> Declined:

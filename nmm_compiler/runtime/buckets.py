@@ -12,8 +12,7 @@ import bisect
 from collections.abc import Callable
 
 from nmm_compiler.errors import ShapeError
-
-LARGEST_POWER = 4096
+from nmm_compiler.options import LARGEST_BUCKET
 
 
 def bucket(tokens: int, ladder: tuple[int, ...] | None = None) -> int:
@@ -24,7 +23,7 @@ def bucket(tokens: int, ladder: tuple[int, ...] | None = None) -> int:
     """
     if tokens < 1:
         raise ShapeError(f"a kernel needs at least 1 token, got {tokens}")
-    last = ladder[-1] if ladder else LARGEST_POWER
+    last = ladder[-1] if ladder else LARGEST_BUCKET
     if tokens > last:
         return -(-tokens // last) * last
     if ladder:
@@ -34,7 +33,7 @@ def bucket(tokens: int, ladder: tuple[int, ...] | None = None) -> int:
 
 def _bucket_below(tokens: int, ladder: tuple[int, ...] | None) -> int | None:
     """Return the largest bucket that `tokens` fill, or None if they fill none."""
-    last = ladder[-1] if ladder else LARGEST_POWER
+    last = ladder[-1] if ladder else LARGEST_BUCKET
     if tokens >= last:
         return tokens // last * last
     if ladder:

@@ -174,7 +174,12 @@ class Builder:
         up = self.product(self.product(x, 2), n)
         gate = self.f(self.rng.choice([F.silu, F.gelu, torch.relu]), gate)
         pair = (gate, up) if self.rng.random() < 0.5 else (up, gate)
-        return self.f(operator.mul, *pair)
+        h = self.f(operator.mul, *pair)
+        if self.rng.random() < 0.5:
+            return h
+        down = self.between(h) if self.rng.random() < 0.2 else h
+        down = self.product(down, 2) if self.rng.random() < 0.7 else down
+        return self.product(down, self.shape(x)[-1])
 
     # (the two below give several results of one x; they are joined again so that all count)
     def several(self, x: fx.Node, n: int) -> fx.Node:

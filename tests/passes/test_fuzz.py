@@ -65,5 +65,6 @@ def test_two_thousand_random_graphs():
     assert found["graphs with a match"] >= 1000
     assert found["lora"] >= 100
     assert found["gated_mlp_up"] >= 100
+    assert found["gated_mlp"] >= 50
     assert found["shared_x"] >= 50
     assert found["shared_u"] >= 50

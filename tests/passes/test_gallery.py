@@ -9,6 +9,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import rewrite_gallery as gallery
 
+from nmm_compiler.options import Options
+from nmm_compiler.passes.pipeline import run
+
 # Products of two norms below 1, summed over at most 64 + 8 terms, rounded a few times in fp32.
 BOUND = 2.0**-23 * (gallery.K + gallery.R + 8) * 2
 QUICK_DYNAMO = (
@@ -62,9 +65,11 @@ def test_every_level(name, level):
 
 def test_swiglu_with_transposes_ends_without_any():
     (one,) = (c for c in gallery.CASES if c.name == "swiglu_transposed")
-    _, _, result = gallery.try_case(one, "S")
-    assert result.transposes_before == 3
-    assert result.transposes_after == 0
-    text = result.graph_module.code
-    assert "out_layout = 'col'" in text
-    assert "x_layout = 'col'" in text
+    module, inputs = gallery.capture(one, "S")
+    whole = run(module, inputs)
+    assert (whole.transposes_before, whole.transposes_after) == (3, 0)
+    pair = run(module, inputs, Options(disable=("gated_mlp",)))
+    assert (pair.transposes_before, pair.transposes_after) == (3, 0)
+    assert [m.kind for m in pair.rewritten] == ["gated_mlp_up", "lowrank"]
+    assert "out_layout = 'col'" in pair.graph_module.code
+    assert "x_layout = 'col'" in pair.graph_module.code

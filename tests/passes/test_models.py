@@ -11,10 +11,10 @@ from nmm_compiler.passes.pipeline import explain, run
 # Two layers each (OPT and Whisper scale q; Phi feeds its MLP the x of attention);
 # "chains" are factor pairs, which groups count several of.
 EXPECTED = {
-    "llama": {"shared_x": 2, "gated_mlp_up": 2, "lowrank": 4, "chains": 14},
-    "qwen3": {"shared_x": 2, "gated_mlp_up": 2, "lowrank": 4, "chains": 14},
-    "mistral": {"shared_x": 2, "gated_mlp_up": 2, "lowrank": 4, "chains": 14},
-    "gemma": {"shared_x": 2, "gated_mlp_up": 2, "lowrank": 4, "chains": 14},
+    "llama": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 14},
+    "qwen3": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 14},
+    "mistral": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 14},
+    "gemma": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 14},
     "phi": {"shared_x": 2, "lowrank": 4, "chains": 12},
     "gpt2": {"lowrank": 8, "chains": 8},
     "opt": {"shared_x": 2, "lowrank": 8, "chains": 12},
@@ -22,7 +22,7 @@ EXPECTED = {
     "vit": {"shared_x": 2, "lowrank": 7, "chains": 13},
     "t5": {"shared_x": 2, "lowrank": 6, "chains": 12},
     "whisper_encoder": {"shared_x": 2, "lowrank": 8, "chains": 12},
-    "deepseek_v3": {"shared_x": 2, "gated_mlp_up": 2, "lowrank": 8, "chains": 16},
+    "deepseek_v3": {"shared_x": 2, "gated_mlp": 2, "lowrank": 6, "chains": 16},
     "mixtral": {"shared_x": 2, "lowrank": 2, "chains": 8},
 }
 QUICK = ("llama", "gpt2", "bert", "deepseek_v3")

@@ -129,7 +129,8 @@ def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
     return tuple(out)
 
 
-def _features_over_base(c: Canonical, stage: Stage) -> Dim:
+def features_over_base(c: Canonical, stage: Stage) -> Dim:
+    """Return the features that a stage contracts, by the axes of the value that x is a view of."""
     _, view = c.base(stage.x)
     pieces = [
         (int(own[0].inner), over)
@@ -143,7 +144,7 @@ def same_x(c: Canonical, one: Stage, two: Stage) -> bool:
     """Say whether two stages read the same features of the same value."""
     if c.base(one.x)[0] is not c.base(two.x)[0]:
         return False
-    return _features_over_base(c, one) == _features_over_base(c, two)
+    return features_over_base(c, one) == features_over_base(c, two)
 
 
 def same_tokens(c: Canonical, one: Stage, one_dims: Dims, two: Stage, two_dims: Dims) -> bool:

@@ -64,12 +64,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something is not what a rule looks for: a code, words, the node, the way out."""
+    """Why something is not what a rule looks for: a code, words, the node, the way out.
+
+    told: the reader should know even when another rule takes the place.
+    """
 
     code: str
     reason: str
     key: Key
     remedy: str
+    told: bool = False
 
     @property
     def node(self) -> fx.Node:

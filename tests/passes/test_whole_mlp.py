@@ -1,0 +1,178 @@
+"""A gated MLP as one kernel: when it is, when it is not and why, and that it trains and runs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nmm_compiler.options import LARGEST_BUCKET
+from nmm_compiler.passes.match.whole_mlp import decide
+from nmm_compiler.passes.pipeline import rewrite, run
+
+
+class Projection(nn.Module):
+    """Two factors, or one dense weight when r is 0."""
+
+    def __init__(self, k, r, n, bias=False):
+        super().__init__()
+        self.a = nn.Linear(k, r, bias=False) if r else nn.Identity()
+        self.b = nn.Linear(r or k, n, bias=bias)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class MLP(nn.Module):
+    def __init__(self, ranks, k=32, n=64, back=None, bias=False, after=lambda mlp, y, h: y):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = Projection(k, ranks[0], n, bias), Projection(k, ranks[1], n, bias)
+        self.down = Projection(n, ranks[2], back or k, bias)
+        self.after = after
+
+    def forward(self, x):
+        h = F.silu(self.gate(x)) * self.up(x)
+        return self.after(self, self.down(h), h)
+
+
+X = torch.randn(2, 5, 32)
+
+
+def kinds(result):
+    return [m.kind for m in result.rewritten]
+
+
+def agree(result, model, x=X):
+    # 64 terms at most, three products after each other, sums of values below 1 in fp32.
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 64 * 6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (0, 4, 4), (4, 0, 0), (0, 0, 4), (0, 4, 0)])
+def test_any_projection_may_be_dense(ranks, bias):
+    model = MLP(ranks, bias=bias)
+    result = rewrite(model, X)
+    assert kinds(result) == ["gated_mlp"]
+    assert not result.declined
+    (call,) = (n for n in result.graph_module.graph.nodes if "nmm" in n.meta)
+    assert call.meta["nmm"]["spec"]["ranks"] == [r or None for r in ranks]
+    assert result.matches[0].info["chains"] == sum(map(bool, ranks))
+    agree(result, model)
+
+
+def test_a_dense_mlp_is_left_alone():
+    result = rewrite(MLP((0, 0, 0)), X)
+    assert not result.matches
+    assert not result.declined
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.down.b(m.down.a(m.up(x) * F.gelu(m.gate(x), approximate="tanh"))) + m.c,
+        lambda m, x: (F.relu(m.gate(x)) * m.up(x)).view(10, 64) @ m.w,
+        lambda m, x: torch.einsum("bsn,kn->bsk", F.silu(m.gate(x)) * m.up(x), m.down.b.weight),
+    ],
+    ids=["bias_after", "flattened_dense", "einsum_dense"],
+)
+def test_spellings(function):
+    class Spelled(MLP):
+        def __init__(self):
+            super().__init__((4, 4, 4))
+            self.w, self.c = nn.Parameter(torch.randn(64, 32) / 8), nn.Parameter(torch.randn(32))
+            if function.__code__.co_names.count("einsum"):
+                self.down = Projection(64, 0, 32)
+
+        def forward(self, x):
+            return function(self, x)
+
+    model = Spelled()
+    result = rewrite(model, X)
+    assert kinds(result) == ["gated_mlp"]
+    agree(result, model)
+
+
+def test_h_with_another_reader_stays_two_kernels():
+    model = MLP((4, 4, 4), after=lambda mlp, y, h: y + h.sum())
+    result = rewrite(model, X)
+    assert kinds(result) == ["gated_mlp_up", "lowrank"]
+    (declined,) = result.declined
+    assert (declined.rule, declined.code) == ("gated_mlp", "other_user")
+    assert "is also used by sum" in declined.reason
+    agree(result, model)
+
+
+def test_other_features_come_back():
+    model = MLP((4, 4, 4), back=48)
+    result = rewrite(model, X)
+    assert kinds(result) == ["gated_mlp_up", "lowrank"]
+    assert [d.code for d in result.declined] == ["features"]
+    assert "returns 48 features" in result.declined[0].reason
+
+
+def test_dropout_before_the_down_projection_stays_two_kernels():
+    model = MLP((4, 4, 4)).train()
+    model.down.a = nn.Sequential(nn.Dropout(0.5), model.down.a)
+    result = rewrite(model, X)
+    assert kinds(result) == ["gated_mlp_up", "lowrank"]
+
+
+def test_what_does_not_fit_is_declined_with_the_numbers():
+    n = 120_000  # h^T of 128 tokens takes 938 tiles of 256 bytes per partition, trn2 has 212,472
+    model, x = MLP((2, 2, 2), n=n).to(torch.bfloat16), torch.randn(128, 32).to(torch.bfloat16)
+    result = rewrite(model, x)
+    assert kinds(result) == ["gated_mlp_up", "lowrank"]
+    (declined,) = result.declined
+    assert declined.code == "sbuf"
+    assert "h 240,128" in declined.reason
+    assert "trn2 has 212,472" in declined.reason
+    assert "h 240,128" in str(result)
+    assert kinds(rewrite(model, x[:100])) == ["gated_mlp"]
+
+
+def test_two_kernels_where_they_are_predicted_to_be_faster():
+    ranks = (2048, 2048, 0)
+    code, reason, _ = decide(512, 8192, 28672, ranks, "bfloat16", "col", "trn2")
+    assert code == "slower"
+    assert "for 512 tokens" in reason
+    assert "us on trn2" in reason
+    assert decide(1, 8192, 28672, ranks, "bfloat16", "col", "trn2") == ("", "", "")
+
+
+def test_a_symbolic_count_is_judged_by_the_largest_bucket(monkeypatch):
+    from nmm_compiler.passes.match import whole_mlp
+
+    asked = []
+    monkeypatch.setattr(
+        whole_mlp, "decide", lambda m, *a: asked.append(m) or ("slower", f"{m} tokens", "none")
+    )
+    results = []
+    for options in ({}, {"buckets": (1, 16)}):
+
+        def backend(module, inputs, options=options):
+            results.append(run(module, inputs, options))
+            return results[-1].graph_module.forward
+
+        torch._dynamo.reset()
+        torch.compile(MLP((4, 4, 4)), backend=backend, dynamic=True)(X)
+    assert asked == [LARGEST_BUCKET, 16]
+    assert [d.reason for r in results for d in r.declined] == ["4096 tokens", "16 tokens"]
+    assert [kinds(r) for r in results] == [["gated_mlp_up", "lowrank"]] * 2
+
+
+def test_the_backend_runs_and_trains_it():
+    model = MLP((4, 0, 4), bias=True).to(torch.bfloat16)
+    x = X.to(torch.bfloat16).requires_grad_()
+    reports = []
+    options = {"executor": "simulator", "inner": "eager", "report": reports.append}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="nmm", dynamic=False, options=options)
+    grads = []
+    for f in (model, compiled):
+        y = f(x)
+        grads.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])])
+    assert [k.spec.family for k in reports[0].built] == ["gated_mlp"]
+    for want, got in zip(*([t.detach() for t in g] for g in grads), strict=True):
+        # bf16 rounds at each of the seven products, its gradients as often again
+        bound = 2.0**-8 * 14 * float(want.abs().max())
+        assert float((got.float() - want.float()).abs().max()) <= bound
