@@ -19,7 +19,15 @@ def kernel(
     k: Annotated[int, typer.Option(help="input features")],
     n: Annotated[int, typer.Option(help="output features (gated_mlp: intermediate size)")],
     r: Annotated[int | None, typer.Option(help="rank")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16, float32, ...")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32 or float8_e4m3")
+    ] = None,
+    scales: Annotated[
+        str | None, typer.Option(help="of float8_e4m3 weights: tensor or channel")
+    ] = None,
+    intermediate: Annotated[
+        str | None, typer.Option(help="kept between products as: operand, float32 or float8_e4m3")
+    ] = None,
     target: Annotated[str, typer.Option(help="trn1, trn2 or trn3")] = "trn2",
     x_layout: Annotated[str | None, typer.Option(help="row [m, k] or col [k, m]")] = None,
     out_layout: Annotated[str | None, typer.Option(help="row [m, n] or col [n, m]")] = None,
@@ -48,7 +56,8 @@ def kernel(
     console = Console()
     given: dict[str, Any] = {
         "m": m, "k": k, "r": r, "n": n, "dtype": dtype, "x_layout": x_layout,
-        "out_layout": out_layout, "bias": bias, "activation": activation,
+        "out_layout": out_layout, "bias": bias, "activation": activation, "scales": scales,
+        "intermediate": intermediate,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     spec = make_spec(family, given, field or [])

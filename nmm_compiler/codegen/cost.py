@@ -63,13 +63,14 @@ def dma_us(dmas: tuple[tuple[int, int, int, str], ...], target: Target) -> float
 
 def closed_form_us(work: Work, dtype: str, target: Target) -> float:
     """Return the predicted latency of a schedule in microseconds."""
-    tensor = tensor_us(work.matmuls, dtype, target)
+    wide = tensor_us(work.wide_matmuls, "float32", target)
+    tensor = tensor_us(work.matmuls, dtype, target) + wide
     dma = dma_us(work.dmas, target)
     start = (target.dma_start_latency_seconds + target.semaphore_seconds) * _US
     lead = work.lead_bytes / target.memory_bytes_per_second * _US
     tail = tensor_us((work.tail_matmuls,), dtype, target)
     store = start + work.tail_bytes / target.memory_bytes_per_second * _US
     early = work.early_bytes / target.memory_bytes_per_second * _US
-    late = early + tensor_us(work.late_matmuls, dtype, target)
+    late = early + tensor_us(work.late_matmuls, dtype, target) + wide
     busy = max(tensor + lead, dma + tail, late, eviction_us(work.evictions, target) + lead)
     return start + busy + store

@@ -20,6 +20,7 @@ import libcst as cst
 
 from nmm_compiler.codegen import values
 from nmm_compiler.codegen.fold import BodyFolder, Call, Environment, Statement, literal
+from nmm_compiler.codegen.tidy import ShortCalls, with_comments, without_aliases
 from nmm_compiler.codegen.values import Value, known
 
 _PURE_CALLS = ("min", "max", "len")
@@ -125,7 +126,7 @@ def specialize(
     )
     needed = _names_used([*parts, kernel])
     module = cst.Module(body=[docstring, *_imports(needed), *parts, kernel])
-    return module.visit(_WithoutDirectives()).code
+    return module.visit(_WithoutDirectives()).visit(ShortCalls()).code
 
 
 class _WithoutDirectives(cst.CSTTransformer):
@@ -159,7 +160,7 @@ def _fold_function(
     folder = BodyFolder(dict(environment), signatures, named=bool(keep))
     folder.keep(keep)
     statements = folder.fold(list(node.body.body))  # type: ignore[arg-type]
-    return statements, folder.calls
+    return without_aliases(statements), folder.calls
 
 
 def _bind(node: cst.FunctionDef, sites: Sequence[Call]) -> Environment:
@@ -389,12 +390,7 @@ def remove_unused(statements: list[Statement]) -> list[Statement]:
     while True:
         used = _names_used(statements)
         sweeper = _Sweep(used)
-        swept = []
-        for statement in statements:
-            result = statement.visit(sweeper)
-            if isinstance(result, cst.BaseStatement):
-                swept.append(result)
-        statements = swept
+        statements = with_comments([s.visit(sweeper) for s in statements], statements)
         if not sweeper.removed:
             return statements
 

@@ -74,6 +74,10 @@ class KernelSpec(Record):
         """Return multiplications and additions of the matrix products (2 per term)."""
         raise NotImplementedError
 
+    def flops_by_dtype(self) -> dict[str, int]:
+        """Return the flops at the rate of each operand dtype; they sum to `flops`."""
+        return {self._dtype(): self.flops()}
+
     def reference(self, *arrays: Array) -> Any:
         """Return the exact result in float64 (nothing rounded in between)."""
         raise NotImplementedError
@@ -82,9 +86,21 @@ class KernelSpec(Record):
         """Return, per element, how far a right kernel may be from `reference`."""
         raise NotImplementedError
 
+    def typical_error(self, *arrays: Array) -> Any:
+        """Return, per element, the error of a right kernel if roundings are independent.
+
+        Its norm is what `codegen.proof` holds a kernel's error to. A family that does not derive
+        it is held to the norm of its bound.
+        """
+        return self.error_bound(*arrays)
+
     def check(self, target: Target) -> None:
         """Raise SpecError for what the target cannot do at any schedule."""
-        self._check_dtype_on(target)
+        if self._dtype().startswith("float8") and not target.fp8_double_row:
+            raise SpecError(
+                f"{self.short()}: fp8 kernels are written for trn2 and trn3, whose TensorE "
+                f"doubles its rate for them; {target.name} does not, use dtype bfloat16 there"
+            )
 
     def notes(self) -> tuple[str, ...]:
         """Return remarks for people, e.g. that another form of the product is cheaper."""
@@ -102,7 +118,10 @@ class KernelSpec(Record):
 
     def roofline_us(self, target: Target) -> float:
         """Return the larger of TensorE time at peak and the time of the minimal HBM traffic."""
-        compute = self.flops() / target.peak_flops_per_second(self._dtype())
+        compute = sum(
+            flops / target.peak_flops_per_second(dtype)
+            for dtype, flops in self.flops_by_dtype().items()
+        )
         memory = self.minimal_hbm_bytes() / target.memory_bytes_per_second
         return 1e6 * max(compute, memory)
 
@@ -112,10 +131,6 @@ class KernelSpec(Record):
 
     def _dtype(self) -> str:
         return str(getattr(self, "dtype", "bfloat16"))
-
-    def _check_dtype_on(self, target: Target) -> None:
-        if self._dtype().startswith("float8") and target.name == "trn1":
-            raise SpecError(f"{self.short()}: fp8 kernels are written for trn2 and trn3, not trn1")
 
 
 def check_name(kind: str, value: object, known: tuple[str, ...]) -> None:
@@ -153,6 +168,7 @@ class Work(Record):
     or "transpose". lead_bytes: what must arrive before the first matmul. tail_matmuls: (count,
     columns) left when the last bytes are in; tail_bytes: the last store. instructions: all of them.
     late_matmuls cannot start before early_bytes are in (a second stage and the first's loads).
+    wide_matmuls are passes with fp32 operands in a kernel whose other operands are narrower.
     """
 
     matmuls: tuple[tuple[int, int], ...]
@@ -164,6 +180,7 @@ class Work(Record):
     instructions: int
     early_bytes: int = 0
     late_matmuls: tuple[tuple[int, int], ...] = ()
+    wide_matmuls: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

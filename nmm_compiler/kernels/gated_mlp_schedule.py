@@ -9,6 +9,15 @@ from typing import Any
 
 from nmm_compiler.errors import CapacityError
 from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
+from nmm_compiler.kernels.formats import (
+    check_double_row,
+    check_widened,
+    format_parameters,
+    passes,
+    pitch,
+    row_modes,
+    scale_bytes,
+)
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.tiling import (
     LOADED,
@@ -36,6 +45,7 @@ class GatedMLPSchedule(KernelSchedule):
     u_block, r_group: columns of gate_u and up_u in SBUF, rank tiles summed together.
     v_block, v_chunk, n_group: the same for what makes h. down_*: for down_u; out_*: for what makes
     y. u_stream, down_stream: each chunk is used by one pass, no panel stays.
+    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     """
 
     x_load: str
@@ -57,44 +67,68 @@ class GatedMLPSchedule(KernelSchedule):
     out_group: int
     u_stream: bool = False
     down_stream: bool = False
+    double_row: bool = False
 
     def sbuf_bytes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
-        size = item_bytes(spec.dtype)
+        size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+        kept_size = item_bytes(spec.intermediate_dtype)
+        wide_size = kept_size if spec.wide else size  # weights that multiply what is kept
+        pairs, kept = self.double_row, self.double_row and spec.requantized
         k_tiles, n_tiles = tiles(spec.k, 128), tiles(spec.n, 128)
         tokens, panel = min(self.m_block, spec.m), min(self.v_block, spec.n)
+        kept_row = pitch(tokens, kept) * kept_size
         rank = max(spec.rank("gate"), spec.rank("up"))
-        held = {"x": k_tiles * tokens * size, "active": 4 * 512}
+        held = {"x": k_tiles * pitch(tokens, pairs) * size, "active": 4 * 512}
         if rank:
             rows = tiles(self.k_chunk, 128) if self.u_stream else k_tiles
-            held["u"] = rows * min(self.u_block, rank) * size
-            held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * tokens * size
-        deep = sum(tiles(spec.rank(b) or spec.k, 128) for b in ("gate", "up"))
-        held["v"] = deep * panel * size
+            held["u"] = rows * pitch(min(self.u_block, rank), pairs) * size
+            held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * kept_row
+        held["v"] = sum(
+            tiles(spec.rank(b), 128) * pitch(panel, kept) * wide_size
+            if spec.rank(b)
+            else k_tiles * pitch(panel, pairs) * size
+            for b in ("gate", "up")
+        )
         if isinstance(spec, GatedMLPSpec):
             rank = spec.rank("down")
             out_panel = min(self.out_block, spec.k)
-            held["h"] = n_tiles * tokens * size
+            held["h"] = n_tiles * kept_row
             if rank:
                 rows = tiles(self.down_chunk, 128) if self.down_stream else n_tiles
-                held["down"] = rows * min(self.down_block, rank) * size
-                held["p_down"] = tiles(rank, 128) * tokens * size
-            held["out"] = tiles(rank or spec.n, 128) * out_panel * size
-            held["y"] = self._result(spec.out_layout, out_panel, tokens) * size
+                held["down"] = rows * pitch(min(self.down_block, rank), kept) * wide_size
+                held["p_down"] = tiles(rank, 128) * kept_row
+            held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept) * wide_size
+            held["y"] = self._result(spec.out_layout, out_panel, tokens) * y_size
         else:
-            held["y"] = self._result(spec.out_layout, panel, tokens) * size
-        wide = spec.out_layout == "row"
-        for branch in spec.branches:
-            if getattr(spec, f"{branch}_bias"):
-                features = spec.ends(branch)[1]
-                rows_of_bias = wide and (branch == "down" or spec.branches[-1] != "down")
-                held[f"{branch} bias"] = (
-                    2 * features * size if rows_of_bias else 6 * tiles(features, 128)
-                )
+            held["y"] = self._result(spec.out_layout, panel, tokens) * y_size
+        held |= self._epilogue_bytes(spec, y_size)
         if "tensor" in (self.x_load, self.w_load):
             chunks = (self.k_chunk, self.x_chunk, self.v_chunk, self.down_chunk, self.out_chunk)
             held["flat"] = max(chunks) * size
         return held
+
+    @staticmethod
+    def _epilogue_bytes(spec: GatedMLPUpSpec, y_size: int) -> dict[str, int]:
+        """Return bytes per partition of biases, scales, and fp32 tiles on the way to a result."""
+        held: dict[str, int] = {}
+        down = isinstance(spec, GatedMLPSpec)
+        steps = int(spec.fp8)  # a tile of the up branch; of biased or scaled rows one more
+        for branch in spec.branches:
+            features, along = spec.ends(branch)[1], spec.out_layout == "row"
+            along = along and (branch == "down" or not down)
+            if getattr(spec, f"{branch}_bias"):
+                held[f"{branch} bias"] = (
+                    2 * features * y_size if along else 6 * tiles(features, 128)
+                )
+                steps += 1
+            if spec.fp8:
+                held[f"{branch} scale"] = scale_bytes(features, spec.scales, down=not along)
+                held[f"{branch} scale"] += scale_bytes(spec.rank(branch), spec.scales, down=True)
+                steps += spec.scales == "channel" and along
+        if spec.requantized:
+            steps += 2
+        return held | {"sum": 4 * 512 * steps} if steps else held
 
     @staticmethod
     def _result(layout: str, panel: int, tokens: int) -> int:
@@ -103,7 +137,7 @@ class GatedMLPSchedule(KernelSchedule):
     def overlapped_bytes(self, spec: GatedMLPUpSpec) -> int:
         """Return bytes per partition with a second copy of what streams, so that loads overlap."""
         held = self.sbuf_bytes(spec)
-        names = ("u", "v", "down", "out", "y", "flat", "active")
+        names = ("u", "v", "down", "out", "y", "flat", "active", "sum")
         return sum(held.values()) + sum(held.get(name, 0) for name in names)
 
     def psum_banks(self, spec: GatedMLPUpSpec) -> dict[str, int]:
@@ -141,7 +175,10 @@ class GatedMLPSchedule(KernelSchedule):
         check_blocks(self, sizes, tuple(groups))
         check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
         check_load("w_load", self.w_load, spec.weight_layout == "row", spec.dtype, target)
+        if spec.intermediates():
+            check_widened("w_load", self.w_load, spec)
         check_order(self.k_order, (self.x_load, self.w_load))
+        check_double_row(self.double_row, spec.dtype, target)
         for group, banks in self.psum_banks(spec).items():
             if banks > target.psum_banks:
                 raise CapacityError(
@@ -154,6 +191,7 @@ class GatedMLPSchedule(KernelSchedule):
     def short(self) -> str:
         """Return the blocks."""
         streams = "".join(f" {n}-stream" for n in ("u", "down") if getattr(self, f"{n}_stream"))
+        streams += " double-row" if self.double_row else ""
         return (
             f"m{self.m_block} u{self.u_block} v{self.v_block} down{self.down_block} "
             f"out{self.out_block} k{self.k_chunk}{self.k_order}{streams}"
@@ -171,6 +209,9 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
     """Yield schedules that may be legal, in no order."""
     size = item_bytes(spec.dtype)
     w_loads = ["rows"] if spec.weight_layout == "row" else turned_loads(spec.dtype, target)
+    if spec.wide and spec.intermediates() and w_loads != ["rows"]:
+        w_loads = ["tensor"]
+    kept = 4 if spec.wide else size
     x_ways = x_loads(spec.m, spec.x_layout, spec.dtype, target)
     rank = max(1, spec.rank("gate"), spec.rank("up"))
     down = isinstance(spec, GatedMLPSpec)
@@ -184,7 +225,8 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
         if 2 * m_tiles > banks:
             continue
         n_tiles_at_once = 1 if rows and not down else m_tiles
-        for u_block, v_block, down_block, out_block in itertools.product(
+        for double_row, u_block, v_block, down_block, out_block in itertools.product(
+            row_modes(spec.dtype),
             blocks(rank, (256, 512, 1024)),
             blocks(spec.n, (128, 256, 512, 1024, 2048)),
             blocks(down_rank, (256, 512, 1024)) if down else [128],
@@ -203,16 +245,17 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
                 u_block=u_block,
                 r_group=r_group,
                 v_block=v_block,
-                v_chunk=chunk_rows(rank if rank > 1 else spec.k, min(v_block, spec.n) * size),
+                v_chunk=chunk_rows(rank if rank > 1 else spec.k, min(v_block, spec.n) * kept),
                 n_group=max(1, min(2, (banks // 2) // n_tiles_at_once)),
                 down_block=down_block,
-                down_chunk=chunk_rows(spec.n, down_block * size),
+                down_chunk=chunk_rows(spec.n, down_block * kept),
                 down_group=down_group,
                 out_block=out_block,
-                out_chunk=chunk_rows(down_rank if down_rank > 1 else spec.n, out_block * size),
+                out_chunk=chunk_rows(down_rank if down_rank > 1 else spec.n, out_block * kept),
                 out_group=4 if rows else max(1, 4 // m_tiles),
                 u_stream=u_block <= 128 * r_group,
                 down_stream=down_block <= 128 * down_group,
+                double_row=double_row,
             )
 
 
@@ -229,7 +272,8 @@ def parameters(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target)
         given[f"has_{branch}_bias"] = has
         if not has:
             given[f"{branch}_bias"] = None
-    return given | schedule.to_dict()
+    scaled = [f"{b}_{n}" for b in ("gate", "up", "down") for n in "uvwp"]
+    return given | schedule.to_dict() | format_parameters(spec, schedule, ["x", *scaled, "h"])
 
 
 def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ...]:
@@ -256,11 +300,13 @@ def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ..
 
 def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Work:
     """Count what the engines do; see `Work`."""
-    size = item_bytes(spec.dtype)
+    size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
     m, moving = spec.m, min(512, spec.m)
     m_blocks, m_moves = tiles(m, schedule.m_block), tiles(m, 512)
     down = isinstance(spec, GatedMLPSpec)
     matmuls: list[tuple[int, int]] = []
+    wide_matmuls: list[tuple[int, int]] = []
     evictions: list[tuple[int, int]] = []
     tokens = min(schedule.m_block, m)
     x_run = tokens * size
@@ -271,14 +317,22 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
     ]  # fmt: skip
     kind = "transpose" if schedule.w_load == "dma" else "copy"
 
-    def weight(rows: int, columns: int, block: int, chunk: int) -> None:
+    def weight(rows: int, columns: int, block: int, chunk: int, of_kept: bool) -> None:
         count = tiles(rows, chunk) * tiles(columns, block) * m_blocks
-        run = min(block, columns) * size
-        dmas.append((count, rows * columns * size * m_blocks // count, run, kind))
+        # a load that widens writes four bytes an element
+        moved = 4 if spec.wide and of_kept and schedule.w_load == "rows" else size
+        run = min(block, columns) * moved
+        dmas.append((count, rows * columns * moved * m_blocks // count, run, kind))
         if schedule.w_load == "tensor":
             squares = tiles(rows, 128) * tiles(columns, 128) * m_blocks
             matmuls.append((squares, 128))
             evictions.append((tiles(squares, 4), 512))
+
+    def product(rows: int, chunk: int, count: int, columns: int, of_kept: bool) -> None:
+        if spec.wide and of_kept:
+            wide_matmuls.append((tiles(rows, 128) * count, columns))
+        else:
+            matmuls.append((passes(rows, chunk, kept if of_kept else pairs) * count, columns))
 
     def out_tiles(features: int, rows: bool) -> tuple[int, int]:
         if rows:
@@ -292,28 +346,30 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
         if rank:
             block = schedule.down_block if into_out else schedule.u_block
             chunk = schedule.down_chunk if into_out else schedule.k_chunk
-            weight(first, rank, block, chunk)
-            matmuls.append((tiles(first, 128) * tiles(rank, 128) * m_moves, moving))
+            weight(first, rank, block, chunk, into_out)
+            product(first, chunk, tiles(rank, 128) * m_moves, moving, into_out)
             evictions.append((tiles(rank, 128) * m_moves, moving))
         block = schedule.out_block if into_out else schedule.v_block
         chunk = schedule.out_chunk if into_out else schedule.v_chunk
-        weight(rank or first, last, block, chunk)
+        of_kept = into_out or bool(rank)
+        weight(rank or first, last, block, chunk, of_kept)
         count, columns = out_tiles(last, rows and (into_out or not down))
-        matmuls.append((tiles(rank or first, 128) * count, columns))
+        product(rank or first, chunk, count, columns, of_kept)
         evictions.append((count, columns))
     features = spec.ends(spec.branches[-1])[1]
     panel = min(schedule.out_block if down else schedule.v_block, features)
     stores = tiles(features, panel) * (tiles(m, 128) if rows else m_blocks)
-    run = panel * size if rows else tokens * size
-    dmas.append((stores, m * features * size // stores, run, "copy"))
+    run = panel * y_size if rows else tokens * y_size
+    dmas.append((stores, m * features * y_size // stores, run, "copy"))
     return Work(
         matmuls=tuple(matmuls),
         evictions=tuple(evictions),
         dmas=tuple(dmas),
         lead_bytes=tokens * spec.k * size,
         tail_matmuls=(tiles(panel, 512), moving),
-        tail_bytes=min(m, 128) * panel * size,
-        instructions=sum(n[0] for n in matmuls)
+        tail_bytes=min(m, 128) * panel * y_size,
+        wide_matmuls=tuple(wide_matmuls),
+        instructions=sum(n[0] for n in (*matmuls, *wide_matmuls))
         + sum(n[0] for n in evictions)
         + sum(n[0] for n in dmas),
     )

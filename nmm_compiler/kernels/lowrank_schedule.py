@@ -9,6 +9,16 @@ from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
+from nmm_compiler.kernels.formats import (
+    check_double_row,
+    check_widened,
+    format_parameters,
+    passes,
+    pitch,
+    row_modes,
+    scale_bytes,
+    sum_bytes,
+)
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.tiling import (
     LOADED,
@@ -44,6 +54,7 @@ class LowRankSchedule(KernelSchedule):
     u_resident, v_resident: loaded once for all tokens. u_stream, v_stream: each chunk is used by
         one pass over the contraction, and so no panel stays in SBUF.
     v_still: stage 2 holds v still for a "row" result too, which is quicker for few tokens.
+    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     """
 
     x_load: str
@@ -66,6 +77,7 @@ class LowRankSchedule(KernelSchedule):
     u_stream: bool = False
     v_stream: bool = False
     v_still: bool = False
+    double_row: bool = False
 
     def segment(self, spec: LowRankSpec) -> int:
         """Return contraction rows summed in PSUM at a time, at most k."""
@@ -73,27 +85,39 @@ class LowRankSchedule(KernelSchedule):
 
     def sbuf_bytes(self, spec: LowRankSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
-        size = item_bytes(spec.dtype)
+        size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+        p_size = item_bytes(spec.intermediate_dtype)
+        v_size = p_size if spec.wide else size
+        pairs, second = self.double_row, self.double_row and spec.requantized
         k_tiles, r_tiles = tiles(spec.k, 128), tiles(spec.r, 128)
         tokens = min(self.m_block, spec.m)
         u_columns = spec.r if self.u_resident else min(self.u_block, spec.r)
         v_columns = spec.n if self.v_resident else min(self.v_block, spec.n)
         panel, segment_tiles = min(self.v_block, spec.n), tiles(self.segment(spec), 128)
+        x_tiles = segment_tiles if self.x_stream else k_tiles
+        u_tiles = tiles(self.k_chunk, 128) if self.u_stream else segment_tiles
+        v_tiles = tiles(self.v_chunk, 128) if self.v_stream else r_tiles
+        rows = spec.out_layout == "row"
         held = {
-            "x": (segment_tiles if self.x_stream else k_tiles) * tokens * size,
-            "u": (tiles(self.k_chunk, 128) if self.u_stream else segment_tiles) * u_columns * size,
-            "p": r_tiles * tokens * size,
-            "v": (tiles(self.v_chunk, 128) if self.v_stream else r_tiles) * v_columns * size,
-            "y": panel * size if spec.out_layout == "row" else tiles(panel, 128) * tokens * size,
+            "x": x_tiles * pitch(tokens, pairs) * size,
+            "u": u_tiles * pitch(u_columns, pairs) * size,
+            "p": r_tiles * pitch(tokens, second) * p_size,
+            "v": v_tiles * pitch(v_columns, second) * v_size,
+            "y": panel * y_size if rows else tiles(panel, 128) * tokens * y_size,
         }
         if self.segment(spec) < spec.k:
             held["parts"] = r_tiles * tokens * 4
         if spec.base:
             held["w"] = k_tiles * panel * size
         if spec.bias:
-            held["bias"] = 2 * spec.n * size if spec.out_layout == "row" else 6 * tiles(spec.n, 128)
-            if spec.activation != "identity" and spec.out_layout == "row":
-                held["sum"] = 512 * 4
+            held["bias"] = 2 * spec.n * y_size if rows else 6 * tiles(spec.n, 128)
+        if spec.fp8:
+            held["scale"] = scale_bytes(spec.r, spec.scales, down=True) + scale_bytes(
+                spec.n, spec.scales, down=not rows
+            )
+            if spec.requantized:
+                held["quantized"] = 512 * 4
+        held |= sum_bytes(spec)
         if "tensor" in (self.x_load, self.u_load, self.w_load):
             held["flat"] = min(max(self.k_chunk, self.x_chunk), spec.k) * size
         if self.v_load == "tensor":
@@ -145,18 +169,22 @@ class LowRankSchedule(KernelSchedule):
         check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
         check_load("u_load", self.u_load, spec.u_layout == "row", spec.dtype, target)
         check_load("v_load", self.v_load, spec.v_layout == "row", spec.dtype, target)
+        check_widened("v_load", self.v_load, spec)
         if spec.base:
             check_load("w_load", self.w_load, spec.w_layout == "row", spec.dtype, target)
         check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x_load, self.u_load, *self._base_load(spec)))
         self._check_segment(spec)
+        check_double_row(self.double_row, spec.dtype, target)
         self._check_streams(spec)
         panel = min(self.v_block, spec.n)
-        whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
+        whole = panel % 128 == 0 and spec.n % panel % 128 == 0
+        whole = whole and not spec.bias and spec.scales != "channel"
         if self.v_still and spec.out_layout == "row" and not (whole and target.name != "trn1"):
             raise SpecError(
-                "schedule: v_still with a row result takes whole tiles, no bias, trn2 or trn3; "
-                f"n is {spec.n}, v_block {self.v_block}, bias {spec.bias}, target {target.name}"
+                "schedule: v_still with a row result takes whole tiles, no bias, no scales per "
+                f"channel, trn2 or trn3; n is {spec.n}, v_block {self.v_block}, bias {spec.bias}, "
+                f"scales {spec.scales}, target {target.name}"
             )
         for stage, banks in self.psum_banks(spec).items():
             if banks > target.psum_banks:
@@ -213,6 +241,7 @@ class LowRankSchedule(KernelSchedule):
         )
         segment = f" s{self.k_segment}{'x' if self.x_stream else ''}" if self.k_segment else ""
         still = " v-still" if self.v_still else ""
+        still += " double-row" if self.double_row else ""
         return (
             f"m{self.m_block} u{self.u_block} v{self.v_block} k{self.k_chunk}{self.k_order}"
             f"{segment} r{self.v_chunk}{resident}{still}"
@@ -228,7 +257,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     size = item_bytes(spec.dtype)
     ways = turned_loads(spec.dtype, target)
     u_loads = ["rows"] if spec.u_layout == "row" else ways
-    v_loads = ["rows"] if spec.v_layout == "row" else ways
+    v_loads = ["rows"] if spec.v_layout == "row" else ["tensor"] if spec.wide else ways
     w_loads = ["rows"] if spec.w_layout == "row" or not spec.base else ways
     m_blocks = blocks(spec.m, (512, 1024, 2048))
     r_tiles = tiles(spec.r, 128)
@@ -258,17 +287,20 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
             if one_pass:
                 uses.append((False, True))
             v_chunks = {
-                chunk_rows(spec.r, min(v_block, spec.n) * size, wanted)
+                chunk_rows(spec.r, min(v_block, spec.n) * (4 if spec.wide else size), wanted)
                 for wanted in ((4096, 8192) if few else (8192,))
             }
             still = [spec.out_layout == "col"]
             turns = spec.n % 128 == 0 and not spec.bias and target.name != "trn1"
+            turns = turns and spec.scales != "channel"
             if spec.m <= 64 and turns and not still[0]:
                 still.append(True)
             residents = (False, True) if spec.m > m_block else (False,)
-            for (u_resident, u_stream), v_resident, k_chunk, v_chunk, v_still in itertools.product(
-                uses, residents, sorted(k_chunks), sorted(v_chunks), still
-            ):
+            for (
+                (u_resident, u_stream), v_resident, k_chunk, v_chunk, v_still, double_row
+            ) in itertools.product(
+                uses, residents, sorted(k_chunks), sorted(v_chunks), still, row_modes(spec.dtype)
+            ):  # fmt: skip
                 n_group = min(banks, tiles(v_block, 512))
                 if v_still:
                     n_group = max(1, min(banks, tiles(v_block, 128)) // m_tiles)
@@ -290,6 +322,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                     v_resident=v_resident,
                     u_stream=u_stream,
                     v_still=v_still,
+                    double_row=double_row,
                 )
 
 
@@ -337,7 +370,8 @@ def parameters(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> 
         given["w"] = None
     if not spec.bias:
         given["bias"] = None
-    return given | schedule.to_dict() | {"k_segment": schedule.segment(spec)}
+    given |= schedule.to_dict() | {"k_segment": schedule.segment(spec)}
+    return given | format_parameters(spec, schedule, "xuvp")
 
 
 def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
@@ -361,27 +395,33 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
 
 def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     """Count what the engines do; see `Work`."""
-    size = item_bytes(spec.dtype)
+    size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    v_size = 4 if spec.wide and schedule.v_load == "rows" else size  # widened on the way in
+    pairs, second = schedule.double_row, schedule.double_row and spec.requantized
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
     k_tiles, r_tiles = tiles(k, 128), tiles(r, 128)
     m_blocks, segments = tiles(m, schedule.m_block), tiles(k, schedule.segment(spec))
     tokens = min(schedule.m_block, m)
     panel, u_columns = min(schedule.v_block, n), min(schedule.u_block, r)
-    matmuls = [(k_tiles * r_tiles * tiles(m, 512), min(512, m))]
+    matmuls = [(passes(k, schedule.k_chunk, pairs) * r_tiles * tiles(m, 512), min(512, m))]
     # sums that are added in SBUF leave PSUM through VectorE alone
     evictions = [(r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m))]
-    contraction = r_tiles + (k_tiles if spec.base else 0)
+    contraction = passes(r, schedule.v_chunk, second) + (k_tiles if spec.base else 0)
     if spec.out_layout == "row" and not schedule.v_still:
         out_tiles, out_columns = tiles(m, 128) * tiles(n, 512), min(512, n)
-        store_run, stores = panel * size, tiles(m, 128) * tiles(n, panel)
+        store_run, stores = panel * y_size, tiles(m, 128) * tiles(n, panel)
     else:
         out_tiles, out_columns = tiles(n, 128) * tiles(m, 512), min(512, m)
-        store_run, stores = tokens * size, m_blocks * tiles(n, panel)
+        store_run, stores = tokens * y_size, m_blocks * tiles(n, panel)
         if spec.out_layout == "row":
-            store_run = tiles(panel, 128) * size
+            store_run = tiles(panel, 128) * y_size
+    wide_matmuls: tuple[tuple[int, int], ...] = ()
+    if spec.wide:
+        wide_matmuls = ((r_tiles * out_tiles, out_columns),)
+        contraction -= r_tiles
     matmuls.append((contraction * out_tiles, out_columns))
     evictions.append((out_tiles, out_columns))
-    dmas: list[tuple[int, int, int, str]] = [(stores, m * n * size // stores, store_run, "copy")]
+    dmas: list[tuple[int, int, int, str]] = [(stores, m * n * y_size // stores, store_run, "copy")]
     k_chunks, r_chunks = tiles(k, schedule.k_chunk), tiles(r, schedule.v_chunk)
     rows_at_once = schedule.k_chunk // 128 if schedule.k_order == "p" else 1
     u_times = 1 if schedule.u_resident else m_blocks
@@ -395,8 +435,8 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         (schedule.x_load, m * k * size, tiles(k, schedule.x_chunk) * m_blocks, x_run, m, 1),
         (schedule.u_load, k * r * size * u_times, k_chunks * tiles(r, u_columns) * u_times, u_run,
          r, u_times),
-        (schedule.v_load, r * n * size * v_times, r_chunks * tiles(n, panel) * v_times,
-         panel * size, n, v_times),
+        (schedule.v_load, r * n * v_size * v_times, r_chunks * tiles(n, panel) * v_times,
+         panel * v_size, n, v_times),
     ]  # fmt: skip
     if spec.base:
         loads.append(
@@ -426,7 +466,8 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         dmas=tuple(dmas),
         lead_bytes=first_chunk * (tokens + u_columns) * size,
         tail_matmuls=(tiles(last_rows, 128) * panel_tiles, out_columns),
-        tail_bytes=min(m, 128) * panel * size,
+        tail_bytes=min(m, 128) * panel * y_size,
+        wide_matmuls=wide_matmuls,
         early_bytes=k * (r + m) * size if m_blocks == 1 else 0,
         late_matmuls=(
             matmuls[1],
@@ -434,7 +475,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         )
         if m_blocks == 1
         else (),
-        instructions=sum(n[0] for n in matmuls)
+        instructions=sum(n[0] for n in (*matmuls, *wide_matmuls))
         + sum(n[0] for n in evictions)
         + sum(n[0] for n in dmas),
     )

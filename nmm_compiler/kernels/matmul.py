@@ -1,5 +1,6 @@
 """Family `matmul`: y = activation(x w + bias) in any layout: the baseline, and what the graph's
 single products become once their transposes are layouts. The kernel is kernels/nki/matmul.py.
+fp8 operands come with scales: kernels/precision.py.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import numpy as np
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import (
     ACTIVATIONS,
-    DTYPES,
     LAYOUTS,
     Array,
     Family,
     KernelSchedule,
-    KernelSpec,
     TensorSpec,
     Work,
     check_arrays,
@@ -27,13 +26,24 @@ from nmm_compiler.kernels.base import (
     check_sizes,
     item_bytes,
 )
+from nmm_compiler.kernels.formats import (
+    check_double_row,
+    format_parameters,
+    passes,
+    pitch,
+    row_modes,
+    scale_bytes,
+    sum_bytes,
+)
 from nmm_compiler.kernels.numerics import (
     FP32_ROUNDOFF,
     activation_error,
     activation_value,
+    combine,
     product_error,
     rounding_error,
 )
+from nmm_compiler.kernels.precision import Estimate, FormattedSpec
 from nmm_compiler.kernels.tiling import (
     LOADED,
     blocks,
@@ -53,11 +63,12 @@ from nmm_compiler.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulSpec(KernelSpec):
+class MatmulSpec(FormattedSpec):
     """y[m, n] = activation(x w + bias) with x [m, k], w [k, n], bias [n].
 
     A "col" layout means that the operand is passed, or the result comes back, transposed: x as
-    [k, m], w as [n, k], y as [n, m].
+    [k, m], w as [n, k], y as [n, m]. With dtype float8_e4m3 the product is x_scale w_scale (x w):
+    scales "tensor" gives w_scale [1], "channel" [n]; y and bias are bfloat16 or `out_dtype`.
     """
 
     m: int
@@ -69,30 +80,32 @@ class MatmulSpec(KernelSpec):
     w_layout: str = "row"
     bias: bool = False
     activation: str = "identity"
+    scales: str | None = None
+    out_dtype: str | None = None
 
     family: ClassVar[str] = "matmul"
 
     def __post_init__(self) -> None:
         check_sizes("matmul", {name: getattr(self, name) for name in ("m", "k", "n")})
-        check_name("dtype", self.dtype, DTYPES[:3])
+        self._settle_formats()
         check_name("activation", self.activation, ACTIVATIONS)
         for name in ("x_layout", "out_layout", "w_layout"):
             check_name(name, getattr(self, name), LAYOUTS)
 
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Return x, w, then bias."""
+        """Return x, w, then bias, then the scales of fp8 operands."""
         made = [
             TensorSpec(name="x", shape=lay((self.m, self.k), self.x_layout), dtype=self.dtype),
             TensorSpec(name="w", shape=lay((self.k, self.n), self.w_layout), dtype=self.dtype),
         ]
         if self.bias:
-            made.append(TensorSpec(name="bias", shape=(self.n,), dtype=self.dtype))
-        return tuple(made)
+            made.append(TensorSpec(name="bias", shape=(self.n,), dtype=self.result_dtype))
+        return (*made, *self._scale_tensors({"w": self.n}))
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return y."""
         shape = lay((self.m, self.n), self.out_layout)
-        return (TensorSpec(name="y", shape=shape, dtype=self.dtype),)
+        return (TensorSpec(name="y", shape=shape, dtype=self.result_dtype),)
 
     def flops(self) -> int:
         """Return 2 m k n."""
@@ -105,27 +118,36 @@ class MatmulSpec(KernelSpec):
 
     def error_bound(self, *arrays: Array) -> Array:
         """Return the elementwise bound: one fp32 accumulation of length k, one rounding."""
-        total, error = self._before_activation(arrays)
+        return self._error(arrays)
+
+    def typical_error(self, *arrays: Array) -> Array:
+        """Return the error per element if roundings are independent."""
+        return self._error(arrays, typical=True)
+
+    def _error(self, arrays: tuple[Array, ...], typical: bool = False) -> Array:
+        total, error = self._before_activation(arrays, typical)
         error = activation_error(total, error, self.activation)
         magnitude = np.abs(activation_value(total, self.activation)) + error
-        bound = error + rounding_error(magnitude, self.dtype)
-        return bound if self.out_layout == "row" else np.ascontiguousarray(bound.T)
+        error = combine(error, rounding_error(magnitude, self.result_dtype), typical)
+        return error if self.out_layout == "row" else np.ascontiguousarray(error.T)
 
-    def _before_activation(self, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    def _before_activation(self, arrays: tuple[Array, ...], typical: bool = False) -> Estimate:
         check_arrays(self, arrays)
         x, w, *rest = (np.asarray(a, dtype=np.float64) for a in arrays)
         x = x if self.x_layout == "row" else x.T
         w = w if self.w_layout == "row" else w.T
         total = x @ w
-        error = product_error(np.abs(x), np.abs(w), 0.0, self.k)
+        error = product_error(np.abs(x), np.abs(w), 0.0, self.k, typical)
+        if self.fp8:
+            total, error = self._scaled(total, error, *rest[-2:], typical=typical)
         if self.bias:
             total = total + rest[0]
-            error = error + FP32_ROUNDOFF * (np.abs(total) + error)
+            error = combine(error, FP32_ROUNDOFF * (np.abs(total) + error), typical)
         return total, error
 
     def short(self) -> str:
         """Return family, sizes and dtype."""
-        return f"matmul m{self.m} k{self.k} n{self.n} {self.dtype}"
+        return f"matmul m{self.m} k{self.k} n{self.n} {self.formats()}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +161,7 @@ class MatmulSchedule(KernelSchedule):
     n_block: columns of w in SBUF at a time. n_group: output tiles summed
     together. w_resident: w is loaded once.
     w_stream: each chunk of w is used by one pass over k, and so no panel stays in SBUF.
+    double_row: fp8 only, TensorE takes pairs of tiles of k in one pass.
     """
 
     x_load: str
@@ -151,23 +174,26 @@ class MatmulSchedule(KernelSchedule):
     n_group: int
     w_resident: bool = False
     w_stream: bool = False
+    double_row: bool = False
 
     def sbuf_bytes(self, spec: MatmulSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
-        size = item_bytes(spec.dtype)
+        size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
         k_tiles = tiles(spec.k, 128)
         tokens, panel = min(self.m_block, spec.m), min(self.n_block, spec.n)
+        rows = spec.out_layout == "row"
         held = {
-            "x": k_tiles * tokens * size,
+            "x": k_tiles * pitch(tokens, self.double_row) * size,
             "w": (tiles(self.k_chunk, 128) if self.w_stream else k_tiles)
-            * (spec.n if self.w_resident else panel)
+            * pitch(spec.n if self.w_resident else panel, self.double_row)
             * size,
-            "y": panel * size if spec.out_layout == "row" else tiles(panel, 128) * tokens * size,
+            "y": panel * y_size if rows else tiles(panel, 128) * tokens * y_size,
         }
         if spec.bias:
-            held["bias"] = 2 * spec.n * size if spec.out_layout == "row" else 6 * tiles(spec.n, 128)
-            if spec.activation != "identity" and spec.out_layout == "row":
-                held["sum"] = 512 * 4
+            held["bias"] = 2 * spec.n * y_size if rows else 6 * tiles(spec.n, 128)
+        if spec.fp8:
+            held["scale"] = scale_bytes(spec.n, spec.scales, down=not rows)
+        held |= sum_bytes(spec)
         if "tensor" in (self.x_load, self.w_load):
             held["flat"] = min(max(self.k_chunk, self.x_chunk), spec.k) * size
         return held
@@ -203,6 +229,7 @@ class MatmulSchedule(KernelSchedule):
         check_load("w_load", self.w_load, spec.w_layout == "row", spec.dtype, target)
         check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x_load, self.w_load))
+        check_double_row(self.double_row, spec.dtype, target)
         if self.w_stream and (self.w_resident or not self.one_pass(spec)):
             raise SpecError(
                 "schedule: w_stream needs one pass over k per panel of w; lower n_block from "
@@ -219,7 +246,8 @@ class MatmulSchedule(KernelSchedule):
     def short(self) -> str:
         """Return the blocks."""
         resident = " w-resident" if self.w_resident else " w-stream" if self.w_stream else ""
-        return f"m{self.m_block} n{self.n_block} k{self.k_chunk}{self.k_order}{resident}"
+        double = " double-row" if self.double_row else ""
+        return f"m{self.m_block} n{self.n_block} k{self.k_chunk}{self.k_order}{resident}{double}"
 
 
 def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
@@ -240,7 +268,7 @@ def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
         if spec.m > m_block:
             uses.append((True, False))
         k_chunk = chunk_rows(spec.k, min(n_block, spec.n) * size)
-        for resident, stream in uses:
+        for (resident, stream), double_row in itertools.product(uses, row_modes(spec.dtype)):
             made = MatmulSchedule(
                 x_load=x_load,
                 w_load=w_load,
@@ -252,6 +280,7 @@ def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
                 n_group=n_group,
                 w_resident=resident,
                 w_stream=stream,
+                double_row=double_row,
             )
             if not stream or made.one_pass(spec):
                 yield made
@@ -263,7 +292,7 @@ def parameters(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> di
     given["has_bias"] = spec.bias
     if not spec.bias:
         given["bias"] = None
-    return given | schedule.to_dict()
+    return given | schedule.to_dict() | format_parameters(spec, schedule, ("x", "w"))
 
 
 def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
@@ -281,19 +310,19 @@ def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
 
 def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     """Count what the engines do; see `Work`."""
-    size = item_bytes(spec.dtype)
+    size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
     m, k, n = spec.m, spec.k, spec.n
     k_tiles, m_blocks = tiles(k, 128), tiles(m, schedule.m_block)
     tokens, panel = min(schedule.m_block, m), min(schedule.n_block, n)
     if spec.out_layout == "row":
         out_tiles, columns = tiles(m, 128) * tiles(n, min(512, panel)), min(512, panel)
-        store_run, stores = panel * size, tiles(m, 128) * tiles(n, panel)
+        store_run, stores = panel * y_size, tiles(m, 128) * tiles(n, panel)
     else:
         out_tiles, columns = tiles(n, 128) * tiles(m, min(512, tokens)), min(512, tokens)
-        store_run, stores = tokens * size, m_blocks * tiles(n, panel)
-    matmuls = [(k_tiles * out_tiles, columns)]
+        store_run, stores = tokens * y_size, m_blocks * tiles(n, panel)
+    matmuls = [(passes(k, schedule.k_chunk, schedule.double_row) * out_tiles, columns)]
     evictions = [(out_tiles, columns)]
-    dmas: list[tuple[int, int, int, str]] = [(stores, m * n * size // stores, store_run, "copy")]
+    dmas: list[tuple[int, int, int, str]] = [(stores, m * n * y_size // stores, store_run, "copy")]
     k_chunks = tiles(k, schedule.k_chunk)
     at_once = schedule.k_chunk // 128 if schedule.k_order == "p" else 1
     w_times = 1 if schedule.w_resident else m_blocks
@@ -321,8 +350,11 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
         evictions=tuple(evictions),
         dmas=tuple(dmas),
         lead_bytes=first * (tokens + panel) * size,
-        tail_matmuls=(tiles(first, 128) * tiles(panel, columns), columns),
-        tail_bytes=min(m, 128) * panel * size,
+        tail_matmuls=(
+            passes(first, first, schedule.double_row) * tiles(panel, columns),
+            columns,
+        ),
+        tail_bytes=min(m, 128) * panel * y_size,
         instructions=sum(n[0] for n in matmuls)
         + sum(n[0] for n in evictions)
         + sum(n[0] for n in dmas),

@@ -3,6 +3,12 @@
 Sums are accumulated in fp32 in any order (Higham, Accuracy and Stability of Numerical Algorithms,
 chapter 3: gamma_n), each stored value is rounded once to its dtype, activations are
 evaluated in fp32.
+
+Errors combine in two ways. Worst case: they add, and a sum of n terms is off by gamma_n; no
+kernel that is right exceeds it, but over a chain of long products it grows to the size of the
+result. Typical: roundings are independent, so squares add, and a sum is off by sqrt(n) roundings
+(Higham and Mary, A new approach to probabilistic rounding error analysis, 2019); a right kernel
+stays near it in norm, which is what finds a wrong tile or a result of zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +29,13 @@ _UNIT_ROUNDOFF = {
     "bfloat16": 2.0**-8,
     "float8_e4m3": 2.0**-4,
 }
-_SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+# The smallest positive number, half of which is lost where a value underflows.
+_SMALLEST = {
+    "float32": 2.0**-149,
+    "float16": 2.0**-24,
+    "bfloat16": 2.0**-133,
+    "float8_e4m3": 2.0**-9,
+}
 FP32_ROUNDOFF = _UNIT_ROUNDOFF["float32"]
 
 
@@ -39,20 +51,31 @@ def gamma(length: int) -> float:
 
 def rounding_error(magnitude: Array, dtype: str) -> Array:
     """Return the bound of rounding values of this magnitude to `dtype`, underflow included."""
-    bound: Array = magnitude * unit_roundoff(dtype) + _SMALLEST.get(dtype, 0.0)
+    bound: Array = magnitude * unit_roundoff(dtype) + _SMALLEST[dtype] / 2
     return bound
 
 
-def product_error(left: Array, right: Array, left_error: Array | float, length: int) -> Array:
+def combine(first: Array | float, second: Array | float, typical: bool = False) -> Array:
+    """Return the error of two errors together: their sum, or the root of the sum of squares."""
+    together: Array = np.hypot(first, second) if typical else np.add(first, second)
+    return together
+
+
+def product_error(
+    left: Array, right: Array, left_error: Array | float, length: int, typical: bool = False
+) -> Array:
     """Return the error of an fp32-accumulated product whose left factor is already off.
 
     left, right: magnitudes |a| [i, j] and |b| [j, l]; left_error: bound on a's own error;
-    length: terms in the accumulation. Bound: E|b| + gamma_(length + 2) (|a| + E)|b|.
+    length: terms in the accumulation. Bound: E|b| + gamma_(length + 2) (|a| + E)|b|; typical:
+    the root of E^2 |b|^2 and of the square of sqrt(length + 2) fp32 roundings of |a||b|.
     """
     off = np.broadcast_to(np.asarray(left_error, dtype=np.float64), left.shape)
-    carried = off @ right if np.any(off) else 0.0
-    bound: Array = carried + gamma(length + 2) * ((left + off) @ right)
-    return bound
+    carried: Array | float = 0.0
+    if np.any(off):
+        carried = np.sqrt(np.square(off) @ np.square(right)) if typical else off @ right
+    own = math.sqrt(length + 2) * FP32_ROUNDOFF if typical else gamma(length + 2)
+    return combine(carried, own * ((left + off) @ right), typical)
 
 
 # Largest slope of each activation: how much it can enlarge an error of its argument.

@@ -38,6 +38,8 @@ _OPERANDS = frozenset(
     {"float8_e4m3", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "tfloat32", "float32"}
 )
 _WIDE = frozenset({"float32", "tfloat32"})
+# Elements between the two rows of a double-row operand.
+_PAIR_STEP = 16
 _ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
 _NONE = matmul_perf_mode.none
 
@@ -296,6 +298,15 @@ def _check_double_row(
                 f"nisa.nc_matmul(perf_mode=double_row): {view.name!r} {view.shape}; the first "
                 "free dimension must be 2",
             )
+        if view.strides[1] % _PAIR_STEP:
+            # nki-library, output_projection_tkg.py and output_projection_cte_parameters.py: "double
+            # row stride access"; AWS's own test of the mode pads a tile of one column to 16.
+            machine.rule(
+                TensorShapeError,
+                f"nisa.nc_matmul(perf_mode=double_row): the two rows of {view.name!r} lie "
+                f"{view.strides[1]} elements apart; the distance must be a multiple of "
+                f"{_PAIR_STEP}, pad the tile's last dimension",
+            )
     return stationary.free_size // 2, moving.free_size // 2
 
 
@@ -372,6 +383,16 @@ def nc_transpose(
         raise machine.error(
             TensorShapeError,
             f"nisa.nc_transpose: dst {dst.shape}, data {data.shape} transposes to ({f}, {p})",
+        )
+    apart = dst.strides[-1]
+    spread = data.dtype in FLOAT8 and chosen == "tensor" and machine.generation >= 3
+    if spread and p > 1 and apart != 2:
+        # trainium2_arch, Built-in Transpose Support: fp8 data leaves 16-bit elements in PSUM
+        machine.rule(
+            TensorShapeError,
+            f"nisa.nc_transpose on TensorE: elements of dst {dst.name!r} ({dst.dtype}) lie "
+            f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
+            "of 2 and pass its element 0",
         )
     check_hazard(machine, "nc_transpose", dst, data)
     instruction = machine.record(

@@ -210,7 +210,8 @@ def _matmul_flops(instruction: Instruction) -> int:
     if instruction.op == "nc_transpose" and "k" not in attributes:
         access = instruction.reads[0]
         return 2 * access.partitions * access.partitions * access.elements_per_partition
-    return 2 * int(attributes["k"]) * int(attributes["m"]) * int(attributes["n"])
+    rows = 1 if attributes.get("perf_mode") in (None, "none") else 2  # double_row: two per PE row
+    return 2 * rows * int(attributes["k"]) * int(attributes["m"]) * int(attributes["n"])
 
 
 def _peak(target: Target, instruction: Instruction) -> float:

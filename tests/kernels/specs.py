@@ -14,6 +14,7 @@ tokens = st.one_of(st.sampled_from((1, 2, 5, 16, 33, 127, 128, 130, 513, 600)), 
 outputs = st.one_of(sizes, st.sampled_from((511, 512, 513, 700, 1030)))
 layouts = st.sampled_from(("row", "col"))
 dtypes = st.sampled_from(("bfloat16", "float16", "float32"))
+FP8 = "float8_e4m3"
 activations = st.sampled_from(ACTIVATIONS)
 scales = st.sampled_from((1.0, 0.5, 2.0, -1.75))
 ranks = st.one_of(st.just(0), sizes)
@@ -22,43 +23,49 @@ _common = {
     "m": tokens,
     "k": sizes,
     "n": outputs,
-    "dtype": dtypes,
     "x_layout": layouts,
     "out_layout": layouts,
     "activation": activations,
 }
+_fp8 = {
+    "dtype": st.just(FP8),
+    "scales": st.sampled_from(("tensor", "channel")),
+    "out_dtype": st.sampled_from((None, "float32", "float16")),
+}
+# fp8 contractions of several tiles, which double_row pairs
+_long = {"k": st.one_of(sizes, st.integers(400, 1100))}
+_lowrank = {
+    "r": sizes,
+    "u_layout": layouts,
+    "v_layout": layouts,
+    "bias": st.booleans(),
+    "scale": scales,
+}
+_up = {
+    "gate_r": ranks,
+    "up_r": ranks,
+    "weight_layout": layouts,
+    "gate_bias": st.booleans(),
+    "up_bias": st.booleans(),
+}
+_down = {"down_r": ranks, "down_bias": st.booleans()}
+_matmul = {"w_layout": layouts, "bias": st.booleans()}
+
+
+def _formats(spec_class, fields, plain_fields=None, products=2):
+    """Return specs of plain operands, some with an fp32 intermediate, and specs of fp8 ones."""
+    kept = {"intermediate": st.sampled_from(("operand", "float32"))} if products > 1 else {}
+    quantized = {"intermediate": st.sampled_from(("operand", "float32", FP8))} if kept else {}
+    plain = {**_common, **fields, **(plain_fields or {}), "dtype": dtypes, **kept}
+    return st.one_of(
+        st.builds(spec_class, **plain),
+        st.builds(spec_class, **{**_common, **_long, **fields, **_fp8, **quantized}),
+    )
+
 
 SPECS = {
-    "lowrank": st.builds(
-        LowRankSpec,
-        **_common,
-        r=sizes,
-        u_layout=layouts,
-        v_layout=layouts,
-        w_layout=layouts,
-        bias=st.booleans(),
-        base=st.booleans(),
-        scale=scales,
-    ),
-    "matmul": st.builds(MatmulSpec, **_common, w_layout=layouts, bias=st.booleans()),
-    "gated_mlp_up": st.builds(
-        GatedMLPUpSpec,
-        **_common,
-        gate_r=ranks,
-        up_r=ranks,
-        weight_layout=layouts,
-        gate_bias=st.booleans(),
-        up_bias=st.booleans(),
-    ),
-    "gated_mlp": st.builds(
-        GatedMLPSpec,
-        **_common,
-        gate_r=ranks,
-        up_r=ranks,
-        down_r=ranks,
-        weight_layout=layouts,
-        gate_bias=st.booleans(),
-        up_bias=st.booleans(),
-        down_bias=st.booleans(),
-    ),
+    "lowrank": _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
+    "matmul": _formats(MatmulSpec, _matmul, products=1),
+    "gated_mlp_up": _formats(GatedMLPUpSpec, _up),
+    "gated_mlp": _formats(GatedMLPSpec, {**_up, **_down}),
 }

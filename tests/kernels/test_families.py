@@ -25,12 +25,14 @@ from specs import SPECS
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 _TARGETS = ("trn1", "trn2", "trn3")
+FP8 = "float8_e4m3"
 
 
 def check_any_schedule(family, data):
     """Draw a spec, a target and one of its legal schedules; prove the emitted kernel."""
     spec = data.draw(SPECS[family], label="spec")
-    target = data.draw(st.sampled_from(_TARGETS), label="target")
+    targets = _TARGETS[1:] if spec.dtype == FP8 else _TARGETS
+    target = data.draw(st.sampled_from(targets), label="target")
     legal = rank(spec, get(target))
     place = data.draw(st.integers(0, min(len(legal), 24) - 1), label="schedule")
     kernel = build_kernel(spec, target, legal[place].schedule)
@@ -51,6 +53,139 @@ def test_emitted_source_equals_float64(family, data):
 @settings(max_examples=300, deadline=None, suppress_health_check=_SLOW)
 def test_many_specs_equal_float64(family, data):
     check_any_schedule(family, data)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "intermediate"),
+    [("bfloat16", None), ("bfloat16", "float32"), (FP8, None), (FP8, "float32"), (FP8, FP8)],
+)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_zeros_and_a_lost_tile_fail(family, dtype, intermediate):
+    """Behind any chain of products: the bound of each element alone would let zeros pass."""
+    given_fields = {"m": 16, "k": 300, "n": 290, "dtype": dtype}
+    if family != "matmul":
+        given_fields |= {"r": 200, "intermediate": intermediate or "operand"}
+    spec = FAMILIES[family].spec_class(**given_fields)
+    arrays = random_arrays(spec)
+    want, bound = spec.reference(*arrays), spec.error_bound(*arrays)
+    typical = spec.typical_error(*arrays)
+    for lost in (np.s_[:], np.s_[:, :128]):
+        wrong = want.copy()
+        wrong[lost] = 0
+        assert not compare("lost", (wrong,), (want,), (bound,), (typical,)).passed
+    assert compare("right", (want,), (want,), (bound,), (typical,)).passed
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "matmul"])
+def test_an_fp32_intermediate_is_closer_to_float64(family):
+    """In the bounds, in the typical error and in what the emitted kernel computes."""
+    sizes = {"m": 24, "k": 200, "n": 180, "r": 150, "dtype": "bfloat16"}
+    errors = []
+    for intermediate in ("operand", "float32"):
+        spec = FAMILIES[family].spec_class(**sizes, intermediate=intermediate)
+        arrays = random_arrays(spec)
+        proof = prove(build_kernel(spec, "trn2"))
+        assert proof.passed
+        typical = np.linalg.norm(spec.typical_error(*arrays))
+        errors.append((proof.largest_bound, typical, proof.relative_error))
+    rounded, kept = errors
+    assert kept[0] < 0.5 * rounded[0]
+    assert kept[1] < 0.8 * rounded[1]
+    assert kept[2] < 0.8 * rounded[2]
+    (note,) = [n for n in spec.notes() if "float32" in n]
+    assert "quarter of the bf16 rate" in note
+
+
+@pytest.mark.parametrize("scales", ["tensor", "channel"])
+def test_fp8_reference_is_scaled_linear_algebra(scales):
+    spec = LowRankSpec(
+        m=3, k=5, r=2, n=4, dtype=FP8, scales=scales, bias=True, scale=0.5, intermediate=FP8
+    )
+    names = [t.name for t in spec.inputs()]
+    assert names == ["x", "u", "v", "bias", "x_scale", "u_scale", "v_scale", "p_scale"]
+    assert [t.dtype for t in spec.inputs()] == [FP8] * 3 + ["bfloat16"] + ["float32"] * 4
+    assert spec.output.dtype == "bfloat16"
+    arrays = list(random_arrays(spec, seed=3))
+    arrays[-1] = np.float32([0.001])  # far too small: p saturates at 240 times it
+    x, u, v, bias, xs, us, vs, ps = (np.asarray(a, dtype=np.float64) for a in arrays)
+    p = np.clip(0.5 * xs * us * (x @ u), -240 * ps, 240 * ps)
+    assert (np.abs(p) == 240 * ps).any()
+    np.testing.assert_allclose(spec.reference(*arrays), vs * (p @ v) + bias, rtol=1e-13)
+
+
+@pytest.mark.parametrize("family", ["lowrank", "gated_mlp"])
+def test_a_quantized_intermediate_saturates(family):
+    """Scales far too small give results that are finite, and those of the reference."""
+    spec = FAMILIES[family].spec_class(
+        m=20, k=140, r=130, n=150, dtype=FP8, scales="channel", intermediate=FP8
+    )
+    arrays = [
+        np.float32([1e-3]) if t.name in ("p_scale", "h_scale") or "_p_" in t.name else a
+        for t, a in zip(spec.inputs(), random_arrays(spec), strict=True)
+    ]
+    got = build_kernel(spec, "trn2").simulate(*arrays, mode="functional").output
+    assert np.isfinite(got.astype(np.float64)).all()
+    want = spec.reference(*arrays)
+    assert (np.abs(got.astype(np.float64) - want) <= spec.error_bound(*arrays)).all()
+    assert np.linalg.norm(got.astype(np.float64) - want) < 0.2 * np.linalg.norm(want)
+
+
+def test_double_row_is_chosen_and_halves_the_passes():
+    spec = MatmulSpec(m=512, k=2048, n=2048, dtype=FP8, x_layout="col")
+    kernel = build_kernel(spec, "trn2")
+    assert kernel.schedule.double_row
+    assert "perf_mode=nisa.matmul_perf_mode.double_row" in kernel.source
+    plain = dataclasses.replace(kernel.schedule, double_row=False)
+    slower = build_kernel(spec, "trn2", plain)
+    counts = [k.profile().instructions["tensor"]["nc_matmul"] for k in (kernel, slower)]
+    assert counts[0] * 2 == counts[1]
+    assert kernel.profile().latency_us < 0.7 * slower.profile().latency_us
+    # an odd tile and a ragged one are left to ordinary passes
+    ragged = build_kernel(MatmulSpec(m=16, k=128 * 5 + 40, n=100, dtype=FP8, x_layout="col"))
+    assert prove(build_kernel(ragged.spec, "trn3")).passed
+
+
+def test_the_roofline_counts_each_product_at_its_rate():
+    target = get("trn2")
+    sizes = {"m": 4096, "k": 4096, "r": 1024, "n": 4096, "x_layout": "col"}
+    bf16 = LowRankSpec(**sizes).roofline_us(target)
+    assert LowRankSpec(**sizes, intermediate="float32").roofline_us(target) == 2.5 * bf16
+    assert LowRankSpec(**sizes, dtype=FP8, intermediate=FP8).roofline_us(target) == 0.5 * bf16
+    assert LowRankSpec(**sizes, dtype=FP8).roofline_us(target) == 0.75 * bf16
+
+
+def test_formats_that_say_the_same_compare_equal():
+    sizes = {"m": 8, "k": 16, "n": 32}
+    assert MatmulSpec(**sizes, dtype=FP8) == MatmulSpec(
+        **sizes, dtype=FP8, scales="tensor", out_dtype="bfloat16"
+    )
+    assert LowRankSpec(**sizes, r=4, dtype="float32", intermediate="float32") == LowRankSpec(
+        **sizes, r=4, dtype="float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"scales": "channel"}, SpecError, "belongs to dtype float8_e4m3, and dtype is bfloat16"),
+        ({"dtype": FP8, "scales": "chanel"}, UnknownNameError, "did you mean 'channel'"),
+        ({"dtype": FP8, "out_dtype": FP8}, UnknownNameError, "out_dtype"),
+        ({"out_dtype": "float32"}, UnknownNameError, "out_dtype"),
+        ({"intermediate": FP8}, UnknownNameError, "intermediate"),
+        ({"dtype": FP8, "base": True}, SpecError, "make x w a kernel of family matmul"),
+    ],
+)
+def test_formats_that_do_not_go_together(fields, error, words):
+    with pytest.raises(error, match=words):
+        LowRankSpec(m=8, k=16, r=4, n=32, **fields)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_trn1_refuses_fp8(family):
+    rank_of = {} if family == "matmul" else {"r": 4}
+    spec = FAMILIES[family].spec_class(m=8, k=16, n=32, dtype=FP8, **rank_of)
+    with pytest.raises(SpecError, match="trn1 does not, use dtype bfloat16 there"):
+        build_kernel(spec, "trn1")
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -80,18 +80,44 @@ def test_accumulate_onto_nothing_or_memset_is_refused():
     assert np.abs(result - (a.astype(np.float64).T @ b + 1)).max() < 1e-3
 
 
+DOUBLE_ROW = """
+    x, y = load(a), load(b)
+    acc = nl.ndarray((16, 32), nl.float32, nl.psum)
+    nisa.nc_matmul(dst=acc, stationary=x, moving=y,
+                   perf_mode=nisa.matmul_perf_mode.double_row)
+    return out(acc)
+"""
+
+
 def test_double_row():
+    """One pass contracts 256 rows in the time of 128, and counts them all."""
     dtype = ml_dtypes.float8_e4m3
-    a, b = values((128, 2, 8), dtype), values((128, 2, 24), dtype, 1)
-    body = """
-        x, y = load(a), load(b)
-        acc = nl.ndarray((8, 24), nl.float32, nl.psum)
-        nisa.nc_matmul(dst=acc, stationary=x, moving=y,
-                       perf_mode=nisa.matmul_perf_mode.double_row)
-        return out(acc)
-    """
+    a, b = values((128, 2, 16), dtype), values((128, 2, 32), dtype, 1)
     wanted = np.einsum("kim,kin->mn", a.astype(np.float64), b.astype(np.float64))
-    assert np.abs(run(body, a, b).output - wanted).max() < 1e-3
+    double = run(DOUBLE_ROW, a, b, mode="full")
+    assert np.abs(double.output - wanted).max() < 1e-3
+    single = run(
+        """
+        x, y = load(a), load(b)
+        acc = nl.ndarray((16, 32), nl.float32, nl.psum)
+        nisa.nc_matmul(dst=acc, stationary=x, moving=y)
+        return out(acc)
+        """,
+        np.ascontiguousarray(a[:, 0]),
+        np.ascontiguousarray(b[:, 0]),
+        mode="full",
+    )
+    assert double.profile.engine_busy_us["tensor"] == single.profile.engine_busy_us["tensor"]
+    assert double.profile.flops == 2 * single.profile.flops
+
+
+@pytest.mark.parametrize("columns", [(8, 32), (16, 24)])
+def test_double_rows_lie_a_multiple_of_16_apart(columns):
+    dtype = ml_dtypes.float8_e4m3
+    a, b = values((128, 2, columns[0]), dtype), values((128, 2, columns[1]), dtype, 1)
+    body = DOUBLE_ROW.replace("(16, 32)", str(columns))
+    with pytest.raises(SimulationError, match="must be a multiple of 16, pad the tile"):
+        run(body, a, b)
 
 
 def test_row_tile():
@@ -123,12 +149,25 @@ def test_nc_transpose_tensor(dtype, shape):
     body = """
         x = load(a)
         free = a.size // a.shape[0]
-        r = nl.ndarray((free, a.shape[0]), a.dtype, nl.psum)
+        r = nl.ndarray((free, a.shape[0], STEP), a.dtype, nl.psum)[0:free, 0 : a.shape[0], 0]
+        nisa.nc_transpose(dst=r, data=x, engine=nisa.engine.tensor)
+        return out(r)
+    """.replace("STEP", "2" if "float8" in np.dtype(dtype).name else "1")
+    wanted = a.reshape(a.shape[0], -1).T
+    assert run(body, a).output.tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+def test_fp8_comes_out_of_tensor_transposes_in_16_bit_elements():
+    body = """
+        x = load(a)
+        r = nl.ndarray((8, 16), a.dtype, nl.psum)
         nisa.nc_transpose(dst=r, data=x, engine=nisa.engine.tensor)
         return out(r)
     """
-    wanted = a.reshape(a.shape[0], -1).T
-    assert run(body, a).output.tobytes() == np.ascontiguousarray(wanted).tobytes()
+    a = values((16, 8), ml_dtypes.float8_e4m3)
+    with pytest.raises(SimulationError, match="16-bit elements: give dst a last dimension of 2"):
+        run(body, a)
+    assert run(body, a, target="trn1").output.tobytes() == np.ascontiguousarray(a.T).tobytes()
 
 
 def test_nc_transpose_vector_in_sbuf():

@@ -3,12 +3,22 @@
 Stage 1 holds tiles of u still and moves x^T, so that (x u)^T comes out with the rank on the
 partitions; stage 2 contracts over the rank and takes it as it lies, as the still operand (y) or as
 the moving one (y^T). The intermediate never leaves the chip and is never transposed.
+
+fp8 operands come with scales, which are multiplied in where sums leave PSUM. p is kept in the
+operands' dtype, in bfloat16 or fp32, or quantized to fp8 by p_scale (`kept_dtype`).
 """
 
 import nki
 import nki.language as nl
 
-from .parts import bias_columns, spread_bias
+from .parts import (
+    bias_columns,
+    load_scale,
+    product_scales,
+    reciprocal_of,
+    spread_bias,
+    times,
+)
 from .stages import expand_columns, expand_rows, project
 
 
@@ -19,6 +29,10 @@ def lowrank(
     v,
     w=None,
     bias=None,
+    x_scale=None,
+    u_scale=None,
+    v_scale=None,
+    p_scale=None,
     m=1,  # tokens
     k=1,  # input features
     r=1,  # rank
@@ -48,6 +62,10 @@ def lowrank(
     u_stream=False,
     v_stream=False,
     v_still=False,
+    scales="none",  # of fp8 operands: "tensor" or "channel"
+    kept_dtype="operand",
+    out_dtype="operand",
+    double_row=False,
 ):
     """Return y, [m, n], or [n, m] with out_layout "col"."""
     k_tiles = (k + 127) // 128
@@ -55,29 +73,61 @@ def lowrank(
     u_all = None
     v_all = None
     bias_sb = None
-    if out_layout == "row":
-        out = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
+    p_scale_sb = None
+    y_scale_sb = None
+    down = v_still or out_layout == "col"
+    requantize = kept_dtype == "float8_e4m3"
+    wide = kept_dtype == "float32"
+    second_row = double_row and requantize
+    if out_dtype == "bfloat16":
+        y_dtype = nl.bfloat16
+    elif out_dtype == "float16":
+        y_dtype = nl.float16
+    elif out_dtype == "float32":
+        y_dtype = nl.float32
     else:
-        out = nl.ndarray((n, m), dtype=x.dtype, buffer=nl.shared_hbm)
+        y_dtype = x.dtype
+    if kept_dtype == "bfloat16":
+        p_dtype = nl.bfloat16
+    elif kept_dtype == "float32":
+        p_dtype = nl.float32
+    else:
+        p_dtype = x.dtype
+    if out_layout == "row":
+        out = nl.ndarray((m, n), dtype=y_dtype, buffer=nl.shared_hbm)
+    else:
+        out = nl.ndarray((n, m), dtype=y_dtype, buffer=nl.shared_hbm)
     if has_bias:
         if out_layout == "row":
             bias_sb = spread_bias(bias, n)
         else:
             bias_sb = bias_columns(bias, n)
+    if scales != "none":
+        p_scale_sb = product_scales(u_scale, x_scale, r, scales, True, True)
+        if scale != 1.0:
+            times(p_scale_sb, scale)
+        if requantize:
+            times(p_scale_sb, reciprocal_of(load_scale(p_scale)))
+        y_scale_sb = product_scales(v_scale, p_scale, n, scales, down, requantize)
     if u_resident:
-        u_all = nl.ndarray((128, k_tiles, r), dtype=u.dtype, buffer=nl.sbuf)
+        u_pitch = (r + 15) // 16 * 16 if double_row else r
+        u_all = nl.ndarray((128, k_tiles, u_pitch), dtype=u.dtype, buffer=nl.sbuf)
     if v_resident:
-        v_all = nl.ndarray((128, r_tiles, n), dtype=v.dtype, buffer=nl.sbuf)
+        v_pitch = (n + 15) // 16 * 16 if second_row else n
+        v_dtype = nl.float32 if wide else v.dtype
+        v_all = nl.ndarray((128, r_tiles, v_pitch), dtype=v_dtype, buffer=nl.sbuf)
 
     for m0 in range(0, m, m_block):
         tokens = min(m_block, m - m0)
 
         # Stage 1: p^T = (x u)^T, summed over all of k in PSUM, rounded once on the way out.
+        x_pitch = (tokens + 15) // 16 * 16 if double_row else tokens
+        p_pitch = (tokens + 15) // 16 * 16 if second_row else tokens
         if x_stream:
             x_sb = None
         else:
-            x_sb = nl.ndarray((128, k_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
-        p_sb = nl.ndarray((128, r_tiles, tokens), dtype=v.dtype, buffer=nl.sbuf)
+            x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
+        p_sb = nl.ndarray((128, r_tiles, p_pitch), dtype=p_dtype, buffer=nl.sbuf)
         project(
             p_sb,
             x_sb,
@@ -100,6 +150,11 @@ def lowrank(
             u_resident,
             u_stream,
             scale,
+            p_scale_sb,
+            scales,
+            requantize,
+            False,
+            double_row,
         )
 
         # Stage 2: contracts over the rank, panel by panel of v.
@@ -132,6 +187,10 @@ def lowrank(
                 v_stream,
                 has_bias,
                 activation,
+                y_scale_sb,
+                scales,
+                wide,
+                second_row,
             )
         else:
             expand_columns(
@@ -163,5 +222,9 @@ def lowrank(
                 has_bias,
                 activation,
                 out_layout == "row",
+                y_scale_sb,
+                scales,
+                wide,
+                second_row,
             )
     return out

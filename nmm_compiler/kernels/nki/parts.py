@@ -18,6 +18,8 @@ def load(dst, tile, src, row, rows, column, columns, how, order, total):
         load_strided(dst, tile, src, row, rows, column, columns, order, total)
     elif how == "dma":
         load_transposed_by_dma(dst, tile, src, row, rows, column, columns)
+    elif how == "tensor8":
+        load_bytes_transposed_by_tensor(dst, tile, src, row, rows, column, columns)
     else:
         load_transposed_by_tensor(dst, tile, src, row, rows, column, columns)
 
@@ -112,6 +114,27 @@ def load_transposed_by_tensor(dst, tile, src, row, rows, column, columns):
             evict(dst[0 : rows % 128, tile + tiles, start : start + width], turned, start // 128)
 
 
+def load_bytes_transposed_by_tensor(dst, tile, src, row, rows, column, columns):
+    """Load rows of fp8 numbers, then turn tiles on TensorE, which writes 16 bits for each."""
+    for start in range(0, columns, 128):
+        width = min(128, columns - start)
+        flat = nl.ndarray((width, rows), dtype=src.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=flat, src=src[column + start : column + start + width, row : row + rows])
+        for first in range(0, rows, 128):
+            deep = min(128, rows - first)
+            turned = nl.ndarray((deep, width, 2), dtype=src.dtype, buffer=nl.psum)
+            nisa.nc_transpose(
+                dst=turned[0:deep, 0:width, 0],
+                data=flat[0:width, first : first + deep],
+                engine=nisa.engine.tensor,
+            )
+            evict(
+                dst[0:deep, tile + first // 128, start : start + width],
+                turned[0:deep, 0:width, 0],
+                first // 128 + start // 128,
+            )
+
+
 def evict(dst, src, turn):
     """Copy PSUM to SBUF, rounding to dst's dtype; VectorE and ScalarE take turns."""
     if turn % 2 == 0:
@@ -121,7 +144,7 @@ def evict(dst, src, turn):
 
 
 def evict_scaled(dst, src, scale, turn):
-    """Copy PSUM to SBUF times `scale`; VectorE and ScalarE take turns."""
+    """Copy PSUM to SBUF times `scale`, a number or [P, 1]; VectorE and ScalarE take turns."""
     if turn % 2 == 0:
         nisa.tensor_scalar(dst=dst, data=src, op0=nl.multiply, operand0=scale)
     else:
@@ -167,6 +190,169 @@ def activate_with_bias_row(dst, src, bias, activation, turn):
         total = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=total, data1=src, data2=bias, op=nl.add)
         activate(dst, total, activation, turn)
+
+
+def quantize(dst, src, scale):
+    """Write src times `scale`, [P, 1], to fp8, saturating at the largest finite number."""
+    scaled = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=scaled, op=nl.copy, data=src, scale=scale)
+    nisa.tensor_scalar(
+        dst=dst, data=scaled, op0=nl.minimum, operand0=240.0, op1=nl.maximum, operand1=-240.0
+    )
+
+
+def round_to(dst, src, scale, requantize, scaled, turn):
+    """Round src, times `scale` if `scaled`, to dst's dtype; to fp8 saturating."""
+    if requantize:
+        quantize(dst, src, scale)
+    elif scaled:
+        evict_scaled(dst, src, scale, turn)
+    else:
+        evict(dst, src, turn)
+
+
+def finish_rows(dst, src, scale, bias, scales, has_bias, activation, turn):
+    """Apply activation(scale src + bias), outputs along the free axis.
+
+    scale: [P, 1] with scales "tensor", else as src; bias: as src.
+    """
+    if scales == "none":
+        if has_bias:
+            activate_with_bias_row(dst, src, bias, activation, turn)
+        else:
+            activate(dst, src, activation, turn)
+    elif scales == "tensor" and not has_bias:
+        activate_scaled(dst, src, scale, activation, turn)
+    elif activation == "identity" and not has_bias:
+        nisa.tensor_tensor(dst=dst, data1=src, data2=scale, op=nl.multiply)
+    else:
+        whole = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+        if scales == "tensor":
+            evict_scaled(whole, src, scale, turn)
+        else:
+            nisa.tensor_tensor(dst=whole, data1=src, data2=scale, op=nl.multiply)
+        if has_bias:
+            activate_with_bias_row(dst, whole, bias, activation, turn)
+        else:
+            activate(dst, whole, activation, turn)
+
+
+def finish_columns(dst, src, scale, bias, scales, has_bias, activation, turn):
+    """Apply activation(scale src + bias), outputs on the partitions: scale and bias are [P, 1]."""
+    if scales == "none":
+        if has_bias:
+            activate_with_bias_column(dst, src, bias, activation)
+        else:
+            activate(dst, src, activation, turn)
+    elif has_bias:
+        activate_scaled_with_bias_column(dst, src, scale, bias, activation)
+    else:
+        activate_scaled(dst, src, scale, activation, turn)
+
+
+def activate_scaled(dst, src, scale, activation, turn):
+    """Apply the epilogue to src times `scale`, [P, 1]."""
+    if activation == "identity":
+        evict_scaled(dst, src, scale, turn)
+    elif activation == "relu":
+        nisa.activation(dst=dst, op=nl.relu, data=src, scale=scale)
+    elif activation == "silu":
+        nisa.activation(dst=dst, op=nl.silu, data=src, scale=scale)
+    elif activation == "gelu":
+        nisa.activation(dst=dst, op=nl.gelu, data=src, scale=scale)
+    else:
+        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src, scale=scale)
+
+
+def activate_scaled_with_bias_column(dst, src, scale, bias, activation):
+    """Apply the epilogue to src times `scale` plus `bias`, both [P, 1], in one pass."""
+    if activation == "identity":
+        nisa.tensor_scalar(
+            dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
+        )
+    elif activation == "relu":
+        nisa.activation(dst=dst, op=nl.relu, data=src, scale=scale, bias=bias)
+    elif activation == "silu":
+        nisa.activation(dst=dst, op=nl.silu, data=src, scale=scale, bias=bias)
+    elif activation == "gelu":
+        nisa.activation(dst=dst, op=nl.gelu, data=src, scale=scale, bias=bias)
+    else:
+        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src, scale=scale, bias=bias)
+
+
+def product_scales(scale, factor, n, scales, down, has_factor):
+    """Return what a product's sums are multiplied by: its weight's scales times its factor's."""
+    product = load_scales(scale, n, scales, down)
+    if has_factor:
+        times(product, load_scale(factor))
+    return product
+
+
+def load_scale(scale):
+    """Load one number, [1], to every partition, [128, 1]."""
+    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=column, src=scale.reshape((1, 1)).broadcast(0, 128))
+    return column
+
+
+def times(column, factor):
+    """Multiply [128, tiles] by a column [128, 1] in place."""
+    nisa.tensor_scalar(dst=column, data=column, op0=nl.multiply, operand0=factor)
+
+
+def reciprocal_of(column):
+    """Return 1 / column, [128, 1]."""
+    inverse = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.reciprocal(dst=inverse, data=column)
+    return inverse
+
+
+def scale_columns(scale, n):
+    """Load a scale per output, [n], and return it in SBUF as [128, tiles], outputs down."""
+    tiles = n // 128
+    columns = nl.ndarray((128, (n + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
+    if n % 128 > 0:
+        nisa.memset(dst=columns, value=0.0)
+    if tiles > 0:
+        nisa.dma_copy(
+            dst=columns[0:128, 0:tiles],
+            src=scale[0 : 128 * tiles].reshape((tiles, 128)).permute((1, 0)),
+        )
+    if n % 128 > 0:
+        nisa.dma_copy(
+            dst=columns[0 : n % 128, tiles : tiles + 1],
+            src=scale[128 * tiles : n].reshape((n % 128, 1)),
+        )
+    return columns
+
+
+def spread_scales(scale, n):
+    """Load a scale per output, [n], and return it in SBUF as [128, n]: ones times the row."""
+    row = nl.ndarray((1, n), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=row, src=scale.reshape((1, n)))
+    ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    spread = nl.ndarray((128, n), dtype=nl.float32, buffer=nl.sbuf)
+    for start in range(0, n, 512):
+        width = min(512, n - start)
+        copies = nl.ndarray((128, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=copies, stationary=ones, moving=row[0:1, start : start + width])
+        evict(spread[0:128, start : start + width], copies, start // 512)
+    return spread
+
+
+def load_scales(scale, n, scales, down):
+    """Load a weight's scales, [128, 1] with scales "tensor"; with "channel" as outputs lie.
+
+    down: outputs lie on the partitions, else along the free axis.
+    """
+    if scales == "tensor":
+        loaded = load_scale(scale)
+    elif down:
+        loaded = scale_columns(scale, n)
+    else:
+        loaded = spread_scales(scale, n)
+    return loaded
 
 
 def spread_bias(bias, n):

@@ -10,12 +10,11 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .parts import (
-    activate,
-    activate_with_bias_column,
-    activate_with_bias_row,
     evict,
-    evict_scaled,
+    finish_columns,
+    finish_rows,
     load,
+    round_to,
     store_rows,
 )
 
@@ -42,10 +41,16 @@ def project(
     resident,
     stream,
     scale,
+    scale_sb,  # fp8: [128, 1] or a column per tile of r, multiplied in
+    scales,
+    requantize,
+    widen,  # w is widened to fp32 on its way in
+    double_row,  # pairs of tiles of the contraction in one pass
 ):
     """Compute p_sb [128, tiles of r, tokens] = scale (s w)^T, rounded once to p_sb's dtype."""
     m_tiles = (tokens + 511) // 512
     k_tiles = (k + 127) // 128
+    scaled = scales != "none" or scale != 1.0
     segment_tiles = (min(k_segment, k) + 127) // 128
     if k_segment < k:
         # fp32 sums of the segments: with them s and w are read once, whatever PSUM holds
@@ -53,13 +58,19 @@ def project(
     for k1 in range(0, k, k_segment):
         k_stop = min(k1 + k_segment, k)
         if s_stream:
-            s_sb = nl.ndarray((128, segment_tiles, tokens), dtype=s.dtype, buffer=nl.sbuf)
+            s_pitch = (tokens + 15) // 16 * 16 if double_row else tokens
+            s_sb = nl.ndarray((128, segment_tiles, s_pitch), dtype=s.dtype, buffer=nl.sbuf)
         for r0 in range(0, r, w_block):
             columns = min(w_block, r - r0)
+            pitch = (columns + 15) // 16 * 16 if double_row else columns
             if resident:
                 w_sb = w_all[0:128, 0:k_tiles, r0 : r0 + columns]
             elif not stream:
-                w_sb = nl.ndarray((128, segment_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
+                w_sb = nl.ndarray(
+                    (128, segment_tiles, pitch),
+                    dtype=nl.float32 if widen else w.dtype,
+                    buffer=nl.sbuf,
+                )
             for r1 in range(0, columns, 128 * group_tiles):
                 group = (min(128 * group_tiles, columns - r1) + 127) // 128
                 wide = min(512, tokens)
@@ -73,7 +84,9 @@ def project(
                     if stream:
                         # one pass over k uses each chunk once: it needs no panel to stay in
                         w_sb = nl.ndarray(
-                            (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
+                            (128, (rows + 127) // 128, pitch),
+                            dtype=nl.float32 if widen else w.dtype,
+                            buffer=nl.sbuf,
                         )
                     if stream or (r1 == 0 and (m0 == 0 or not resident)):
                         load(w_sb, k0 // 128 - w_first, w, k0, rows, r0, columns, w_load, order, k)
@@ -81,7 +94,25 @@ def project(
                         s_rows = min(s_chunk, k - k0)
                         s_tile = k0 // 128 - s_first
                         load(s_sb, s_tile, s, k0, s_rows, m0, tokens, s_load, order, k)
-                    for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                    pairs = rows // 256 if double_row else 0
+                    for pair in range(pairs):
+                        kt = k0 // 128 + 2 * pair
+                        wt = kt - w_first
+                        st = kt - s_first
+                        for i in range(group):
+                            rs = r1 + 128 * i
+                            rp = min(128, columns - rs)
+                            for mt in range(m_tiles):
+                                ms = 512 * mt
+                                mw = min(512, tokens - ms)
+                                nisa.nc_matmul(
+                                    dst=sums[i * m_tiles + mt][0:rp, 0:mw],
+                                    stationary=w_sb[0:128, wt : wt + 2, rs : rs + rp],
+                                    moving=s_sb[0:128, st : st + 2, ms : ms + mw],
+                                    accumulate=kt > k1 // 128,
+                                    perf_mode=nisa.matmul_perf_mode.double_row,
+                                )
+                    for kt in range(k0 // 128 + 2 * pairs, (k0 + rows + 127) // 128):
                         kp = min(128, k - 128 * kt)
                         for i in range(group):
                             rs = r1 + 128 * i
@@ -103,20 +134,21 @@ def project(
                         mw = min(512, tokens - ms)
                         p_tile = p_sb[0:rp, (r0 + rs) // 128, ms : ms + mw]
                         p_sum = sums[i * m_tiles + mt][0:rp, 0:mw]
+                        rt = (r0 + rs) // 128 if scales == "channel" else 0
+                        p_scale = scale_sb[0:rp, rt : rt + 1] if scales != "none" else scale
+                        turn = i * m_tiles + mt
                         if k_segment < k:
                             part = parts[0:rp, (r0 + rs) // 128, ms : ms + mw]
                             if k1 == 0:
-                                evict(part, p_sum, i * m_tiles + mt)
-                            elif k_stop < k or scale != 1.0:
+                                evict(part, p_sum, turn)
+                            elif k_stop < k or scaled:
                                 nisa.tensor_tensor(dst=part, data1=part, data2=p_sum, op=nl.add)
                             else:
                                 nisa.tensor_tensor(dst=p_tile, data1=part, data2=p_sum, op=nl.add)
-                            if k_stop == k and scale != 1.0:
-                                evict_scaled(p_tile, part, scale, i * m_tiles + mt)
-                        elif scale == 1.0:
-                            evict(p_tile, p_sum, i * m_tiles + mt)
+                            if k_stop == k and scaled:
+                                round_to(p_tile, part, p_scale, requantize, scaled, turn)
                         else:
-                            evict_scaled(p_tile, p_sum, scale, i * m_tiles + mt)
+                            round_to(p_tile, p_sum, p_scale, requantize, scaled, turn)
 
 
 def expand_rows(
@@ -147,16 +179,23 @@ def expand_rows(
     stream,
     has_bias,
     activation,
+    scale_sb,  # fp8: [128, 1], or with scales "channel" [128, n], multiplied in
+    scales,
+    widen,  # w is widened to fp32 on its way in
+    double_row,  # pairs of tiles of the contraction in one pass
 ):
     """Store y [tokens, n] = activation(s w + x base_w + bias): tokens still, weights moving."""
     k_tiles = (k + 127) // 128
     base_tiles = (base_k + 127) // 128
     for n0 in range(0, n, w_block):
         columns = min(w_block, n - n0)
+        pitch = (columns + 15) // 16 * 16 if double_row else columns
         if resident:
             w_sb = w_all[0:128, 0:k_tiles, n0 : n0 + columns]
         elif not stream:
-            w_sb = nl.ndarray((128, k_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
+            w_sb = nl.ndarray(
+                (128, k_tiles, pitch), dtype=nl.float32 if widen else w.dtype, buffer=nl.sbuf
+            )
         if base_k > 0:
             base_sb = nl.ndarray((128, base_tiles, columns), dtype=base_w.dtype, buffer=nl.sbuf)
         for mt in range((tokens + 127) // 128):
@@ -204,12 +243,28 @@ def expand_rows(
                     first = k0 // 128
                     if stream:
                         w_sb = nl.ndarray(
-                            (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
+                            (128, (rows + 127) // 128, pitch),
+                            dtype=nl.float32 if widen else w.dtype,
+                            buffer=nl.sbuf,
                         )
                         load(w_sb, 0, w, k0, rows, n0, columns, w_load, order, k)
                     elif mt == 0 and n1 == 0 and (m0 == 0 or not resident):
                         load(w_sb, first, w, k0, rows, n0, columns, w_load, order, k)
-                    for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                    pairs = rows // 256 if double_row else 0
+                    for pair in range(pairs):
+                        kt = k0 // 128 + 2 * pair
+                        at = kt - first if stream else kt
+                        for i in range(group):
+                            ns = n1 + 512 * i
+                            nw = min(512, columns - ns)
+                            nisa.nc_matmul(
+                                dst=sums[i][0:mw, 0:nw],
+                                stationary=s_sb[0:128, kt : kt + 2, ms : ms + mw],
+                                moving=w_sb[0:128, at : at + 2, ns : ns + nw],
+                                accumulate=base_k > 0 or kt > 0,
+                                perf_mode=nisa.matmul_perf_mode.double_row,
+                            )
+                    for kt in range(k0 // 128 + 2 * pairs, (k0 + rows + 127) // 128):
                         kp = min(128, k - 128 * kt)
                         for i in range(group):
                             ns = n1 + 512 * i
@@ -225,11 +280,15 @@ def expand_rows(
                     nw = min(512, columns - ns)
                     y_tile = y_sb[0:mw, ns : ns + nw]
                     y_sum = sums[i][0:mw, 0:nw]
-                    if has_bias:
-                        b_tile = bias_sb[0:mw, n0 + ns : n0 + ns + nw]
-                        activate_with_bias_row(y_tile, y_sum, b_tile, activation, i + mt)
+                    n_at = n0 + ns
+                    b_tile = bias_sb[0:mw, n_at : n_at + nw] if has_bias else None
+                    if scales == "channel":
+                        scale = scale_sb[0:mw, n_at : n_at + nw]
+                    elif scales == "tensor":
+                        scale = scale_sb[0:mw, 0:1]
                     else:
-                        activate(y_tile, y_sum, activation, i + mt)
+                        scale = None
+                    finish_rows(y_tile, y_sum, scale, b_tile, scales, has_bias, activation, i + mt)
             nisa.dma_copy(dst=out[m0 + ms : m0 + ms + mw, n0 : n0 + columns], src=y_sb)
 
 
@@ -262,6 +321,10 @@ def expand_columns(
     has_bias,
     activation,
     as_rows,
+    scale_sb,  # fp8: [128, 1] or a column per tile of n, multiplied in
+    scales,
+    widen,  # w is widened to fp32 on its way in
+    double_row,  # pairs of tiles of the contraction in one pass
 ):
     """Store y^T [n, tokens] = activation(s w + x base_w + bias)^T: weights still, tokens moving.
 
@@ -273,11 +336,14 @@ def expand_columns(
     m_tiles = (tokens + 511) // 512
     for n0 in range(0, n, w_block):
         columns = min(w_block, n - n0)
+        pitch = (columns + 15) // 16 * 16 if double_row else columns
         n_tiles = (columns + 127) // 128
         if resident:
             w_sb = w_all[0:128, 0:k_tiles, n0 : n0 + columns]
         elif not stream:
-            w_sb = nl.ndarray((128, k_tiles, columns), dtype=w.dtype, buffer=nl.sbuf)
+            w_sb = nl.ndarray(
+                (128, k_tiles, pitch), dtype=nl.float32 if widen else w.dtype, buffer=nl.sbuf
+            )
         if base_k > 0:
             base_sb = nl.ndarray((128, base_tiles, columns), dtype=base_w.dtype, buffer=nl.sbuf)
         if as_rows:
@@ -330,12 +396,35 @@ def expand_columns(
                 first = k0 // 128
                 if stream:
                     w_sb = nl.ndarray(
-                        (128, (rows + 127) // 128, columns), dtype=w.dtype, buffer=nl.sbuf
+                        (128, (rows + 127) // 128, pitch),
+                        dtype=nl.float32 if widen else w.dtype,
+                        buffer=nl.sbuf,
                     )
                     load(w_sb, 0, w, k0, rows, n0, columns, w_load, order, k)
                 elif n1 == 0 and (m0 == 0 or not resident):
                     load(w_sb, first, w, k0, rows, n0, columns, w_load, order, k)
-                for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+                pairs = rows // 256 if double_row else 0
+                for pair in range(pairs):
+                    kt = k0 // 128 + 2 * pair
+                    at = kt - first if stream else kt
+                    for i in range(group):
+                        ns = 128 * (n1 + i)
+                        nw = min(128, columns - ns)
+                        if as_rows:
+                            still = w_sb[0:128, at : at + 2, n1 + i : columns : n_tiles]
+                        else:
+                            still = w_sb[0:128, at : at + 2, ns : ns + nw]
+                        for mt in range(m_tiles):
+                            ms = 512 * mt
+                            mw = min(512, tokens - ms)
+                            nisa.nc_matmul(
+                                dst=sums[i * m_tiles + mt][0:nw, 0:mw],
+                                stationary=still,
+                                moving=s_sb[0:128, kt : kt + 2, ms : ms + mw],
+                                accumulate=base_k > 0 or kt > 0,
+                                perf_mode=nisa.matmul_perf_mode.double_row,
+                            )
+                for kt in range(k0 // 128 + 2 * pairs, (k0 + rows + 127) // 128):
                     kp = min(128, k - 128 * kt)
                     for i in range(group):
                         ns = 128 * (n1 + i)
@@ -365,13 +454,13 @@ def expand_columns(
                     else:
                         y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
                     y_sum = sums[i * m_tiles + mt][0:nw, 0:mw]
-                    if has_bias:
-                        nt = n0 // 128 + n1 + i
-                        activate_with_bias_column(
-                            y_tile, y_sum, bias_sb[0:nw, nt : nt + 1], activation
-                        )
-                    else:
-                        activate(y_tile, y_sum, activation, i + mt)
+                    nt = n0 // 128 + n1 + i
+                    st = nt if scales == "channel" else 0
+                    b_tile = bias_sb[0:nw, nt : nt + 1] if has_bias else None
+                    scale = scale_sb[0:nw, st : st + 1] if scales != "none" else None
+                    finish_columns(
+                        y_tile, y_sum, scale, b_tile, scales, has_bias, activation, i + mt
+                    )
         if as_rows:
             view = out[m0 : m0 + tokens, n0 : n0 + columns].reshape_dim(1, (128, n_tiles))
             # many short runs: the hardware writes their descriptors

@@ -1,0 +1,188 @@
+"""Tidies a folded function: names that only stand for other names go, calls that fit take one line.
+
+Folding leaves `pitch = tokens` where a choice went away, and calls spread over lines whose reason,
+a long argument, is gone.
+"""
+
+# libcst names its visitor methods after node classes.
+# ruff: noqa: N802, D102
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import libcst as cst
+
+WIDTH = 100
+
+
+def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    """Return the statements with `b` written for `a` where the only assignment of `a` is `a = b`.
+
+    b is a name or `name.attribute`, and is itself assigned at most once.
+    """
+    while True:
+        counter = _Assignments()
+        for statement in statements:
+            statement.visit(counter)
+        aliases = {
+            name: value
+            for name, value in counter.aliases.items()
+            if counter.counts[name] == 1 and counter.counts[_root(value)] <= 1
+        }
+        # one at a time: the value of one alias may name another
+        chosen = dict(list(aliases.items())[:1])
+        if not chosen:
+            return list(statements)
+        replacer = _Replace(chosen)
+        made = [statement.visit(replacer) for statement in statements]
+        statements = with_comments(made, statements)
+
+
+def with_comments(
+    made: Sequence[Any], before: Sequence[cst.BaseStatement]
+) -> list[cst.BaseStatement]:
+    """Return the statements that are left; a removed one leaves its comment to the next."""
+    left: list[cst.BaseStatement] = []
+    waiting: list[cst.EmptyLine] = []
+    for new, old in zip(made, before, strict=True):
+        if not isinstance(new, cst.BaseStatement):
+            lines = getattr(old, "leading_lines", ())
+            waiting += lines if any(line.comment for line in lines) else []
+            continue
+        if waiting:
+            own: Any = new
+            new = own.with_changes(leading_lines=[*waiting, *own.leading_lines])
+            waiting = []
+        left.append(new)
+    return left
+
+
+def _root(value: cst.BaseExpression) -> str:
+    while isinstance(value, cst.Attribute):
+        value = value.value
+    return value.value if isinstance(value, cst.Name) else ""
+
+
+def _is_plain(value: cst.BaseExpression) -> bool:
+    constants = ("None", "True", "False")
+    if isinstance(value, cst.Attribute):
+        return isinstance(value.value, cst.Name)
+    return isinstance(value, cst.Name) and value.value not in constants
+
+
+class _Assignments(cst.CSTVisitor):
+    """Counts assignments of each name, and notes those of plain names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.aliases: dict[str, cst.BaseExpression] = {}
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        target = node.targets[0].target
+        if isinstance(target, cst.Name):
+            self.counts[target.value] += 1
+            if _is_plain(node.value):
+                self.aliases[target.value] = node.value
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        if isinstance(node.target, cst.Name):
+            self.counts[node.target.value] += 2
+
+    def visit_For(self, node: cst.For) -> None:
+        if isinstance(node.target, cst.Name):
+            self.counts[node.target.value] += 1
+
+
+class _Replace(cst.CSTTransformer):
+    """Writes what names stand for, and removes their assignments."""
+
+    def __init__(self, aliases: dict[str, cst.BaseExpression]) -> None:
+        super().__init__()
+        self.aliases = aliases
+
+    def leave_Attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.Attribute:
+        return updated.with_changes(attr=original.attr)
+
+    def leave_Arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
+        return updated.with_changes(keyword=original.keyword)
+
+    def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        return self.aliases.get(original.value, updated)
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:
+        return not self._defines(node)
+
+    def leave_SimpleStatementLine(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> Any:
+        return cst.RemoveFromParent() if self._defines(original) else updated
+
+    def leave_IndentedBlock(
+        self, original: cst.IndentedBlock, updated: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        kept = [s for s in original.body if not self._defines(s)]
+        if len(kept) == len(original.body):
+            return updated
+        replaced = iter(updated.body)
+        made = [next(replaced) if not self._defines(s) else None for s in original.body]
+        body: Any = original.body
+        return updated.with_changes(body=with_comments(made, body))
+
+    def _defines(self, node: Any) -> bool:
+        small = node.body[0] if isinstance(node, cst.SimpleStatementLine) else None
+        if not isinstance(small, cst.Assign):
+            return False
+        target = small.targets[0].target
+        return isinstance(target, cst.Name) and target.value in self.aliases
+
+
+class ShortCalls(cst.CSTTransformer):
+    """Puts statements on one line where they fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self.depth += 1
+
+    def leave_IndentedBlock(
+        self, original: cst.IndentedBlock, updated: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self.depth -= 1
+        return updated
+
+    def leave_SimpleStatementLine(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        small = updated.body[0]
+        if not isinstance(small, (cst.Assign, cst.Expr)) or not isinstance(small.value, cst.Call):
+            return updated
+        joined: Any = small.visit(_Join())
+        text = cst.Module(body=[]).code_for_node(joined)
+        if "\n" in text or 4 * self.depth + len(text) > WIDTH:
+            return updated
+        return updated.with_changes(body=[joined])
+
+
+class _Join(cst.CSTTransformer):
+    """Takes line breaks out of brackets, and the commas before closing ones."""
+
+    def leave_ParenthesizedWhitespace(
+        self, original: cst.ParenthesizedWhitespace, updated: cst.ParenthesizedWhitespace
+    ) -> Any:
+        return updated if original.first_line.comment is not None else cst.SimpleWhitespace(" ")
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        if not updated.args:
+            return updated
+        last = updated.args[-1].with_changes(
+            comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=cst.SimpleWhitespace("")
+        )
+        return updated.with_changes(
+            args=[*updated.args[:-1], last], whitespace_before_args=cst.SimpleWhitespace("")
+        )

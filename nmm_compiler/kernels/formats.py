@@ -1,0 +1,97 @@
+"""What number formats ask of schedules: padded rows, passes, bytes of scales, parameters.
+
+`double_row` makes TensorE contract 256 rows of fp8 operands in the time of 128 (trainium2_arch,
+Double FP8 Matmul Performance): both operands are [128, 2, free], two tiles of the contraction.
+What is left over, an odd tile or a ragged one, takes an ordinary pass into the same sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.precision import FP8, FormattedSpec
+from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.targets import Target
+
+
+def row_modes(dtype: str) -> tuple[bool, ...]:
+    """Return the values of a schedule's double_row that are worth trying."""
+    return (True, False) if dtype == FP8 else (False,)
+
+
+def check_double_row(double_row: bool, dtype: str, target: Target) -> None:
+    """Raise SpecError unless operands and target have the mode."""
+    if double_row and not (dtype == FP8 and target.fp8_double_row):
+        raise SpecError(
+            f"schedule: double_row takes {FP8} operands on trn2 or trn3, not {dtype} on "
+            f"{target.name}; set it to False"
+        )
+
+
+def check_widened(name: str, how: str, spec: FormattedSpec) -> None:
+    """Raise SpecError if a load of a weight cannot widen it to fp32, as an fp32 intermediate asks.
+
+    A DMA converts on its way (nki.isa.dma_copy, Data types), leaving PSUM does; a DMA transpose
+    keeps the dtype.
+    """
+    if spec.wide and how == "dma":
+        raise SpecError(
+            f"schedule: {name} is 'dma', and a DMA transpose cannot widen to the fp32 of the "
+            "intermediate; use 'tensor'"
+        )
+
+
+def pitch(free: int, double_row: bool) -> int:
+    """Return elements from one tile of a contraction to the next in SBUF.
+
+    nki-library's double-row kernels keep the distance of the two tiles of a pair a multiple of 16.
+    """
+    return 16 * tiles(free, 16) if double_row else free
+
+
+def passes(rows: int, chunk: int, double_row: bool) -> int:
+    """Return TensorE passes over a contraction of `rows`, loaded `chunk` rows at a time."""
+    if not double_row:
+        return tiles(rows, 128)
+    whole, rest = divmod(rows, chunk)
+    parts = ((whole, chunk), (1, rest))
+    return sum(times * (part // 256 + tiles(part % 256, 128)) for times, part in parts)
+
+
+def scale_bytes(n: int, scales: str | None, *, down: bool) -> int:
+    """Return bytes per partition of a weight's scales in SBUF; down: outputs on the partitions."""
+    if scales != "channel":
+        return 8
+    # along the free axis: the row as loaded, and spread over the partitions
+    return 4 * tiles(n, 128) if down else 8 * n
+
+
+def sum_bytes(spec: Any) -> dict[str, int]:
+    """Return bytes per partition of fp32 tiles between PSUM and the result, none for one step."""
+    if spec.out_layout == "col":
+        return {}
+    steps = (spec.scales == "channel") + spec.bias + (spec.activation != "identity")
+    steps += bool(spec.scales == "tensor" and spec.bias)
+    return {"sum": 512 * 4 * (steps - 1)} if steps > 1 else {}
+
+
+def format_parameters(spec: FormattedSpec, schedule: Any, scaled: Sequence[str]) -> dict[str, Any]:
+    """Return the compile-time arguments that say the formats; absent scales are None.
+
+    scaled: names of everything in the NKI function that can have a scale. fp8 tiles are turned on
+    TensorE with room for 16 bits an element: loads by "tensor" become "tensor8".
+    """
+    present = {tensor.name for tensor in spec.inputs()}
+    given: dict[str, Any] = {
+        "scales": getattr(spec, "scales", None) or "none",
+        "out_dtype": spec.result_dtype if spec.fp8 else "operand",
+    }
+    if hasattr(spec, "intermediate"):
+        given["kept_dtype"] = spec.intermediate_dtype if spec.fp8 or spec.wide else "operand"
+    given |= {f"{n}_scale": None for n in scaled if f"{n}_scale" not in present}
+    if spec.fp8:
+        loads = {k: v for k, v in schedule.to_dict().items() if k.endswith("_load")}
+        given |= {name: "tensor8" for name, how in loads.items() if how == "tensor"}
+    return given
