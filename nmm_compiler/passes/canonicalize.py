@@ -140,6 +140,14 @@ class Canonical:
         if stored or (isinstance(result, Leaf) and self.inputs_are_weights):
             self.constant.add(node)
 
+    def read_added(self) -> None:
+        """Read the nodes that a rewrite has added since; what stood before keeps its form."""
+        for node in self.graph.nodes:
+            if node not in self.views:
+                if node.op in _LEAVES:
+                    self.leaves[node] = self._source(node)
+                self._visit(node)
+
     def define(self, key: Key, form: Form, shape: tuple[Size, ...]) -> None:
         """Give a value its form, as a base of its own."""
         self.forms[key] = form

@@ -33,7 +33,7 @@ from nmm_compiler.passes.match.shared import SharedU, SharedX
 from nmm_compiler.passes.match.stages import Refusal
 from nmm_compiler.passes.match.whole_mlp import GatedMLP
 from nmm_compiler.passes.metadata import collect_values, value_key
-from nmm_compiler.passes.result import Explanation, Opportunity, RewriteResult, readable
+from nmm_compiler.passes.result import Explanation, Opportunity, RewriteResult
 from nmm_compiler.passes.rewrite import Editor
 
 RULES: tuple[Rule, ...] = (
@@ -65,7 +65,7 @@ def run(
     import nmm_compiler.kernels.ops  # noqa: F401  (defines torch.ops.nmm)
 
     done: dict[int, fx.GraphModule] = {}
-    result = RewriteResult(None, [], [], before=readable(graph_module), original=graph_module)
+    result = RewriteResult(None, [], [], original=graph_module)
     result.graph_module = _run_graph(graph_module, example_inputs, options, order, result, done, "")
     return result
 
@@ -145,7 +145,10 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a module with a copy of the graph, which shares parameters and submodules."""
+    """Return a module with a copy of the graph, which shares parameters and submodules.
+
+    Its code is written by `recompile`, once the passes are done.
+    """
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
     mapping: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(module.graph, mapping, return_output_node=True)
@@ -155,7 +158,15 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
         new = graph.output(value, type_expr=getattr(old, "type", None))
         new.meta = dict(old.meta)
     graph._codegen = module.graph._codegen
-    copied = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    # Setting a module's graph writes and compiles its code, which the passes do once at their end:
+    # the module is made for a graph with nothing but its attributes and gets the copy as it is.
+    attributes = fx.Graph()
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            attributes.get_attr(str(node.target))
+    copied = fx.GraphModule(module, attributes, class_name=type(module).__name__)
+    copied._graph = graph
+    graph.owning_module = copied
     copied.meta = dict(module.meta)
     return copied
 
@@ -182,6 +193,7 @@ def _run_graph(
             "apply torch.compile outside of torch.func",
         )
         result.declined.append(_placed(Declined.of("all", refusal, blocker), path))
+        module.recompile()
         return module
     values = collect_values(module, example_inputs)
     for name, child, inputs, kinds in _children(module, values, sources):
@@ -191,7 +203,6 @@ def _run_graph(
     for segment in _segments(order):
         _apply(module, values, options, segment, result, path, sources, odd)
         values = {n: v for n, v in values.items() if n.graph is module.graph}
-    module.graph.lint()
     module.recompile()
     return module
 
@@ -266,7 +277,8 @@ def _apply(
             raise BrokenRuleError(match.rule, match.name, error) from error
     editor.erase(taken | seen | set(editor.added))
     if rules[0] in RULES:
-        result.transposes_after += count_transposes(Canonical(module, values, sources))
+        c.read_added()
+        result.transposes_after += count_transposes(c)
     try:
         module.graph.lint()
     except RuntimeError as error:

@@ -39,15 +39,13 @@ class Opportunity:
 class RewriteResult:
     """A rewritten graph and what happened to it.
 
-    graph_module is a new GraphModule that shares parameters with the original. before is the
-    original's code.
+    graph_module is a new GraphModule that shares parameters with the original.
     """
 
     graph_module: Any
     matches: list[Match]
     declined: list[Declined]
     opportunities: list[Opportunity] = field(default_factory=list)
-    before: str = ""
     original: Any = None
     program: Any = None
     layouts: list[Any] = field(default_factory=list)
@@ -78,7 +76,7 @@ class RewriteResult:
         """Return a unified diff of the graph's readable code, before against after."""
         return "\n".join(
             difflib.unified_diff(
-                self.before.splitlines(),
+                readable(self.original).splitlines(),
                 readable(self.graph_module).splitlines(),
                 "before",
                 "after",

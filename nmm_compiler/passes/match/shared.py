@@ -155,7 +155,8 @@ class SharedX(Rule):
             for near in _near(graph, members):
                 group = _group(graph, self.name, [m.data for m in near])
                 if group is not None:
-                    out = [m for m in out if m not in near] + [group]
+                    joined = {id(m) for m in near}
+                    out = [m for m in out if id(m) not in joined] + [group]
         return out
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
