@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from nmm_compiler.options import Options
 from nmm_compiler.passes import views
+from nmm_compiler.passes.activations import Spelled
 from nmm_compiler.passes.effects import ANYTHING, Effects, fetch_attribute, storages_of
 from nmm_compiler.passes.forms import Form, Key, Leaf, Opaque, Virtual
 from nmm_compiler.passes.spellings import Call, changes_gradient, is_inplace_name, target_name
@@ -58,6 +59,7 @@ class Canonical:
         self.constant: set[Key] = set()
         self.derived: set[fx.Node] = set()
         self.subclasses: dict[fx.Node, str] = {}
+        self.spelled = Spelled(self)
         self._given = sources or {}
         self.leaves = {n: self._source(n) for n in self.graph.nodes if n.op in _LEAVES}
         trained = (*map(self.tensor, self.leaves), *module.parameters())
@@ -199,8 +201,8 @@ class Canonical:
         from nmm_compiler.passes.table import TABLE
 
         handler = TABLE.get(name)
-        result: Result = None
-        if handler is not None:
+        result: Result = self.spelled.visit(node, name)
+        if result is None and handler is not None:
             result = handler(self, Call(node, name))
         if result is None and not is_inplace_name(name):
             result = self._by_strides(node)

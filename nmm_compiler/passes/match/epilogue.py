@@ -31,6 +31,10 @@ def _reader(c: Canonical, key: Key) -> Key | None:
     if isinstance(key, Virtual):
         return key.owner
     users = real_users(key)
+    if len(users) > 1:  # several steps of one activation that is spelled out
+        ends = {c.spelled.part_of.get(user, user) for user in users}
+        (end,) = ends if len(ends) == 1 else (None,)
+        return end if end in c.helpers else None
     return users[0] if len(users) == 1 and users[0].op != "output" else None
 
 
@@ -75,7 +79,7 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
                 new = dataclasses.replace(chain, after=(*chain.after, *steps))
         if new is None or c.dtype(reader) != c.dtype(chain.out):
             return chain
-        nodes = chain.nodes | pending | {owner_of(reader)}
+        nodes = chain.nodes | pending | {owner_of(reader)} | c.helpers.get(reader, frozenset())
         chain = dataclasses.replace(new, out=reader, out_dims=dims, nodes=nodes)
         if chain.activation != "identity":
             return chain
