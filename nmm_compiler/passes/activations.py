@@ -22,6 +22,8 @@ from nmm_compiler.passes.spellings import target_name
 if TYPE_CHECKING:
     from nmm_compiler.passes.canonicalize import Canonical
 
+View = tuple[Key, views.Dims]
+
 _POINTS = (-6.0, -2.5, -1.0, -0.3, 0.2, 0.7, 1.5, 4.0)
 # Spellings truncate constants (0.7978845608); gelu and its tanh form differ by 1e-4 and more.
 _SAME = 1e-7
@@ -86,92 +88,82 @@ class Spelled:
         return self._read(node) if name in _ENDS else None
 
     def _read(self, end: fx.Node) -> Activation | None:
-        readers: dict[Key, int] = {}
+        """Try each value that several steps read as the one that the expression is of."""
+        readers: dict[View, int] = {}
         order: list[fx.Node] = []
         queue = [end]
-        while queue:
+        while queue and len(order) < _LARGEST:
             node = queue.pop()
             if node in order:
                 continue
             order.append(node)
-            if len(order) > _LARGEST:
-                break
             for operand in node.all_input_nodes:
-                base = self._base(operand)
-                if base is None:
+                value = self._c.views.get(operand)
+                if value is None:
                     continue
-                readers[base] = readers.get(base, 0) + 1
-                if isinstance(base, fx.Node) and self._step(base) is not None:
-                    queue.append(base)
-        for root in (key for key, count in readers.items() if count > 1 and key is not end):
-            inside: set[fx.Node] = set()
-            values = self._evaluate(end, root, inside)
+                readers[value] = readers.get(value, 0) + 1
+                step = self._step(value)
+                if step is not None:
+                    queue.append(step)
+        for root in (value for value, count in readers.items() if count > 1):
+            steps: set[fx.Node] = set()
+            values = self._evaluate(end, root, steps)
             name = None if values is None else _named(values)
-            if name is not None:
-                self._c.helpers[end] = frozenset(inside - {end})
-                self._bent.discard(end)
-                for node in inside - {end}:
-                    self.part_of[node] = end
-                return Activation(self._entrance(end, root, inside), name)
+            if name is None:
+                continue
+            inner = steps - {end}
+            self._bent.discard(end)
+            self.part_of.update(dict.fromkeys(inner, end))
+            self._c.helpers[end] = frozenset(inner)
+            read = (n for step in steps for n in step.all_input_nodes)
+            return Activation(next(n for n in read if self._c.views.get(n) == root), name)
         return None
 
-    def _base(self, node: fx.Node) -> Key | None:
-        """Return what a value is, unless it is rearranged."""
-        c = self._c
-        if node not in c.views:
+    def _step(self, value: View) -> fx.Node | None:
+        """Return the elementwise operation that makes a value, as it is; None for any other."""
+        base, dims = value
+        if not isinstance(base, fx.Node) or dims != views.identity(self._c.shape(base) or ()):
             return None
-        base, dims = c.base(node)
-        return base if dims == views.identity(c.shape(base) or ()) else None
-
-    def _step(self, node: fx.Node) -> str | None:
-        name = target_name(node)
-        plain = not node.kwargs or set(node.kwargs) <= {"exponent"}
+        name = target_name(base)
         known = name in _UNARY or name in _BINARY
-        return name if known and plain and node not in self._c.effects.writers else None
+        plain = known and set(base.kwargs) <= {"exponent"} and base.op.startswith("call")
+        return base if plain and base not in self._c.effects.writers else None
 
-    def _evaluate(self, node: fx.Node, root: Key, inside: set[fx.Node]) -> Sequence[float] | None:
-        """Return the values of an expression at the points of `root`; None when it is none."""
-        memo: dict[Key, Sequence[float] | None] = {root: _POINTS}
+    def _evaluate(self, end: fx.Node, root: View, steps: set[fx.Node]) -> list[float] | None:
+        """Return the values of an expression at the points of `root`; None when it is of more."""
         c = self._c
-        shape, dtype = c.shape(root), c.dtype(root)
+        shape, dtype = views.shape_of(root[1]), c.dtype(root[0])
+        memo: dict[View, list[float] | None] = {root: list(_POINTS)}
 
-        def value(argument: Any) -> Sequence[float] | None:
+        def operand(argument: Any) -> list[float] | None:
             if isinstance(argument, (int, float)):
-                return (float(argument),) * len(_POINTS)
-            base = self._base(argument) if isinstance(argument, fx.Node) else None
-            if base is None:
+                return [float(argument)] * len(_POINTS)
+            value = c.views.get(argument) if isinstance(argument, fx.Node) else None
+            if value is None:
                 return None
-            if base not in memo:
-                memo[base] = None if not isinstance(base, fx.Node) else compute(base)
-            if memo[base] is not None and base is not root:
-                inside.update(self._c.through(argument))
-            return memo[base]
+            if value not in memo:
+                step = self._step(value)
+                memo[value] = None if step is None else compute(step)
+                steps.update(n for n in c.through(argument) if isinstance(n, fx.Node))
+            return memo[value]
 
-        def compute(step: fx.Node) -> Sequence[float] | None:
-            name = self._step(step)
-            if name is None or c.shape(step) != shape or c.dtype(step) != dtype:
+        def compute(step: fx.Node) -> list[float] | None:
+            if c.shape(step) != shape or c.dtype(step) != dtype:
                 return None
-            operands = [value(a) for a in (*step.args, *step.kwargs.values())]
-            count = 1 if name in _UNARY else 2
-            if len(operands) != count or any(o is None for o in operands):
+            steps.add(step)
+            name = target_name(step) or ""
+            given = [operand(a) for a in (*step.args, *step.kwargs.values())]
+            numbers = [g for g in given if g is not None]
+            if len(numbers) != len(given) or len(given) != (1 if name in _UNARY else 2):
                 return None
-            inside.add(step)
-            function: Any = _UNARY.get(name) or _BINARY[name]
+            function: Callable[..., Any] = _UNARY.get(name) or _BINARY[name]
             try:
-                return [function(*at) for at in zip(*operands, strict=True)]  # type: ignore[arg-type]
+                found = [function(*at) for at in zip(*numbers, strict=True)]
             except (ArithmeticError, ValueError):
                 return None
+            return found if all(isinstance(v, float) for v in found) else None
 
-        result = compute(node)
-        return result if result is None or all(isinstance(v, float) for v in result) else None
-
-    def _entrance(self, end: fx.Node, root: Key, inside: set[fx.Node]) -> Key:
-        """Return the value, as some step reads it, that the expression is a function of."""
-        for node in inside:
-            for operand in node.all_input_nodes:
-                if operand not in inside and self._base(operand) is root:
-                    return operand
-        return root
+        return compute(end)
 
 
 def _named(values: Sequence[float]) -> str | None:

@@ -14,8 +14,8 @@ from nmm_compiler.passes.canonicalize import Canonical
 from nmm_compiler.passes.folding import (
     chain_bias,
     fold_chain,
+    fold_projection,
     join,
-    projection_bias,
     weight_node,
 )
 from nmm_compiler.passes.forms import owner_of
@@ -369,14 +369,15 @@ class GatedCall(Call):
         projections = self.gated.projections()
         stored = [w.layout for p in projections for w in p.weights]
         layout = "col" if stored.count("col") * 2 >= len(stored) else "row"
-        operands = []
+        operands, biases = [], []
         for projection in projections:
-            nodes = []
-            for weight in projection.weights:
-                node = weight_node(editor, weight)
-                nodes.append(node if weight.layout == layout else editor.permute(node, (1, 0)))
-            operands.append(nodes)
-        args = (x, *operands, *(projection_bias(editor, p) for p in projections))
+            factors, bias = fold_projection(editor, projection)
+            biases.append(bias)
+            pairs = zip(factors, projection.weights, strict=True)
+            operands.append(
+                [n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs]
+            )
+        args = (x, *operands, *biases)
         keywords = {"activation": self.gated.activation, "weight_layout": layout}
         value = self.result_value(editor, x, self.n)
         y = self.op_call(editor, args, keywords, value, bias=False)

@@ -6,9 +6,10 @@ updated weight is seen, and gradients reach it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -17,6 +18,9 @@ from nmm_compiler.passes.match.association import Cost, order
 from nmm_compiler.passes.match.chains import Chain, Step
 from nmm_compiler.passes.match.stages import Weight
 from nmm_compiler.passes.rewrite import WEIGHT_ONLY, Editor, aten
+
+if TYPE_CHECKING:
+    from nmm_compiler.passes.match.projections import Projection
 
 
 @dataclass(frozen=True)
@@ -121,19 +125,21 @@ def chain_bias(editor: Editor, chain: Chain) -> fx.Node | None:
     return bias
 
 
-def projection_bias(editor: Editor, projection: Any) -> fx.Node | None:
-    """Emit the bias of a projection: an inner bias times v, plus the outer ones."""
+def fold_projection(editor: Editor, projection: Projection) -> tuple[list[fx.Node], fx.Node | None]:
+    """Emit the weights and the bias of a projection; scales go into a low-rank one's factors."""
+    if projection.chain is not None:
+        whole = dataclasses.replace(projection.chain, after=projection.after)
+        folded = fold_chain(editor, whole)
+        v = folded.v
+        if folded.scale != 1.0:
+            v = editor.call(aten.mul.Tensor, v, folded.scale)
+        return [folded.u, v], folded.bias
     bias = None
-    for step in projection.middle:
-        if step.kind == "bias":
-            own = one_dim(editor, step.key, projection.weights[0].n)
-            bias = plus(editor, bias, own, step.number)
-    if bias is not None:
-        bias = _through_weight(editor, projection.weights[-1], bias)
     for step in projection.after:
         if step.kind == "bias":
+            assert step.key is not None
             bias = plus(editor, bias, one_dim(editor, step.key, projection.n), step.number)
-    return bias
+    return [weight_node(editor, weight) for weight in projection.weights], bias
 
 
 def _through_weight(editor: Editor, weight: Weight, bias: fx.Node) -> fx.Node:

@@ -283,6 +283,24 @@ def _activation(name: str) -> Handler:
     return read
 
 
+_ACTIVATIONS = (
+    "relu", "silu", "gelu", "sigmoid", "tanh", "relu6", "hardswish", "mish", "leaky_relu", "elu",
+    "selu", "celu", "softplus", "softsign", "hardtanh", "hardsigmoid", "logsigmoid",
+)  # fmt: skip
+
+
+def _clamp(c: Canonical, call: Call) -> Result:
+    """Read a clamp from below at zero, and nothing else, as relu."""
+    source = _first(c, call)
+    if call.name == "threshold":
+        low, high = call.get(1, "threshold"), call.get(2, "value") or None
+    else:
+        low, high = call.get(1, "min"), call.get(2, "max")
+    if source is None or not _kept(c, source, call.node) or not _number(low) or low != 0:
+        return None
+    return Activation(source, "relu") if high is None else None
+
+
 # -- the rest -------------------------------------------------------------------------------
 
 
@@ -360,10 +378,8 @@ TABLE: dict[str, Handler] = {
     "sub": _subtract,
     "add_": _combine_in_place("add"),
     "sub_": _combine_in_place("sub"),
-    **{
-        name: _activation(name)
-        for name in ("relu", "silu", "gelu", "sigmoid", "tanh", "relu6", "hardswish", "mish")
-    },
+    **{name: _activation(name) for name in _ACTIVATIONS},
+    **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
     "rms_norm": _norm("rms", 2),
     "layer_norm": _norm("layer", 2),
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),

@@ -18,14 +18,17 @@ from torch import fx
 
 from nmm_compiler.passes.calls import GatedCall
 from nmm_compiler.passes.canonicalize import Canonical
-from nmm_compiler.passes.forms import Activation, Key, Scale, owner_of
+from nmm_compiler.passes.forms import Activation, Add, Key, Product, Scale, Virtual, owner_of
 from nmm_compiler.passes.match.base import Match, Rule
+from nmm_compiler.passes.match.lora import is_adapted
+from nmm_compiler.passes.match.mla import before_split
 from nmm_compiler.passes.match.obstacles import refuse
 from nmm_compiler.passes.match.projections import Projection, read_projection, same_tokens
 from nmm_compiler.passes.match.stages import Refusal, path_nodes
 from nmm_compiler.passes.rewrite import Editor
+from nmm_compiler.passes.views import identity
 
-GATES = ("silu", "gelu", "gelu_tanh", "relu")
+GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
 
 @dataclass(frozen=True)
@@ -50,29 +53,19 @@ class Gated:
 
 
 def _activated(c: Canonical, key: Key) -> tuple[str, Key, frozenset[fx.Node]] | None:
-    """Read a value as activation(inner); silu may be spelled inner * sigmoid(inner)."""
+    """Read a value as activation(inner), however the activation is spelled."""
     base, dims = c.base(key)
     form = c.forms[base]
-    nodes = path_nodes(c, key) | {owner_of(base)}
-    if dims != _plain(c, base):
+    if not isinstance(form, Activation) or dims != identity(c.shape(base) or ()):
         return None
-    if isinstance(form, Activation) and form.name in GATES:
-        return form.name, form.value, nodes
-    if isinstance(form, Scale) and not isinstance(form.factor, float):
-        for value, factor in ((form.value, form.factor), (form.factor, form.value)):
-            inner = c.forms[c.base(factor)[0]]
-            if isinstance(inner, Activation) and inner.name == "sigmoid":
-                same = c.base(inner.value)[0] is c.base(value)[0]
-                if same and c.base(inner.value)[1] == c.base(value)[1]:
-                    more = path_nodes(c, factor) | {owner_of(c.base(factor)[0])}
-                    return "silu", value, nodes | more
-    return None
+    nodes = path_nodes(c, key) | {owner_of(base)} | c.helpers.get(base, frozenset())
+    return form.name, form.value, nodes
 
 
-def _plain(c: Canonical, key: Key) -> Any:
-    from nmm_compiler.passes.views import identity
-
-    return identity(c.shape(key) or ())
+def _is_product(c: Canonical, key: Key) -> bool:
+    form = c.form(key)
+    inner = isinstance(form, Add) and isinstance(form.a, Virtual)
+    return inner or isinstance(form, Product)
 
 
 def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
@@ -80,10 +73,14 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
     form = c.forms.get(node)
     if not isinstance(form, Scale) or isinstance(form.factor, float):
         return
+    if c.is_constant(form.factor) or c.shape(form.value) != c.shape(form.factor):
+        return
     for gate, up in ((form.value, form.factor), (form.factor, form.value)):
         read = _activated(c, gate)
-        if read is not None and c.shape(gate) == c.shape(up):
+        if read is not None:
             yield node, read, up
+    if _is_product(c, form.value) and _is_product(c, form.factor):
+        yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
 
 
 def read_gated(c: Canonical, candidate: Any, down: Projection | None = None) -> Gated | Refusal:
@@ -94,21 +91,52 @@ def read_gated(c: Canonical, candidate: Any, down: Projection | None = None) -> 
     node, (activation, inner, nodes), up_key = candidate
     gate, up = read_projection(c, inner), read_projection(c, up_key)
     if gate is None or up is None:
-        return Refusal("", "", node, "")
+        return _no_projection(c, node, inner, up_key) or Refusal("", "", node, "")
     if not any(p is not None and p.low_rank for p in (gate, up, down)):
         return Refusal("", "", node, "")
     if not same_tokens(c, gate.first, gate.out_dims, up.first, up.out_dims):
         return Refusal(
             "other_x", "gate and up do not read the same x", node, "feed both the same tensor"
         )
-    if gate.n != up.n or not gate.only_bias() or not up.only_bias():
+    if activation not in GATES:
+        return Refusal(
+            "gate_activation",
+            f"no kernel computes a gate with the activation {activation}",
+            node,
+            f"use one of {', '.join(GATES)}; the projections are fused by themselves",
+        )
+    if gate.n != up.n:
+        return Refusal("", "", node, "")
+    if any(not p.low_rank and not p.only_bias() for p in (gate, up)):
         return Refusal(
             "scaled_gate",
-            "a scale stands in the gate or up projection",
+            "a scale stands behind a dense gate or up projection",
             node,
-            "fold the scale into a factor",
+            "fold the scale into the weight",
         )
     return Gated(node, activation, gate, up, gate.nodes | up.nodes | nodes | {node})
+
+
+def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:
+    """Say why values that come of a low-rank projection are no gate and up, if they do."""
+    sources = [before_split(c, key) for key in (gate, up)]
+    if sources[0] is sources[1] and sources[0] is not c.base(gate)[0]:
+        merged = read_projection(c, sources[0])
+        if merged is not None and merged.low_rank:
+            return Refusal(
+                "merged_gate",
+                "gate and up are halves of one projection, and share its first factor",
+                node,
+                "nothing: the projection is fused as one chain; two projections make a gated MLP",
+            )
+    if is_adapted(c, gate) or is_adapted(c, up):
+        return Refusal(
+            "adapted_gate",
+            "gate or up is a dense product with adapters",
+            node,
+            "nothing: each is fused as its own call; merge the adapters for a gated MLP",
+        )
+    return None
 
 
 class GatedMLPUp(Rule):

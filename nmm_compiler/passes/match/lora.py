@@ -189,6 +189,16 @@ def _base_and_branches(
     return None if base is None or not branches else (base, branches)
 
 
+def is_adapted(c: Canonical, key: Key) -> bool:
+    """Say whether a value is a dense product plus adapters of the same x."""
+    found = _nested(c, key)
+    if found is None:
+        return False
+    added = _Sum([], set(), [])
+    _flatten(c, found[0], found[1], 1.0, added)
+    return isinstance(_base_and_branches(c, added.terms), tuple)
+
+
 def _chain_of(branch: Projection) -> Chain:
     """Return a low-rank projection as the chain it was read from, with all that follows it."""
     assert branch.chain is not None

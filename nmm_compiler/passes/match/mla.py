@@ -39,7 +39,7 @@ class MLA(Rule):
         latent = _before_norm(graph, form.lhs)
         if latent is None:
             return quiet
-        inner_key = _before_split(graph, latent)
+        inner_key = before_split(graph, latent)
         inner = graph.forms[inner_key]
         if not isinstance(inner, Product) or not graph.is_constant(inner.rhs):
             return quiet
@@ -113,7 +113,7 @@ def _is_rstd_of(c: Canonical, factor: Key, root: Key) -> bool:
     return False
 
 
-def _before_split(c: Canonical, key: Key) -> Key:
+def before_split(c: Canonical, key: Key) -> Key:
     """Return the value that `key` is a part of, or its base."""
     base = _through(c, key)
     form = c.forms[base]

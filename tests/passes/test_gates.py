@@ -1,0 +1,201 @@
+"""Gated MLPs and epilogues however their activation is spelled, and gates that are declined."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler.passes.activations import _FINGERPRINTS, _SAME
+from nmm_compiler.passes.pipeline import run
+
+K, R, N = 64, 8, 48
+C = math.sqrt(2 / math.pi)
+
+
+class Model(nn.Module):
+    """Two low-rank projections, a dense one, and a merged one of twice the width."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+
+        def weight(*shape):
+            return nn.Parameter(torch.randn(*shape) * shape[-1] ** -0.5)
+
+        self.a, self.b, self.d = weight(R, K), weight(N, R), weight(N)
+        self.ga, self.gb, self.w = weight(R, K), weight(N, R), weight(N, K)
+        self.merged, self.s, self.one = weight(2 * N, R), weight(R), nn.Parameter(torch.rand(()))
+        self.down_a, self.down_b = weight(R, N), weight(K, R)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+    def gate(self, x):
+        return F.linear(F.linear(x, self.a), self.b, self.d)
+
+    def up(self, x):
+        return F.linear(F.linear(x, self.ga), self.gb)
+
+
+def rewritten(function, x=None):
+    """Return the result for a model that computes `function`, its values checked."""
+    model, x = Model(function), torch.randn(2, 5, K) / 4 if x is None else x
+    result = run(fx.symbolic_trace(model), (x,))
+    with torch.no_grad():
+        want, got = model(x), result.graph_module(x)
+    # A product of two values below 4, each a sum of K + R terms rounded once per term.
+    bound = 2.0**-23 * (K + R + 16) * max(float(want.abs().max()), 1.0) * 4
+    assert float((want - got).abs().max()) <= bound
+    assert not run(result.graph_module, (x,)).rewritten
+    return result
+
+
+SPELLED = {
+    "x sigmoid(x)": (lambda x: x * torch.sigmoid(x), "silu"),
+    "sigmoid(x) x": (lambda x: x.sigmoid() * x, "silu"),
+    "x / (1 + exp(-x))": (lambda x: x / (1 + torch.exp(-x)), "silu"),
+    "gelu_new": (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))),
+        "gelu_tanh",
+    ),
+    "gelu_fast": (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+        "gelu_tanh",
+    ),
+    "bloom": (
+        lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
+        "gelu_tanh",
+    ),
+    "erf": (lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))), "gelu"),
+    "half outside": (lambda x: 0.5 * (x * (1.0 + (x * math.sqrt(0.5)).erf())), "gelu"),
+    "clamp": (lambda x: x.clamp(min=0), "relu"),
+    "threshold": (lambda x: F.threshold(x, 0.0, 0.0), "relu"),
+    "silu": (F.silu, "silu"),
+    "gelu": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
+    "bilinear": (lambda x: x, "identity"),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_a_gate_and_an_epilogue(name):
+    act, activation = SPELLED[name]
+    for function in (
+        lambda p, x: act(p.gate(x)) * p.up(x),
+        lambda p, x: p.up(x) * act(p.gate(x)),
+    ):
+        (match,) = rewritten(function).rewritten
+        assert (match.kind, match.info["activation"]) == ("gated_mlp_up", activation)
+    (match,) = rewritten(lambda p, x: act(p.gate(x).view(10, N))).rewritten
+    assert (match.kind, match.info["activation"]) == ("lowrank", activation)
+
+
+# What no kernel computes: by name where it has one, and the chains are fused by themselves.
+OTHERS = {
+    "quick_gelu": (lambda x: x * torch.sigmoid(1.702 * x), "quick_gelu"),
+    "sigmoid": (torch.sigmoid, "sigmoid"),
+    "tanh": (torch.tanh, "tanh"),
+    "mish": (lambda x: x * torch.tanh(F.softplus(x)), "mish"),
+    "leaky_relu": (F.leaky_relu, "leaky_relu"),
+    "almost silu": (lambda x: x * torch.sigmoid(x + 1e-3), None),
+    "almost gelu": (lambda x: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * x**3))), None),
+    "another x": (lambda x: x * torch.sigmoid(x.flip(0)), None),
+    "clamped above": (lambda x: x.clamp(0, 6), None),
+    "relu squared": (lambda x: torch.relu(x).square(), None),
+    "written inside": (lambda x: x * torch.sigmoid(x).mul_(1.0), None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_activations_are_no_gate(name):
+    act, activation = OTHERS[name]
+    result = rewritten(lambda p, x: act(p.gate(x)) * p.up(x))
+    assert result.chains == 2
+    assert not any(m.kind == "gated_mlp_up" for m in result.matches)
+    reasons = [d.reason for d in result.declined if d.code == "gate_activation"]
+    assert bool(reasons) == (activation is not None)
+    assert all(activation in reason for reason in reasons)
+
+
+def test_an_inner_step_that_is_read_elsewhere_keeps_the_expression():
+    def f(p, x):
+        y = p.gate(x)
+        gate = torch.sigmoid(y)
+        return y * gate + gate
+
+    (match,) = rewritten(f).rewritten
+    assert match.info["activation"] == "identity"
+
+
+def test_functions_known_by_name_are_told_apart():
+    names = list(_FINGERPRINTS)
+    for i, one in enumerate(names):
+        for two in names[:i]:
+            pairs = zip(_FINGERPRINTS[one], _FINGERPRINTS[two], strict=True)
+            assert max(abs(a - b) for a, b in pairs) > 100 * _SAME
+
+
+# -- what stands in a gate ----------------------------------------------------------------------
+
+SCALED = {
+    "a number": lambda p, x: F.silu(p.gate(x) * 0.5) * p.up(x),
+    "before the bias": lambda p, x: F.silu(F.linear(F.linear(x, p.a) * 2, p.b, p.d)) * p.up(x),
+    "a tensor": lambda p, x: F.silu(p.gate(x)) * (p.up(x) * p.one),
+    "singular values": lambda p, x: F.silu(p.gate(x)) * F.linear(F.linear(x, p.ga) * p.s, p.gb),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_are_folded_into_low_rank_gates(name):
+    (match,) = rewritten(SCALED[name]).rewritten
+    assert match.kind == "gated_mlp_up"
+
+
+def _halves(pair):
+    return F.silu(pair[0]) * pair[1]
+
+
+DECLINED = {
+    "scaled_gate": lambda p, x: F.silu(F.linear(x, p.w) * 0.5) * p.up(x),
+    "merged_gate": lambda p, x: _halves(F.linear(F.linear(x, p.a), p.merged).chunk(2, -1)),
+    "adapted_gate": lambda p, x: F.silu(F.linear(x, p.w) + 2 * p.gate(x)) * p.up(x),
+    "other_x": lambda p, x: F.silu(p.gate(x)) * p.up(x + 1),
+}
+
+
+@pytest.mark.parametrize("code", DECLINED)
+def test_gates_that_are_declined(code):
+    result = rewritten(DECLINED[code])
+    declined = [d for d in result.declined if d.rule == "gated_mlp_up"]
+    assert [d.code for d in declined] == [code]
+    assert declined[0].remedy
+    assert result.rewritten
+
+
+@pytest.mark.parametrize("cut", ["split", "slice", "chunk, up first"])
+def test_halves_of_one_projection_however_they_are_cut(cut):
+    def f(p, x):
+        y = F.linear(F.linear(x, p.a), p.merged)
+        if cut == "slice":
+            return F.silu(y[..., :N]) * y[..., N:]
+        if cut == "split":
+            return _halves(y.split(N, -1))
+        halves = y.chunk(2, -1)
+        return F.silu(halves[1]) * halves[0]
+
+    result = rewritten(f)
+    assert [d.code for d in result.declined] == ["merged_gate"]
+    assert [m.kind for m in result.rewritten] == ["lowrank"]
+
+
+def test_gradients_through_a_spelled_gate():
+    act = SPELLED["gelu_new"][0]
+    model = Model(lambda p, x: act(p.gate(x) * 0.5) * (p.up(x) * p.one))
+    x = torch.randn(6, K) / 4
+    graph = run(fx.symbolic_trace(model), (x,)).graph_module
+    leaves = [model.a, model.b, model.d, model.ga, model.gb, model.one]
+    one, two = (torch.autograd.grad(m(x).square().sum(), leaves) for m in (model, graph))
+    for left, right in zip(one, two, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-5)
