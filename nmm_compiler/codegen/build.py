@@ -73,13 +73,17 @@ def _run_timing(kernel: Kernel) -> Any:
 
 def _command(spec: KernelSpec, target: Target) -> str:
     """Return the command line that builds the kernel of `spec`."""
-    fields = (
-        f"--set {f.name}={getattr(spec, f.name)}"
-        for f in dataclasses.fields(spec)
-        if f.name not in "mkn" and getattr(spec, f.name) != f.default
-    )
-    sizes = (f"--{name} {getattr(spec, name)}" for name in "mkn")
-    return " ".join(["nmm kernel", spec.family, *sizes, *fields, f"--target {target.name}"])
+    sizes, others = [], []
+    for f in dataclasses.fields(spec):
+        value = getattr(spec, f.name)
+        if f.name in ("m", "k", "n"):
+            sizes.append(f"--{f.name} {value}")
+        elif f.name == "pairs":
+            sizes += [f"--pairs {r}:{','.join(map(str, ns))}" for r, ns in value]
+        elif value != f.default:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            others.append(f"--set {f.name}={text}")
+    return " ".join(["nmm kernel", spec.family, *sizes, *others, f"--target {target.name}"])
 
 
 def build_kernel(

@@ -44,6 +44,8 @@ def literal(value: Any) -> cst.BaseExpression:
         return cst.Float(repr(value))
     if isinstance(value, str):
         return cst.SimpleString(f'"{value}"')
+    if isinstance(value, tuple):
+        return cst.Tuple([cst.Element(literal(item)) for item in value])
     raise TypeError(f"{value!r} has no literal here")
 
 
@@ -118,7 +120,15 @@ class Evaluator:
         if isinstance(node.func, cst.Name) and node.func.value in ("min", "max"):
             choose = values.smallest if node.func.value == "min" else values.largest
             return choose([self.value(arg.value) for arg in node.args])
+        if isinstance(node.func, cst.Name) and node.func.value == "len":
+            return values.length(self.value(node.args[0].value))
         return None
+
+    def _subscript(self, node: cst.Subscript) -> Value:
+        index = node.slice[0].slice
+        if len(node.slice) != 1 or not isinstance(index, cst.Index):
+            return None
+        return values.item(self.value(node.value), self.value(index.value))
 
 
 class ExpressionFolder(cst.CSTTransformer):
@@ -206,9 +216,14 @@ class ExpressionFolder(cst.CSTTransformer):
         return _in_place_of(updated, updated.body if truth else updated.orelse)
 
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        if isinstance(updated.func, cst.Name) and updated.func.value in ("min", "max"):
+        if isinstance(updated.func, cst.Name) and updated.func.value in ("min", "max", "len"):
             return self._folded(original, updated)
         return updated
+
+    def leave_Subscript(
+        self, original: cst.Subscript, updated: cst.Subscript
+    ) -> cst.BaseExpression:
+        return self._folded(original, updated)
 
     def _folded(
         self, original: cst.BaseExpression, updated: cst.BaseExpression

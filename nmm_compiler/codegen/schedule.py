@@ -13,7 +13,7 @@ from typing import Any
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import KernelSchedule, KernelSpec
+from nmm_compiler.kernels.base import KernelSchedule, KernelSpec, Tensors
 from nmm_compiler.targets import Target, get
 
 # Timing mode costs about 30 us an instruction: what a search may spend on one core.
@@ -128,7 +128,10 @@ def simulated_us(spec: KernelSpec, schedule: Any, target: Target) -> float:
 
     family = FAMILIES[spec.family]
     parameters = family.parameters(spec, schedule, target)
-    arrays = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
+    arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
+    for name, value in parameters.items():
+        if isinstance(value, Tensors):
+            parameters[name] = tuple(arrays.pop(one) for one in value)
     where = f"{family.path}:{family.template}"
     run = simulate(where, target=target.name, mode="timing", **parameters | arrays)
     assert run.profile is not None

@@ -22,6 +22,7 @@ from nmm_compiler.codegen import values
 from nmm_compiler.codegen.fold import BodyFolder, Call, Environment, Statement, literal
 from nmm_compiler.codegen.tidy import ShortCalls, with_comments, without_aliases
 from nmm_compiler.codegen.values import Value, known
+from nmm_compiler.kernels.base import Tensors
 
 _PURE_CALLS = ("min", "max", "len")
 
@@ -65,9 +66,11 @@ def specialize(
 ) -> str:
     """Return the source of `function` of template `path`, called `name`, for these parameters.
 
-    parameters: every compile-time parameter; a tensor that is absent is given as None.
-    header: lines of the file's docstring.
+    parameters: every compile-time parameter; a tensor that is absent is given as None, a tuple of
+    tensors as the Tensors that become its arguments. header: lines of the file's docstring.
     """
+    gathered = {key: value for key, value in parameters.items() if isinstance(value, Tensors)}
+    parameters = {key: value for key, value in parameters.items() if key not in gathered}
     functions = functions_of(path)
     signatures = {key: _parameter_names(node) for key, node in functions.items()}
     entry = functions[function]
@@ -75,7 +78,7 @@ def specialize(
     missing = {
         p.name.value
         for p in entry.params.params
-        if p.default is not None and p.name.value not in parameters
+        if p.default is not None and p.name.value not in {**parameters, **gathered}
         and not (isinstance(p.default, cst.Name) and p.default.value == "None")
     }  # fmt: skip
     if unknown or missing:
@@ -85,7 +88,7 @@ def specialize(
         )
     helpers = {key: node for key, node in signatures.items() if key != function}
     environment: Environment = {key: known(value) for key, value in parameters.items()}
-    numbers = [key for key, value in parameters.items() if type(value) is int]
+    numbers = [key for key, value in parameters.items() if type(value) in (int, tuple)]
     made, calls = _fold_function(entry, environment, helpers, keep=numbers)
     bodies: dict[str, list[Statement]] = {}
     dropped: dict[str, set[str]] = {}
@@ -97,7 +100,8 @@ def specialize(
         dropped[helper] = {key for key, value in bound.items() if values.constant(value)[0]}
         bodies[helper], inner = _fold_function(functions[helper], bound, helpers, keep=())
         calls += inner
-    bodies = {function: _after_docstring(made, _constants(entry, parameters, numbers)), **bodies}
+    first = [*_constants(entry, parameters, numbers), *_gather(gathered)]
+    bodies = {function: _after_docstring(made, first), **bodies}
     bodies = _without_leftovers(bodies, dropped, signatures)
     left = {name: [p for p in signatures[name] if p not in gone] for name, gone in dropped.items()}
     bodies = _without_forwarders(bodies, left)
@@ -109,10 +113,14 @@ def specialize(
     body = bodies[function]
     tensors = [
         p.with_changes(
-            default=None, comma=cst.MaybeSentinel.DEFAULT, equal=cst.MaybeSentinel.DEFAULT
+            name=cst.Name(argument),
+            default=None,
+            comma=cst.MaybeSentinel.DEFAULT,
+            equal=cst.MaybeSentinel.DEFAULT,
         )
         for p in entry.params.params
         if p.name.value not in parameters
+        for argument in gathered.get(p.name.value, (p.name.value,))
     ]
     kernel = entry.with_changes(
         name=cst.Name(name),
@@ -246,6 +254,16 @@ def _constants(
             if comment is not None:
                 trailing = cst.TrailingWhitespace(cst.SimpleWhitespace("  "), comment)
         made.append(cst.SimpleStatementLine(body=[assign], trailing_whitespace=trailing))
+    return made
+
+
+def _gather(gathered: Mapping[str, Tensors]) -> list[Statement]:
+    """Return `us = (u0, u1)` for every tuple of tensors."""
+    made: list[Statement] = []
+    for name, arguments in gathered.items():
+        elements = cst.Tuple([cst.Element(cst.Name(argument)) for argument in arguments])
+        assign = cst.Assign([cst.AssignTarget(cst.Name(name))], elements)
+        made.append(cst.SimpleStatementLine(body=[assign]))
     return made
 
 

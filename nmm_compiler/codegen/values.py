@@ -28,7 +28,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A constant that is no integer: text, bool, float, None."""
+    """A constant that is no integer: text, bool, float, None, a tuple of constants."""
 
     value: Any
 
@@ -99,6 +99,22 @@ def without(value: Value, item: Any) -> Value:
     if isinstance(value, OneOf) and item in value.values and len(value.values) > 1:
         return one_of([other for other in value.values if other != item])
     return value
+
+
+def length(value: Value) -> Value:
+    """Return len of a constant tuple."""
+    fixed, plain = constant(value)
+    return known(len(plain)) if fixed and isinstance(plain, tuple) else None
+
+
+def item(value: Value, index: Value) -> Value:
+    """Return what is known of an element of a constant tuple."""
+    fixed, plain = constant(value)
+    if not (fixed and isinstance(plain, tuple) and isinstance(index, Span)):
+        return None
+    if index.lo < 0 or index.hi >= len(plain):
+        return None
+    return join([known(plain[i]) for i in range(index.lo, index.hi + 1, index.step or 1)])
 
 
 def loop_values(start: Value, stop: Value, step: Value) -> tuple[Value, int | None]:

@@ -159,6 +159,15 @@ def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
             )
 
 
+class Tensors(tuple[str, ...]):
+    """Names of the operands that make up one tuple parameter of an NKI function.
+
+    An emitted kernel takes each of them as an argument of its own.
+    """
+
+    __slots__ = ()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work(Record):
     """What one schedule makes the engines do: counts that `codegen.cost` turns into time.
@@ -226,7 +235,8 @@ class Family:
     """One kernel family: a spec class, a schedule class, an NKI function, and how they connect.
 
     template: file name in kernels/nki and name of its function. candidates: schedules that may be
-    legal. parameters: compile-time arguments of the NKI function. work: see Work.
+    legal. parameters: compile-time arguments of the NKI function, and which operands are gathered
+    in a tuple (Tensors). work: see Work.
     data_flow: at most five lines for the header of the emitted file.
     """
 
