@@ -28,7 +28,7 @@ from nmm_compiler.kernels import ops, ops_sharding
 from nmm_compiler.options import Options
 from nmm_compiler.report.compile_report import CompileReport, KernelLine, Refusal
 from nmm_compiler.runtime import buckets, neuron
-from nmm_compiler.runtime.calls import lower, op_name, tokens
+from nmm_compiler.runtime.calls import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.runtime.configuration import executor_name
 from nmm_compiler.runtime.inner import compile_inner, inner_name
 from nmm_compiler.runtime.kernels import KERNELS
@@ -270,7 +270,8 @@ def _specs(work: _Work, node: fx.Node) -> list[Any]:
     if count == 0:
         return []
     launches = lower(name, args, dict(node.kwargs), count, Tensor.t).launches
-    specs = [launch.spec for launch in launches]
+    work.notes += filter(None, (too_large(launch.spec, target) for launch in launches))
+    specs = [launch.spec for launch in fitting(launches, target)]
     if static and ladder is None:
         for spec in specs:
             KERNELS.keep_static(spec, target)

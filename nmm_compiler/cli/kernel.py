@@ -14,11 +14,19 @@ from nmm_compiler.errors import SpecError, UnknownNameError
 
 
 def kernel(
-    family: Annotated[str, typer.Argument(help="lowrank, matmul, gated_mlp_up or gated_mlp")],
+    family: Annotated[
+        str, typer.Argument(help="lowrank, lowrank_shared, matmul, gated_mlp_up or gated_mlp")
+    ],
     m: Annotated[int, typer.Option(help="tokens")],
     k: Annotated[int, typer.Option(help="input features")],
-    n: Annotated[int, typer.Option(help="output features (gated_mlp: intermediate size)")],
+    n: Annotated[
+        int | None, typer.Option(help="output features (gated_mlp: intermediate size)")
+    ] = None,
     r: Annotated[int | None, typer.Option(help="rank")] = None,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(help="lowrank_shared, once for each u: R:N, or R:N,N for several v of one u"),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, float32 or float8_e4m3")
     ] = None,
@@ -49,17 +57,19 @@ def kernel(
 ) -> None:
     """Write the NKI kernel of one shape; print where it is, its schedule and predicted profile.
 
-    Example: nmm kernel lowrank --m 512 --k 2048 --r 1280 --n 8192 --target trn2 --check
+    Examples: nmm kernel lowrank --m 512 --k 2048 --r 1280 --n 8192 --target trn2 --check
+
+    nmm kernel lowrank_shared --m 512 --k 2048 --pairs 256:2048 --pairs 128:512 --pairs 128:512
     """
     from nmm_compiler.codegen.build import build_kernel
 
     console = Console()
     given: dict[str, Any] = {
-        "m": m, "k": k, "r": r, "n": n, "dtype": dtype, "x_layout": x_layout,
-        "out_layout": out_layout, "bias": bias, "activation": activation, "scales": scales,
-        "intermediate": intermediate,
+        "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
+        "x_layout": x_layout, "out_layout": out_layout, "bias": bias, "activation": activation,
+        "scales": scales, "intermediate": intermediate,
     }  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value not in (None, [])}
     spec = make_spec(family, given, field or [])
     built = build_kernel(spec, target)
     console.print(f"spec      {built.spec}", markup=False, soft_wrap=True)
@@ -94,7 +104,7 @@ def make_spec(family: str, given: dict[str, Any], more: list[str]) -> Any:
         name, equals, value = text.partition("=")
         if not equals:
             raise SpecError(f"--set {text!r} is not NAME=VALUE")
-        given[name] = _parse(value)
+        given[name] = _parse(value) if "," not in value else tuple(map(_parse, value.split(",")))
     fixed = {"variant", "family"}
     for name in given:
         if name not in fields or name in fixed:

@@ -71,6 +71,24 @@ def _choose(spec: KernelSpec, target: Target) -> tuple[Choice, ...]:
     return tuple(tried + ranked[len(tried) : SHOWN])
 
 
+@functools.lru_cache(maxsize=1024)
+def refusal(spec: KernelSpec, target: Target) -> Exception | None:
+    """Return why no candidate is legal, or None as soon as one is: nothing is ranked or timed."""
+    nearest: Exception | None = None
+    try:
+        spec.check(target)
+    except SpecError as error:
+        return error
+    for schedule in FAMILIES[spec.family].candidates(spec, target):
+        try:
+            schedule.check(spec, target)
+        except (CapacityError, SpecError) as error:
+            nearest = error
+        else:
+            return None
+    return nearest
+
+
 def _varied(ranked: list[Choice]) -> list[Choice]:
     """Return the choices with the best of each kind first: near-twins add little."""
     best: dict[tuple[Any, ...], Choice] = {}

@@ -4,7 +4,12 @@ FAMILIES is the list, one line per family; each has a spec, a float64 reference 
 its legal schedules, and a kernel in kernels/nki.
 """
 
-from nmm_compiler.kernels import gated_mlp_schedule, lowrank_schedule, lowrank_shared_schedule, matmul
+from nmm_compiler.kernels import (
+    gated_mlp_schedule,
+    lowrank_schedule,
+    lowrank_shared_schedule,
+    matmul,
+)
 from nmm_compiler.kernels.base import Family
 
 FAMILIES: dict[str, Family] = {

@@ -70,6 +70,10 @@ class KernelSpec(Record):
         """Return the results of the kernel."""
         raise NotImplementedError
 
+    def result_layouts(self) -> tuple[str, ...]:
+        """Return "row", tokens first, or "col" for each result."""
+        return (str(getattr(self, "out_layout", "row")),)
+
     def flops(self) -> int:
         """Return multiplications and additions of the matrix products (2 per term)."""
         raise NotImplementedError
@@ -101,6 +105,14 @@ class KernelSpec(Record):
                 f"{self.short()}: fp8 kernels are written for trn2 and trn3, whose TensorE "
                 f"doubles its rate for them; {target.name} does not, use dtype bfloat16 there"
             )
+
+    def parts(self) -> tuple[tuple[KernelSpec, tuple[str, ...]], ...]:
+        """Return specs that compute the results one by one, each with the operands it takes.
+
+        Empty for most families. A spec of many results that no schedule makes legal on a target is
+        launched as its parts.
+        """
+        return ()
 
     def notes(self) -> tuple[str, ...]:
         """Return remarks for people, e.g. that another form of the product is cheaper."""

@@ -26,6 +26,7 @@ from nmm_compiler.kernels.base import (
     check_name,
     check_sizes,
 )
+from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.numerics import (
     FP32_ROUNDOFF,
     activation_error,
@@ -53,7 +54,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRankSharedSpec(KernelSpec):
-    """y_ij[m, n_ij] = activation((x u_i) v_ij + bias) with x [m, k], u_i [k, r_i], v_ij [r_i, n_ij].
+    """y_ij = activation((x u_i) v_ij + bias), x [m, k], u_i [k, r_i], v_ij [r_i, n_ij].
 
     pairs: (r_i, (n_i1, n_i2, ...)) for each u; a single n may be given as a number, a pair as the
     text "r:n,n". bias, activation and out_layout: one value, or one per result, in the order of
@@ -135,9 +136,34 @@ class LowRankSharedSpec(KernelSpec):
             for j, y in enumerate(self.results())
         )
 
+    def result_layouts(self) -> tuple[str, ...]:
+        """Return the layout of every y."""
+        return self._each("out_layout")
+
     def flops(self) -> int:
         """Return 2 m r_i (k + n_i1 + n_i2 + ...), summed: every x u_i is made once."""
         return sum(2 * self.m * r * (self.k + sum(ns)) for r, ns in self.pairs)
+
+    def parts(self) -> tuple[tuple[KernelSpec, tuple[str, ...]], ...]:
+        """Return the lowrank kernel of every result."""
+        made = []
+        for j, y in enumerate(self.results()):
+            spec = LowRankSpec(
+                m=self.m,
+                k=self.k,
+                r=y.r,
+                n=y.n,
+                dtype=self.dtype,
+                x_layout=self.x_layout,
+                out_layout=y.layout,
+                u_layout=self.u_layout,
+                v_layout=self.v_layout,
+                bias=y.bias,
+                activation=y.activation,
+            )
+            bias = (f"bias{j}",) if y.bias else ()
+            made.append((spec, ("x", f"u{y.pair}", f"v{j}", *bias)))
+        return tuple(made)
 
     def notes(self) -> tuple[str, ...]:
         """Say which pairs would be cheaper as dense products."""
@@ -205,8 +231,8 @@ def read_pairs(pairs: Any) -> tuple[Pair, ...]:
                 r, _, ns = pair.partition(":")
                 made.append((int(r), tuple(int(n) for n in ns.split(","))))
             else:
-                r, ns = pair
-                made.append((r, tuple(ns) if isinstance(ns, Iterable) else (ns,)))
+                rank, after = pair
+                made.append((rank, tuple(after) if isinstance(after, (tuple, list)) else (after,)))
         except (TypeError, ValueError):
             raise SpecError(
                 f"lowrank_shared: pair {pair!r} is not a rank and the outputs of its v; write "

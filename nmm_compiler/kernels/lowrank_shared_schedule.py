@@ -32,7 +32,8 @@ class LowRankSharedSchedule(KernelSchedule):
     """How a lowrank_shared kernel runs.
 
     x_load, u_load, v_load: how x, every u and every v gets its contraction index onto the
-        partitions: "rows" as it lies, "strided" element runs, "dma" a DMA transpose, "tensor" TensorE.
+        partitions: "rows" as it lies, "strided" element runs, "dma" a DMA transpose, "tensor"
+        TensorE.
     k_order: which contraction rows share a partition: "p" consecutive ones, "t" every 128th.
     m_block: tokens whose intermediates stay in SBUF. k_chunk, x_chunk: contraction rows per load of
         the u and of x.
@@ -182,11 +183,13 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
     if spec.m <= 64 and target.name != "trn1" and any(y.n % 128 == 0 and not y.bias for y in rows):
         stills.append(True)
     few = spec.m <= 128
+    strips = (tiles(spec.k, 128) + r_tiles) * 512 * size  # of x and of the intermediates
+    wide = strips > target.sbuf_usable_bytes_per_partition // 2
     for x_load, u_load, v_load, m_block in itertools.product(
         x_loads(spec.m, spec.x_layout, spec.dtype, target),
         ["rows"] if spec.u_layout == "row" else ways,
         ["rows"] if spec.v_layout == "row" else ways,
-        blocks(spec.m, (512, 1024, 2048)),
+        blocks(spec.m, (128, 256, 512, 1024, 2048) if wide else (512, 1024, 2048)),
     ):
         m_tiles = tiles(min(m_block, spec.m), 512)
         banks = 6 if "tensor" in (x_load, u_load) else 8
@@ -251,7 +254,8 @@ def parameters(
         "ns": tuple(y.n for y in results),
         "pair_of": tuple(y.pair for y in results),
         "bias_of": tuple(
-            sum(y.bias for y in results[:j]) if y.bias else -1 for j, y in enumerate(results)
+            sum(before.bias for before in results[:j]) if y.bias else -1
+            for j, y in enumerate(results)
         ),
         "activations": tuple(y.activation for y in results),
         "out_layouts": tuple(y.layout for y in results),
@@ -271,9 +275,8 @@ def data_flow(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule) -> tuple
     return (
         f"x: {LOADED[schedule.x_load]}, read once, {min(schedule.m_block, spec.m)} tokens at a "
         "time.",
-        f"every u: {LOADED[schedule.u_load]}, {schedule.r_group} tiles of all ranks at a time"
-        f"{', loaded once' if schedule.u_resident else ''}.",
-        "stage 1: u still, x^T moving; (x u)^T summed in PSUM over all of k, kept in SBUF.",
+        f"stage 1: every u, {LOADED[schedule.u_load]}, still, {schedule.r_group} rank tiles at a "
+        "time, x^T moving; (x u)^T kept in SBUF.",
         f"every v: {LOADED[schedule.v_load]}, {schedule.v_block} columns at a time"
         f"{', loaded once' if schedule.v_resident else ''}.",
         f"stage 2: {second}; bias and activation while leaving PSUM.",
@@ -293,7 +296,9 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
     second: list[tuple[int, int]] = []
     dmas: list[tuple[int, int, int, str]] = []
 
-    def loads(how: str, rows: int, columns: int, chunk: int, panel: int, run: int, times: int) -> None:
+    def loads(
+        how: str, rows: int, columns: int, chunk: int, panel: int, run: int, times: int
+    ) -> None:
         count = tiles(rows, chunk) * tiles(columns, panel) * times
         total = rows * columns * size * times
         if how == "tensor":
@@ -306,12 +311,22 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
         dmas.append((count, total // count, max(run, size), kind))
 
     x_deep = tiles(schedule.x_chunk, 128) if schedule.k_order == "p" else 1
-    x_run = {"strided": x_deep * size}.get(schedule.x_load, tokens * size * (x_deep if tokens == m else 1))
+    x_run = {"strided": x_deep * size}.get(
+        schedule.x_load, tokens * size * (x_deep if tokens == m else 1)
+    )
     loads(schedule.x_load, k, m, schedule.x_chunk, tokens, x_run, 1)
     for r in spec.ranks:
         panel = r if schedule.u_resident else min(r, 128 * schedule.r_group)
         run = panel * size * (at_once if panel == r else 1)
-        loads(schedule.u_load, k, r, schedule.k_chunk, panel, run, 1 if schedule.u_resident else m_blocks)
+        loads(
+            schedule.u_load,
+            k,
+            r,
+            schedule.k_chunk,
+            panel,
+            run,
+            1 if schedule.u_resident else m_blocks,
+        )
     panel = 0
     for y in spec.results():
         panel = min(schedule.v_block, y.n)
@@ -339,7 +354,9 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
         tail_bytes=min(m, 128) * panel * size,
         early_bytes=k * (sum(spec.ranks) + m) * size if single else 0,
         late_matmuls=tuple(second) if single else (),
-        instructions=sum(n[0] for n in (*matmuls, *evictions, *dmas)),
+        instructions=sum(n[0] for n in matmuls)
+        + sum(n[0] for n in evictions)
+        + sum(n[0] for n in dmas),
     )
 
 

@@ -1,8 +1,8 @@
 """What a kernel call is made of: launches with their specs, and the NKI source of each.
 
 The specs come from the same function that serves a compiled model (`runtime.calls.lower`), so
-that an exported call and a compiled one mean the same kernels. Most calls are one launch;
-projections that share an input may be one launch per projection.
+that an exported call and a compiled one mean the same kernels. A call is one launch; where the
+target has no room for one, projections that share an input are one launch each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def describe(
     specs: list[Any] = []
     operands: list[tuple[int, ...]] = []
     for tokens in counts:
-        for index, (spec, order) in enumerate(_launches(call, tokens)):
+        for index, (spec, order) in enumerate(_launches(call, tokens, sources)):
             if index == len(specs):
                 specs.append(spec)
                 operands.append(order)
@@ -86,19 +86,24 @@ def _tensors(call: KernelCall) -> list[Tensor]:
     ]
 
 
-def _launches(call: KernelCall, tokens: int) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the spec of each launch and, for its operands in order, their numbers in the call."""
+def _launches(call: KernelCall, tokens: int, sources: bool) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return the spec of each launch and, for its operands in order, their numbers in the call.
+
+    sources: launch for launch what the target can build.
+    """
     tensors = _tensors(call)
     args, keywords = call.rebuild(tensors)
     try:
-        lowered = runtime_calls.lower(call.op, args, keywords, tokens)
+        launches = runtime_calls.lower(call.op, args, keywords, tokens).launches
+        if sources:
+            launches = runtime_calls.fitting(launches, keywords["target"])
     except NmmError as error:
         raise ExportError(f"no kernel computes {call.node}: {error}") from error
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     # The first operand of a launch is x seen as a matrix; the others are the call's own tensors.
     return [
         (launch.spec, (0, *(numbers[id(tensor)] for tensor in launch.operands[1:])))
-        for launch in lowered.launches
+        for launch in launches
     ]
 
 

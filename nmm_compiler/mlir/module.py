@@ -58,7 +58,8 @@ class ExportedKernel:
     """One distinct kernel of a module: a function, or the target of custom_calls.
 
     name: the function's name. op: the torch op. calls: the FX nodes that it serves. launches: the
-    NKI kernels that compute it, usually one; result number i is launch i's.
+    NKI kernels that compute it: one for all results, or launch i for result i where a target has
+    no room for the one.
     """
 
     name: str

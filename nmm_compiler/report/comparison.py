@@ -103,6 +103,30 @@ def _lowrank(spec: Any) -> Products:
     return (first, second, *base), (dense,)
 
 
+def _shared(spec: Any) -> Products:
+    """Return (every u and every v as a product, every result dense) of chains that share x."""
+    common: dict[str, Any] = {"m": spec.m, "dtype": spec.dtype}
+    separate: list[KernelSpec] = [
+        MatmulSpec(
+            k=spec.k, n=r, x_layout=spec.x_layout, w_layout=spec.u_layout, out_layout="col",
+            **common,
+        )
+        for r in spec.ranks
+    ]  # fmt: skip
+    dense: list[KernelSpec] = []
+    for y in spec.results():
+        ends = {"out_layout": y.layout, "bias": y.bias, "activation": y.activation}
+        separate.append(
+            MatmulSpec(k=y.r, n=y.n, x_layout="col", w_layout=spec.v_layout, **ends, **common)
+        )
+        dense.append(
+            MatmulSpec(
+                k=spec.k, n=y.n, x_layout=spec.x_layout, w_layout=spec.u_layout, **ends, **common
+            )
+        )
+    return tuple(separate), tuple(dense)
+
+
 def _gated(spec: Any) -> Products:
     """Return (every product, every projection dense) of a gated MLP.
 
@@ -134,6 +158,7 @@ def _gated(spec: Any) -> Products:
 
 _PRODUCTS: dict[str, Callable[[Any], Products]] = {
     "lowrank": _lowrank,
+    "lowrank_shared": _shared,
     "gated_mlp_up": _gated,
     "gated_mlp": _gated,
 }

@@ -27,6 +27,14 @@ class Launch:
     spec: Any
     operands: tuple[Tensor, ...]
 
+    def split(self) -> tuple[Launch, ...]:
+        """Return launches that give the results one by one; none where there is no such way."""
+        named = zip(self.spec.inputs(), self.operands, strict=True)
+        held = {tensor.name: operand for tensor, operand in named}
+        return tuple(
+            Launch(spec, tuple(held[name] for name in names)) for spec, names in self.spec.parts()
+        )
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -38,8 +46,12 @@ class Lowered:
     launches: tuple[Launch, ...]
     lead: tuple[Any, ...]
     x_layout: str
-    out_layout: str
     many: bool = False
+
+    @property
+    def out_layouts(self) -> tuple[str, ...]:
+        """The layout of each result."""
+        return tuple(way for launch in self.launches for way in launch.spec.result_layouts())
 
 
 def tokens(x: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -72,7 +84,25 @@ def lower(
     for operand in (t for launch in launches for t in launch.operands):
         if operand.dtype != x.dtype:
             raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
-    return Lowered(tuple(launches), lead, x_layout, kwargs.get("out_layout", "row"), many)
+    return Lowered(tuple(launches), lead, x_layout, many)
+
+
+def too_large(spec: Any, target: str) -> str | None:
+    """Return why a spec has to be launched as its parts on a target, None where it need not be."""
+    from nmm_compiler import targets
+    from nmm_compiler.codegen.schedule import refusal
+
+    error = refusal(spec, targets.get(target)) if spec.parts() else None
+    return None if error is None else f"{error}; a kernel for each result"
+
+
+def fitting(launches: Sequence[Launch], target: str) -> tuple[Launch, ...]:
+    """Return the launches, those that do not fit the target as their parts."""
+    return tuple(
+        part
+        for launch in launches
+        for part in (launch.split() if too_large(launch.spec, target) else (launch,))
+    )
 
 
 def dtype_name(t: Tensor) -> str:
@@ -129,22 +159,48 @@ def _shared_x(
     rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
 ) -> list[Launch]:
     _, us, vs, biases = args
-    activations = kw.get("activations") or ["identity"] * len(us)
-    launches = []
-    for u, v, bias, activation in zip(us, vs, biases, activations, strict=True):
-        one = {**kw, "activation": activation}
-        launches += _lowrank(rows, (None, u, v, bias), one, m, transpose)
-    return launches
+    return [_shared(rows, us, [[v] for v in vs], biases, kw, m, transpose)]
 
 
 def _shared_u(
     rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
 ) -> list[Launch]:
     _, u, vs, biases = args
-    launches = []
-    for v, bias in zip(vs, biases, strict=True):
-        launches += _lowrank(rows, (None, u, v, bias), kw, m, transpose)
-    return launches
+    return [_shared(rows, [u], [vs], biases, kw, m, transpose)]
+
+
+def _shared(
+    rows: Tensor,
+    us: Sequence[Tensor],
+    vs_of: Sequence[Sequence[Tensor]],
+    biases: Sequence[Tensor | None],
+    kw: dict[str, Any],
+    m: int,
+    transpose: Transpose | None,
+) -> Launch:
+    """Return the one launch that gives every (x u) v, for each u and each v of it."""
+    from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+
+    u_layout, v_layout = kw.get("u_layout", "row"), kw.get("v_layout", "row")
+    laid_us = [_weight(u, u_layout, transpose) for u in us]
+    laid_vs = [[_weight(v, v_layout, transpose) for v in vs] for vs in vs_of]
+    flat = [v for vs in laid_vs for v in vs]
+    spec = LowRankSharedSpec(
+        m=m,
+        k=_features(*laid_us[0])[0],
+        pairs=tuple(
+            (_features(*u)[1], tuple(_features(*v)[1] for v in vs))
+            for u, vs in zip(laid_us, laid_vs, strict=True)
+        ),
+        dtype=dtype_name(rows),
+        **_layouts(kw),
+        u_layout=laid_us[0][1],
+        v_layout=flat[0][1],
+        bias=tuple(bias is not None for bias in biases),
+        activation=tuple(kw.get("activations") or ["identity"] * len(flat)),
+    )
+    given = [bias for bias in biases if bias is not None]
+    return Launch(spec, (rows, *(u for u, _ in laid_us), *(v for v, _ in flat), *given))
 
 
 def _matmul(

@@ -25,12 +25,12 @@ from nmm_compiler.errors import NeuronSetupError, ShapeError, SpecError, Unknown
 from nmm_compiler.kernels import ops, ops_reference
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
-from nmm_compiler.runtime.calls import Launch, Lowered, lower, tokens
+from nmm_compiler.runtime.calls import Launch, lower, tokens, too_large
 from nmm_compiler.runtime.configuration import options_of
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS, has_own_memory
 
-Launcher = Callable[[Any, Sequence[Tensor]], Tensor | None]
+Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...] | None]
 """Runs one kernel on its operands; None when the kernel must not be used."""
 
 
@@ -63,37 +63,61 @@ class KernelExecutor:
                 raise
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
             return None
-        results = []
-        for launch in lowered.launches:
-            result = self._run(launch, lowered, kwargs.get("target", "trn2"), options)
-            if result is None:
+        target = kwargs.get("target", "trn2")
+        results = self._run_each(lowered.launches, lowered.x_layout, target, options)
+        if results is None:
+            return None
+        laid = zip(results, lowered.out_layouts, strict=True)
+        shaped = [_shaped(y, layout, lowered.lead) for y, layout in laid]
+        return shaped if lowered.many else shaped[0]
+
+    def _run_each(
+        self, launches: Sequence[Launch], x_layout: str, target: str, options: Options
+    ) -> list[Tensor] | None:
+        """Return the results of all launches, None when one of them has no kernel to use."""
+        results: list[Tensor] = []
+        for launch in launches:
+            made = self._run(launch, x_layout, target, options)
+            if made is None:
                 return None
-            results.append(result)
-        return results if lowered.many else results[0]
+            results += made
+        return results
 
     def _run(
-        self, launch: Launch, lowered: Lowered, target: str, options: Options
-    ) -> Tensor | None:
-        """Launch the kernel once per planned bucket along the tokens."""
+        self, launch: Launch, x_layout: str, target: str, options: Options
+    ) -> list[Tensor] | None:
+        """Launch the kernel once per planned bucket along the tokens; return its results."""
+        whole = too_large(launch.spec, target)
+        if whole is not None:
+            _warn_once(f"nmm: {whole}")
+            return self._run_each(launch.split(), x_layout, target, options)
         x, *weights = launch.operands
-        x_tokens = 0 if lowered.x_layout == "row" else 1
-        out_tokens = 0 if lowered.out_layout == "row" else 1
-        pieces, start = [], 0
+        x_tokens = 0 if x_layout == "row" else 1
+        y_tokens = [0 if layout == "row" else 1 for layout in launch.spec.result_layouts()]
+        pieces: list[tuple[Tensor, ...]] = []
+        start = 0
         for size in KERNELS.plan(launch.spec, target, options):
-            kernel = KERNELS.get_or_warn(dataclasses.replace(launch.spec, m=size), target, options)
+            spec = dataclasses.replace(launch.spec, m=size)
+            kernel = KERNELS.get_or_warn(spec, target, options)
             if kernel is None:
                 return None
             used = min(size, launch.spec.m - start)
             part = _padded(x.narrow(x_tokens, start, used), x_tokens, size - used)
-            y = self.launcher(kernel, (part, *(w.contiguous() for w in weights)))
-            if y is None:
+            ys = self.launcher(kernel, (part, *(w.contiguous() for w in weights)))
+            if ys is None:
                 return None
-            pieces.append(y if used == size else y.narrow(out_tokens, 0, used))
+            if used < size:
+                ys = tuple(y.narrow(at, 0, used) for y, at in zip(ys, y_tokens, strict=True))
+            pieces.append(ys)
             start += used
-        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, out_tokens)
-        if lowered.out_layout == "row":
-            return out.reshape(*lowered.lead, out.shape[-1])
-        return out.contiguous()
+        if len(pieces) == 1:
+            return list(pieces[0])
+        return [torch.cat(ys, at) for *ys, at in zip(*pieces, y_tokens, strict=True)]
+
+
+def _shaped(y: Tensor, layout: str, lead: Sequence[Any]) -> Tensor:
+    """Return a result as the op gives it: its token dimensions restored, contiguous."""
+    return y.reshape(*lead, y.shape[-1]) if layout == "row" else y.contiguous()
 
 
 def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -132,11 +156,11 @@ def _on_cpu(executor: str, operands: Sequence[Tensor]) -> None:
         )
 
 
-def _launch_in_simulator(kernel: Any, operands: Sequence[Tensor]) -> Tensor:
+def _launch_in_simulator(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _on_cpu("simulator", operands)
     with _simulating:
         simulation = kernel.simulate(*(t.detach() for t in operands), mode="functional")
-    return _tensor(simulation.output, operands[0].dtype)
+    return tuple(_tensor(array, operands[0].dtype) for array in simulation.outputs)
 
 
 def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
@@ -150,7 +174,7 @@ def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
 _NUMPY_NAMES = ("float16", "float32")
 
 
-def _launch_in_nki_simulate(kernel: Any, operands: Sequence[Tensor]) -> Tensor:
+def _launch_in_nki_simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _on_cpu("nki_simulate", operands)
     return neuron.simulate(kernel, [t.detach() for t in operands])
 

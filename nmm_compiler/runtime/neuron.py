@@ -145,15 +145,15 @@ def load(kernel: Any) -> Any:
     return found
 
 
-def simulate(kernel: Any, operands: Sequence[Tensor]) -> Tensor:
-    """Run a kernel in AWS's simulator on CPU tensors."""
+def simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run a kernel in AWS's simulator on CPU tensors; return its results."""
     nki = _nki()
     with _lock, neuron_environment(_target_name(kernel)):
-        return _single(nki.simulate(load(kernel))(*operands))
+        return _results(nki.simulate(load(kernel))(*operands))
 
 
-def launch(kernel: Any, operands: Sequence[Tensor]) -> Tensor | None:
-    """Run a kernel on the Neuron device that holds its operands.
+def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """Run a kernel on the Neuron device that holds its operands; return its results.
 
     Returns None for a kernel that failed its first-run check: the caller computes the reference.
     Raises NeuronSetupError for tensors that are on no Neuron device.
@@ -169,15 +169,15 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> Tensor | None:
     return _LAUNCHERS[device.type](kernel, operands)
 
 
-def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> Tensor:
-    return _single(load(kernel)(*operands))
+def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return _results(load(kernel)(*operands))
 
 
-def _launch_on_torchneuron(kernel: Any, operands: Sequence[Tensor]) -> Tensor:
-    return _single(registered_op(kernel, len(operands))(*operands))
+def _launch_on_torchneuron(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return _results(registered_op(kernel, len(operands))(*operands))
 
 
-_LAUNCHERS: dict[str, Callable[[Any, Sequence[Tensor]], Tensor]] = {
+_LAUNCHERS: dict[str, Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]] = {
     "xla": _launch_on_xla,
     "neuron": _launch_on_torchneuron,
 }
@@ -205,9 +205,14 @@ def registered_op(kernel: Any, operands: int) -> Any:
             )
         function = load(kernel)
 
-        def call(*tensors: Tensor) -> Tensor:
-            return _single(function(*tensors))
+        shapes = [tuple(result.shape) for result in kernel.spec.outputs()]
+        single = len(shapes) == 1
 
+        def call(*tensors: Tensor) -> Any:
+            results = _results(function(*tensors))
+            return results[0] if single else results
+
+        returned: Any = Tensor if single else tuple[(Tensor,) * len(shapes)]  # type: ignore[misc]
         parameters = [
             inspect.Parameter(
                 f"operand{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor
@@ -215,14 +220,18 @@ def registered_op(kernel: Any, operands: int) -> Any:
             for i in range(operands)
         ]
         call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            parameters, return_annotation=Tensor
+            parameters, return_annotation=returned
         )
-        call.__annotations__ = {**{p.name: Tensor for p in parameters}, "return": Tensor}
+        call.__annotations__ = {**{p.name: Tensor for p in parameters}, "return": returned}
         call.__name__ = call.__qualname__ = kernel.name
         op = nki_op(name, mutates_args={})(call)
         if hasattr(op, "register_fake"):
-            shape = tuple(kernel.spec.output.shape)
-            op.register_fake(lambda *tensors: tensors[0].new_empty(shape))
+
+            def fake(*tensors: Tensor) -> Any:
+                made = tuple(tensors[0].new_empty(shape) for shape in shapes)
+                return made[0] if single else made
+
+            op.register_fake(fake)
         _registered[name] = op
     return op
 
@@ -260,14 +269,25 @@ def _first_run(kernel: Any, device: torch.device) -> str | None:
         for a, o in zip(arrays, spec.inputs(), strict=True)
     ]
     try:
-        got = _LAUNCHERS[device.type](kernel, tensors)
-        values = got.detach().to("cpu").to(torch.float64).numpy()
+        results = _LAUNCHERS[device.type](kernel, tensors)
+        got = [y.detach().to("cpu").to(torch.float64).numpy() for y in results]
     except Exception as error:  # whatever the vendor's compiler or runtime raises
         return f"its first run failed with {type(error).__name__}: {error}"
-    want = np.asarray(spec.reference(*arrays), dtype=np.float64)
+    wanted, bounds = _several(spec.reference(*arrays)), _several(spec.error_bound(*arrays))
+    if len(got) != len(wanted):
+        return f"its first run returned {len(got)} results, not {len(wanted)}"
+    for values, want, bound in zip(got, wanted, bounds, strict=True):
+        fault = _fault(values, np.asarray(want, dtype=np.float64), bound)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _fault(values: Any, want: Any, bound: Any) -> str | None:
+    """Return what is wrong with one result of a first run, or None."""
     if values.shape != want.shape:
         return f"its first run returned shape {values.shape}, not {want.shape}"
-    excess = np.abs(values - want) - spec.error_bound(*arrays)
+    excess = np.abs(values - want) - bound
     if not np.all(excess <= 0):
         worst = float(np.max(np.nan_to_num(np.abs(values - want), nan=np.inf)))
         wrong = int(np.sum(~(excess <= 0)))
@@ -285,8 +305,12 @@ def forget() -> None:
         _verdicts.clear()
 
 
-def _single(out: Any) -> Tensor:
-    return out[0] if isinstance(out, (tuple, list)) else out
+def _results(out: Any) -> tuple[Tensor, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _target_name(kernel: Any) -> str:

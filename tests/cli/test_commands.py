@@ -59,6 +59,21 @@ def test_kernel_print_is_python_that_imports_only_nki():
     assert all(line.split()[1].startswith("nki") for line in imports)
 
 
+def test_kernel_takes_pairs_for_products_that_share_x():
+    done = nmm(
+        "kernel", "lowrank_shared", "--m", "64", "--k", "256", "--pairs", "64:256",
+        "--pairs", "32:128,128", "--set", "bias=true,false,false", "--check", "--schedules",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "pairs=((64, (256,)), (32, (128, 128)))" in done.stdout
+    assert "passed: 32768 elements" in done.stdout
+    bad = nmm("kernel", "lowrank_shared", "--m", "64", "--k", "256", "--pairs", "64x256")
+    assert bad.returncode == 2
+    assert "pair '64x256' is not a rank" in bad.stderr
+    missing = nmm("kernel", "lowrank_shared", "--m", "64", "--k", "256")
+    assert "lowrank_shared needs --pairs" in missing.stderr
+
+
 def test_kernel_trace_is_json_with_engine_rows(tmp_path):
     trace = tmp_path / "out.json"
     done = nmm(

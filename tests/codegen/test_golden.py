@@ -15,12 +15,14 @@ from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_schedule import LowRankSchedule
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.targets import get, names
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SPECS = {
     "lowrank": LowRankSpec(m=64, k=128, r=128, n=512, x_layout="col"),
+    "lowrank_shared": LowRankSharedSpec(m=64, k=128, pairs=((128, (512, 512)),), x_layout="col"),
     "matmul": MatmulSpec(m=64, k=128, n=512, x_layout="col"),
     "gated_mlp_up": GatedMLPUpSpec(m=64, k=128, n=128, x_layout="col", out_layout="col"),
 }

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 
 # Around 1, the partition count and PSUM's 512 columns, and sizes that divide nothing.
@@ -63,7 +64,37 @@ def _formats(spec_class, fields, plain_fields=None, products=2):
     )
 
 
+_small = st.one_of(st.sampled_from((1, 3, 64, 127, 128, 129, 200, 256)), st.integers(1, 300))
+_pairs = st.lists(
+    st.tuples(_small, st.lists(outputs, min_size=1, max_size=3).map(tuple)), min_size=1, max_size=4
+).map(tuple)
+
+
+@st.composite
+def shared(draw):
+    """Several pairs of factors; every result has its own bias, activation and layout."""
+    pairs = draw(_pairs)
+    count = sum(len(ns) for _, ns in pairs)
+
+    def each(values):
+        return draw(st.tuples(*[values] * count))
+
+    return LowRankSharedSpec(
+        m=draw(tokens),
+        k=draw(sizes),
+        pairs=pairs,
+        dtype=draw(dtypes),
+        x_layout=draw(layouts),
+        u_layout=draw(layouts),
+        v_layout=draw(layouts),
+        bias=each(st.booleans()),
+        activation=each(activations),
+        out_layout=each(layouts),
+    )
+
+
 SPECS = {
+    "lowrank_shared": shared(),
     "lowrank": _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
     "matmul": _formats(MatmulSpec, _matmul, products=1),
     "gated_mlp_up": _formats(GatedMLPUpSpec, _up),

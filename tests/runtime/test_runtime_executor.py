@@ -59,9 +59,12 @@ def check(name, args, kw, m, launched, launches=1):
     assert len(launched) == launches, "the kernel did not run"
     lowered = lower(name, args, kw, m)
     outs = got if isinstance(got, list) else [got]
-    for launch, y in zip(lowered.launches, outs, strict=True):
-        operands = arrays(launch.operands)
-        want, bound = launch.spec.reference(*operands), launch.spec.error_bound(*operands)
+    (launch,) = lowered.launches
+    operands = arrays(launch.operands)
+    wanted, bounds = launch.spec.reference(*operands), launch.spec.error_bound(*operands)
+    if not isinstance(wanted, tuple):
+        wanted, bounds = (wanted,), (bounds,)
+    for y, want, bound in zip(outs, wanted, bounds, strict=True):
         assert y.dtype == args[0].dtype
         assert y.is_contiguous()
         values = y.double().numpy().reshape(want.shape)
@@ -105,13 +108,54 @@ def test_a_dense_base_and_a_bias(launched):
     check("lowrank_matmul", args, {"scale": 2.0, "w_layout": "col"}, 8, launched)
 
 
-def test_shared_ops_run_a_kernel_for_each_output(launched):
-    x = torch.randn(8, K).to(torch.bfloat16)
-    us, vs = [weight(K, R), weight(K, 8)], [weight(R, N), weight(8, 24)]
-    check("lowrank_matmul_shared_x", (x, us, vs, [None, None]), {}, 8, launched, 2)
+@pytest.mark.parametrize("stored", ["row", "col"])
+@pytest.mark.parametrize("out", ["row", "col"])
+def test_shared_ops_run_one_kernel(stored, out, launched):
+    x = torch.randn(2, 4, K).to(torch.bfloat16)
+    us = [weight(K, R, stored), weight(K, 8, stored)]
+    vs = [weight(R, N, stored), weight(8, 24, stored)]
+    bias = torch.randn(24).to(torch.bfloat16)
+    kw = {"u_layout": stored, "v_layout": stored, "out_layout": out}
+    more = {**kw, "activations": ["silu", "identity"]}
+    got = check("lowrank_matmul_shared_x", (x, us, vs, [None, bias]), more, 8, launched)
+    assert [tuple(y.shape) for y in got] == (
+        [(2, 4, N), (2, 4, 24)] if out == "row" else [(N, 8), (24, 8)]
+    )
     launched.clear()
-    both = [weight(R, N), weight(R, 24)]
-    check("lowrank_matmul_shared_u", (x, us[0], both, [None, None]), {}, 8, launched, 2)
+    both = [weight(R, N, stored), weight(R, 24, stored)]
+    check("lowrank_matmul_shared_u", (x, us[0], both, [None, bias]), kw, 8, launched)
+    assert launched[0].spec.pairs == ((R, (N, 24)),)
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_shared_results_are_cut_and_joined_along_their_own_tokens(layout, launched, monkeypatch):
+    monkeypatch.setattr(KERNELS, "plan", lambda *a: (4, 4))
+    x = torch.randn(7, K).to(torch.bfloat16)
+    us, vs = [weight(K, R), weight(K, 8)], [weight(R, N), weight(8, 24)]
+    args = (x, us, vs, [None, None])
+    check("lowrank_matmul_shared_x", args, {"out_layout": layout}, 7, launched, 2)
+
+
+def test_a_shared_call_without_room_for_one_kernel_runs_one_for_each_result(launched, monkeypatch):
+    from nmm_compiler.codegen import schedule
+    from nmm_compiler.errors import CapacityError
+    from nmm_compiler.kernels.lowrank_shared_schedule import LowRankSharedSchedule
+
+    def full(self, spec, target):
+        raise CapacityError("the schedule needs 300,000 B per SBUF partition")
+
+    monkeypatch.setattr(LowRankSharedSchedule, "check", full)
+    schedule.refusal.cache_clear()
+    executor._warn_once.cache_clear()
+    x = torch.randn(8, K)
+    us, vs = [weight(K, R).float(), weight(K, 8).float()], [weight(R, N).float()]
+    vs.append(weight(8, 24).float())
+    with pytest.warns(UserWarning, match="needs 300,000 B per SBUF partition; a kernel for each"):
+        got = NMM.lowrank_matmul_shared_x(x, us, vs, [None, None], executor="simulator")
+    schedule.refusal.cache_clear()
+    assert [kernel.spec.family for kernel in launched] == ["lowrank", "lowrank"]
+    for y, u, v in zip(got, us, vs, strict=True):
+        torch.testing.assert_close(y, x @ u @ v, rtol=1e-5, atol=1e-5)  # sums of at most 96 terms
 
 
 @pytest.mark.parametrize("stored", ["row", "col"])

@@ -107,7 +107,7 @@ def test_nki_simulate_runs_the_file_for_the_kernels_target(monkeypatch, tmp_path
     seen = install(monkeypatch)
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
     x, u, v = operands()
-    got = neuron.simulate(write_kernel(tmp_path, SPEC), (x, u, v))
+    (got,) = neuron.simulate(write_kernel(tmp_path, SPEC), (x, u, v))
     torch.testing.assert_close(got, (x @ u) @ v)
     assert seen.simulated_for == ["trn2"]
     assert "NEURON_PLATFORM_TARGET_OVERRIDE" not in os.environ
@@ -190,7 +190,8 @@ def test_torchneuron_registers_each_kernel_once(monkeypatch, tmp_path, cpu_is_ne
     kernel = write_kernel(tmp_path, SPEC, name=next(names))
     x, u, v = operands()
     for _ in range(2):
-        torch.testing.assert_close(neuron.launch(kernel, (x, u, v)), (x @ u) @ v)
+        (got,) = neuron.launch(kernel, (x, u, v))
+        torch.testing.assert_close(got, (x @ u) @ v)
     assert len(seen.registered) == 1
     assert seen.registered[0].startswith(f"nmm_kernels::{kernel.name}_")
     op = neuron.registered_op(kernel, 3)

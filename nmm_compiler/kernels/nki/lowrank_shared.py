@@ -81,30 +81,29 @@ def lowrank_shared(
                 sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
             for k0 in range(0, k, k_chunk):
                 rows = min(k_chunk, k - k0)
-                depth = (rows + 127) // 128
-                kt = k0 // 128
+                deep = (rows + 127) // 128
                 if t0 == 0 and k0 % x_chunk == 0:
-                    load(x_sb, kt, x, k0, min(x_chunk, k - k0), m0, tokens, x_load, k_order, k)
-                x_tiles = x_sb[0:128, kt : kt + depth, 0:tokens]
+                    x_rows = min(x_chunk, k - k0)
+                    load(x_sb, k0 // 128, x, k0, x_rows, m0, tokens, x_load, k_order, k)
                 for i in range(len(ranks)):
                     # the columns of this u in tiles t0 to t1
                     r0 = 128 * max(0, t0 - starts[i])
                     r1 = min(ranks[i], 128 * (t1 - starts[i]))
                     if r0 < r1:
                         if u_resident:
+                            u_sb = u_alls[i][0:128, 0:k_tiles, r0:r1]
                             if m0 == 0 and r0 == 0:
                                 u_all = u_alls[i]
-                                load(u_all, kt, us[i], k0, rows, 0, ranks[i], u_load, k_order, k)
-                            u_sb = u_alls[i][0:128, kt : kt + depth, r0:r1]
+                                c = ranks[i]
+                                load(u_all, k0 // 128, us[i], k0, rows, 0, c, u_load, k_order, k)
                         else:
-                            u_sb = nl.ndarray(
-                                (128, depth, r1 - r0), dtype=x.dtype, buffer=nl.sbuf
-                            )
+                            u_sb = nl.ndarray((128, deep, r1 - r0), dtype=x.dtype, buffer=nl.sbuf)
                             load(u_sb, 0, us[i], k0, rows, r0, r1 - r0, u_load, k_order, k)
                         tile = starts[i] + r0 // 128
-                        add_chunk(sums, tile - t0, u_sb, x_tiles, k0, rows, r1 - r0, tokens)
-                        if k0 + rows == k:
-                            round_sums(p_sb, tile, sums, tile - t0, r1 - r0, tokens)
+                        add_chunk(
+                            p_sb, tile, sums, tile - t0, u_sb, x_sb, k0, rows, k, r1 - r0, tokens,
+                            u_resident,
+                        )  # fmt: skip
 
         # Stage 2: contracts over the rank, panel by panel of every v.
         for j in range(len(ns)):
@@ -115,97 +114,46 @@ def lowrank_shared(
             v_all = None
             if v_resident:
                 v_all = v_alls[j]
-            p_part = p_sb[0:128, starts[i] : starts[i + 1], 0:tokens]
             if stills[j]:
                 expand_columns(
-                    out=outs[j],
-                    s_sb=p_part,
-                    w_all=v_all,
-                    x_sb=None,
-                    bias_sb=bias_sb,
-                    s=None,
-                    w=vs[j],
-                    base_w=None,
-                    m0=m0,
-                    tokens=tokens,
-                    k=ranks[i],
-                    n=ns[j],
-                    base_k=0,
-                    s_load="none",
-                    s_chunk=128,
-                    w_load=v_load,
-                    base_load="rows",
-                    order="t",
-                    base_order="t",
-                    k_chunk=v_chunk,
-                    base_chunk=128,
-                    w_block=v_block,
-                    group_tiles=n_group,
-                    resident=v_resident,
-                    stream=False,
-                    has_bias=bias_of[j] >= 0,
-                    activation=activations[j],
-                    as_rows=out_layouts[j] == "row",
-                )
+                    outs[j], p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], v_all, None,
+                    bias_sb, None, vs[j], None, m0, tokens, ranks[i], ns[j], 0, "none", 128,
+                    v_load, "rows", "t", "t", v_chunk, 128, v_block, n_group, v_resident, False,
+                    bias_of[j] >= 0, activations[j], out_layouts[j] == "row",
+                )  # fmt: skip
             else:
                 expand_rows(
-                    out=outs[j],
-                    s_sb=p_part,
-                    w_all=v_all,
-                    x_sb=None,
-                    bias_sb=bias_sb,
-                    s=None,
-                    w=vs[j],
-                    base_w=None,
-                    m0=m0,
-                    tokens=tokens,
-                    k=ranks[i],
-                    n=ns[j],
-                    base_k=0,
-                    s_load="none",
-                    s_chunk=128,
-                    w_load=v_load,
-                    base_load="rows",
-                    order="t",
-                    base_order="t",
-                    k_chunk=v_chunk,
-                    base_chunk=128,
-                    w_block=v_block,
-                    group_tiles=n_group,
-                    resident=v_resident,
-                    stream=False,
-                    has_bias=bias_of[j] >= 0,
-                    activation=activations[j],
-                )
+                    outs[j], p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], v_all, None,
+                    bias_sb, None, vs[j], None, m0, tokens, ranks[i], ns[j], 0, "none", 128,
+                    v_load, "rows", "t", "t", v_chunk, 128, v_block, n_group, v_resident, False,
+                    bias_of[j] >= 0, activations[j],
+                )  # fmt: skip
     return tuple(outs)
 
 
-def add_chunk(sums, first, u_sb, x_sb, k0, rows, columns, tokens):
-    """Add a chunk of the contraction to the sums of one u's columns, from `first` on."""
+def add_chunk(p_sb, tile, sums, at, u_sb, x_sb, k0, rows, k, columns, tokens, whole):
+    """Add a chunk of the contraction to the sums of one u's columns; the last one rounds them."""
+    # tile: of the first column, in the strip; at: the same, in the sums; whole: u_sb holds all of k
     m_tiles = (tokens + 511) // 512
-    for kt in range((rows + 127) // 128):
-        kp = min(128, rows - 128 * kt)
+    for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+        kp = min(128, k - 128 * kt)
         for c in range(0, columns, 128):
             rp = min(128, columns - c)
             for mt in range(m_tiles):
                 ms = 512 * mt
                 mw = min(512, tokens - ms)
                 nisa.nc_matmul(
-                    dst=sums[(first + c // 128) * m_tiles + mt][0:rp, 0:mw],
-                    stationary=u_sb[0:kp, kt, c : c + rp],
+                    dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
+                    stationary=u_sb[0:kp, kt if whole else kt - k0 // 128, c : c + rp],
                     moving=x_sb[0:kp, kt, ms : ms + mw],
-                    accumulate=k0 + kt > 0,
+                    accumulate=kt > 0,
                 )
-
-
-def round_sums(p_sb, tile, sums, first, columns, tokens):
-    """Take the finished sums of one u's columns to the strip, from `tile` on."""
-    m_tiles = (tokens + 511) // 512
-    for c in range(0, columns, 128):
-        rp = min(128, columns - c)
-        for mt in range(m_tiles):
-            ms = 512 * mt
-            mw = min(512, tokens - ms)
-            at = (first + c // 128) * m_tiles + mt
-            p_tile = p_sb[0:rp, tile + c // 128, ms : ms + mw]
-            evict(p_tile, sums[at][0:rp, 0:mw], at)
+    if k0 + rows == k:
+        for c in range(0, columns, 128):
+            rp = min(128, columns - c)
+            for mt in range(m_tiles):
+                ms = 512 * mt
+                mw = min(512, tokens - ms)
+                sum_at = (at + c // 128) * m_tiles + mt
+                p_tile = p_sb[0:rp, tile + c // 128, ms : ms + mw]
+                evict(p_tile, sums[sum_at][0:rp, 0:mw], sum_at)

@@ -1,0 +1,181 @@
+"""Family lowrank_shared: what it means, what it refuses, and what reading x once is worth."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.proof import compare, norm_limit, prove, random_arrays
+from nmm_compiler.codegen.schedule import choose, refusal
+from nmm_compiler.codegen.source import kernel_source
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.lowrank_shared_schedule import LowRankSharedSchedule
+from nmm_compiler.simulator.run import simulate
+from nmm_compiler.targets import get
+
+MIXED = LowRankSharedSpec(
+    m=40, k=150, pairs=((70, (90, 200)), (130, 33)), dtype="float32", x_layout="col",
+    v_layout="col", bias=(True, False, True), activation=("relu", "identity", "silu"),
+    out_layout=("row", "col", "col"),
+)  # fmt: skip
+
+
+def qkv(m, ranks=(256, 128, 128)):
+    """Return the attention projections of Llama-3.2-1B, factored."""
+    outputs = (2048, 512, 512)
+    return LowRankSharedSpec(
+        m=m, k=2048, pairs=tuple(zip(ranks, outputs, strict=True)), x_layout="col"
+    )
+
+
+def test_reference_is_plain_linear_algebra():
+    arrays = random_arrays(MIXED, seed=3)
+    names = [t.name for t in MIXED.inputs()]
+    assert names == ["x", "u0", "u1", "v0", "v1", "v2", "bias0", "bias2"]
+    x, u0, u1, v0, v1, v2, bias0, bias2 = (np.asarray(a, dtype=np.float64) for a in arrays)
+    last = (x.T @ u1) @ v2.T + bias2
+    want = (
+        np.maximum((x.T @ u0) @ v0.T + bias0, 0),
+        ((x.T @ u0) @ v1.T).T,
+        (last / (1 + np.exp(-last))).T,
+    )
+    for got, y in zip(MIXED.reference(*arrays), want, strict=True):
+        np.testing.assert_allclose(got, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_every_result_has_its_own_epilogue_and_layout(target):
+    kernel = build_kernel(MIXED, target)
+    assert prove(kernel).passed
+    shapes = [y.shape for y in kernel.simulate(*random_arrays(MIXED), mode="functional").outputs]
+    assert shapes == [(40, 90), (200, 40), (33, 40)] == [y.shape for y in MIXED.outputs()]
+
+
+def test_a_kernel_that_takes_the_wrong_u_is_caught(tmp_path):
+    spec = LowRankSharedSpec(m=64, k=256, pairs=((64, 200), (64, 200)))
+    kernel = build_kernel(spec, "trn2")
+    arrays = random_arrays(spec)
+    for wrong in ("us = (u0, u0)", "us = (u1, u0)"):
+        path = tmp_path / "wrong.py"
+        path.write_text(kernel.source.replace("us = (u0, u1)", wrong))
+        got = simulate(f"{path}:{kernel.name}", *arrays, mode="functional").outputs
+        bounds, limit = spec.error_bound(*arrays), norm_limit(spec)
+        assert not compare("wrong", got, spec.reference(*arrays), bounds, limit).passed
+
+
+def test_same_spec_same_bytes_and_same_bits():
+    target = get("trn2")
+    schedule = choose(MIXED, target)[0].schedule
+    again = LowRankSharedSpec.from_json(MIXED.to_json())
+    assert again == MIXED
+    copy = LowRankSharedSchedule.from_json(schedule.to_json())
+    assert kernel_source(MIXED, schedule, target) == kernel_source(again, copy, target)
+    kernel, arrays = build_kernel(MIXED, target), random_arrays(MIXED, seed=1)
+    one, two = (kernel.simulate(*arrays, mode="functional").outputs for _ in range(2))
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_ways_to_say_the_same():
+    one = LowRankSharedSpec(m=8, k=16, pairs=((4, 32), (2, (8, 8))), bias=(False,) * 3)
+    assert one == LowRankSharedSpec(m=8, k=16, pairs=["4:32", "2:8,8"])
+    assert one == LowRankSharedSpec(m=8, k=16, pairs=((4, (32,)), (2, (8, 8))), out_layout="row")
+    assert one.short() == "lowrank_shared m8 k16 4x32 2x8_8 bfloat16"
+
+
+def test_x_and_each_product_with_u_count_once():
+    spec = LowRankSharedSpec(m=8, k=16, pairs=((4, (32, 32)), (2, 8)))
+    assert spec.flops() == 2 * 8 * (4 * (16 + 32 + 32) + 2 * (16 + 8))
+    weights = 16 * 4 + 4 * 32 * 2 + 16 * 2 + 2 * 8
+    assert spec.minimal_hbm_bytes() == 2 * (8 * 16 + weights + 8 * (32 + 32 + 8))
+    parts = [part for part, _ in spec.parts()]
+    assert [(p.r, p.n) for p in parts] == [(4, 32), (4, 32), (2, 8)]
+    assert len(qkv(8, (2048, 128, 128)).notes()) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"pairs": ()}, SpecError, "needs a v"),
+        ({"pairs": ((4, ()),)}, SpecError, "needs a v"),
+        ({"pairs": "4x32"}, SpecError, "pair '4x32' is not a rank"),
+        ({"pairs": ((4, 0),)}, ShapeError, "n of pair 0 is 0"),
+        ({"pairs": ((4.5, 8),)}, ShapeError, "r of pair 0 is 4.5"),
+        ({"bias": (True,)}, ShapeError, "bias has 1 values for 2 results"),
+        ({"activation": ("silu", "sillu")}, UnknownNameError, "did you mean 'silu'"),
+        ({"out_layout": ("row", "rows")}, UnknownNameError, "did you mean 'row'"),
+    ],
+)
+def test_bad_fields(fields, error, words):
+    with pytest.raises(error, match=words):
+        LowRankSharedSpec(**{"m": 8, "k": 16, "pairs": ((4, 32), (4, 32)), **fields})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"r_group": 9}, CapacityError, "stage 1 needs 9 PSUM banks, trn2 has 8; lower r_group"),
+        ({"n_group": 9}, CapacityError, "stage 2 needs 9 PSUM banks, trn2 has 8; lower n_group"),
+        ({"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
+        ({"x_load": "dma"}, SpecError, "x_load is 'dma'; as the operand lies it can be rows"),
+        ({"x_chunk": 384, "k_chunk": 256}, SpecError, "x_chunk is 384; pass a multiple of k_chunk"),
+    ],
+)
+def test_illegal_schedules_say_why(changes, error, words):
+    spec = qkv(512, (1024, 512, 512))
+    schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, **changes)
+    with pytest.raises(error, match=words):
+        build_kernel(spec, "trn2", schedule)
+
+
+def test_a_row_result_with_v_still_takes_whole_tiles():
+    spec = LowRankSharedSpec(m=8, k=256, pairs=((64, 200), (64, (100,))))
+    schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, v_still=True)
+    with pytest.raises(SpecError, match="v_still takes a row result .*the results 200 row, 100"):
+        build_kernel(spec, "trn2", schedule)
+    whole = dataclasses.replace(spec, pairs=((64, 256), (64, 100)))
+    kernel = build_kernel(whole, "trn2", dataclasses.replace(schedule, v_block=256))
+    assert prove(kernel).passed
+
+
+def test_what_does_not_fit_gives_the_numbers():
+    huge = LowRankSharedSpec(m=4, k=4_000_000, pairs=((8, 8),))
+    with pytest.raises(CapacityError, match=r"no schedule fits trn2; the nearest: .*lower"):
+        build_kernel(huge, "trn2")
+    assert isinstance(refusal(huge, get("trn2")), CapacityError)
+    assert refusal(qkv(512), get("trn2")) is None
+
+
+def test_sbuf_and_psum_stay_within_what_the_schedule_says():
+    for spec in (qkv(600), dataclasses.replace(MIXED, m=600), qkv(16, (768, 384, 384))):
+        kernel = build_kernel(spec, "trn2")
+        profile = kernel.profile()
+        assert profile.sbuf_peak_bytes <= kernel.schedule.overlapped_bytes(spec)
+        assert profile.psum_peak_banks <= get("trn2").psum_banks
+
+
+def check_against_single_launches(m, ranks=(256, 128, 128)):
+    """One kernel reads x once where three read it three times, and is predicted no slower."""
+    spec = qkv(m, ranks)
+    one = build_kernel(spec, "trn2").profile()
+    three = [build_kernel(part, "trn2").profile() for part, _ in spec.parts()]
+    moved = one.hbm_read_bytes + one.hbm_write_bytes
+    apart = sum(p.hbm_read_bytes + p.hbm_write_bytes for p in three)
+    x = 2 * m * spec.k
+    assert apart - moved >= 2 * x
+    assert moved == spec.minimal_hbm_bytes()
+    assert one.latency_us <= sum(p.latency_us for p in three)
+
+
+@pytest.mark.parametrize("m", [1, 512])
+def test_x_is_read_once_for_q_k_and_v(m):
+    check_against_single_launches(m)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(256, 128, 128), (768, 384, 384)])
+@pytest.mark.parametrize("m", [1, 16, 128, 512, 2048])
+def test_x_is_read_once_at_every_token_count(m, ranks):
+    check_against_single_launches(m, ranks)
