@@ -133,7 +133,7 @@ def test_illegal_schedules_say_why(changes, error, words):
 def test_a_row_result_with_v_still_takes_whole_tiles():
     spec = LowRankSharedSpec(m=8, k=256, pairs=((64, 200), (64, (100,))))
     schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, v_still=True)
-    with pytest.raises(SpecError, match="v_still takes a row result .*the results 200 row, 100"):
+    with pytest.raises(SpecError, match=r"v_still takes a row result .*the results 200 row, 100"):
         build_kernel(spec, "trn2", schedule)
     whole = dataclasses.replace(spec, pairs=((64, 256), (64, 100)))
     kernel = build_kernel(whole, "trn2", dataclasses.replace(schedule, v_block=256))
