@@ -59,7 +59,7 @@ def kernel(
 
     Example: nmm kernel lowrank --m 512 --k 2048 --r 1280 --n 8192 --target trn2 --check
 
-    Example: nmm kernel lowrank_shared --m 512 --k 2048 --pairs 256:2048 --pairs 128:512 --pairs 128:512
+    Example: nmm kernel lowrank_shared --m 16 --k 2048 --pairs 256:2048 --pairs 128:512,512
     """
     from nmm_compiler.codegen.build import build_kernel
 
