@@ -31,6 +31,7 @@ from nmm_compiler.kernels.numerics import (
     FP32_ROUNDOFF,
     activation_error,
     activation_value,
+    combine,
     product_error,
     rounding_error,
 )
@@ -181,16 +182,26 @@ class LowRankSharedSpec(KernelSpec):
 
     def error_bound(self, *arrays: Array) -> tuple[Array, ...]:
         """Return elementwise bounds: two fp32 accumulations, p rounded once, y rounded once."""
-        bounds = []
-        made = zip(self.results(), self._before_activation(arrays), strict=True)
+        return self._errors(arrays)
+
+    def typical_error(self, *arrays: Array) -> tuple[Array, ...]:
+        """Return the error per element if roundings are independent."""
+        return self._errors(arrays, typical=True)
+
+    def _errors(self, arrays: tuple[Array, ...], typical: bool = False) -> tuple[Array, ...]:
+        errors = []
+        made = zip(self.results(), self._before_activation(arrays, typical), strict=True)
         for y, (total, error) in made:
             error = activation_error(total, error, y.activation)
             magnitude = np.abs(activation_value(total, y.activation)) + error
-            bounds.append(_laid(error + rounding_error(magnitude, self.dtype), y.layout))
-        return tuple(bounds)
+            error = combine(error, rounding_error(magnitude, self.dtype), typical)
+            errors.append(_laid(error, y.layout))
+        return tuple(errors)
 
-    def _before_activation(self, arrays: tuple[Array, ...]) -> list[tuple[Array, Array]]:
-        """Return each result before its activation, and the bound of its error, both [m, n]."""
+    def _before_activation(
+        self, arrays: tuple[Array, ...], typical: bool = False
+    ) -> list[tuple[Array, Array]]:
+        """Return each result before its activation, and its error, both [m, n]."""
         check_arrays(self, arrays)
         named = zip(self.inputs(), arrays, strict=True)
         held = {t.name: np.asarray(a, dtype=np.float64) for t, a in named}
@@ -198,16 +209,17 @@ class LowRankSharedSpec(KernelSpec):
         middle = []
         for i in range(len(self.pairs)):
             u = held[f"u{i}"] if self.u_layout == "row" else held[f"u{i}"].T
-            p, error = x @ u, product_error(np.abs(x), np.abs(u), 0.0, self.k)
-            middle.append((p, error + rounding_error(np.abs(p) + error, self.dtype)))
+            p, error = x @ u, product_error(np.abs(x), np.abs(u), 0.0, self.k, typical)
+            rounded = rounding_error(np.abs(p) + error, self.dtype)
+            middle.append((p, combine(error, rounded, typical)))
         made = []
         for j, y in enumerate(self.results()):
             v = held[f"v{j}"] if self.v_layout == "row" else held[f"v{j}"].T
             p, p_error = middle[y.pair]
-            total, error = p @ v, product_error(np.abs(p), np.abs(v), p_error, y.r)
+            total, error = p @ v, product_error(np.abs(p), np.abs(v), p_error, y.r, typical)
             if y.bias:
                 total = total + held[f"bias{j}"]
-                error = error + FP32_ROUNDOFF * (np.abs(total) + error)
+                error = combine(error, FP32_ROUNDOFF * (np.abs(total) + error), typical)
             made.append((total, error))
         return made
 

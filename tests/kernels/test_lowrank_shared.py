@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.proof import compare, norm_limit, prove, random_arrays
+from nmm_compiler.codegen.proof import compare, prove, random_arrays
 from nmm_compiler.codegen.schedule import choose, refusal
 from nmm_compiler.codegen.source import kernel_source
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
@@ -61,8 +61,22 @@ def test_a_kernel_that_takes_the_wrong_u_is_caught(tmp_path):
         path = tmp_path / "wrong.py"
         path.write_text(kernel.source.replace("us = (u0, u1)", wrong))
         got = simulate(f"{path}:{kernel.name}", *arrays, mode="functional").outputs
-        bounds, limit = spec.error_bound(*arrays), norm_limit(spec)
-        assert not compare("wrong", got, spec.reference(*arrays), bounds, limit).passed
+        want, bound = spec.reference(*arrays), spec.error_bound(*arrays)
+        assert not compare("wrong", got, want, bound, spec.typical_error(*arrays)).passed
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zeros_and_a_lost_tile_fail_in_any_result(dtype):
+    spec = LowRankSharedSpec(m=16, k=300, pairs=((200, (290, 260)), (40, 270)), dtype=dtype)
+    arrays = random_arrays(spec)
+    want, bound = spec.reference(*arrays), spec.error_bound(*arrays)
+    typical = spec.typical_error(*arrays)
+    for j in range(3):
+        for lost in (np.s_[:], np.s_[:, :128]):
+            wrong = [y.copy() for y in want]
+            wrong[j][lost] = 0
+            assert not compare("lost", tuple(wrong), want, bound, typical).passed
+    assert compare("right", want, want, bound, typical).passed
 
 
 def test_same_spec_same_bytes_and_same_bits():

@@ -119,14 +119,15 @@ def lowrank_shared(
                     outs[j], p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], v_all, None,
                     bias_sb, None, vs[j], None, m0, tokens, ranks[i], ns[j], 0, "none", 128,
                     v_load, "rows", "t", "t", v_chunk, 128, v_block, n_group, v_resident, False,
-                    bias_of[j] >= 0, activations[j], out_layouts[j] == "row",
+                    bias_of[j] >= 0, activations[j], out_layouts[j] == "row", None, "none", False,
+                    False,
                 )  # fmt: skip
             else:
                 expand_rows(
                     outs[j], p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], v_all, None,
                     bias_sb, None, vs[j], None, m0, tokens, ranks[i], ns[j], 0, "none", 128,
                     v_load, "rows", "t", "t", v_chunk, 128, v_block, n_group, v_resident, False,
-                    bias_of[j] >= 0, activations[j],
+                    bias_of[j] >= 0, activations[j], None, "none", False, False,
                 )  # fmt: skip
     return tuple(outs)
 
