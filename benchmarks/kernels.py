@@ -12,8 +12,11 @@ how many times longer it takes with
 all in kernels_nki/. Kernel start and stop, which a linked graph does not pay, is printed apart.
 Exit code 1 when a bar is missed.
 
+With --dtype float8_e4m3: the same shapes in fp8 against bf16, as lowrank kernels with the
+intermediate in bf16 and in fp8, and as one dense matmul; scales per channel.
+
 Usage: python benchmarks/kernels.py [--targets trn2,trn3] [--models Llama-3.2-1B] [--m 1,512]
-       [--json FILE]
+       [--json FILE] [--dtype float8_e4m3]
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from rich.table import Table
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
@@ -152,6 +156,78 @@ def measure(target: str, model: str, part: str, m: int) -> Row:
     )
 
 
+# Heading, dtype and intermediate of the columns of --dtype float8_e4m3; the first is the measure.
+FORMATS = (
+    ("bf16", "bfloat16", "operand"),
+    ("fp8", "float8_e4m3", "operand"),
+    ("fp8, p fp8", "float8_e4m3", "float8_e4m3"),
+)
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """One shape in several number formats: (latency, roofline) in microseconds for each."""
+
+    target: str
+    model: str
+    what: str
+    m: int
+    times_us: dict[str, tuple[float, float]]
+
+
+def formats(target: str, model: str, part: str, m: int) -> list[FormatRow]:
+    """Predict the factored and the dense projection of one shape in each format."""
+    hidden, intermediate = MODELS[model]
+    k, n = (hidden, intermediate) if part == "up" else (intermediate, hidden)
+    factored: dict[str, tuple[float, float]] = {}
+    single: dict[str, tuple[float, float]] = {}
+    for heading, dtype, kept in FORMATS:
+        shared = {"m": m, "k": k, "n": n, "dtype": dtype, "x_layout": "col"}
+        if dtype == "float8_e4m3":
+            shared["scales"] = "channel"
+        lowrank = LowRankSpec(r=rank(k, n), intermediate=kept, **shared)
+        factored[heading] = predicted(lowrank, target)
+        if kept == "operand":
+            single[heading] = predicted(MatmulSpec(**shared), target)
+    return [
+        FormatRow(target, model, f"{part} factored, r {rank(k, n)}", m, factored),
+        FormatRow(target, model, f"{part} dense", m, single),
+    ]
+
+
+def predicted(spec: Any, target: str) -> tuple[float, float]:
+    kernel = build_kernel(spec, target, options=Options(cache="off"))
+    return kernel.profile().latency_us, spec.roofline_us(get(target))
+
+
+def show_formats(console: Console, rows: list[FormatRow], target: str) -> None:
+    table = Table(
+        title=f"fp8 (e4m3, scales per channel) against bf16 on {get(target)}; predicted by the "
+        "simulator; ratio: roofline over latency"
+    )
+    for name in ("model", "projection"):
+        table.add_column(name)
+    table.add_column("m", justify="right")
+    for heading, *_ in FORMATS:
+        table.add_column(f"{heading} us", justify="right")
+        table.add_column("ratio", justify="right")
+        if heading != FORMATS[0][0]:
+            table.add_column("faster", justify="right")
+    for row in rows:
+        cells = [row.model, row.what, str(row.m)]
+        base = row.times_us[FORMATS[0][0]][0]
+        for heading, *_ in FORMATS:
+            if heading not in row.times_us:
+                cells += ["", "", ""]
+                continue
+            latency_us, roofline_us = row.times_us[heading]
+            cells += [f"{latency_us:.1f}", f"{roofline_us / latency_us:.3f}"]
+            if heading != FORMATS[0][0]:
+                cells.append(f"{base / latency_us:.2f}x")
+        table.add_row(*cells)
+    console.print(table)
+
+
 def dense(target: str, a: tuple[int, int], b: tuple[int, int]) -> float:
     return latency(DENSE, target, [a, b], ())
 
@@ -224,14 +300,17 @@ def summary(rows: list[Row]) -> tuple[list[str], bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", default="trn1,trn2,trn3")
+    parser.add_argument("--targets", help="trn1,trn2,trn3 unless --dtype is fp8")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--m", default=",".join(map(str, TOKENS)))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--dtype", choices=("bfloat16", "float8_e4m3"), default="bfloat16")
     given = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 190)
+    if given.dtype == "float8_e4m3":
+        return main_formats(console, given)
     rows: list[Row] = []
-    for target in given.targets.split(","):
+    for target in (given.targets or "trn1,trn2,trn3").split(","):
         for model in given.models.split(","):
             for part in ("up", "down"):
                 rows += [measure(target, model, part, int(m)) for m in given.m.split(",")]
@@ -242,6 +321,21 @@ def main() -> int:
     if given.json:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     return 0 if good else 1
+
+
+def main_formats(console: Console, given: argparse.Namespace) -> int:
+    """Print the table of --dtype float8_e4m3."""
+    every: list[FormatRow] = []
+    for target in (given.targets or "trn2,trn3").split(","):
+        rows: list[FormatRow] = []
+        for model in given.models.split(","):
+            for m in map(int, given.m.split(",")):
+                rows += formats(target, model, "up", m)
+        show_formats(console, rows, target)
+        every += rows
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in every], indent=1))
+    return 0
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class LowRankSchedule(KernelSchedule):
             held["bias"] = 2 * spec.n * y_size if rows else 6 * tiles(spec.n, 128)
         if spec.fp8:
             held["scale"] = scale_bytes(spec.r, spec.scales, down=True) + scale_bytes(
-                spec.n, spec.scales, down=not rows
+                spec.n, spec.scales, down=self.v_still or not rows
             )
             if spec.requantized:
                 held["quantized"] = 512 * 4
@@ -178,13 +178,11 @@ class LowRankSchedule(KernelSchedule):
         check_double_row(self.double_row, spec.dtype, target)
         self._check_streams(spec)
         panel = min(self.v_block, spec.n)
-        whole = panel % 128 == 0 and spec.n % panel % 128 == 0
-        whole = whole and not spec.bias and spec.scales != "channel"
+        whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
         if self.v_still and spec.out_layout == "row" and not (whole and target.name != "trn1"):
             raise SpecError(
-                "schedule: v_still with a row result takes whole tiles, no bias, no scales per "
-                f"channel, trn2 or trn3; n is {spec.n}, v_block {self.v_block}, bias {spec.bias}, "
-                f"scales {spec.scales}, target {target.name}"
+                "schedule: v_still with a row result takes whole tiles, no bias, trn2 or trn3; "
+                f"n is {spec.n}, v_block {self.v_block}, bias {spec.bias}, target {target.name}"
             )
         for stage, banks in self.psum_banks(spec).items():
             if banks > target.psum_banks:
@@ -292,7 +290,6 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
             }
             still = [spec.out_layout == "col"]
             turns = spec.n % 128 == 0 and not spec.bias and target.name != "trn1"
-            turns = turns and spec.scales != "channel"
             if spec.m <= 64 and turns and not still[0]:
                 still.append(True)
             residents = (False, True) if spec.m > m_block else (False,)

@@ -30,10 +30,12 @@ class Profile(Record):
         (tensor_engine_active_time, vector_engine_active_time, ..., dma_active_time).
     dma_engine_busy_us: transfer time summed over the 16 DMA engines.
     hbm_read_bytes, hbm_write_bytes: bytes that DMAs moved from and to HBM (same names).
-    flops: of matrix products, 2 k m n each, transposes left out (model_flops).
+    flops: of matrix products, 2 k m n each with k rows of both operands (double rows have two for
+        each partition), transposes left out (model_flops).
     transpose_flops: of transposes on TensorE (transpose_flops).
-    mfu: flops over latency at the bf16 peak, 0 to 1, so that float32 reaches at most 0.25
-        (mfu_estimated_percent / 100); hfu counts transposes too (hfu_estimated_percent / 100).
+    mfu: flops over latency at the bf16 peak, so that bf16 reaches at most 1, float32 0.25, fp8
+        double rows 2 (mfu_estimated_percent / 100); hfu counts transposes too
+        (hfu_estimated_percent / 100).
     mbu: HBM bytes over latency at the core's share of HBM bandwidth, 0 to 1
         (mbu_estimated_percent / 100, which AWS takes of a whole HBM stack).
     compute_us: the products at TensorE's peak for their dtype; memory_us: minimal_hbm_bytes at

@@ -14,6 +14,7 @@ import nki.language as nl
 from .parts import (
     bias_columns,
     load_scale,
+    panel_scales,
     product_scales,
     reciprocal_of,
     spread_bias,
@@ -108,7 +109,12 @@ def lowrank(
             times(p_scale_sb, scale)
         if requantize:
             times(p_scale_sb, reciprocal_of(load_scale(p_scale)))
-        y_scale_sb = product_scales(v_scale, p_scale, n, scales, down, requantize)
+        if v_still and out_layout == "row" and scales == "channel":
+            y_scale_sb = panel_scales(v_scale, n, v_block)
+            if requantize:
+                times(y_scale_sb, load_scale(p_scale))
+        else:
+            y_scale_sb = product_scales(v_scale, p_scale, n, scales, down, requantize)
     if u_resident:
         u_pitch = (r + 15) // 16 * 16 if double_row else r
         u_all = nl.ndarray((128, k_tiles, u_pitch), dtype=u.dtype, buffer=nl.sbuf)

@@ -281,10 +281,18 @@ def activate_scaled_with_bias_column(dst, src, scale, bias, activation):
 
 
 def product_scales(scale, factor, n, scales, down, has_factor):
-    """Return what a product's sums are multiplied by: its weight's scales times its factor's."""
-    product = load_scales(scale, n, scales, down)
-    if has_factor:
-        times(product, load_scale(factor))
+    """Return what a product's sums are multiplied by: its weight's scales times its factor's.
+
+    [128, 1] with scales "tensor"; with "channel" as outputs lie: a column per 128 of them if they
+    are on the partitions (`down`), else [128, n].
+    """
+    factor_sb = load_scale(factor) if has_factor else None
+    if scales == "channel" and not down:
+        product = spread_scales(scale, factor_sb, n, has_factor)
+    else:
+        product = scale_columns(scale, n) if scales == "channel" else load_scale(scale)
+        if has_factor:
+            times(product, factor_sb)
     return product
 
 
@@ -308,16 +316,20 @@ def reciprocal_of(column):
 
 
 def scale_columns(scale, n):
-    """Load a scale per output, [n], and return it in SBUF as [128, tiles], outputs down."""
+    """Load a scale per output, [n], and return it as [128, tiles]: a column per 128 outputs."""
     tiles = n // 128
     columns = nl.ndarray((128, (n + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
     if n % 128 > 0:
         nisa.memset(dst=columns, value=0.0)
-    if tiles > 0:
-        nisa.dma_copy(
-            dst=columns[0:128, 0:tiles],
-            src=scale[0 : 128 * tiles].reshape((tiles, 128)).permute((1, 0)),
-        )
+    for first in range(0, tiles, 128):
+        # rows of 128 come in long runs; TensorE turns them, bit for bit
+        count = min(128, tiles - first)
+        rows = nl.ndarray((count, 128), dtype=nl.float32, buffer=nl.sbuf)
+        run = scale[128 * first : 128 * (first + count)]
+        nisa.dma_copy(dst=rows, src=run.reshape((count, 128)))
+        turned = nl.ndarray((128, count), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_transpose(dst=turned, data=rows, engine=nisa.engine.tensor)
+        nisa.tensor_copy(dst=columns[0:128, first : first + count], src=turned)
     if n % 128 > 0:
         nisa.dma_copy(
             dst=columns[0 : n % 128, tiles : tiles + 1],
@@ -326,8 +338,20 @@ def scale_columns(scale, n):
     return columns
 
 
-def spread_scales(scale, n):
-    """Load a scale per output, [n], and return it in SBUF as [128, n]: ones times the row."""
+def panel_scales(scale, n, block):
+    """Load a scale per output, [n]: in each panel, partition p gets neighbouring outputs."""
+    columns = nl.ndarray((128, n // 128), dtype=nl.float32, buffer=nl.sbuf)
+    for start in range(0, n, block):
+        tiles = min(block, n - start) // 128
+        nisa.dma_copy(
+            dst=columns[0:128, start // 128 : start // 128 + tiles],
+            src=scale[start : start + 128 * tiles].reshape((128, tiles)),
+        )
+    return columns
+
+
+def spread_scales(scale, factor, n, has_factor):
+    """Load a scale per output, [n], and return it times `factor` as [128, n]."""
     row = nl.ndarray((1, n), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=row, src=scale.reshape((1, n)))
     ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)
@@ -336,23 +360,16 @@ def spread_scales(scale, n):
     for start in range(0, n, 512):
         width = min(512, n - start)
         copies = nl.ndarray((128, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=copies, stationary=ones, moving=row[0:1, start : start + width])
-        evict(spread[0:128, start : start + width], copies, start // 512)
+        nisa.nc_matmul(
+            dst=copies,
+            stationary=ones,
+            moving=row[0:1, start : start + width],
+            is_stationary_onezero=True,
+        )
+        round_to(
+            spread[0:128, start : start + width], copies, factor, False, has_factor, start // 512
+        )
     return spread
-
-
-def load_scales(scale, n, scales, down):
-    """Load a weight's scales, [128, 1] with scales "tensor"; with "channel" as outputs lie.
-
-    down: outputs lie on the partitions, else along the free axis.
-    """
-    if scales == "tensor":
-        loaded = load_scale(scale)
-    elif down:
-        loaded = scale_columns(scale, n)
-    else:
-        loaded = spread_scales(scale, n)
-    return loaded
 
 
 def spread_bias(bias, n):
