@@ -64,7 +64,11 @@ class Canonical:
         self.leaves = {n: self._source(n) for n in self.graph.nodes if n.op in _LEAVES}
         trained = (*map(self.tensor, self.leaves), *module.parameters())
         self.trains = any(t is not None and t.requires_grad for t in trained)
-        self.inputs_are_weights = not any(map(self._is_stored_matrix, self.leaves))
+        called = (n for n in self.graph.nodes if n.op == "call_module")
+        stored = any(map(self._is_stored_matrix, self.leaves)) or any(map(self._holds, called))
+        self.inputs_are_weights = not stored
+        # Inputs that could be factors: adapters that are handed over beside x.
+        self.input_matrices = {n for n in self.leaves if self._is_input_matrix(n)}
         for node in self.graph.nodes:
             self._visit(node)
 
@@ -230,6 +234,15 @@ class Canonical:
         value = self.tensor(node)
         kept = value is not None and value.dim() >= 2 and value.is_floating_point()
         return kept and self.leaves[node] != "input"
+
+    def _holds(self, node: fx.Node) -> bool:
+        """Say whether a called module has matrices of its own."""
+        called = fetch_attribute(self.module, str(node.target))
+        return isinstance(called, nn.Module) and any(p.dim() > 1 for p in called.parameters())
+
+    def _is_input_matrix(self, node: fx.Node) -> bool:
+        value = self.tensor(node) if self.leaves[node] == "input" else None
+        return value is not None and value.dim() == 2 and value.is_floating_point()
 
     def _by_strides(self, node: fx.Node) -> Result:
         """Read an unknown operation as a view when it shares memory with its first argument."""

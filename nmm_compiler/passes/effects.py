@@ -18,6 +18,8 @@ from nmm_compiler.passes.spellings import inplace_flag, is_inplace_name, target_
 
 # A storage identity that stands for memory of which nothing is known.
 ANYTHING = frozenset((0,))
+# The last position of a transform that has not been left yet: beyond any graph.
+_OPEN = 1 << 62
 _PURE_UNKNOWN = frozenset({"_guards_fn", "_assert_tensor_metadata"})
 _FUNCTORCH = (
     "_increment_nesting",
@@ -64,14 +66,19 @@ def is_ignorable(node: fx.Node) -> bool:
     return name in ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
 
 
-def functorch_node(graph: fx.Graph) -> fx.Node | None:
-    """Return the first node of a functorch transform (vmap, grad, jvp) in the graph, if any."""
-    for node in graph.nodes:
-        if node.op == "call_function":
-            short = getattr(node.target, "__name__", "")
-            if isinstance(short, str) and any(part in short for part in _FUNCTORCH):
-                return node
-    return None
+def transform_depth(node: fx.Node) -> int | None:
+    """Return how a node changes the depth of functorch transforms (vmap, grad, jvp).
+
+    1 enters one, -1 leaves one, 0 works inside one; None for any other node.
+    """
+    if node.op != "call_function":
+        return None
+    short = getattr(node.target, "__name__", "")
+    if not isinstance(short, str) or not any(part in short for part in _FUNCTORCH):
+        return None
+    if "_increment_nesting" in short or short == "enter_dual_level":
+        return 1
+    return -1 if "_decrement_nesting" in short or short == "exit_dual_level" else 0
 
 
 def region_edge(node: fx.Node) -> str | None:
@@ -170,10 +177,20 @@ class Effects:
         self.position: dict[fx.Node, int] = {}
         self.writes: list[Write] = []
         self.edges: list[tuple[int, fx.Node, str]] = []
+        # Spans of functorch transforms: positions of the first and of the last node.
+        self.transforms: list[tuple[int, int]] = []
+        depth = 0
         self._values = values
         self._storages: dict[fx.Node, frozenset[int]] = {}
         for position, node in enumerate(module.graph.nodes):
             self.position[node] = position
+            change = transform_depth(node)
+            if change is not None:
+                depth += change
+                if not self.transforms or self.transforms[-1][1] is not _OPEN:
+                    self.transforms.append((position, _OPEN))
+                if depth <= 0:
+                    self.transforms[-1] = (self.transforms[-1][0], position)
             edge = region_edge(node)
             if edge is not None:
                 self.edges.append((position, node, edge))
@@ -204,6 +221,10 @@ class Effects:
             if write.node not in skip and (write.storages & touched or write.storages >= ANYTHING):
                 return write
         return None
+
+    def crossed_transform(self, start: int, end: int) -> bool:
+        """Say whether anything from `start` to `end` stands inside a functorch transform."""
+        return any(first <= end and start <= last for first, last in self.transforms)
 
     def crossed_edge(self, start: int, end: int) -> tuple[fx.Node, str] | None:
         """Return a region edge strictly between two positions."""

@@ -20,7 +20,7 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes.calls import Call
 from nmm_compiler.passes.canonicalize import PLAIN, Canonical
 from nmm_compiler.passes.capture import all_graphs, to_graph
-from nmm_compiler.passes.effects import fetch_attribute, functorch_node
+from nmm_compiler.passes.effects import fetch_attribute
 from nmm_compiler.passes.forms import Leaf, owner_of
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
 from nmm_compiler.passes.match.base import Declined, Match, Rule, module_path
@@ -29,6 +29,7 @@ from nmm_compiler.passes.match.gated_mlp import GatedMLPUp
 from nmm_compiler.passes.match.lora import LoRA
 from nmm_compiler.passes.match.lowrank import LowRank, products_at
 from nmm_compiler.passes.match.mla import MLA
+from nmm_compiler.passes.match.obstacles import in_transform
 from nmm_compiler.passes.match.shared import SharedU, SharedX
 from nmm_compiler.passes.match.stages import Refusal
 from nmm_compiler.passes.match.whole_mlp import GatedMLP
@@ -184,17 +185,6 @@ def _run_graph(
     if id(original) in done:
         return done[id(original)]
     module = done[id(original)] = copy_graph(original)
-    blocker = functorch_node(module.graph)
-    if blocker is not None:
-        refusal = Refusal(
-            "functorch",
-            "the graph holds functorch transforms",
-            blocker,
-            "apply torch.compile outside of torch.func",
-        )
-        result.declined.append(_placed(Declined.of("all", refusal, blocker), path))
-        module.recompile()
-        return module
     values = collect_values(module, example_inputs)
     for name, child, inputs, kinds in _children(module, values, sources):
         new = _run_graph(child, inputs, options, order, result, done, f"{path}{name}.", kinds)
@@ -305,6 +295,11 @@ def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], li
                             told += declined[-1:] if found.told else []
                         continue
                     moving = {n for n in found.nodes if not isinstance(c.forms.get(n), Leaf)}
+                    places = [c.effects.position[n] for n in (*moving, found.node)]
+                    inside = c.effects.crossed_transform(min(places), max(places))
+                    if found.rewritten and inside:
+                        declined.append(Declined.of(rule.name, in_transform(node), node))
+                        continue
                     if found.rewritten and moving & taken:
                         continue
                     if found.rewritten:
@@ -338,6 +333,7 @@ def _children(
     A higher-order operator hands its last arguments to each of its graphs, in order.
     """
     found: dict[str, Child] = {}
+    left: set[str] = set()
     outer = Canonical(module, values, sources) if _holds_graphs(module) else None
     for node in module.graph.nodes:
         if outer is None or node.op not in ("call_module", "call_function"):
@@ -346,6 +342,9 @@ def _children(
         bodies = [str(a.target) for a in node.all_input_nodes if _is_graph(module, a)]
         if node.op == "call_module":
             bodies = [str(node.target)]
+        here = outer.effects.position[node]
+        if outer.effects.crossed_transform(here, here):
+            left.update(bodies)
         for name in bodies:
             child = fetch_attribute(module, name)
             if not isinstance(child, fx.GraphModule) or name == "_guards_fn":
@@ -360,7 +359,7 @@ def _children(
                     stored = argument in outer.constant
                     kinds[holder] = "parameter" if stored else "input"
             found.setdefault(name, (name, child, inputs, kinds))
-    return list(found.values())
+    return [child for name, child in found.items() if name not in left]
 
 
 def _is_graph(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -184,3 +184,52 @@ def test_adapters_that_are_together_too_wide_are_fused_one_by_one():
     result = run(module, (torch.randn(4, 32), w, a, b))
     assert sorted(m.kind for m in result.rewritten) == ["lora", "lowrank"]
     assert "rank_too_large" in {d.code for d in result.declined}
+
+
+class Served(nn.Module):
+    """A stored base; the adapters come with each call."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(K, N)
+
+    def forward(self, x, a, b, u, v):
+        return self.base(x) + 2 * F.linear(F.linear(x, a), b) + x @ u @ v
+
+
+def test_adapters_that_are_inputs_beside_a_stored_base():
+    model, x = Served(), torch.randn(5, K) / 8
+    found = []
+
+    def backend(module, inputs):
+        found.append(run(module, inputs))
+        return found[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        shapes = ((R, K), (N, R), (K, 4), (4, N))
+        adapters = [(torch.randn(s) * s[-1] ** -0.5).requires_grad_() for s in shapes]
+        want, got = model(x, *adapters), compiled(x, *adapters)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        one, two = (torch.autograd.grad(y.square().sum(), adapters) for y in (want, got))
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+    assert len(found) == 1
+    assert [(m.kind, m.info["chains"]) for m in found[0].rewritten] == [("lora", 2)]
+
+
+def test_products_of_inputs_alone_are_activations():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(64, 64)
+
+        def forward(self, q, k, v):
+            return self.out((q @ k.t()) @ v)
+
+    qkv = [torch.randn(8, 64) for _ in range(3)]
+    result = run(fx.symbolic_trace(Attention()), qkv)
+    assert not result.rewritten
+    assert "activations" in {d.code for d in result.declined}

@@ -287,6 +287,60 @@ def test_gradients_stop_where_the_model_stops_them(function, kinds):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def _vmapped(p, x):
+    return lin(p, torch.func.vmap(lambda row: lin(p, row))(lin(p, x)))
+
+
+def _around(p, x):
+    h = F.linear(x, p.a)
+    y = torch.func.vmap(torch.sin)(x)
+    return F.linear(h, p.b) + y
+
+
+def _tangent(p, x):
+    _, tangent = torch.func.jvp(lambda z: lin(p, z), (x,), (torch.ones_like(x),))
+    return lin(p, x) + tangent
+
+
+def _gradient(p, x):
+    return lin(p, x) + torch.func.grad(lambda z: lin(p, z).sum())(x)
+
+
+def _checkpoint_inside(p, x):
+    from torch.utils.checkpoint import checkpoint
+
+    inner = torch.func.vmap(lambda row: checkpoint(lambda z: lin(p, z), row, use_reentrant=False))
+    return lin(p, x) + inner(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "chains", "left"),
+    [
+        (_vmapped, 2, 1),
+        (_around, 0, 1),
+        (_tangent, 1, 1),
+        (_gradient, 1, 1),
+        (_checkpoint_inside, 1, 0),
+    ],
+)
+def test_only_what_a_transform_holds_is_left_alone(function, chains, left):
+    model, found = Model(function), []
+
+    def backend(module, inputs):
+        found.append(run(module, inputs))
+        return found[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    x = torch.randn(6, 32)
+    try:
+        got = torch.compile(model, backend=backend, dynamic=False)(x)
+    except torch._dynamo.exc.TorchDynamoException:
+        pytest.skip("this torch does not trace the transform")
+    torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
+    assert sum(r.chains for r in found) == chains
+    assert sum(d.code == "functorch" for r in found for d in r.declined) == left
+
+
 def test_tensor_subclass_weight_is_refused():
     class Wrapped(torch.Tensor):
         pass

@@ -273,9 +273,14 @@ def _diagonal(c: Canonical, walk: Walk, form: Product) -> bool | None:
 # -- the chain --------------------------------------------------------------------------------
 
 
-def read_chain(c: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
-    """Read the low-rank chain that ends at a product; None when nothing suggests one."""
-    if c.is_constant(form.rhs) and not _feeds_product(c, form.rhs):
+def read_chain(
+    c: Canonical, key: Key, form: Product, inputs: bool = False
+) -> Chain | Refusal | None:
+    """Read the low-rank chain that ends at a product; None when nothing suggests one.
+
+    inputs: factors may be inputs of the graph, like x.
+    """
+    if _may_be_factor(c, form.rhs, inputs) and not _feeds_product(c, form.rhs):
         sides: tuple[bool, ...] = (True, False)
     else:
         sides = (False, True)
@@ -286,21 +291,27 @@ def read_chain(c: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
         if c.is_constant(data):
             continue
         walk, inner = trace_back(c, data)
-        if not c.is_constant(weight):
+        if not _may_be_factor(c, weight, inputs):
             refusal = refusal or _not_constant(c, inner, weight, data)
             continue
-        second = read_stage(c, key, form, weight_is_rhs)
+        second = read_stage(c, key, form, weight_is_rhs, computed=inputs)
         if isinstance(second, Refusal):
             refusal = second if isinstance(inner, Product) else refusal
             continue
         if isinstance(inner, Refusal):
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
-        found = join_stages(c, second, walk, inner)
+        found = join_stages(c, second, walk, inner, computed=inputs)
         if isinstance(found, Chain):
-            return found
+            if inputs and part_of_one(found.first.x) is not None:
+                return None
+            return found if _may_be_factor(c, found.u.key, inputs) else refusal
         refusal = found
     return refusal
+
+
+def _may_be_factor(c: Canonical, key: Key, inputs: bool) -> bool:
+    return c.is_constant(key) or (inputs and c.base(key)[0] in c.input_matrices)
 
 
 def _feeds_product(c: Canonical, key: Key) -> bool:
@@ -332,7 +343,8 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
                 "activations",
                 "both operands are activations: the factor is an input of the graph",
                 weight,
-                "make the factor a parameter or a buffer",
+                "make the factor a parameter or a buffer (beside a stored base, adapters may be "
+                "inputs)",
             )
         return Refusal(
             "activations",
@@ -402,7 +414,8 @@ def join_stages(
     in_lhs = bool(labels & set(inner.lhs_labels))
     in_rhs = bool(labels & set(inner.rhs_labels))
     operand = inner.rhs if in_rhs else inner.lhs
-    if in_lhs == in_rhs or (not c.is_constant(operand) and owner_of(operand) not in c.derived):
+    given = c.is_constant(operand) or owner_of(operand) in c.derived or computed
+    if in_lhs == in_rhs or not given:
         return Refusal(
             "features_mixed",
             "the second product contracts tokens, or a mixture of tokens and features",

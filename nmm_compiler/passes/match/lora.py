@@ -8,7 +8,8 @@
 
 The terms may stand in any order and nesting, and sums may be in place. The factors of several
 adapters are joined in the graph at each call: they are small beside w, an update or a swap of an
-adapter is seen at once, and gradients reach each of them.
+adapter is seen at once, and gradients reach each of them. Beside a stored base, adapters may be
+inputs of the graph: which operand is x is known there.
 """
 
 from __future__ import annotations
@@ -177,6 +178,8 @@ def _base_and_branches(
         if c.is_constant(key):
             return None
         found = read_projection(c, key)
+        if found is None and len(c.input_matrices) > 1:
+            found = read_projection(c, key, inputs=True)
         if found is None:
             return None
         if found.low_rank:

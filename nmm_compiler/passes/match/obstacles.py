@@ -112,6 +112,16 @@ def refuse(
     return None
 
 
+def in_transform(node: fx.Node) -> Refusal:
+    """Refuse what stands inside a functorch transform: an op there has no tangent, or is slow."""
+    return Refusal(
+        "functorch",
+        "the chain stands inside a functorch transform, or crosses one",
+        node,
+        "apply torch.compile outside of torch.func",
+    )
+
+
 def crossed(
     c: Canonical,
     covered: set[fx.Node],
@@ -131,6 +141,8 @@ def crossed(
     start = min(effects.position[n] for n in moving)
     end = effects.position[final]
     touched = covered | {owner_of(k) for k in keys}
+    if effects.crossed_transform(start, end):
+        return in_transform(final)
     write = effects.crossed_write(start, end, touched, allowed=harmless)
     if write is not None:
         return Refusal(

@@ -67,12 +67,15 @@ class Projection:
         return keys + [s.key for s in steps if s.key is not None]
 
 
-def read_projection(c: Canonical, key: Key) -> Projection | None:
-    """Read a value as a projection; None when it is none."""
+def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection | None:
+    """Read a value as a projection; None when it is none.
+
+    inputs: the factors of a low-rank one may be inputs of the graph.
+    """
     walk, form = trace_back(c, key)
     if isinstance(form, Refusal):
         return None
-    chain = read_chain(c, walk.key, form)
+    chain = read_chain(c, walk.key, form, inputs)
     if isinstance(chain, Chain) and too_wide(chain.u.k, chain.u.n, chain.v.n, walk.key) is None:
         stage, middle = chain.first, chain.middle
         weights: tuple[Weight, ...] = (chain.u, chain.v)
