@@ -27,7 +27,11 @@ from nmm_compiler.passes.views import Dims, Size
 
 @dataclass
 class Call:
-    """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them."""
+    """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
+
+    unread: nothing reads the result in the graph's own order. direct: transposed views of the
+    result, with their dims, that the kernel's result is as it comes.
+    """
 
     op: str
     source: Source
@@ -40,6 +44,7 @@ class Call:
     covered: frozenset[fx.Node] = frozenset()
     many: bool = False
     unread: bool = False
+    direct: tuple[tuple[fx.Node, Dims], ...] = ()
 
     def tokens_count(self) -> Size:
         """Return m, the number of tokens."""
@@ -104,10 +109,7 @@ class Call:
     def finish(self, editor: Editor, y: fx.Node, final: fx.Node, want: Dims) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces."""
         editor.raw[final] = (self, y)
-        if self.unread:
-            return y
-        y = editor.arrange(y, self.result_dims(self.n), want)
-        return editor.like(y, final)
+        return settle(self, editor, y, final, self.result_dims(self.n), want)
 
     def op_call(
         self,
@@ -137,6 +139,20 @@ class Call:
     def annotation(self, keywords: dict[str, Any], value: Any, bias: bool) -> dict[str, Any]:
         """Return what later stages read from node.meta["nmm"]."""
         raise NotImplementedError
+
+
+def settle(
+    made: Any, editor: Editor, y: fx.Node, final: fx.Node, have: Dims, want: Dims
+) -> fx.Node:
+    """Return what readers of `final` get; views that `y` is already are replaced by it.
+
+    made: a Call or a pointwise operation of a region, whose result `y` lies as `have`.
+    """
+    for value, dims in made.direct:
+        editor.replace(value, editor.like(editor.arrange(y, have, dims), value))
+    if made.unread:
+        return y
+    return editor.like(editor.arrange(y, have, want), final)
 
 
 @dataclass

@@ -15,6 +15,7 @@ after a call moves into the call's result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -24,6 +25,15 @@ from nmm_compiler.passes.canonicalize import Canonical
 from nmm_compiler.passes.match.base import Match
 from nmm_compiler.passes.match.obstacles import real_users
 from nmm_compiler.passes.match.stages import is_whole_feature
+from nmm_compiler.passes.regions import (
+    Pointwise,
+    Region,
+    grow_regions,
+    is_written,
+    over_value,
+    readings,
+)
+from nmm_compiler.passes.sources import best_source, source_over_raw
 from nmm_compiler.passes.spellings import target_name
 from nmm_compiler.passes.views import Dims
 
@@ -36,19 +46,33 @@ TRANSPOSES = frozenset({"permute", "transpose", "t", "T", "mT", "mH", "movedim"}
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout of one tensor and what either layout would have cost."""
+    """The layout of one tensor, or of a region, and what either layout would have cost.
+
+    node: the first call's result. through: pointwise operations that share the layout.
+    """
 
     node: str
     layout: str
     row_cost: int
     col_cost: int
+    through: int = 0
 
     def __str__(self) -> str:
-        return f"{self.node}: {self.layout} (row {self.row_cost}, col {self.col_cost} per token)"
+        more = f", with {self.through} pointwise operations" if self.through else ""
+        costs = f"row {self.row_cost}, col {self.col_cost} per token"
+        return f"{self.node}: {self.layout} ({costs}{more})"
 
 
-def assign_layouts(c: Canonical, matches: list[Match]) -> list[Choice]:
-    """Choose x_layout and out_layout of every call; return the choices that had an alternative."""
+@dataclass(frozen=True)
+class Layouts:
+    """The choices that had an alternative, and the operations to emit again in another layout."""
+
+    choices: list[Choice]
+    turned: list[Pointwise]
+
+
+def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
+    """Choose x_layout and out_layout of every call, and the layout of what lies between them."""
     calls = [m.data for m in matches if m.rewritten and isinstance(m.data, Call)]
     readers: dict[fx.Node, list[Call]] = {}
     for call in calls:
@@ -60,33 +84,84 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> list[Choice]:
     for match in matches:
         if match.rewritten and isinstance(match.data, Call) and match.data.final not in readers:
             _absorb_transpose(c, match)
-    choices = []
-    for call in calls:
-        if call.many:
-            continue  # its results keep the order of tokens that the graph gave them
-        linked = readers.get(call.final, [])
-        row = col = 0
-        for reader in linked:
-            if takes_col(c, call, reader):
-                row += DMA_TRANSPOSE * call.n
+    layouts = Layouts([], [])
+    for region in grow_regions(c, calls):
+        _assign(c, region, readers, layouts)
+    layouts.turned.sort(key=lambda made: c.effects.position[made.node])
+    return layouts
+
+
+def _assign(
+    c: Canonical, region: Region, readers: dict[fx.Node, list[Call]], layouts: Layouts
+) -> None:
+    """Give a region the cheaper layout."""
+    row = col = 0
+    linked = [(made, reader) for made in region.values for reader in readers.get(made.final, [])]
+    fitting = [(made, reader) for made, reader in linked if takes_col(c, made, reader)]
+    for made, reader in linked:
+        if (made, reader) not in fitting:
+            col += GRAPH_TRANSPOSE * made.n
+        elif isinstance(made, Call) or not is_col(made.out_dims, made.n):
+            row += DMA_TRANSPOSE * made.n  # an operation spelled [features, tokens] stays so
+    outside = {made.final: _outside_reads(c, made, region, linked) for made in region.values}
+    for made in region.values:
+        for dims in dict(outside[made.final]).values():
+            if is_col(dims, made.n):
+                row += GRAPH_TRANSPOSE * made.n
+            elif is_row(dims, made.n) or is_row(made.out_dims, made.n):
+                col += GRAPH_TRANSPOSE * made.n
+    own = {made.final for made in region.values}
+    seen: set[fx.Node] = set()
+    for operation in region.pointwise:
+        for operand in filter(operation.is_full, operation.operands):
+            base = c.base(operand)[0]
+            if base in seen or not isinstance(base, fx.Node):
+                continue
+            turned = is_col(operation.out_dims, operation.n)
+            if base in own:
+                row += GRAPH_TRANSPOSE * operation.n * (turned and operand is not base)
+                continue
+            seen.add(base)
+            dims = operation.operands[operand]
+            source = best_source(c, operand, dims, operation.n, operation.node)
+            if source.is_col():
+                row += GRAPH_TRANSPOSE * operation.n * (not turned)
             else:
-                col += GRAPH_TRANSPOSE * call.n
-        other = _has_other_reader(c, call, linked)
-        if other:
-            if is_col(call.out_dims, call.n):
-                row += GRAPH_TRANSPOSE * call.n
-            elif is_row(call.out_dims, call.n):
-                col += GRAPH_TRANSPOSE * call.n
-        if not linked and not row:
+                col += GRAPH_TRANSPOSE * operation.n
+    if not linked and not row:
+        return
+    chosen = "col" if col < row and not is_written(c, own) else "row"
+    for made in region.values:
+        made.out_layout = chosen
+    if chosen == "col":
+        for _, reader in fitting:
+            reader.x_layout = "col"
+        for made in region.values:
+            own_reads = outside[made.final]
+            made.direct = tuple({v: d for v, d in own_reads if is_col(d, made.n)}.items())
+            made.direct = tuple((v, d) for v, d in made.direct if v is not made.final)
+            met = all(v is not made.final and is_col(d, made.n) for v, d in own_reads)
+            here = [entry for entry in linked if entry[0] is made]
+            made.unread = met and all(entry in fitting for entry in here)
+        layouts.turned.extend(region.pointwise)
+    first = region.values[0].final.name
+    layouts.choices.append(Choice(first, chosen, row, col, len(region.pointwise)))
+
+
+def _outside_reads(
+    c: Canonical, made: Call | Pointwise, region: Region, linked: list[tuple[Any, Call]]
+) -> list[tuple[fx.Node, Dims]]:
+    """Return the views of a value that others than its region and its calls read, with dims."""
+    inside = {n for value, call in linked if value is made for n in call.covered}
+    operations = {operation.node: operation for operation in region.pointwise}
+    found = []
+    for value, user in readings(c, made.final):
+        operation = operations.get(user)
+        if user in inside or (operation is not None and operation.is_full(value)):
             continue
-        call.out_layout = "col" if col < row else "row"
-        if call.out_layout == "col":
-            for reader in linked:
-                if takes_col(c, call, reader):
-                    reader.x_layout = "col"
-            call.unread = not other and all(r.x_layout == "col" for r in linked)
-        choices.append(Choice(call.final.name, call.out_layout, row, col))
-    return choices
+        dims = over_value(c, made, value)
+        found.append((value, made.out_dims if dims is None else dims))
+    return found
 
 
 def is_row(dims: Dims, n: int) -> bool:
@@ -100,26 +175,9 @@ def is_col(dims: Dims, n: int) -> bool:
     return len(real) >= 2 and n > 1 and is_whole_feature(real[0], n)
 
 
-def takes_col(c: Canonical, call: Call, reader: Call) -> bool:
-    """Say whether a reader can take the call's result as [features, tokens], as it is."""
-    from nmm_compiler.passes.sources import source_over_raw
-
-    return source_over_raw(c, call, reader) is not None
-
-
-def _has_other_reader(c: Canonical, call: Call, linked: list[Call]) -> bool:
-    """Say whether anything but the linked calls reads the call's result, through views."""
-    own = {n for other in linked for n in other.covered}
-    queue = [call.final]
-    while queue:
-        for user in real_users(queue.pop()):
-            if user in own:
-                continue
-            if user in c.sources and user not in own:
-                queue.append(user)
-            else:
-                return True
-    return False
+def takes_col(c: Canonical, made: Call | Pointwise, reader: Call) -> bool:
+    """Say whether a reader can take a result as [features, tokens], as it is."""
+    return source_over_raw(c, made, reader) is not None
 
 
 def _absorb_transpose(c: Canonical, match: Match) -> None:

@@ -34,6 +34,7 @@ from nmm_compiler.passes.match.shared import SharedU, SharedX
 from nmm_compiler.passes.match.stages import Refusal
 from nmm_compiler.passes.match.whole_mlp import GatedMLP
 from nmm_compiler.passes.metadata import collect_values, value_key
+from nmm_compiler.passes.regions import Pointwise
 from nmm_compiler.passes.result import Explanation, Opportunity, RewriteResult
 from nmm_compiler.passes.rewrite import Editor
 
@@ -235,8 +236,11 @@ def _apply(
     matches, declined = find_matches(c, rules)
     for entry in declined:
         result.declined.append(_placed(entry, path))
+    turned: list[Pointwise] = []
     if rules[0] in RULES:
-        result.layouts.extend(assign_layouts(c, matches))
+        layouts = assign_layouts(c, matches)
+        result.layouts.extend(layouts.choices)
+        turned = layouts.turned
         result.transposes_before += count_transposes(c)
     editor = Editor(c, value_key(module.graph), options)
     taken: set[fx.Node] = set()
@@ -249,22 +253,17 @@ def _apply(
     covered = {n for m in matches for n in m.nodes}
     if rules[0] in RULES:
         result.opportunities.extend(opportunities(c, covered))
-    for match in matches:
-        if not match.rewritten:
-            continue
-        editor.at = match.node
-        try:
-            new = by_name[match.rule].rewrite(c, match, editor)
-            if isinstance(match.data, Call):
-                match.info |= {
-                    "x_layout": match.data.x_layout,
-                    "out_layout": match.data.out_layout,
-                }
-            # A result that only the next call reads, as it is, has no reader left to replace.
-            if not getattr(match.data, "unread", False):
-                editor.replace(match.node, new)
-        except Exception as error:  # any failure of a rule is reported as the rule's
-            raise BrokenRuleError(match.rule, match.name, error) from error
+    position = c.effects.position
+    steps: list[Match | Pointwise] = [*matches, *turned]
+    for step in sorted(steps, key=lambda step: position[step.node]):
+        editor.at = step.node
+        if isinstance(step, Pointwise):
+            new = step.emit(c, editor)
+            if not step.unread:
+                editor.replace(step.node, new)
+        elif step.rewritten:
+            _emit(c, editor, step, by_name[step.rule])
+    taken |= {operation.node for operation in turned}
     editor.erase(taken | seen | set(editor.added))
     if rules[0] in RULES:
         c.read_added()
@@ -273,6 +272,20 @@ def _apply(
         module.graph.lint()
     except RuntimeError as error:
         raise BrokenRuleError(", ".join(by_name), "graph", error) from error
+
+
+def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
+    """Let a rule emit what replaces its match."""
+    try:
+        new = rule.rewrite(c, match, editor)
+    except Exception as error:  # any failure of a rule is reported as the rule's
+        raise BrokenRuleError(match.rule, match.name, error) from error
+    call = match.data
+    if isinstance(call, Call):
+        match.info |= {"x_layout": call.x_layout, "out_layout": call.out_layout}
+        if call.unread:  # nothing is left that reads the value in the graph's own order
+            return
+    editor.replace(match.node, new)
 
 
 def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], list[Declined]]:

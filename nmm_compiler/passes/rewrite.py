@@ -72,6 +72,18 @@ class Editor:
         self.added.append(node)
         return node
 
+    def again(self, node: fx.Node, operands: dict[fx.Node, fx.Node], meta_value: Any) -> fx.Node:
+        """Add a node that computes what `node` does, on other operands."""
+        assert self.at is not None
+        new = operands | {self.node(old): to for old, to in operands.items()}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: new.get(a, a))
+        with self.graph.inserting_before(self.at):
+            made = self.graph.create_node(node.op, node.target, args, kwargs)
+        made.meta = {name: node.meta[name] for name in _COPIED if name in node.meta}
+        made.meta[self.value_key] = self.c.values[made] = meta_value
+        self.added.append(made)
+        return made
+
     def node(self, key: Key) -> fx.Node:
         """Return the fx node of a value, adding a `get_attr` for a called module's parameter."""
         if not isinstance(key, Virtual):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import fx
 
@@ -12,9 +12,6 @@ from nmm_compiler.passes.canonicalize import Canonical
 from nmm_compiler.passes.forms import Key, Virtual, owner_of
 from nmm_compiler.passes.match.stages import is_whole_feature
 from nmm_compiler.passes.views import FEATURE, Atom, Dim, Dims, Size
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.calls import Call
 
 
 @dataclass
@@ -113,8 +110,11 @@ def feature_axis(size: int) -> Dim:
     return () if size == 1 else (Atom(FEATURE, size, 1),)
 
 
-def source_over_raw(c: Canonical, made: Call, reader: Call) -> Source | None:
-    """Return a reader's x as the [features, tokens] result of a call, None when it does not fit."""
+def source_over_raw(c: Canonical, made: Any, reader: Any) -> Source | None:
+    """Return a reader's x as a [features, tokens] result, None when it does not fit.
+
+    made: a Call or a pointwise operation of a region. reader: anything with a `source`.
+    """
     base, view = c.base(reader.source.key)
     if base is not made.final or made.n != reader.source.k:
         return None
