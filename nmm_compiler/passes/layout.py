@@ -4,12 +4,13 @@ A tensor that a call makes can lie as [tokens, features] ("row") or [features, t
 either costs the kernel nothing. What costs is a reader that wants the other one. TensorE contracts
 over the partition axis, so a kernel that reads "row" transposes x while it loads it (DMA), one that
 reads "col" does not; a reader outside wants the order the graph gave it, and another order leaves a
-transpose in the graph (a round trip through HBM). Every tensor has one producer and its costs add
-up over readers, so the cheapest layout of each tensor is the cheapest assignment. Weights are
-handed over as they are stored: their kernels take either layout.
+transpose in the graph (a round trip through HBM). Pointwise operations take either, so results and
+what is computed from them element by element share a layout (`regions`). Regions meet in calls
+only, whose x and result are laid out independently: the cheapest layout of each region is the
+cheapest assignment. Weights are handed over as they are stored: their kernels take either layout.
 
-Explicit transposes count too: one before a call is a view that the call looks through, and one
-after a call moves into the call's result.
+Explicit transposes count too: one before a call is a view that the call looks through, one after a
+call is what the kernel makes.
 """
 
 from __future__ import annotations
