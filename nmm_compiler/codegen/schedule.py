@@ -23,7 +23,7 @@ SIMULATED_CANDIDATES = 6
 SMALL_INSTRUCTIONS = 36_000
 SMALL_CANDIDATES = 24
 # Fields whose best combinations are tried before near-twins of the best.
-_KINDS = ("m_block", "u_block", "v_block", "v_still")
+_KINDS = ("m_block", "u_block", "v_block", "v_still", "narrow_first")
 SHOWN = 12
 # Two cores share an HBM stack. A twentieth of the DMA time is charged to a schedule, so that of two
 # that are about equally fast the one with less traffic wins.

@@ -35,13 +35,15 @@ class LowRankSharedSchedule(KernelSchedule):
         partitions: "rows" as it lies, "strided" element runs, "dma" a DMA transpose, "tensor"
         TensorE.
     k_order: which contraction rows share a partition: "p" consecutive ones, "t" every 128th.
-    m_block: tokens whose intermediates stay in SBUF. k_chunk, x_chunk: contraction rows per load of
-        the u and of x.
+    m_block: tokens whose intermediates stay in SBUF. k_chunk: contraction rows that all u use one
+        after the other. x_chunk, u_chunk: rows per load of x, and of the widest u; narrower ones
+        take more, for loads of about one size.
     r_group: rank tiles summed together in stage 1, counted through all u.
     v_block, v_chunk: columns in SBUF at a time, and rank rows per load, of each v.
     n_group: output tiles summed together in stage 2.
     u_resident, v_resident: loaded once for all tokens.
     v_still: stage 2 holds v still for "row" results too, where their sizes allow it.
+    narrow_first: results with few columns are made first, which hides their short stores.
     """
 
     x_load: str
@@ -51,6 +53,7 @@ class LowRankSharedSchedule(KernelSchedule):
     m_block: int
     k_chunk: int
     x_chunk: int
+    u_chunk: int
     r_group: int
     v_block: int
     v_chunk: int
@@ -58,6 +61,18 @@ class LowRankSharedSchedule(KernelSchedule):
     u_resident: bool = False
     v_resident: bool = False
     v_still: bool = False
+    narrow_first: bool = False
+
+    def u_chunks(self, spec: LowRankSharedSpec) -> tuple[int, ...]:
+        """Return contraction rows per load of each u, in whole k_chunks."""
+        most = self.k_chunk * tiles(spec.k, self.k_chunk)
+        return tuple(min(most, self.u_chunk * (max(spec.ranks) // r)) for r in spec.ranks)
+
+    def turns(self, spec: LowRankSharedSpec) -> tuple[int, ...]:
+        """Return the results in the order in which they are made."""
+        results = spec.results()
+        order = range(len(results))
+        return tuple(sorted(order, key=lambda j: results[j].n) if self.narrow_first else order)
 
     def still(self, y: Output) -> bool:
         """Say whether stage 2 holds v still for this result."""
@@ -76,7 +91,8 @@ class LowRankSharedSchedule(KernelSchedule):
         if self.u_resident:
             u = k_tiles * sum(spec.ranks)
         else:
-            u = tiles(self.k_chunk, 128) * min(128 * self.r_group, sum(spec.ranks))
+            chunks = zip(self.u_chunks(spec), spec.ranks, strict=True)
+            u = sum(tiles(rows, 128) * min(128 * self.r_group, r) for rows, r in chunks)
         depths = [tiles(y.r, 128) for y in results]
         panels = [min(self.v_block, y.n) for y in results]
         if self.v_resident:
@@ -103,7 +119,7 @@ class LowRankSharedSchedule(KernelSchedule):
             if any(y.activation != "identity" for y in rows):
                 held["sum"] = 512 * 4
         if "tensor" in (self.x_load, self.u_load):
-            held["flat"] = min(max(self.k_chunk, self.x_chunk), spec.k) * size
+            held["flat"] = min(max(*self.u_chunks(spec), self.x_chunk), spec.k) * size
         if self.v_load == "tensor":
             held["flat_v"] = min(self.v_chunk, max(spec.ranks)) * size
         return held
@@ -133,13 +149,14 @@ class LowRankSharedSchedule(KernelSchedule):
     def check(self, spec: LowRankSharedSpec, target: Target) -> None:
         """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
         results = spec.results()
-        sizes = {"m_block": spec.m, "k_chunk": spec.k, "x_chunk": spec.k}
+        sizes = {"m_block": spec.m, "k_chunk": spec.k, "x_chunk": spec.k, "u_chunk": spec.k}
         sizes |= {"v_block": max(y.n for y in results), "v_chunk": max(spec.ranks)}
         check_blocks(self, sizes, ("r_group", "n_group"))
         check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
         check_load("u_load", self.u_load, spec.u_layout == "row", spec.dtype, target)
         check_load("v_load", self.v_load, spec.v_layout == "row", spec.dtype, target)
         check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
+        check_multiple("u_chunk", self.u_chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x_load, self.u_load))
         if self.v_still and (
             target.name == "trn1" or not any(y.layout == "row" and self._turns(y) for y in results)
@@ -164,12 +181,13 @@ class LowRankSharedSchedule(KernelSchedule):
         resident = "".join(f" {n}-resident" for n in ("u", "v") if getattr(self, f"{n}_resident"))
         return (
             f"m{self.m_block} r{self.r_group} v{self.v_block} k{self.k_chunk}{self.k_order} "
-            f"r{self.v_chunk}{resident}{' v-still' if self.v_still else ''}"
+            f"u{self.u_chunk} r{self.v_chunk}{resident}{' v-still' if self.v_still else ''}"
+            f"{' narrow-first' if self.narrow_first else ''}"
         )
 
 
 # Which field of the schedule decides the size of a buffer.
-_REMEDY = {"x": "m_block", "u": "k_chunk", "p": "m_block", "v": "v_block", "y": "v_block"}
+_REMEDY = {"x": "m_block", "u": "u_chunk", "p": "m_block", "v": "v_block", "y": "v_block"}
 
 
 def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankSharedSchedule]:
@@ -198,12 +216,13 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
             continue
         groups = {most, tiles(r_tiles, tiles(r_tiles, most))}
         once = most == r_tiles and spec.m <= m_block  # every u is used by one pass
-        for r_group, u_resident, v_block, v_still, v_resident in itertools.product(
+        for r_group, u_resident, v_block, v_still, v_resident, v_bytes in itertools.product(
             sorted(groups),
             (False,) if once else (False, True),
             blocks(widest, (512, 1024, 2048, 4096)),
             stills,
             (False, True) if spec.m > m_block else (False,),
+            (4096, 8192) if few else (8192,),
         ):
             columns = sum(spec.ranks) if u_resident else min(128 * r_group, sum(spec.ranks))
             moving = bool(rows) and not v_still
@@ -212,8 +231,12 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
             n_group = min(n_group, room // m_tiles if len(rows) < len(results) else room)
             if v_still:
                 n_group = max(1, min(room, tiles(v_block, 128)) // m_tiles)
-            for wanted in (4096, 8192, 16384):
-                k_chunk = chunk_rows(spec.k, columns * size, wanted)
+            sizes = (4096, 8192, 16384) if few else (2048, 4096, 8192)
+            chunks = {chunk_rows(spec.k, columns * size, wanted) for wanted in sizes}
+            orders = {False, len({y.n for y in results}) > 1}
+            for k_chunk, depth, narrow_first in itertools.product(
+                sorted(chunks), (1,) if few else (1, 2), sorted(orders)
+            ):
                 yield LowRankSharedSchedule(
                     x_load=x_load,
                     u_load=u_load,
@@ -222,15 +245,15 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
                     m_block=m_block,
                     k_chunk=k_chunk,
                     x_chunk=x_rows(spec.m, spec.k, k_chunk),
+                    u_chunk=depth * k_chunk,
                     r_group=r_group,
                     v_block=v_block,
-                    v_chunk=chunk_rows(
-                        max(spec.ranks), min(v_block, widest) * size, wanted if few else 8192
-                    ),
+                    v_chunk=chunk_rows(max(spec.ranks), min(v_block, widest) * size, v_bytes),
                     n_group=max(1, n_group),
                     u_resident=u_resident,
                     v_resident=v_resident,
                     v_still=v_still,
+                    narrow_first=narrow_first,
                 )
 
 
@@ -261,8 +284,11 @@ def parameters(
         "out_layouts": tuple(y.layout for y in results),
         "stills": tuple(schedule.still(y) for y in results),
     }
+    given |= {"u_chunks": schedule.u_chunks(spec), "turns": schedule.turns(spec)}
+    given["reorder"] = schedule.narrow_first
     held = schedule.to_dict()
-    del held["v_still"]
+    for name in ("v_still", "narrow_first", "u_chunk"):
+        del held[name]
     return given | held
 
 
@@ -290,7 +316,6 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
     moving, tokens = min(512, m), min(schedule.m_block, m)
     m_blocks, k_tiles = tiles(m, schedule.m_block), tiles(k, 128)
     r_tiles = sum(tiles(r, 128) for r in spec.ranks)
-    at_once = tiles(schedule.k_chunk, 128) if schedule.k_order == "p" else 1
     matmuls = [(k_tiles * r_tiles * moves, moving)]
     evictions = [(r_tiles * moves, moving)]
     second: list[tuple[int, int]] = []
@@ -315,20 +340,21 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
         schedule.x_load, tokens * size * (x_deep if tokens == m else 1)
     )
     loads(schedule.x_load, k, m, schedule.x_chunk, tokens, x_run, 1)
-    for r in spec.ranks:
+    for r, rows in zip(spec.ranks, schedule.u_chunks(spec), strict=True):
+        at_once = tiles(rows, 128) if schedule.k_order == "p" else 1
         panel = r if schedule.u_resident else min(r, 128 * schedule.r_group)
         run = panel * size * (at_once if panel == r else 1)
         loads(
             schedule.u_load,
             k,
             r,
-            schedule.k_chunk,
+            rows,
             panel,
             run,
             1 if schedule.u_resident else m_blocks,
         )
-    panel = 0
-    for y in spec.results():
+    panel, results = 0, spec.results()
+    for y in (results[j] for j in schedule.turns(spec)):
         panel = min(schedule.v_block, y.n)
         times = 1 if schedule.v_resident else m_blocks
         loads(schedule.v_load, y.r, y.n, schedule.v_chunk, panel, panel * size, times)

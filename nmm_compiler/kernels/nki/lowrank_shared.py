@@ -29,6 +29,9 @@ def lowrank_shared(
     activations=("identity",),
     out_layouts=("row",),
     stills=(False,),  # where stage 2 holds v still
+    reorder=False,  # make the results in the order of `turns`
+    turns=(0,),
+    u_chunks=(128,),  # contraction rows per load of each u
     x_load="rows",
     u_load="rows",
     v_load="rows",
@@ -45,10 +48,9 @@ def lowrank_shared(
 ):
     """Return every y, [m, n], or [n, m] where its layout is "col"."""
     k_tiles = (k + 127) // 128
-    r_tiles = starts[len(ranks)]
     outs = []
     bias_sbs = []
-    u_alls = []
+    u_sbs = []
     v_alls = []
     for j in range(len(ns)):
         if out_layouts[j] == "row":
@@ -63,9 +65,11 @@ def lowrank_shared(
         if v_resident:
             depth = (ranks[pair_of[j]] + 127) // 128
             v_alls.append(nl.ndarray((128, depth, ns[j]), dtype=x.dtype, buffer=nl.sbuf))
-    if u_resident:
-        for i in range(len(ranks)):
-            u_alls.append(nl.ndarray((128, k_tiles, ranks[i]), dtype=x.dtype, buffer=nl.sbuf))
+    for i in range(len(ranks)):
+        if u_resident:
+            u_sbs.append(nl.ndarray((128, k_tiles, ranks[i]), dtype=x.dtype, buffer=nl.sbuf))
+        else:
+            u_sbs.append(None)
 
     for m0 in range(0, m, m_block):
         tokens = min(m_block, m - m0)
@@ -73,40 +77,43 @@ def lowrank_shared(
 
         # Stage 1: every p^T = (x u)^T, summed over all of k in PSUM, rounded once on the way out.
         x_sb = nl.ndarray((128, k_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
-        p_sb = nl.ndarray((128, r_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
-        for t0 in range(0, r_tiles, r_group):
-            t1 = min(t0 + r_group, r_tiles)
+        p_sb = nl.ndarray((128, starts[len(ranks)], tokens), dtype=x.dtype, buffer=nl.sbuf)
+        for t0 in range(0, starts[len(ranks)], r_group):
+            t1 = min(t0 + r_group, starts[len(ranks)])
             sums = []
             for _ in range((t1 - t0) * m_tiles):
                 sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
             for k0 in range(0, k, k_chunk):
                 rows = min(k_chunk, k - k0)
-                deep = (rows + 127) // 128
                 if t0 == 0 and k0 % x_chunk == 0:
                     x_rows = min(x_chunk, k - k0)
                     load(x_sb, k0 // 128, x, k0, x_rows, m0, tokens, x_load, k_order, k)
                 for i in range(len(ranks)):
-                    # the columns of this u in tiles t0 to t1
-                    r0 = 128 * max(0, t0 - starts[i])
+                    r0 = 128 * max(0, t0 - starts[i])  # its columns in tiles t0 to t1
                     r1 = min(ranks[i], 128 * (t1 - starts[i]))
                     if r0 < r1:
-                        if u_resident:
-                            u_sb = u_alls[i][0:128, 0:k_tiles, r0:r1]
-                            if m0 == 0 and r0 == 0:
-                                u_all = u_alls[i]
-                                c = ranks[i]
-                                load(u_all, k0 // 128, us[i], k0, rows, 0, c, u_load, k_order, k)
-                        else:
-                            u_sb = nl.ndarray((128, deep, r1 - r0), dtype=x.dtype, buffer=nl.sbuf)
-                            load(u_sb, 0, us[i], k0, rows, r0, r1 - r0, u_load, k_order, k)
-                        tile = starts[i] + r0 // 128
+                        u_rows = min(u_chunks[i], k - k0)
+                        deep = (u_rows + 127) // 128
+                        if k0 % u_chunks[i] == 0:
+                            if not u_resident:
+                                u_sbs[i] = nl.ndarray((128, deep, r1 - r0), dtype=x.dtype)
+                                load(
+                                    u_sbs[i], 0, us[i], k0, u_rows, r0, r1 - r0, u_load, k_order, k
+                                )
+                            elif m0 == 0 and r0 == 0:
+                                r = ranks[i]
+                                load(
+                                    u_sbs[i], k0 // 128, us[i], k0, u_rows, 0, r, u_load, k_order, k
+                                )
                         add_chunk(
-                            p_sb, tile, sums, tile - t0, u_sb, x_sb, k0, rows, k, r1 - r0, tokens,
-                            u_resident,
+                            p_sb, starts[i] + r0 // 128, sums, starts[i] + r0 // 128 - t0, u_sbs[i],
+                            k0 // 128 if u_resident else k0 % u_chunks[i] // 128,
+                            r0 if u_resident else 0, x_sb, k0, rows, k, r1 - r0, tokens,
                         )  # fmt: skip
 
         # Stage 2: contracts over the rank, panel by panel of every v.
-        for j in range(len(ns)):
+        for place in range(len(ns)):
+            j = turns[place] if reorder else place
             i = pair_of[j]
             bias_sb = None
             if bias_of[j] >= 0:
@@ -132,12 +139,12 @@ def lowrank_shared(
     return tuple(outs)
 
 
-def add_chunk(p_sb, tile, sums, at, u_sb, x_sb, k0, rows, k, columns, tokens, whole):
+def add_chunk(p_sb, tile, sums, at, u_sb, u_tile, u_first, x_sb, k0, rows, k, columns, tokens):
     """Add a chunk of the contraction to the sums of one u's columns; the last one rounds them."""
-    # tile: of the first column, in the strip; at: the same, in the sums; whole: u_sb holds all of k
+    # tile: of the first column, in the strip; at: the same, in the sums; u_first: it, in u_sb
     m_tiles = (tokens + 511) // 512
-    for kt in range(k0 // 128, (k0 + rows + 127) // 128):
-        kp = min(128, k - 128 * kt)
+    for kt in range((rows + 127) // 128):
+        kp = min(128, rows - 128 * kt)
         for c in range(0, columns, 128):
             rp = min(128, columns - c)
             for mt in range(m_tiles):
@@ -145,9 +152,9 @@ def add_chunk(p_sb, tile, sums, at, u_sb, x_sb, k0, rows, k, columns, tokens, wh
                 mw = min(512, tokens - ms)
                 nisa.nc_matmul(
                     dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
-                    stationary=u_sb[0:kp, kt if whole else kt - k0 // 128, c : c + rp],
-                    moving=x_sb[0:kp, kt, ms : ms + mw],
-                    accumulate=kt > 0,
+                    stationary=u_sb[0:kp, u_tile + kt, u_first + c : u_first + c + rp],
+                    moving=x_sb[0:kp, k0 // 128 + kt, ms : ms + mw],
+                    accumulate=k0 + kt > 0,
                 )
     if k0 + rows == k:
         for c in range(0, columns, 128):
@@ -155,6 +162,5 @@ def add_chunk(p_sb, tile, sums, at, u_sb, x_sb, k0, rows, k, columns, tokens, wh
             for mt in range(m_tiles):
                 ms = 512 * mt
                 mw = min(512, tokens - ms)
-                sum_at = (at + c // 128) * m_tiles + mt
-                p_tile = p_sb[0:rp, tile + c // 128, ms : ms + mw]
-                evict(p_tile, sums[sum_at][0:rp, 0:mw], sum_at)
+                s = (at + c // 128) * m_tiles + mt
+                evict(p_sb[0:rp, tile + c // 128, ms : ms + mw], sums[s][0:rp, 0:mw], s)

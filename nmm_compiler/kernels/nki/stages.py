@@ -288,7 +288,8 @@ def expand_rows(
                         scale = scale_sb[0:mw, 0:1]
                     else:
                         scale = None
-                    finish_rows(y_tile, y_sum, scale, b_tile, scales, has_bias, activation, i + mt)
+                    turn = i + mt + n0 // 512
+                    finish_rows(y_tile, y_sum, scale, b_tile, scales, has_bias, activation, turn)
             nisa.dma_copy(dst=out[m0 + ms : m0 + ms + mw, n0 : n0 + columns], src=y_sb)
 
 
