@@ -167,10 +167,11 @@ def test_every_option_is_documented():
 
 @settings(max_examples=100, deadline=None)
 @given(valid, valid)
-def test_only_the_target_can_change_emitted_code(a, b):
+def test_only_target_and_budget_can_change_emitted_code(a, b):
     """An option outside of `code_options` that changed a kernel would make the cache lie."""
     left, right = Options.make(a), Options.make(b)
-    assert (left.code_options() == right.code_options()) == (left.target == right.target)
+    same = (left.target, left.instruction_budget) == (right.target, right.instruction_budget)
+    assert (left.code_options() == right.code_options()) == same
 
 
 @settings(max_examples=100, deadline=None)

@@ -289,12 +289,14 @@ def _rebuild(entry: Entry) -> dict[str, str] | None:
         target = get(key["target"])
         fixed = isinstance(key["schedule"], dict)
         schedule = family.schedule_class.from_dict(key["schedule"]) if fixed else None
-        now = kernel_key(spec, target, schedule)
+        budget = int(key["instruction_budget"])
+        now = kernel_key(spec, target, schedule, budget)
     except (KeyError, TypeError, NmmError):
         return None  # families, fields and targets that this version does not have
     if now != entry.key:
         return None
-    return {SOURCE_FILE: build_kernel(spec, target, schedule, options=Options(cache="off")).source}
+    options = Options(cache="off", instruction_budget=budget)
+    return {SOURCE_FILE: build_kernel(spec, target, schedule, options=options).source}
 
 
 def _plain(info: Info) -> dict[str, Any]:

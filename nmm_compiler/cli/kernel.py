@@ -136,10 +136,13 @@ def _parse(value: str) -> Any:
 def _print_schedules(console: Console, spec: Any, target: str) -> None:
     from nmm_compiler.codegen.schedule import choose
 
-    table = Table("rank", "schedule", "closed form us", "simulated us", title="schedules")
+    table = Table(
+        "rank", "schedule", "instructions", "closed form us", "simulated us", title="schedules"
+    )
     for i, choice in enumerate(choose(spec, target)):
         simulated = "-" if choice.simulated_us is None else f"{choice.simulated_us:.1f}"
-        table.add_row(str(i), str(choice.schedule), f"{choice.cost_us:.1f}", simulated)
+        count = f"{choice.instructions:,}"
+        table.add_row(str(i), str(choice.schedule), count, f"{choice.cost_us:.1f}", simulated)
     console.print(table)
 
 

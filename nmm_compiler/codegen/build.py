@@ -23,7 +23,7 @@ from nmm_compiler.codegen.stamp import search_stamp, source_stamp, template_stam
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSchedule, KernelSpec
-from nmm_compiler.options import Options
+from nmm_compiler.options import INSTRUCTION_BUDGET, Options
 from nmm_compiler.targets import Target, get
 
 SOURCE_FILE = "kernel.py"
@@ -95,17 +95,18 @@ def build_kernel(
 ) -> Kernel:
     """Return the kernel of `spec` for `target`, from the cache when it is there.
 
-    schedule: how to run; None chooses it. options: which cache.
+    schedule: how to run; None chooses it. options: which cache, and how many instructions at most.
     Raises SpecError or CapacityError, with the numbers, when nothing legal exists, and LintError
     if the emitted source breaks a rule of the NKI compiler.
     """
     chip = get(target)
     store = Store.open(options, check=_check_file)
-    key = kernel_key(spec, chip, schedule)
+    budget = options.instruction_budget if options else INSTRUCTION_BUDGET
+    key = kernel_key(spec, chip, schedule, budget)
     made: dict[str, Any] = {}
 
     def build() -> Mapping[str, str]:
-        chosen = _legal(spec, chip, schedule)
+        chosen = _legal(spec, chip, schedule, budget)
         name, source = kernel_source(spec, chosen, chip)
         check_source(source, nki=API_VERSION, filename=f"{name}.py")
         made.update(name=name, family=spec.family, spec=spec.to_dict(), target=chip.name)
@@ -144,10 +145,10 @@ def _check_file(name: str, text: str) -> None:
     check_source(text, nki=API_VERSION, filename=name)
 
 
-def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None) -> Any:
+def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None, budget: int) -> Any:
     """Return the schedule that was asked for, checked, or the chosen one."""
     if schedule is None:
-        return choose(spec, target)[0].schedule
+        return choose(spec, target, budget)[0].schedule
     wanted = FAMILIES[spec.family].schedule_class
     if not isinstance(schedule, wanted):
         raise SpecError(f"{spec.family} takes a {wanted.__name__}, got {schedule!r}")
@@ -157,7 +158,12 @@ def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def kernel_key(spec: KernelSpec, target: Target, schedule: KernelSchedule | None) -> Key:
+def kernel_key(
+    spec: KernelSpec,
+    target: Target,
+    schedule: KernelSchedule | None,
+    budget: int = INSTRUCTION_BUDGET,
+) -> Key:
     """Return everything that can change the emitted source, by name."""
     from nmm_compiler import __version__
 
@@ -168,6 +174,7 @@ def kernel_key(spec: KernelSpec, target: Target, schedule: KernelSchedule | None
             "spec": spec.to_dict(),
             "target": target.name,
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
+            "instruction_budget": budget,
             "template": template_stamp(family.path),
             "codegen": source_stamp(),
             "search": search_stamp(),

@@ -321,7 +321,19 @@ class BodyFolder:
             return self._for(statement)
         if isinstance(statement, cst.SimpleStatementLine):
             return self._simple(statement)
+        if isinstance(statement, cst.FunctionDef):
+            return [self._function(statement)]
         return [statement]
+
+    def _function(self, statement: cst.FunctionDef) -> Statement:
+        """Fold the body of a loop on the device: its parameters are not known."""
+        before, inlined = dict(self.environment), set(self.inline)
+        for parameter in statement.params.params:
+            self.environment[parameter.name.value] = None
+            self.inline.discard(parameter.name.value)
+        body = self.fold(list(statement.body.body))  # type: ignore[arg-type]
+        self.environment, self.inline = before, inlined
+        return statement.with_changes(body=statement.body.with_changes(body=body))
 
     def _expression(self, node: Any) -> Any:
         folded = node.visit(ExpressionFolder(self.environment, self.inline))

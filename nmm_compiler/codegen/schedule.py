@@ -14,6 +14,7 @@ from nmm_compiler.codegen.cost import closed_form_us, dma_us
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSchedule, KernelSpec, Tensors
+from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import Target, get
 
 # Timing mode costs about 30 us an instruction: what a search may spend on one core.
@@ -34,6 +35,8 @@ TRAFFIC_SHARE = 0.05
 class Choice:
     """One legal schedule: its closed-form cost, and its simulated latency if it was tried.
 
+    instructions: of the compiled program, where a loop on the device counts once; counted if it was
+        tried, else by the closed form.
     traffic_us is the time of its DMAs, of which a share is charged: see TRAFFIC_SHARE.
     """
 
@@ -44,18 +47,22 @@ class Choice:
     traffic_us: float = 0.0
 
 
-def choose(spec: KernelSpec, target: str | Target = "trn2") -> tuple[Choice, ...]:
+def choose(
+    spec: KernelSpec, target: str | Target = "trn2", budget: int = INSTRUCTION_BUDGET
+) -> tuple[Choice, ...]:
     """Return legal schedules for `spec`, best first.
 
+    budget: instructions of the compiled kernel. What would need more has its blocks of tokens in a
+    loop on the device; where that is impossible too, the kernel keeps its size.
     Raises CapacityError, with the numbers of the nearest miss, when no candidate is legal.
     """
-    return _choose(spec, get(target))
+    return _choose(spec, get(target), budget)
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(spec: KernelSpec, target: Target) -> tuple[Choice, ...]:
+def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]:
     spec.check(target)
-    ranked = list(rank(spec, target))
+    ranked = list(rank(spec, target, budget))
     tried: list[Choice] = []
     spent = 0
     ranked = _varied(ranked)
@@ -65,9 +72,17 @@ def _choose(spec: KernelSpec, target: Target) -> tuple[Choice, ...]:
         if tried and spent + choice.instructions > limit:
             break
         spent += choice.instructions
-        simulated = simulated_us(spec, choice.schedule, target) if len(ranked) > 1 else None
-        tried.append(dataclasses.replace(choice, simulated_us=simulated))
-    tried.sort(key=lambda choice: (_charged(choice.simulated_us or 0.0, choice), choice.cost_us))
+        if len(ranked) > 1:
+            latency, count = simulated(spec, choice.schedule, target)
+            choice = dataclasses.replace(choice, simulated_us=latency, instructions=count)
+        tried.append(choice)
+    tried.sort(
+        key=lambda choice: (
+            choice.instructions > budget,
+            _charged(choice.simulated_us or 0.0, choice),
+            choice.cost_us,
+        )
+    )
     return tuple(tried + ranked[len(tried) : SHOWN])
 
 
@@ -105,15 +120,19 @@ def _charged(latency_us: float, choice: Choice) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def rank(spec: KernelSpec, target: Target) -> tuple[Choice, ...]:
-    """Return the legal candidates by closed-form cost, the ones whose loads overlap first."""
+def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> tuple[Choice, ...]:
+    """Return the legal candidates by closed-form cost.
+
+    What fits the budget of instructions comes first, then what has its loads overlap.
+    """
     family = FAMILIES[spec.family]
-    choices: list[tuple[bool, float, str, Choice]] = []
+    choices: list[tuple[bool, bool, float, str, Choice]] = []
     nearest: tuple[int, Exception] | None = None
     dtype = str(getattr(spec, "dtype", "bfloat16"))
     limit = target.sbuf_usable_bytes_per_partition
     seen: set[KernelSchedule] = set()
-    for schedule in family.candidates(spec, target):
+    for candidate in family.candidates(spec, target):
+        schedule = candidate
         if schedule in seen:
             continue
         seen.add(schedule)
@@ -125,25 +144,72 @@ def rank(spec: KernelSpec, target: Target) -> tuple[Choice, ...]:
                 nearest = need, error
             continue
         work = family.work(spec, schedule, target)
-        cost = closed_form_us(work, dtype, target)
+        cost, instructions = closed_form_us(work, dtype, target), work.instructions
+        traffic = dma_us(work.dmas, target)
+        if instructions > budget:
+            looped = on_device(spec, schedule, target)
+            if looped is not None:
+                if looped in seen:
+                    continue
+                seen.add(looped)
+                schedule, instructions, cost, traffic = looped, 0, 0.0, 0.0
+                for times, block in turns(spec, looped):
+                    work = family.work(block, candidate, target)
+                    instructions += work.instructions
+                    cost += times * closed_form_us(work, dtype, target)
+                    traffic += times * dma_us(work.dmas, target)
         crowded = schedule.overlapped_bytes(spec) > limit
-        choice = Choice(schedule, cost, None, work.instructions, dma_us(work.dmas, target))
-        choices.append((crowded, _charged(cost, choice), schedule.to_json(), choice))
+        choice = Choice(schedule, cost, None, instructions, traffic)
+        charged = _charged(cost, choice)
+        choices.append((instructions > budget, crowded, charged, schedule.to_json(), choice))
     if not choices:
         assert nearest is not None
         raise CapacityError(f"no schedule fits {target.name}; the nearest: {nearest[1]}")
-    choices.sort(key=lambda item: item[:3])
+    choices.sort(key=lambda item: item[:4])
     return tuple(choice for *_, choice in choices)
 
 
-def simulated_us(spec: KernelSpec, schedule: Any, target: Target) -> float:
-    """Return the latency in the simulator's timing mode.
+def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
+    """Return the schedule with its blocks of tokens as a loop on the device; None if it cannot."""
+    names = {field.name for field in dataclasses.fields(schedule)}
+    if "m_loop" not in names:
+        return None
+    resident = {name: False for name in names if name.endswith("_resident")}
+    looped = dataclasses.replace(schedule, m_loop=True, **resident)
+    try:
+        looped.check(spec, target)
+    except (CapacityError, SpecError):
+        return None
+    return looped
+
+
+def turns(spec: Any, schedule: Any) -> list[tuple[int, Any]]:
+    """Return (how often, spec of one block of tokens) of a loop on the device, the rest last.
+
+    Nothing of two turns overlaps, so their times add up.
+    """
+    blocks, rest = divmod(spec.m, schedule.m_block)
+    made = [(blocks, dataclasses.replace(spec, m=schedule.m_block))]
+    return made + ([(1, dataclasses.replace(spec, m=rest))] if rest else [])
+
+
+def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int]:
+    """Return the latency in the simulator's timing mode, and the instructions of the program.
 
     The template runs as it is, with the compile-time parameters that specialization would write
     into it: the same instructions, without the cost of emitting a file for every candidate.
     """
     from nmm_compiler.simulator.run import ArraySpec, simulate
 
+    if getattr(schedule, "m_loop", False) and spec.m > 2 * schedule.m_block:  # type: ignore[attr-defined]
+        (blocks, _), *rest = turns(spec, schedule)
+        two = dataclasses.replace(spec, m=2 * schedule.m_block)  # type: ignore[call-arg]
+        latency, count = simulated(two, schedule, target)
+        latency *= blocks / 2
+        for _, last in rest:
+            more = simulated(last, dataclasses.replace(schedule, m_loop=False), target)
+            latency, count = latency + more[0], count + more[1]
+        return latency, count
     family = FAMILIES[spec.family]
     parameters = family.parameters(spec, schedule, target)
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
@@ -153,4 +219,4 @@ def simulated_us(spec: KernelSpec, schedule: Any, target: Target) -> float:
     where = f"{family.path}:{family.template}"
     run = simulate(where, target=target.name, mode="timing", **parameters | arrays)
     assert run.profile is not None
-    return float(run.profile.latency_us)
+    return float(run.profile.latency_us), run.profile.program_instructions

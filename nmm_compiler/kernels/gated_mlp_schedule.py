@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from nmm_compiler.errors import CapacityError
+from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
 from nmm_compiler.kernels.formats import (
     check_double_row,
@@ -24,6 +24,8 @@ from nmm_compiler.kernels.tiling import (
     blocks,
     check_blocks,
     check_load,
+    check_loop,
+    check_multiple,
     check_order,
     chunk_order,
     chunk_rows,
@@ -46,6 +48,9 @@ class GatedMLPSchedule(KernelSchedule):
     v_block, v_chunk, n_group: the same for what makes h. down_*: for down_u; out_*: for what makes
     y. u_stream, down_stream: each chunk is used by one pass, no panel stays.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
+    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
+    k_segment, n_segment: rows of u and of down_u summed in PSUM at a time, 0 for all; between
+    segments the sums are in fp32 in SBUF. Of h^T then one n_segment is in SBUF at a time.
     """
 
     x_load: str
@@ -65,9 +70,16 @@ class GatedMLPSchedule(KernelSchedule):
     out_block: int
     out_chunk: int
     out_group: int
+    m_loop: bool = False
+    k_segment: int = 0
+    n_segment: int = 0
     u_stream: bool = False
     down_stream: bool = False
     double_row: bool = False
+
+    def segments(self, spec: GatedMLPUpSpec) -> tuple[int, int]:
+        """Return rows of u, and of down_u, summed in PSUM at a time."""
+        return min(self.k_segment or spec.k, spec.k), min(self.n_segment or spec.n, spec.n)
 
     def sbuf_bytes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
@@ -75,15 +87,18 @@ class GatedMLPSchedule(KernelSchedule):
         kept_size = item_bytes(spec.intermediate_dtype)
         wide_size = kept_size if spec.wide else size  # weights that multiply what is kept
         pairs, kept = self.double_row, self.double_row and spec.requantized
-        k_tiles, n_tiles = tiles(spec.k, 128), tiles(spec.n, 128)
+        k_tiles = tiles(spec.k, 128)
         tokens, panel = min(self.m_block, spec.m), min(self.v_block, spec.n)
         kept_row = pitch(tokens, kept) * kept_size
         rank = max(spec.rank("gate"), spec.rank("up"))
+        k_segment, n_segment = self.segments(spec)
         held = {"x": k_tiles * pitch(tokens, pairs) * size, "active": 4 * 512}
         if rank:
-            rows = tiles(self.k_chunk, 128) if self.u_stream else k_tiles
+            rows = tiles(self.k_chunk if self.u_stream else k_segment, 128)
             held["u"] = rows * pitch(min(self.u_block, rank), pairs) * size
             held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * kept_row
+        if k_segment < spec.k:
+            held["parts"] = tiles(rank, 128) * tokens * 4
         held["v"] = sum(
             tiles(spec.rank(b), 128) * pitch(panel, kept) * wide_size
             if spec.rank(b)
@@ -93,11 +108,13 @@ class GatedMLPSchedule(KernelSchedule):
         if isinstance(spec, GatedMLPSpec):
             rank = spec.rank("down")
             out_panel = min(self.out_block, spec.k)
-            held["h"] = n_tiles * kept_row
+            held["h"] = tiles(n_segment, 128) * kept_row
             if rank:
-                rows = tiles(self.down_chunk, 128) if self.down_stream else n_tiles
+                rows = tiles(self.down_chunk if self.down_stream else n_segment, 128)
                 held["down"] = rows * pitch(min(self.down_block, rank), kept) * wide_size
                 held["p_down"] = tiles(rank, 128) * kept_row
+                if n_segment < spec.n:
+                    held["parts_down"] = tiles(rank, 128) * tokens * 4
             held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept) * wide_size
             held["y"] = self._result(spec.out_layout, out_panel, tokens) * y_size
         else:
@@ -135,10 +152,42 @@ class GatedMLPSchedule(KernelSchedule):
         return panel if layout == "row" else tiles(panel, 128) * tokens
 
     def overlapped_bytes(self, spec: GatedMLPUpSpec) -> int:
-        """Return bytes per partition with a second copy of what streams, so that loads overlap."""
+        """Return bytes per partition with a second copy of what streams, so that loads overlap.
+
+        The most of three times: x u is made, then h, then what h is multiplied with. The next
+        block's x may arrive in all of them.
+        """
         held = self.sbuf_bytes(spec)
-        names = ("u", "v", "down", "out", "y", "flat", "active", "sum")
-        return sum(held.values()) + sum(held.get(name, 0) for name in names)
+        times = (
+            ("x", "u", "u", "p", "parts"),
+            (
+                "p",
+                "v",
+                "v",
+                "h",
+                "down",
+                "down",
+                "p_down",
+                "parts_down",
+                "active",
+                "active",
+                "sum",
+                "sum",
+            ),
+            ("h", "p_down", "out", "out"),
+        )
+        last = 2 if isinstance(spec, GatedMLPSpec) else 1
+        always = [name for name in held if name.endswith("bias")] + ["flat", "flat"]
+        if spec.m > self.m_block:
+            always.append("x")
+        if self.segments(spec)[1] < spec.n:
+            always.append("h")
+        return max(
+            sum(
+                held.get(name, 0) for name in (*names, *always, *(["y", "y"] if at == last else []))
+            )
+            for at, names in enumerate(times)
+        )
 
     def psum_banks(self, spec: GatedMLPUpSpec) -> dict[str, int]:
         """Return PSUM banks in use for each group of sums."""
@@ -179,6 +228,8 @@ class GatedMLPSchedule(KernelSchedule):
             check_widened("w_load", self.w_load, spec)
         check_order(self.k_order, (self.x_load, self.w_load))
         check_double_row(self.double_row, spec.dtype, target)
+        check_loop(self, spec.m, ())
+        self._check_segments(spec)
         for group, banks in self.psum_banks(spec).items():
             if banks > target.psum_banks:
                 raise CapacityError(
@@ -188,13 +239,28 @@ class GatedMLPSchedule(KernelSchedule):
                 )
         self.check_sbuf(spec, target, _REMEDY)
 
+    def _check_segments(self, spec: GatedMLPUpSpec) -> None:
+        """Raise SpecError unless segments hold whole chunks, and panels of h whole segments."""
+        k_segment, n_segment = self.segments(spec)
+        check_multiple("k_segment", k_segment, "k_chunk", self.k_chunk, spec.k)
+        if n_segment == spec.n:
+            return
+        if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
+            raise SpecError("schedule: n_segment is for a down projection of two factors")
+        for name in ("v_block", "down_chunk"):
+            check_multiple("n_segment", n_segment, name, getattr(self, name), spec.n)
+
     def short(self) -> str:
         """Return the blocks."""
         streams = "".join(f" {n}-stream" for n in ("u", "down") if getattr(self, f"{n}_stream"))
         streams += " double-row" if self.double_row else ""
+        segments = (
+            f" s{self.k_segment}-{self.n_segment}" if self.k_segment or self.n_segment else ""
+        )
         return (
-            f"m{self.m_block} u{self.u_block} v{self.v_block} down{self.down_block} "
-            f"out{self.out_block} k{self.k_chunk}{self.k_order}{streams}"
+            f"m{self.m_block}{' loop' if self.m_loop else ''} u{self.u_block} v{self.v_block} "
+            f"down{self.down_block} out{self.out_block} k{self.k_chunk}{self.k_order}{segments}"
+            f"{streams}"
         )
 
 
@@ -207,6 +273,49 @@ _REMEDY = {
 
 def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
     """Yield schedules that may be legal, in no order."""
+    for plain in _plain(spec, target):
+        yield plain
+        yield from _segmented(spec, plain)
+
+
+def _segmented(spec: GatedMLPUpSpec, plain: GatedMLPSchedule) -> Iterator[GatedMLPSchedule]:
+    """Yield twins of a schedule that sum over segments: of u for few tokens, of h for many."""
+    rank = max(spec.rank("gate"), spec.rank("up"))
+    m_tiles = tiles(min(plain.m_block, spec.m), 512)
+    banks = 3 if "tensor" in (plain.x_load, plain.w_load) else 4  # two groups take turns
+    if m_tiles > banks:
+        return
+    group = max(1, banks // m_tiles)
+    twins = [plain]
+    if rank > 1024 and spec.m <= 128 and plain.u_block >= rank:
+        chunk = tiles(plain.k_chunk, 128)
+        segment = 128 * chunk * max(1, 8 // chunk)
+        if segment < spec.k:
+            twins.append(
+                dataclasses.replace(plain, k_segment=segment, r_group=group, u_stream=False)
+            )
+            yield twins[-1]
+    if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
+        return
+    for twin, wanted in itertools.product(twins, (512, 1024, 2048)):
+        block = min(twin.v_block, spec.n)
+        if wanted < spec.n and wanted % block == 0 and twin.down_block in (512, 1024):
+            yield dataclasses.replace(
+                twin,
+                n_segment=wanted,
+                down_chunk=chunk_rows(wanted, twin.down_block * item_bytes(spec.dtype)),
+                down_group=group,
+                down_stream=twin.down_block <= 128 * group,
+            )
+
+
+def _uneven(n_tiles: int) -> list[int]:
+    """Return panels of which the last is small: little work is left when its bytes are in."""
+    return [128 * ((n_tiles - 2) // count) for count in (2, 3, 4, 5) if n_tiles >= 4 * count]
+
+
+def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
+    """Yield schedules whose sums stay in PSUM over the whole contraction."""
     size = item_bytes(spec.dtype)
     w_loads = ["rows"] if spec.weight_layout == "row" else turned_loads(spec.dtype, target)
     if spec.wide and spec.intermediates() and w_loads != ["rows"]:
@@ -217,6 +326,7 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
     down = isinstance(spec, GatedMLPSpec)
     down_rank = (spec.rank("down") if down else 0) or 1
     rows = spec.out_layout == "row"
+    uneven = _uneven(tiles(spec.n, 128)) if spec.m <= 128 else []
     for x_load, w_load, m_block in itertools.product(
         x_ways, w_loads, blocks(spec.m, (128, 256, 512, 1024))
     ):
@@ -228,7 +338,7 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
         for double_row, u_block, v_block, down_block, out_block in itertools.product(
             row_modes(spec.dtype),
             blocks(rank, (256, 512, 1024)),
-            blocks(spec.n, (128, 256, 512, 1024, 2048)),
+            blocks(spec.n, (128, 256, 512, 1024, 2048)) + uneven,
             blocks(down_rank, (256, 512, 1024)) if down else [128],
             blocks(spec.k, (128, 512, 1024, 2048)) if down else [128],
         ):
@@ -273,7 +383,13 @@ def parameters(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target)
         if not has:
             given[f"{branch}_bias"] = None
     scaled = [f"{b}_{n}" for b in ("gate", "up", "down") for n in "uvwp"]
-    return given | schedule.to_dict() | format_parameters(spec, schedule, ["x", *scaled, "h"])
+    k_segment, n_segment = schedule.segments(spec)
+    given |= schedule.to_dict() | {
+        "k_segment": k_segment,
+        "n_segment": n_segment,
+        "x_by_features": spec.x_layout == "col",
+    }
+    return given | format_parameters(spec, schedule, ["x", *scaled, "h"])
 
 
 def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ...]:
@@ -348,7 +464,9 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
             chunk = schedule.down_chunk if into_out else schedule.k_chunk
             weight(first, rank, block, chunk, into_out)
             product(first, chunk, tiles(rank, 128) * m_moves, moving, into_out)
-            evictions.append((tiles(rank, 128) * m_moves, moving))
+            # sums that are added in SBUF leave PSUM through VectorE alone
+            segments = tiles(first, schedule.segments(spec)[into_out])
+            evictions.append((tiles(rank, 128) * m_moves * (2 * segments - 1), moving))
         block = schedule.out_block if into_out else schedule.v_block
         chunk = schedule.out_chunk if into_out else schedule.v_chunk
         of_kept = into_out or bool(rank)

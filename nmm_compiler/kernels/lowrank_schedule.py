@@ -25,6 +25,7 @@ from nmm_compiler.kernels.tiling import (
     blocks,
     check_blocks,
     check_load,
+    check_loop,
     check_multiple,
     check_order,
     chunk_order,
@@ -46,6 +47,7 @@ class LowRankSchedule(KernelSchedule):
     k_order: which contraction rows share a partition: "p" consecutive ones, "t" every 128th.
     m_block: tokens whose intermediate stays in SBUF. k_chunk, x_chunk: contraction
         rows per load of u and of x.
+    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
     k_segment: contraction rows summed in PSUM at a time; fewer than k: p is added up in fp32 in
         SBUF, so that x and u are read once for any number of tokens and rank tiles. 0 is all of k.
         x_stream: x stays in SBUF for one segment only.
@@ -70,6 +72,7 @@ class LowRankSchedule(KernelSchedule):
     v_block: int
     v_chunk: int
     n_group: int
+    m_loop: bool = False
     k_segment: int = 0
     x_stream: bool = False
     u_resident: bool = False
@@ -174,6 +177,7 @@ class LowRankSchedule(KernelSchedule):
             check_load("w_load", self.w_load, spec.w_layout == "row", spec.dtype, target)
         check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x_load, self.u_load, *self._base_load(spec)))
+        check_loop(self, spec.m, (self.u_resident, self.v_resident))
         self._check_segment(spec)
         check_double_row(self.double_row, spec.dtype, target)
         self._check_streams(spec)
@@ -237,11 +241,12 @@ class LowRankSchedule(KernelSchedule):
             for use in ("resident", "stream")
             if getattr(self, f"{name}_{use}")
         )
+        loop = " loop" if self.m_loop else ""
         segment = f" s{self.k_segment}{'x' if self.x_stream else ''}" if self.k_segment else ""
         still = " v-still" if self.v_still else ""
         still += " double-row" if self.double_row else ""
         return (
-            f"m{self.m_block} u{self.u_block} v{self.v_block} k{self.k_chunk}{self.k_order}"
+            f"m{self.m_block}{loop} u{self.u_block} v{self.v_block} k{self.k_chunk}{self.k_order}"
             f"{segment} r{self.v_chunk}{resident}{still}"
         )
 
@@ -367,7 +372,10 @@ def parameters(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> 
         given["w"] = None
     if not spec.bias:
         given["bias"] = None
-    given |= schedule.to_dict() | {"k_segment": schedule.segment(spec)}
+    given |= schedule.to_dict() | {
+        "k_segment": schedule.segment(spec),
+        "x_by_features": spec.x_layout == "col",
+    }
     return given | format_parameters(spec, schedule, "xuvp")
 
 

@@ -49,6 +49,7 @@ from nmm_compiler.kernels.tiling import (
     blocks,
     check_blocks,
     check_load,
+    check_loop,
     check_multiple,
     check_order,
     chunk_order,
@@ -158,6 +159,7 @@ class MatmulSchedule(KernelSchedule):
         runs, "dma" a DMA transpose, "tensor" TensorE.
     k_order: which contraction rows share a partition: "p" consecutive ones, "t" every 128th.
     m_block: tokens in SBUF at a time. k_chunk, x_chunk: contraction rows per load of w and x.
+    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
     n_block: columns of w in SBUF at a time. n_group: output tiles summed
     together. w_resident: w is loaded once.
     w_stream: each chunk of w is used by one pass over k, and so no panel stays in SBUF.
@@ -172,6 +174,7 @@ class MatmulSchedule(KernelSchedule):
     x_chunk: int
     n_block: int
     n_group: int
+    m_loop: bool = False
     w_resident: bool = False
     w_stream: bool = False
     double_row: bool = False
@@ -230,6 +233,7 @@ class MatmulSchedule(KernelSchedule):
         check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x_load, self.w_load))
         check_double_row(self.double_row, spec.dtype, target)
+        check_loop(self, spec.m, (self.w_resident,))
         if self.w_stream and (self.w_resident or not self.one_pass(spec)):
             raise SpecError(
                 "schedule: w_stream needs one pass over k per panel of w; lower n_block from "
@@ -246,8 +250,11 @@ class MatmulSchedule(KernelSchedule):
     def short(self) -> str:
         """Return the blocks."""
         resident = " w-resident" if self.w_resident else " w-stream" if self.w_stream else ""
+        loop = " loop" if self.m_loop else ""
         double = " double-row" if self.double_row else ""
-        return f"m{self.m_block} n{self.n_block} k{self.k_chunk}{self.k_order}{resident}{double}"
+        return (
+            f"m{self.m_block}{loop} n{self.n_block} k{self.k_chunk}{self.k_order}{resident}{double}"
+        )
 
 
 def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
@@ -292,6 +299,7 @@ def parameters(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> di
     given["has_bias"] = spec.bias
     if not spec.bias:
         given["bias"] = None
+    given["x_by_features"] = spec.x_layout == "col"
     return given | schedule.to_dict() | format_parameters(spec, schedule, ("x", "w"))
 
 

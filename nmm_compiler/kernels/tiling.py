@@ -117,3 +117,15 @@ def check_order(order: str, loads: tuple[str, ...]) -> None:
     check_name("k_order", order, ("p", "t"))
     if order == "p" and not set(loads) <= {"rows", "strided"}:
         raise SpecError("schedule: transposes give k_order 't'; use it for both factors")
+
+
+def check_loop(schedule: Any, m: int, resident: tuple[bool, ...]) -> None:
+    """Raise SpecError unless the blocks of tokens can be a loop on the device.
+
+    It needs two whole blocks, and each turn loads what it uses.
+    """
+    if schedule.m_loop and (m < 2 * schedule.m_block or any(resident)):
+        raise SpecError(
+            f"schedule: m_loop needs at least two whole blocks of {schedule.m_block} tokens, got "
+            f"{m} tokens, and no resident weights; lower m_block or drop what is resident"
+        )

@@ -82,7 +82,9 @@ class Kernels:
 
         store = Store.open(options)
         chip = targets.get(target)
-        keys = {spec: kernel_key(spec, chip, None) for spec in specs if not self.has(spec, target)}
+        budget = options.instruction_budget
+        new = [spec for spec in specs if not self.has(spec, target)]
+        keys = {spec: kernel_key(spec, chip, None, budget) for spec in new}
         if store.mode == "require":
             store.require(list(keys.values()))
         missing = {key.digest for key in store.missing(list(keys.values()))}

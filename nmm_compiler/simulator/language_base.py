@@ -227,9 +227,22 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
     try:
         for count, value in enumerate(range(low, high, step)):
             machine.tick("nl.dynamic_range", count)
-            yield VirtualRegister(value, frozen=True)
+            with _iteration(machine, count):
+                yield VirtualRegister(value, frozen=True)
     finally:
         machine.loop_depth -= 1
+
+
+@contextlib.contextmanager
+def _iteration(machine: Machine, count: int) -> Iterator[None]:
+    """Note which instructions a turn of a loop on the device runs."""
+    trace, first = machine.trace, len(machine.instructions)
+    trace.loop_edges.append(first)
+    yield
+    stop = len(machine.instructions)
+    trace.loop_edges.append(stop)
+    if count and stop > first:
+        trace.iterations.append((first, stop))
 
 
 def _bound(value: Any) -> int:
@@ -256,7 +269,9 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 
     try:
         for count, value in enumerate(range(low, high, step)):
             machine.tick("nl.fori_loop", count)
-            if body_fun(VirtualRegister(value)) is not None:
+            with _iteration(machine, count):
+                returned = body_fun(VirtualRegister(value))
+            if returned is not None:
                 raise machine.error(
                     SimulationError, "the body of nl.fori_loop returned a value; it must not"
                 )
@@ -282,7 +297,8 @@ def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
                 return
             count += 1
             machine.tick("nl.while_loop", count)
-            register = body_fun(VirtualRegister(register.read()))
+            with _iteration(machine, count - 1):
+                register = body_fun(VirtualRegister(register.read()))
     finally:
         machine.loop_depth -= 1
 

@@ -45,6 +45,8 @@ class Profile(Record):
     transposes: counts by where they run ("dma", "tensor", "vector").
     instructions: counts by engine, then op, as written; repeated_instructions of them have the
         result of an earlier one, and the compiler is taken to drop them.
+    program_instructions: of them, those that the compiled program holds: all loops unrolled but the
+        ones on the device, whose body counts once.
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
     """
 
@@ -72,6 +74,7 @@ class Profile(Record):
     transposes: dict[str, int]
     instructions: dict[str, dict[str, int]]
     repeated_instructions: int = 0
+    program_instructions: int = 0
 
     @property
     def device_us(self) -> float:
@@ -158,6 +161,7 @@ def profile_timeline(timeline: Timeline) -> Profile:
         transposes=transposes,
         instructions=instructions,
         repeated_instructions=len(timeline.repeated),
+        program_instructions=trace.program_instructions,
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile

@@ -52,7 +52,10 @@ class Reshaping(NKIObject):
         return dim
 
     def _free_only(self, dim: int, what: str) -> None:
-        if dim == 0 and (self.memory != "hbm" or self.indirection is not None):
+        # NkiTensor.permute and reshape_dim: after vector_select the rows stay outermost; a single
+        # runtime index leaves the other dimensions free
+        rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
+        if dim == 0 and (self.memory != "hbm" or rows_chosen):
             raise fail(
                 TensorShapeError,
                 f"{what} of the partition dimension of {self.name!r} {self.shape} is no view; "

@@ -136,6 +136,8 @@ class _Pass:
         self.in_order = bytearray(count)  # DMAs that nl.no_reorder keeps in program order
         for first, stop in trace.ordered:
             self.in_order[first:stop] = b"\1" * (stop - first)
+        self.edges = set(trace.loop_edges)
+        self.floor, self.last_edge = 0.0, 0
         self.queues: dict[str, Slots] = {}
         self.waiting: list[Store] = []
         self.dma_engines = DmaEngines(target)
@@ -160,6 +162,8 @@ class _Pass:
         free, flight_end, busy = self.free, self.flight_end, self.busy
         repeated = self.dependences.repeated
         for index, instruction in enumerate(instructions):
+            if index in self.edges:
+                self._meet(index)
             if index in repeated:
                 start[index] = end[index] = interval_end[index] = end[repeated[index]]
                 continue
@@ -185,6 +189,18 @@ class _Pass:
         while self._settle():
             pass
         return self._timeline(start, end, interval_end)
+
+    def _meet(self, index: int) -> None:
+        """Let everything wait where a turn of a loop on the device begins or ends.
+
+        The hardware runs one copy of the body again, on the same tensors, and the compiler cannot
+        move instructions across its edge (nki-dynamic-loops: allocated once and reused).
+        """
+        while self._settle():
+            pass
+        self.floor = max(self.floor, max(self.end[self.last_edge : index], default=0.0))
+        self.last_edge = index
+        self.free[:] = [max(free, self.floor) for free in self.free]
 
     def _after(self, instruction: Instruction, engine: int) -> float:
         """Return when the instructions that the kernel names as predecessors have signalled."""
@@ -271,6 +287,7 @@ class _Pass:
     def _transfer(self, index: int, instruction: Instruction, ready: float) -> None:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
         cost = self.dma_costs.cost(instruction)
+        ready = max(ready, self.floor)
         if cost.queue == "swdge-gpsimd":  # writing the descriptors is work of GpSimd itself
             ready = max(ready, self.free[GPSIMD])
         queue = self.queues.get(cost.queue)

@@ -157,9 +157,10 @@ def _plain(value: object) -> str:
 
 
 def _is_index(access: Access, instruction: Instruction) -> bool:
-    """Tell whether `access` is an index operand of a gather or scatter and not moved data."""
+    """Tell whether `access` is a runtime index, one or one per row, and not moved data."""
+    one = access.elements_per_partition == 1 and access.partitions == 1
     return (
-        bool(instruction.attributes.get("indirect"))
+        (one or bool(instruction.attributes.get("indirect")))
         and access is not instruction.reads[0]
         and access.memory == "sbuf"
         and access.dtype in ("int32", "uint32")

@@ -103,6 +103,8 @@ class Trace:
     sbuf_peak_bytes: largest sum, per partition, of SBUF tensors live at the same time.
     psum_peak_banks: largest number of PSUM banks in use at the same time.
     ordered: (first, stop) instruction ranges that keep program order (nl.no_reorder).
+    iterations: (first, stop) instruction ranges of a loop on the device, after its first turn:
+        the program that the compiler makes holds their instructions once.
     """
 
     instructions: list[Instruction] = dataclasses.field(default_factory=list)
@@ -111,3 +113,15 @@ class Trace:
     sbuf_peak_bytes: int = 0
     psum_peak_banks: int = 0
     ordered: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    iterations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    loop_edges: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def program_instructions(self) -> int:
+        """Instructions of the compiled program: the body of a loop on the device counts once."""
+        again = 0
+        seen = 0
+        for first, stop in sorted(self.iterations):
+            again += max(0, stop - max(first, seen))
+            seen = max(seen, stop)
+        return len(self.instructions) - again

@@ -17,12 +17,14 @@ from .parts import (
     bias_columns,
     load,
     load_scale,
+    position,
     product_scales,
     reciprocal_of,
+    split,
     spread_bias,
     times,
 )
-from .stages import expand_columns, expand_rows, project
+from .stages import expand_columns, expand_rows, project, project_segment
 
 
 @nki.jit
@@ -70,8 +72,12 @@ def gated_mlp(
     w_load="rows",
     k_order="p",
     m_block=128,
+    m_loop=False,
+    x_by_features=False,  # x is passed k x m
     k_chunk=128,
     x_chunk=128,
+    k_segment=128,
+    n_segment=128,
     u_block=128,
     r_group=1,
     v_block=128,
@@ -103,12 +109,6 @@ def gated_mlp(
         y_dtype = nl.float32
     else:
         y_dtype = x.dtype
-    if kept_dtype == "bfloat16":
-        p_dtype = nl.bfloat16
-    elif kept_dtype == "float32":
-        p_dtype = nl.float32
-    else:
-        p_dtype = x.dtype
     if out_layout == "row":
         out = nl.ndarray((m, features), dtype=y_dtype, buffer=nl.shared_hbm)
     else:
@@ -173,58 +173,121 @@ def gated_mlp(
             else:
                 down_scale_sb = product_scales(down_w_scale, h_scale, k, scales, y_down, requantize)
 
-    for m0 in range(0, m, m_block):
-        tokens = min(m_block, m - m0)
-        pitch = (tokens + 15) // 16 * 16 if double_row else tokens
-        kept_pitch = (tokens + 15) // 16 * 16 if kept_row else tokens
-        x_sb = nl.ndarray((128, (k + 127) // 128, pitch), dtype=x.dtype, buffer=nl.sbuf)
-        for k0 in range(0, k, x_chunk):
-            load(x_sb, k0 // 128, x, k0, min(x_chunk, k - k0), m0, tokens, x_load, k_order, k)
+    first = 0
+    if m_loop:
+        # on the device: the compiled program holds one block, whatever the number of tokens
+        first = m - m % m_block
+        x_dim = 1 if x_by_features else 0
+        out_dim = 0 if out_layout == "row" else 1
+        x_blocks = split(x, x_dim, m // m_block, m_block)
+        out_blocks = split(out, out_dim, m // m_block, m_block)
 
-        # Up: the products that need a middle step first, (x u)^T with the rank on the partitions.
-        if gate_r > 0:
-            gate_sb = nl.ndarray(
-                (128, (gate_r + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf
-            )
-            project(
-                gate_sb, x_sb, None, None, gate_u, m0, tokens, k, gate_r, "none", 128, w_load,
-                k_order, k_chunk, k, False, u_block, r_group, False, u_stream, 1.0,
-                gate_p_scale_sb, scales, requantize, False, double_row,
+        def body(i):
+            at = position(i)
+            x_part = x_blocks.select(x_dim, at)
+            out_part = out_blocks.select(out_dim, at)
+            gated_block(
+                out_part, x_part, gate_u, gate_v, gate_w, up_u, up_v, up_w, down_u, down_v, down_w,
+                gate_bias_sb, up_bias_sb, down_bias_sb, gate_p_scale_sb, gate_scale_sb,
+                up_p_scale_sb, up_scale_sb, h_inverse, down_p_scale_sb, down_scale_sb, 0, m_block,
+                k, n, gate_r, up_r, down_r, down, columns_out, out_layout, has_gate_bias,
+                has_up_bias, has_down_bias, activation, x_load, w_load, k_order, k_chunk, x_chunk,
+                k_segment, n_segment, u_block, r_group, v_block, v_chunk, n_group, down_block,
+                down_chunk, down_group, out_block, out_chunk, out_group, u_stream, down_stream,
+                scales, kept_dtype, requantize, wide, double_row, kept_row,
             )  # fmt: skip
-            gate = gate_v
-        else:
-            gate_sb = x_sb
-            gate = gate_w
-        if up_r > 0:
-            up_sb = nl.ndarray(
-                (128, (up_r + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf
-            )
-            project(
-                up_sb, x_sb, None, None, up_u, m0, tokens, k, up_r, "none", 128, w_load,
-                k_order, k_chunk, k, False, u_block, r_group, False, u_stream, 1.0,
-                up_p_scale_sb, scales, requantize, False, double_row,
-            )  # fmt: skip
-            up = up_v
-        else:
-            up_sb = x_sb
-            up = up_w
-        gate_k = gate_r if gate_r > 0 else k
-        up_k = up_r if up_r > 0 else k
-        gate_order = "t" if gate_r > 0 else k_order
-        up_order = "t" if up_r > 0 else k_order
-        gate_row = kept_row if gate_r > 0 else double_row
-        up_row = kept_row if up_r > 0 else double_row
-        gate_wide = wide and gate_r > 0
-        up_wide = wide and up_r > 0
+
+        nl.fori_loop(0, m // m_block, body)
+    for m0 in range(first, m, m_block):
+        gated_block(
+            out, x, gate_u, gate_v, gate_w, up_u, up_v, up_w, down_u, down_v, down_w, gate_bias_sb,
+            up_bias_sb, down_bias_sb, gate_p_scale_sb, gate_scale_sb, up_p_scale_sb, up_scale_sb,
+            h_inverse, down_p_scale_sb, down_scale_sb, m0, min(m_block, m - m0), k, n, gate_r, up_r,
+            down_r, down, columns_out, out_layout, has_gate_bias, has_up_bias, has_down_bias,
+            activation, x_load, w_load, k_order, k_chunk, x_chunk, k_segment, n_segment, u_block,
+            r_group, v_block, v_chunk, n_group, down_block, down_chunk, down_group, out_block,
+            out_chunk, out_group, u_stream, down_stream, scales, kept_dtype, requantize, wide,
+            double_row, kept_row,
+        )  # fmt: skip
+    return out
+
+
+def gated_block(
+    out, x, gate_u, gate_v, gate_w, up_u, up_v, up_w, down_u, down_v, down_w, gate_bias_sb,
+    up_bias_sb, down_bias_sb, gate_p_scale_sb, gate_scale_sb, up_p_scale_sb, up_scale_sb, h_inverse,
+    down_p_scale_sb, down_scale_sb, m0, tokens, k, n, gate_r, up_r, down_r, down, columns_out,
+    out_layout, has_gate_bias, has_up_bias, has_down_bias, activation, x_load, w_load, k_order,
+    k_chunk, x_chunk, k_segment, n_segment, u_block, r_group, v_block, v_chunk, n_group, down_block,
+    down_chunk, down_group, out_block, out_chunk, out_group, u_stream, down_stream, scales,
+    kept_dtype, requantize, wide, double_row, kept_row,
+):  # fmt: skip
+    """Compute h, or y, of `tokens` tokens from m0 on."""
+    if kept_dtype == "bfloat16":
+        p_dtype = nl.bfloat16
+    elif kept_dtype == "float32":
+        p_dtype = nl.float32
+    else:
+        p_dtype = x.dtype
+    pitch = (tokens + 15) // 16 * 16 if double_row else tokens
+    kept_pitch = (tokens + 15) // 16 * 16 if kept_row else tokens
+    x_sb = nl.ndarray((128, (k + 127) // 128, pitch), dtype=x.dtype, buffer=nl.sbuf)
+    for k0 in range(0, k, x_chunk):
+        load(x_sb, k0 // 128, x, k0, min(x_chunk, k - k0), m0, tokens, x_load, k_order, k)
+
+    # Up: the products that need a middle step first, (x u)^T with the rank on the partitions.
+    if gate_r > 0:
+        gate_sb = nl.ndarray(
+            (128, (gate_r + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf
+        )
+        project(
+            gate_sb, x_sb, None, None, gate_u, m0, tokens, k, gate_r, "none", 128, w_load,
+            k_order, k_chunk, k_segment, False, u_block, r_group, False, u_stream, 1.0,
+            gate_p_scale_sb, scales, requantize, False, double_row,
+        )  # fmt: skip
+        gate = gate_v
+    else:
+        gate_sb = x_sb
+        gate = gate_w
+    if up_r > 0:
+        up_sb = nl.ndarray((128, (up_r + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
+        project(
+            up_sb, x_sb, None, None, up_u, m0, tokens, k, up_r, "none", 128, w_load,
+            k_order, k_chunk, k_segment, False, u_block, r_group, False, u_stream, 1.0,
+            up_p_scale_sb, scales, requantize, False, double_row,
+        )  # fmt: skip
+        up = up_v
+    else:
+        up_sb = x_sb
+        up = up_w
+    gate_k = gate_r if gate_r > 0 else k
+    up_k = up_r if up_r > 0 else k
+    gate_order = "t" if gate_r > 0 else k_order
+    up_order = "t" if up_r > 0 else k_order
+    gate_row = kept_row if gate_r > 0 else double_row
+    up_row = kept_row if up_r > 0 else double_row
+    gate_wide = wide and gate_r > 0
+    up_wide = wide and up_r > 0
+    last_tiles = (down_r + 127) // 128
+    if down_r > 0:
+        last_sb = nl.ndarray((128, last_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
+    if down_r > 0 and n_segment < n:
+        # fp32 sums of the segments
+        parts = nl.ndarray((128, last_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    else:
+        parts = None
+    # h^T: a down projection of two factors takes it segment by segment.
+    for n1 in range(0, n, n_segment):
+        n_stop = min(n1 + n_segment, n)
+        h_tiles = (min(n_segment, n) + 127) // 128
         if down:
-            h_sb = nl.ndarray((128, (n + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
+            h_sb = nl.ndarray((128, h_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         else:
             h_sb = None
         if columns_out:
             gate_columns(
-                out, h_sb, gate_sb, up_sb, gate, up, gate_bias_sb, up_bias_sb, m0, tokens, n,
-                gate_k, up_k, w_load, gate_order, up_order, v_chunk, v_chunk, v_block, n_group,
-                down, has_gate_bias, has_up_bias, activation, gate_scale_sb, up_scale_sb,
+                out, h_sb, gate_sb, up_sb, gate, up, gate_bias_sb, up_bias_sb, m0, tokens, n1,
+                n_stop, gate_k, up_k, w_load, gate_order, up_order, v_chunk, v_chunk, v_block,
+                n_group, down, has_gate_bias, has_up_bias, activation, gate_scale_sb, up_scale_sb,
                 h_inverse, scales, requantize, gate_wide, up_wide, gate_row, up_row,
             )  # fmt: skip
         else:
@@ -234,34 +297,32 @@ def gated_mlp(
                 has_gate_bias, has_up_bias, activation, gate_scale_sb, up_scale_sb, scales,
                 gate_wide, up_wide, gate_row, up_row,
             )  # fmt: skip
+        if down_r > 0:
+            project_segment(
+                last_sb, parts, h_sb, None, None, down_u, m0, tokens, n1, n_stop, n, down_r,
+                "none", 128, w_load, "t", down_chunk, n_segment, n_segment < n, True, down_block,
+                down_group, False, down_stream, 1.0, down_p_scale_sb, scales, requantize, wide,
+                kept_row,
+            )  # fmt: skip
 
-        # Down: h^T is in SBUF with its features on the partitions.
-        if down:
-            if down_r > 0:
-                last_sb = nl.ndarray(
-                    (128, (down_r + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf
-                )
-                project(
-                    last_sb, h_sb, None, None, down_u, m0, tokens, n, down_r, "none", 128, w_load,
-                    "t", down_chunk, n, False, down_block, down_group, False, down_stream, 1.0,
-                    down_p_scale_sb, scales, requantize, wide, kept_row,
-                )  # fmt: skip
-                last = down_v
-            else:
-                last_sb = h_sb
-                last = down_w
-            last_k = down_r if down_r > 0 else n
-            if out_layout == "row":
-                expand_rows(
-                    out, last_sb, None, None, down_bias_sb, None, last, None, m0, tokens, last_k, k,
-                    0, "none", 128, w_load, "rows", "t", "t", out_chunk, 128, out_block, out_group,
-                    False, False, has_down_bias, "identity", down_scale_sb, scales, wide, kept_row,
-                )  # fmt: skip
-            else:
-                expand_columns(
-                    out, last_sb, None, None, down_bias_sb, None, last, None, m0, tokens, last_k, k,
-                    0, "none", 128, w_load, "rows", "t", "t", out_chunk, 128, out_block, out_group,
-                    False, False, has_down_bias, "identity", False, down_scale_sb, scales, wide,
-                    kept_row,
-                )  # fmt: skip
-    return out
+    # Down: h^T is in SBUF with its features on the partitions.
+    if down:
+        if down_r > 0:
+            last = down_v
+        else:
+            last_sb = h_sb
+            last = down_w
+        last_k = down_r if down_r > 0 else n
+        if out_layout == "row":
+            expand_rows(
+                out, last_sb, None, None, down_bias_sb, None, last, None, m0, tokens, last_k, k,
+                0, "none", 128, w_load, "rows", "t", "t", out_chunk, 128, out_block, out_group,
+                False, False, has_down_bias, "identity", down_scale_sb, scales, wide, kept_row,
+            )  # fmt: skip
+        else:
+            expand_columns(
+                out, last_sb, None, None, down_bias_sb, None, last, None, m0, tokens, last_k, k,
+                0, "none", 128, w_load, "rows", "t", "t", out_chunk, 128, out_block, out_group,
+                False, False, has_down_bias, "identity", False, down_scale_sb, scales, wide,
+                kept_row,
+            )  # fmt: skip

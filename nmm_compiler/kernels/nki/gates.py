@@ -18,15 +18,15 @@ from .parts import (
 
 
 def gate_columns(
-    out, h_sb, gate_sb, up_sb, gate, up, gate_bias_sb, up_bias_sb, m0, tokens, n, gate_k, up_k,
-    w_load, gate_order, up_order, gate_chunk, up_chunk, w_block, group_tiles, keep, has_gate_bias,
-    has_up_bias, activation, gate_scale_sb, up_scale_sb, h_inverse, scales, requantize, gate_wide,
-    up_wide, gate_row, up_row,
+    out, h_sb, gate_sb, up_sb, gate, up, gate_bias_sb, up_bias_sb, m0, tokens, n_first, n_stop,
+    gate_k, up_k, w_load, gate_order, up_order, gate_chunk, up_chunk, w_block, group_tiles, keep,
+    has_gate_bias, has_up_bias, activation, gate_scale_sb, up_scale_sb, h_inverse, scales,
+    requantize, gate_wide, up_wide, gate_row, up_row,
 ):  # fmt: skip
-    """Compute h^T: weights still, tokens moving; into h_sb if it is kept, else stored to `out`."""
+    """Compute rows of h^T: weights still, tokens moving; into h_sb if kept, else into `out`."""
     m_tiles = (tokens + 511) // 512
-    for n0 in range(0, n, w_block):
-        columns = min(w_block, n - n0)
+    for n0 in range(n_first, n_stop, w_block):
+        columns = min(w_block, n_stop - n0)
         n_tiles = (columns + 127) // 128
         gate_pitch = (columns + 15) // 16 * 16 if gate_row else columns
         up_pitch = (columns + 15) // 16 * 16 if up_row else columns
@@ -37,7 +37,8 @@ def gate_columns(
             (128, (up_k + 127) // 128, up_pitch), dtype=nl.float32 if up_wide else up.dtype
         )
         if keep:
-            y_sb = h_sb[0:128, n0 // 128 : n0 // 128 + n_tiles, 0:tokens]
+            first = (n0 - n_first) // 128
+            y_sb = h_sb[0:128, first : first + n_tiles, 0:tokens]
         else:
             y_sb = nl.ndarray((128, n_tiles, tokens), dtype=out.dtype, buffer=nl.sbuf)
         for n1 in range(0, n_tiles, group_tiles):

@@ -15,8 +15,10 @@ from .parts import (
     bias_columns,
     load_scale,
     panel_scales,
+    position,
     product_scales,
     reciprocal_of,
+    split,
     spread_bias,
     times,
 )
@@ -49,6 +51,8 @@ def lowrank(
     w_load="rows",
     k_order="p",
     m_block=128,
+    m_loop=False,
+    x_by_features=False,  # x is passed k x m
     k_chunk=128,
     x_chunk=128,
     k_segment=128,
@@ -88,12 +92,6 @@ def lowrank(
         y_dtype = nl.float32
     else:
         y_dtype = x.dtype
-    if kept_dtype == "bfloat16":
-        p_dtype = nl.bfloat16
-    elif kept_dtype == "float32":
-        p_dtype = nl.float32
-    else:
-        p_dtype = x.dtype
     if out_layout == "row":
         out = nl.ndarray((m, n), dtype=y_dtype, buffer=nl.shared_hbm)
     else:
@@ -123,114 +121,159 @@ def lowrank(
         v_dtype = nl.float32 if wide else v.dtype
         v_all = nl.ndarray((128, r_tiles, v_pitch), dtype=v_dtype, buffer=nl.sbuf)
 
-    for m0 in range(0, m, m_block):
-        tokens = min(m_block, m - m0)
+    first = 0
+    if m_loop:
+        # on the device: the compiled program holds one block, whatever the number of tokens
+        first = m - m % m_block
+        x_dim = 1 if x_by_features else 0
+        out_dim = 0 if out_layout == "row" else 1
+        x_blocks = split(x, x_dim, m // m_block, m_block)
+        out_blocks = split(out, out_dim, m // m_block, m_block)
 
-        # Stage 1: p^T = (x u)^T, summed over all of k in PSUM, rounded once on the way out.
-        x_pitch = (tokens + 15) // 16 * 16 if double_row else tokens
-        p_pitch = (tokens + 15) // 16 * 16 if second_row else tokens
-        if x_stream:
-            x_sb = None
-        else:
-            x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
-        p_sb = nl.ndarray((128, r_tiles, p_pitch), dtype=p_dtype, buffer=nl.sbuf)
-        project(
+        def body(i):
+            at = position(i)
+            x_part = x_blocks.select(x_dim, at)
+            out_part = out_blocks.select(out_dim, at)
+            lowrank_block(
+                out_part, x_part, u, v, w, u_all, v_all, bias_sb, p_scale_sb, y_scale_sb, 0,
+                m_block, k, r, n, out_layout, base_k, has_bias, scale, activation, x_load, u_load,
+                v_load, w_load, k_order, k_chunk, x_chunk, k_segment, x_stream, u_block, r_group,
+                v_block, v_chunk, n_group, u_resident, v_resident, u_stream, v_stream, v_still,
+                scales, kept_dtype, requantize, wide, double_row, second_row,
+            )  # fmt: skip
+
+        nl.fori_loop(0, m // m_block, body)
+    for m0 in range(first, m, m_block):
+        lowrank_block(
+            out, x, u, v, w, u_all, v_all, bias_sb, p_scale_sb, y_scale_sb, m0, min(m_block, m -
+            m0), k, r, n, out_layout, base_k, has_bias, scale, activation, x_load, u_load, v_load,
+            w_load, k_order, k_chunk, x_chunk, k_segment, x_stream, u_block, r_group, v_block,
+            v_chunk, n_group, u_resident, v_resident, u_stream, v_stream, v_still, scales,
+            kept_dtype, requantize, wide, double_row, second_row,
+        )  # fmt: skip
+    return out
+
+
+def lowrank_block(
+    out, x, u, v, w, u_all, v_all, bias_sb, p_scale_sb, y_scale_sb, m0, tokens, k, r, n, out_layout,
+    base_k, has_bias, scale, activation, x_load, u_load, v_load, w_load, k_order, k_chunk, x_chunk,
+    k_segment, x_stream, u_block, r_group, v_block, v_chunk, n_group, u_resident, v_resident,
+    u_stream, v_stream, v_still, scales, kept_dtype, requantize, wide, double_row, second_row,
+):  # fmt: skip
+    """Compute y of `tokens` tokens from m0 on."""
+    k_tiles = (k + 127) // 128
+    r_tiles = (r + 127) // 128
+    if kept_dtype == "bfloat16":
+        p_dtype = nl.bfloat16
+    elif kept_dtype == "float32":
+        p_dtype = nl.float32
+    else:
+        p_dtype = x.dtype
+    x_pitch = (tokens + 15) // 16 * 16 if double_row else tokens
+    p_pitch = (tokens + 15) // 16 * 16 if second_row else tokens
+
+    # Stage 1: p^T = (x u)^T, summed in PSUM, rounded once on the way out.
+    if x_stream:
+        x_sb = None
+    else:
+        x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
+    p_sb = nl.ndarray((128, r_tiles, p_pitch), dtype=p_dtype, buffer=nl.sbuf)
+    project(
+        p_sb,
+        x_sb,
+        u_all,
+        x,
+        u,
+        m0,
+        tokens,
+        k,
+        r,
+        x_load,
+        x_chunk,
+        u_load,
+        k_order,
+        k_chunk,
+        k_segment,
+        x_stream,
+        u_block,
+        r_group,
+        u_resident,
+        u_stream,
+        scale,
+        p_scale_sb,
+        scales,
+        requantize,
+        False,
+        double_row,
+    )
+
+    # Stage 2: contracts over the rank, panel by panel of v.
+    if out_layout == "row" and not v_still:
+        expand_rows(
+            out,
             p_sb,
+            v_all,
             x_sb,
-            u_all,
-            x,
-            u,
+            bias_sb,
+            p_sb,
+            v,
+            w,
             m0,
             tokens,
-            k,
             r,
-            x_load,
-            x_chunk,
-            u_load,
+            n,
+            base_k,
+            "none",
+            128,
+            v_load,
+            w_load,
+            "t",
             k_order,
+            v_chunk,
             k_chunk,
-            k_segment,
-            x_stream,
-            u_block,
-            r_group,
-            u_resident,
-            u_stream,
-            scale,
-            p_scale_sb,
+            v_block,
+            n_group,
+            v_resident,
+            v_stream,
+            has_bias,
+            activation,
+            y_scale_sb,
             scales,
-            requantize,
-            False,
-            double_row,
+            wide,
+            second_row,
         )
-
-        # Stage 2: contracts over the rank, panel by panel of v.
-        if out_layout == "row" and not v_still:
-            expand_rows(
-                out,
-                p_sb,
-                v_all,
-                x_sb,
-                bias_sb,
-                p_sb,
-                v,
-                w,
-                m0,
-                tokens,
-                r,
-                n,
-                base_k,
-                "none",
-                128,
-                v_load,
-                w_load,
-                "t",
-                k_order,
-                v_chunk,
-                k_chunk,
-                v_block,
-                n_group,
-                v_resident,
-                v_stream,
-                has_bias,
-                activation,
-                y_scale_sb,
-                scales,
-                wide,
-                second_row,
-            )
-        else:
-            expand_columns(
-                out,
-                p_sb,
-                v_all,
-                x_sb,
-                bias_sb,
-                p_sb,
-                v,
-                w,
-                m0,
-                tokens,
-                r,
-                n,
-                base_k,
-                "none",
-                128,
-                v_load,
-                w_load,
-                "t",
-                k_order,
-                v_chunk,
-                k_chunk,
-                v_block,
-                n_group,
-                v_resident,
-                v_stream,
-                has_bias,
-                activation,
-                out_layout == "row",
-                y_scale_sb,
-                scales,
-                wide,
-                second_row,
-            )
-    return out
+    else:
+        expand_columns(
+            out,
+            p_sb,
+            v_all,
+            x_sb,
+            bias_sb,
+            p_sb,
+            v,
+            w,
+            m0,
+            tokens,
+            r,
+            n,
+            base_k,
+            "none",
+            128,
+            v_load,
+            w_load,
+            "t",
+            k_order,
+            v_chunk,
+            k_chunk,
+            v_block,
+            n_group,
+            v_resident,
+            v_stream,
+            has_bias,
+            activation,
+            out_layout == "row",
+            y_scale_sb,
+            scales,
+            wide,
+            second_row,
+        )

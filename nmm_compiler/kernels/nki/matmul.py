@@ -7,7 +7,7 @@ for y^T tiles of w are still and the tokens move. Sums stay in PSUM over all of 
 import nki
 import nki.language as nl
 
-from .parts import bias_columns, product_scales, spread_bias
+from .parts import bias_columns, position, product_scales, split, spread_bias
 from .stages import expand_columns, expand_rows
 
 
@@ -28,6 +28,8 @@ def matmul(
     w_load="rows",
     k_order="p",
     m_block=128,
+    m_loop=False,
+    x_by_features=False,  # x is passed k x m
     k_chunk=128,
     x_chunk=128,
     n_block=128,
@@ -66,77 +68,109 @@ def matmul(
         w_pitch = (n + 15) // 16 * 16 if double_row else n
         w_all = nl.ndarray((128, k_tiles, w_pitch), dtype=w.dtype, buffer=nl.sbuf)
 
-    for m0 in range(0, m, m_block):
-        tokens = min(m_block, m - m0)
-        pitch = (tokens + 15) // 16 * 16 if double_row else tokens
-        x_sb = nl.ndarray((128, k_tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
-        if out_layout == "row":
-            expand_rows(
-                out,
-                x_sb,
-                w_all,
-                None,
-                bias_sb,
-                x,
-                w,
-                None,
-                m0,
-                tokens,
-                k,
-                n,
-                0,
-                x_load,
-                x_chunk,
-                w_load,
-                "rows",
-                k_order,
-                k_order,
-                k_chunk,
-                128,
-                n_block,
-                n_group,
-                w_resident,
-                w_stream,
-                has_bias,
-                activation,
-                scale_sb,
-                scales,
-                False,
-                double_row,
-            )
-        else:
-            expand_columns(
-                out,
-                x_sb,
-                w_all,
-                None,
-                bias_sb,
-                x,
-                w,
-                None,
-                m0,
-                tokens,
-                k,
-                n,
-                0,
-                x_load,
-                x_chunk,
-                w_load,
-                "rows",
-                k_order,
-                k_order,
-                k_chunk,
-                128,
-                n_block,
-                n_group,
-                w_resident,
-                w_stream,
-                has_bias,
-                activation,
-                False,
-                scale_sb,
-                scales,
-                False,
-                double_row,
-            )
+    first = 0
+    if m_loop:
+        # on the device: the compiled program holds one block, whatever the number of tokens
+        first = m - m % m_block
+        x_dim = 1 if x_by_features else 0
+        out_dim = 0 if out_layout == "row" else 1
+        x_blocks = split(x, x_dim, m // m_block, m_block)
+        out_blocks = split(out, out_dim, m // m_block, m_block)
+
+        def body(i):
+            at = position(i)
+            x_part = x_blocks.select(x_dim, at)
+            out_part = out_blocks.select(out_dim, at)
+            matmul_block(
+                out_part, x_part, w, w_all, bias_sb, scale_sb, 0, m_block, k, n, out_layout,
+                has_bias, activation, x_load, w_load, k_order, k_chunk, x_chunk, n_block, n_group,
+                w_resident, w_stream, scales, double_row,
+            )  # fmt: skip
+
+        nl.fori_loop(0, m // m_block, body)
+    for m0 in range(first, m, m_block):
+        matmul_block(
+            out, x, w, w_all, bias_sb, scale_sb, m0, min(m_block, m - m0), k, n, out_layout,
+            has_bias, activation, x_load, w_load, k_order, k_chunk, x_chunk, n_block, n_group,
+            w_resident, w_stream, scales, double_row,
+        )  # fmt: skip
     return out
+
+
+def matmul_block(
+    out, x, w, w_all, bias_sb, scale_sb, m0, tokens, k, n, out_layout, has_bias, activation, x_load,
+    w_load, k_order, k_chunk, x_chunk, n_block, n_group, w_resident, w_stream, scales, double_row,
+):  # fmt: skip
+    """Compute y of `tokens` tokens from m0 on."""
+    k_tiles = (k + 127) // 128
+    pitch = (tokens + 15) // 16 * 16 if double_row else tokens
+    x_sb = nl.ndarray((128, k_tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
+    if out_layout == "row":
+        expand_rows(
+            out,
+            x_sb,
+            w_all,
+            None,
+            bias_sb,
+            x,
+            w,
+            None,
+            m0,
+            tokens,
+            k,
+            n,
+            0,
+            x_load,
+            x_chunk,
+            w_load,
+            "rows",
+            k_order,
+            k_order,
+            k_chunk,
+            128,
+            n_block,
+            n_group,
+            w_resident,
+            w_stream,
+            has_bias,
+            activation,
+            scale_sb,
+            scales,
+            False,
+            double_row,
+        )
+    else:
+        expand_columns(
+            out,
+            x_sb,
+            w_all,
+            None,
+            bias_sb,
+            x,
+            w,
+            None,
+            m0,
+            tokens,
+            k,
+            n,
+            0,
+            x_load,
+            x_chunk,
+            w_load,
+            "rows",
+            k_order,
+            k_order,
+            k_chunk,
+            128,
+            n_block,
+            n_group,
+            w_resident,
+            w_stream,
+            has_bias,
+            activation,
+            False,
+            scale_sb,
+            scales,
+            False,
+            double_row,
+        )

@@ -425,3 +425,17 @@ def store_rows(dst, src, row, rows, column, columns):
             dst=dst[row + 128 * tiles : row + rows, column : column + columns],
             src=src[0 : rows % 128, tiles, 0:columns],
         )
+
+
+def split(tensor, dim, blocks, size):
+    """Return a view of an HBM matrix whose dimension `dim` is [blocks, size], without the rest."""
+    if dim == 0:
+        return tensor[0 : blocks * size, 0 : tensor.shape[1]].reshape_dim(0, (blocks, size))
+    return tensor[0 : tensor.shape[0], 0 : blocks * size].reshape_dim(1, (blocks, size))
+
+
+def position(i):
+    """Return the variable of a loop on the device in SBUF, where a view takes it as an index."""
+    at = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.register_store(at, i)
+    return at
