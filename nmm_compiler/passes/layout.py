@@ -160,6 +160,9 @@ def _outside_reads(
         operation = operations.get(user)
         if user in inside or (operation is not None and operation.is_full(value)):
             continue
+        if user.op == "output":  # strides are seen there: the view stays, its memory is the value's
+            found.append((made.final, made.out_dims))
+            continue
         dims = over_value(c, made, value)
         found.append((value, made.out_dims if dims is None else dims))
     return found
@@ -194,6 +197,8 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
             return
         node = users[0]
         passed.append(node)
+        if any(user.op == "output" for user in node.users):
+            return  # whoever gets it sees strides: a transposed view stays one, and costs nothing
         base, over = c.base(node)
         dims = views.compose(over, call.out_dims) if base is call.final else None
         if dims is None or any(a.axis == views.BROADCAST for d in dims for a in d):
@@ -207,13 +212,18 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
 
 
 def count_transposes(c: Canonical) -> int:
-    """Return the transposes in a graph that move an activation's data."""
+    """Return the transposes in a graph that move an activation's data.
+
+    A transposed view that is only returned moves nothing: whoever gets it sees its strides.
+    """
     count = 0
     for node in c.graph.nodes:
+        if all(user.op == "output" for user in node.users):
+            continue
         name = target_name(node)
         if name == "getattr" and len(node.args) > 1:
             name = str(node.args[1])
-        if name not in TRANSPOSES or not node.users or node in c.constant or node in c.derived:
+        if name not in TRANSPOSES or node in c.constant or node in c.derived:
             continue
         source = c.sources.get(node)
         over = None if source is None else c.base(source)

@@ -37,6 +37,7 @@ from nmm_compiler.passes.metadata import collect_values, value_key
 from nmm_compiler.passes.regions import Pointwise
 from nmm_compiler.passes.result import Explanation, Opportunity, RewriteResult
 from nmm_compiler.passes.rewrite import Editor
+from nmm_compiler.passes.strides import settle_strides
 
 RULES: tuple[Rule, ...] = (
     MLA(),
@@ -265,6 +266,7 @@ def _apply(
             _emit(c, editor, step, by_name[step.rule])
     taken |= {operation.node for operation in turned}
     editor.erase(taken | seen | set(editor.added))
+    settle_strides(editor)
     if rules[0] in RULES:
         c.read_added()
         result.transposes_after += count_transposes(c)

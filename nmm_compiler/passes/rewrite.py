@@ -25,9 +25,7 @@ aten = torch.ops.aten
 WEIGHT_ONLY = "nmm_weight_only"
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
 # Readers that care about strides: with these a replaced value keeps the strides it had.
-_STRIDE_READERS = frozenset(
-    {"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"}
-)
+STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"})
 
 
 class Editor:
@@ -43,6 +41,8 @@ class Editor:
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.raw: dict[fx.Node, Any] = {}
+        # Results whose strides are not those of the value they replace, with that value.
+        self.restrided: dict[fx.Node, torch.Tensor] = {}
         self._attributes: dict[str, fx.Node] = {}
 
     # -- nodes ----------------------------------------------------------------------------
@@ -192,16 +192,24 @@ class Editor:
         return self.reshape(node, views.shape_of(want))
 
     def like(self, node: fx.Node, original: fx.Node) -> fx.Node:
-        """Give a value the strides that readers of the original may rely on."""
+        """Give a value the strides that direct readers of the original rely on.
+
+        Where none does, they may differ for now: `strides.settle_strides` follows them.
+        """
         new, old = self.c.values[node], self.c.values[original]
-        if _stride_key(new) == _stride_key(old):
+        if stride_key(new) == stride_key(old):
             return node
         strict = any(
-            target_name(user) in _STRIDE_READERS or (user.op == "call_module")
+            target_name(user) in STRIDE_READERS or (user.op == "call_module")
             for user in original.users
         )
         if not strict and (new.is_contiguous() or not old.is_contiguous()):
+            self.restrided[node] = old
             return node
+        return self.restride(node, old)
+
+    def restride(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
+        """Copy a value into the memory order of another of its shape."""
         order = sorted(range(old.dim()), key=lambda d: -int(_hint(old.stride()[d])))
         node = self.permute(node, order)
         node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -239,7 +247,8 @@ def _hint(value: Any) -> Any:
     return value
 
 
-def _stride_key(value: torch.Tensor) -> tuple[Any, ...]:
+def stride_key(value: torch.Tensor) -> tuple[Any, ...]:
+    """Return the strides that tell, those of dimensions longer than 1."""
     return tuple(
         views.as_size(st) for s, st in zip(value.shape, value.stride(), strict=True) if s != 1
     )

@@ -1,0 +1,86 @@
+"""Results have the strides that the model gave them, at the output and wherever it is seen."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler.passes.pipeline import run
+
+
+class Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.a, self.b = nn.Parameter(torch.randn(4, 32) / 6), nn.Parameter(torch.randn(24, 4) / 2)
+        self.ga, self.gb = nn.Parameter(torch.randn(4, 32) / 6), nn.Parameter(torch.randn(24, 4))
+        self.w, self.d = nn.Parameter(torch.randn(24, 32) / 6), nn.Parameter(torch.randn(24, 1))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def left(p, x):
+    return p.b @ (p.a @ x.mT)  # [..., 24, tokens]
+
+
+def other(p, x):
+    return p.gb @ (p.ga @ x.mT)
+
+
+CASES = {
+    "left": left,
+    "left, transposed": lambda p, x: left(p, x).mT,
+    "with a bias": lambda p, x: (left(p, x) + p.d).mT,
+    "activation": lambda p, x: F.silu(left(p, x).mT),
+    "pointwise behind": lambda p, x: torch.tanh(left(p, x).mT * 2) + 1,
+    "gated": lambda p, x: (F.silu(left(p, x)) * other(p, x)).mT,
+    "lora": lambda p, x: (p.w @ x.mT + 2 * left(p, x)).mT,
+    "viewed behind": lambda p, x: torch.tanh(left(p, x).mT).mT.view(-1),
+    "two readers": lambda p, x: (lambda y: (y, y.mT.sin(), y.sum(-1)))(left(p, x)),
+    "split": lambda p, x: left(p, x).mT.split(12, -1)[1] + 1,
+    "tokens moved": lambda p, x: F.linear(F.linear(x, p.a).transpose(0, -2), p.b),
+    "tokens moved, behind": lambda p, x: F.linear(F.linear(x, p.a).transpose(0, -2), p.b).sin(),
+    "heads": lambda p, x: F.linear(F.linear(x, p.a), p.b).unflatten(-1, (4, 6)).transpose(-2, -3),
+    "convolution": lambda p, x: F.conv1d(F.conv1d(x.mT, p.a[..., None]), p.b[..., None]),
+    "norm behind": lambda p, x: F.layer_norm(left(p, x).mT, (24,)),
+    "einsum": lambda p, x: torch.einsum("...k,rk,nr->n...", x, p.a, p.b),
+}
+
+
+def strides(value):
+    return [t.stride() for t in torch.utils._pytree.tree_leaves(value)]
+
+
+def check(model, graph, x):
+    with torch.no_grad():
+        want, got = model(x), graph(x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert strides(got) == strides(want)
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (2, 5, 32)])
+@pytest.mark.parametrize("name", CASES)
+def test_strides_at_the_output(name, shape):
+    model, x = Model(CASES[name]), torch.randn(*shape)
+    result = run(fx.symbolic_trace(model), (x,))
+    assert result.rewritten or name == "convolution"
+    check(model, result.graph_module, x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_strides_under_torch_compile(dynamic):
+    model = Model(lambda p, x: (CASES["pointwise behind"](p, x), CASES["left, transposed"](p, x)))
+    torch._dynamo.reset()
+    found = []
+
+    def backend(module, inputs):
+        found.append(run(module, inputs))
+        return found[-1].graph_module.forward
+
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    for tokens in (5, 7):
+        check(model, compiled, torch.randn(tokens, 32))
+    assert len(found) == (1 if dynamic else 2)
+    assert all(r.rewritten for r in found)
