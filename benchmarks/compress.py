@@ -46,15 +46,19 @@ def ladder(
     lr: float,
     align: int,
     title: str,
+    sequential: bool = False,
     **selection: Any,
 ) -> bool:
-    """Print the quality of every step at every ratio; return whether each step improves."""
+    """Print the quality of every step at every ratio; return whether each step improves.
+
+    sequential: also judge sequential calibration. Recovery starts from the global step.
+    """
     started = time.monotonic()
     statistics = calibrate(model, batches, **selection)
     table = Table(title=title, title_justify="left")
     table.add_column("ratio")
     table.add_column("removed (uniform, global)")
-    for name in STEPS:
+    for name in (*STEPS[:3], *(["global, sequential"] if sequential else []), STEPS[3]):
         table.add_column(name, justify="right")
     ordered = True
     for ratio in ratios:
@@ -70,6 +74,10 @@ def ladder(
             )
             figures.append(quality(candidate))
             removed.append(report.achieved_ratio)
+        if sequential:
+            fitted = copy.deepcopy(model)
+            compress(fitted, ratio, calibration=batches, align=align, sequential=True, **selection)
+            figures.append(quality(fitted))
         recovery = recover(candidate, batches, teacher=model, steps=steps, lr=lr)
         figures.append(quality(candidate))
         sign = 1 if higher_is_better else -1
@@ -127,8 +135,9 @@ def small_lm(ratios: tuple[float, ...], steps: int) -> bool:
         f"byte-level Llama, held-out perplexity per byte (dense: {perplexity(model, held_out):.4f})"
     )
     return ladder(
-        model, batches, lambda m: perplexity(m, held_out), False, ratios, steps, 3e-4, 4, title
-    )
+        model, batches, lambda m: perplexity(m, held_out), False, ratios, steps, 3e-4, 4, title,
+        sequential=True,
+    )  # fmt: skip
 
 
 def llama(ratios: tuple[float, ...], steps: int) -> bool:

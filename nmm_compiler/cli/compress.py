@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from nmm_compiler.errors import CalibrationError, UnknownNameError
+from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
+
+    from nmm_compiler.compress.config import CompressionConfig
 
 _EPILOG = "Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text calibration.txt"
 
@@ -34,7 +36,13 @@ def compress(
     budget: Annotated[str, typer.Option(help="parameters, or predicted latency")] = "parameters",
     tokens: Annotated[int, typer.Option(help="tokens per call, for --budget latency")] = 512,
     target: Annotated[str, typer.Option(help="trn1, trn2 or trn3, for latency")] = "trn2",
-    sequential: Annotated[bool, typer.Option("--sequential", help="calibrate in order")] = False,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="JSON file of a CompressionConfig, e.g. with ranks per layer"),
+    ] = None,
     recover_steps: Annotated[
         int, typer.Option("--recover", help="steps of fine-tuning against the original")
     ] = 0,
@@ -52,8 +60,17 @@ def compress(
     from nmm_compiler.cli import models
     from nmm_compiler.compress import hf
     from nmm_compiler.compress.apply import compress as run
+    from nmm_compiler.compress.config import CompressionConfig
 
     console = Console()
+    settings = CompressionConfig(
+        ratio=ratio, rank=rank, method=method, allocation=allocation, budget=budget, align=align,
+        sensitivity=sensitivity, sequential=sequential,
+    )  # fmt: skip
+    if config is not None:
+        settings = read_config(config, settings)
+    if out_dir.exists() and not out_dir.is_dir():
+        raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
     transformers = models.require_transformers("nmm compress")
     with console.status(f"loading {model_dir}"):
         model, tokenizer = _load(model_dir)
@@ -66,10 +83,8 @@ def compress(
     transformers.logging.disable_progress_bar()
 
     report = _interruptible(
-        run, model, ratio, rank=rank, calibration=batches, include=include or None,
-        exclude=exclude or None, method=method, align=align, allocation=allocation, budget=budget,
-        target=target, tokens=tokens, sensitivity=sensitivity, sequential=sequential,
-        resume=resume,
+        run, model, settings, calibration=batches, include=include or None,
+        exclude=exclude or None, target=target, tokens=tokens, resume=resume,
     )  # fmt: skip
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     figures: dict[str, Any] = {"compression": report.to_dict()}
@@ -83,6 +98,9 @@ def compress(
 
     hf.save_pretrained(model, out_dir, tokenizer=tokenizer)
     json = json or out_dir / "compression.json"
+    for path in (json, plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     json.write_text(json_module.dumps(figures, indent=2))
     console.print(f"saved     {out_dir}", markup=False, soft_wrap=True)
     console.print(f"report    {json}", markup=False, soft_wrap=True)
@@ -103,6 +121,28 @@ def _interruptible(run: Any, *arguments: Any, **options: Any) -> Any:
         for note in getattr(interrupt, "__notes__", ()):
             Console(stderr=True).print(note, style="yellow", markup=False, soft_wrap=True)
         raise
+
+
+def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
+    """Return the CompressionConfig of a JSON file, which takes the place of the options.
+
+    Raises OptionTypeError when it cannot be read, or one of the options is given beside it.
+    """
+    from nmm_compiler.compress.config import CompressionConfig
+
+    given = [k for k, v in options.to_dict().items() if v != CompressionConfig().to_dict()[k]]
+    if given:
+        raise OptionTypeError(
+            "config", str(path), f"it or --{', --'.join(given)}: put all of them into the file"
+        )
+    try:
+        return CompressionConfig.from_json(path.read_text(encoding="utf-8"))
+    except NmmError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise OptionTypeError(
+            "config", str(path), f'JSON like {{"ratio": 0.2, "align": 64}} ({error})'
+        ) from error
 
 
 def _load(name: str) -> tuple[Any, Any]:

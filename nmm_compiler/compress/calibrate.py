@@ -154,7 +154,16 @@ class _Collector:
         with torch.enable_grad():
             loss = sensitivity_loss(call(model, batch), batch, output, generator)
             if loss.requires_grad:
-                loss.backward()
+                self._backward(model, loss)
+
+    def _backward(self, model: nn.Module, loss: torch.Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raise CalibrationError(
+                f"{type(model).__name__} cannot be differentiated ({error}); pass "
+                'sensitivity="output", which needs no gradients'
+            ) from error
 
     def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
         def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
 from nmm_compiler.compress.select import is_conv1d
-from nmm_compiler.errors import FactorsFileError, MissingPackageError
+from nmm_compiler.errors import FactorsFileError, MissingPackageError, OutputError
 
 METHOD = "nmm_lowrank"
 
@@ -185,19 +186,26 @@ def save_pretrained(
 
     As `model.save_pretrained`, but all or nothing: files are written beside `directory` and moved
     into it when all are complete, so a full disk leaves the old files intact. Further files in
-    `directory` are kept. Raises OSError when the disk refuses.
+    `directory` are kept. Raises OutputError when the disk refuses.
     """
     attach(model)
     directory = Path(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    staging = None
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         model.save_pretrained(staging, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         move_files(staging, directory)
+    except (OSError, SafetensorError) as error:  # the latter is a failed write of weights
+        raise OutputError(
+            f"the model cannot be written to {directory} ({error}); files that were there are as "
+            "they were: make room, or pass another directory"
+        ) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
     return directory
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.plan import Plan
 from nmm_compiler.compress.report import LayerReport
+from nmm_compiler.compress.save import replace_file
 from nmm_compiler.compress.select import Site
-from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.errors import FactorsFileError, OutputError
 
 _VERSION = 1
 
@@ -59,25 +59,28 @@ class Journal:
         return plan
 
     def start(self, plan: Plan) -> None:
-        """Write the plan of a new run."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Write the plan of a new run; raises OutputError when the directory cannot be used."""
         data = {
             "version": _VERSION,
             "config": self.config.to_dict(),
             "plan": plan.to_dict(),
         }
         temporary = self._plan_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
-        os.replace(temporary, self._plan_path)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
+            os.replace(temporary, self._plan_path)
+        except OSError as error:
+            raise OutputError(
+                f"{self.directory} cannot be written to ({error}); pass resume= another directory"
+            ) from error
         self.plan = plan
 
     def save(self, index: int, up: torch.Tensor, down: torch.Tensor, report: LayerReport) -> None:
-        """Write the finished layer number `index` of the plan."""
+        """Write the finished layer number `index` of the plan; OutputError when it cannot be."""
         path = self._layer_path(index)
-        temporary = path.with_suffix(".tmp")
         tensors = {"up": up.detach().contiguous(), "down": down.detach().contiguous()}
-        save_file(tensors, temporary, metadata={"report": report.to_json()})
-        os.replace(temporary, path)
+        replace_file(path, tensors, {"report": report.to_json()})
 
     def load(self, index: int) -> tuple[torch.Tensor, torch.Tensor, LayerReport] | None:
         """Return (up, down, report) of layer `index`, or None when it is not finished."""

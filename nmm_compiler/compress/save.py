@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
-from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.errors import FactorsFileError, OutputError
 
 _FORMAT = "nmm_lowrank_factors"
 _VERSION = 1
@@ -27,8 +27,8 @@ _VERSION = 1
 def save_factors(model: nn.Module, path: str | Path) -> Path:
     """Write the factors of all low-rank layers of `model` to `path`; return the path.
 
-    Raises FactorsFileError when the model has none, OSError when the disk refuses; an older file at
-    `path` is then as it was.
+    Raises FactorsFileError when the model has none, OutputError when the disk refuses; an older
+    file at `path` is then as it was.
     """
     layers = lowrank_layers(model)
     if not layers:
@@ -121,9 +121,10 @@ def replace_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
     try:
         save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, path)
-    except SafetensorError as error:  # how safetensors reports a failed write
-        raise OSError(
-            f"{path} could not be written ({error}); an older file is as it was"
+    except (OSError, SafetensorError) as error:  # the latter is a failed write
+        raise OutputError(
+            f"{path} cannot be written ({error}); an older file is as it was: make room, or pass "
+            "another path"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

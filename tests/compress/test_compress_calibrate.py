@@ -204,3 +204,19 @@ def test_a_result_without_a_known_output_asks_for_one():
         model, sites, [torch.randn(3, 4)], gradients=True, output=lambda out, batch: out["thing"]
     )
     assert got.gradients["linear"].tokens == 3
+
+
+def test_a_model_that_cannot_be_differentiated_says_what_to_pass():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x).exp()
+            return y.mul_(y)
+
+    model = InPlace()
+    sites, _ = find_sites(model)
+    with pytest.raises(CalibrationError, match=r'InPlace cannot be differentiated.*"output"'):
+        collect(model, sites, [torch.randn(3, 4)], gradients=True)

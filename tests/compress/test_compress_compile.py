@@ -23,6 +23,7 @@ def test_every_low_rank_layer_is_in_one_kernel_call():
     (report,) = reports
     assert report.chains == len(layers) == 8  # q and k, which share x, are one call together
     assert len(report.matches) == 6
-    assert not report.declined
+    # The toy's q * sigmoid(k) is no gate that a kernel computes; its products are in a call anyway.
+    assert all("gate with the activation sigmoid" in r.reason for r in report.declined)
     # Sixteen products deep, each summing at most 64 terms in another order.
     assert difference <= 16 * 64**0.5 * torch.finfo(torch.float32).eps * 4 * expected.norm()

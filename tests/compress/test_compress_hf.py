@@ -14,7 +14,7 @@ import torch
 from nmm_compiler.compress import hf
 from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.modules import LowRankLinear
-from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.errors import FactorsFileError, OutputError
 
 transformers = pytest.importorskip("transformers")
 
@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_the_old_directory(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
-        with pytest.raises(Exception, match=r"(?i)large|os error"):
+        with pytest.raises(OutputError, match=r"(?i)cannot be written.*large"):
             hf.save_pretrained(model, tmp_path / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)

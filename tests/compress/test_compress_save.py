@@ -15,7 +15,7 @@ from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.checkpoints import load_checkpoint
 from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.save import load_factors, save_factors
-from nmm_compiler.errors import FactorsFileError, UnknownNameError
+from nmm_compiler.errors import FactorsFileError, OutputError, UnknownNameError
 
 X = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
 
@@ -149,3 +149,11 @@ def test_bad_checkpoints_are_refused(compressed, tmp_path):
     with pytest.raises(FactorsFileError, match="cannot be read"):
         load_checkpoint(model, tmp_path)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_journal_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = stack()
+    with pytest.raises(OutputError, match="another directory"):
+        compress(model, rank=8, resume=tmp_path / "file" / "journal", progress=False)
+    assert not [m for m in model.modules() if isinstance(m, LowRankLinear)]

@@ -1,0 +1,137 @@
+"""`nmm compress` as users meet it: config files, pickles, Ctrl-C, a full disk, a fresh process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nmm_compiler.cli import compress as command
+from nmm_compiler.errors import OptionTypeError, UnknownNameError
+
+transformers = pytest.importorskip("transformers")
+
+COMMAND = [sys.executable, "-m", "nmm_compiler.cli.main", "compress"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def saved_llama(tmp_path_factory):
+    """A small random Llama in four shards."""
+    directory = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=100,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="1MB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+def app():
+    import typer
+
+    application = typer.Typer()
+    application.command()(command.compress)
+    return application
+
+
+def files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_config_file_takes_the_place_of_the_options(saved_llama, tmp_path):
+    config, out = tmp_path / "config.json", tmp_path / "out"
+
+    def run(*more):
+        arguments = [str(saved_llama), str(out), "--config", str(config), *more]
+        return CliRunner().invoke(app(), arguments)
+
+    config.write_text('{"rank": {"up_proj": 24, "layers.0.*.down_proj": 16}, "align": 8}')
+    error = run("--ratio", "0.2").exception
+    assert isinstance(error, OptionTypeError)
+    assert "--ratio" in str(error)
+    assert run().exit_code == 0
+    report = json.loads((out / "compression.json").read_text())["compression"]
+    ranks = {layer["name"]: layer["rank"] for layer in report["layers"] if layer["rank"]}
+    assert set(ranks.values()) == {16, 24}
+    assert ranks["model.layers.0.mlp.down_proj"] == 16
+    for text, kind in (
+        ("{", OptionTypeError),
+        ("[1]", OptionTypeError),
+        ('{"rato": 0.2}', OptionTypeError),
+        ('{"ratio": 2}', OptionTypeError),
+        ('{"method": "svdd"}', UnknownNameError),
+    ):
+        config.write_text(text)
+        assert isinstance(run().exception, kind), text
+    out = tmp_path / "a_file"
+    out.write_text("")
+    config.write_text("{}")
+    assert "this is a file" in str(run().exception)
+
+
+def test_a_pickle_is_never_executed(saved_llama, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "executed"),))
+
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((saved_llama / "config.json").read_bytes())
+    torch.save({"model.norm.weight": Payload()}, directory / "pytorch_model.bin")
+    result = CliRunner().invoke(app(), [str(directory), str(tmp_path / "out"), "--ratio", "0.2"])
+    assert result.exception is not None
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_control_c_then_resume_then_a_full_disk(saved_llama, tmp_path):
+    out, journal = tmp_path / "out", tmp_path / "journal"
+    run = [*COMMAND, str(saved_llama), str(out), "--align", "8", "--ratio"]
+    first = [*run, "0.3", "--resume", str(journal)]
+    process = subprocess.Popen(
+        first, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not list(journal.glob("0*.safetensors")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "layers are done" in error
+    assert "Traceback" not in error
+    assert not out.exists()
+    finished = files(journal)
+
+    done = subprocess.run(first, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(files(journal)[name] == data for name, data in finished.items())
+    before = files(out)
+
+    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "limited", *run, "0.1"]
+    full = subprocess.run(limited, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert full.returncode == 2
+    assert "cannot be written" in full.stderr
+    assert "Traceback" not in full.stderr
+    assert files(out) == before
+    assert sorted(os.listdir(tmp_path)) == ["journal", "out"]
+
+    code = (
+        "import nmm_compiler\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
+        "print(type(model.model.layers[0].mlp.up_proj).__name__)\n"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert loaded.stdout.strip().endswith("LowRankLinear"), loaded.stderr
