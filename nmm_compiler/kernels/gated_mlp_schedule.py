@@ -158,30 +158,17 @@ class GatedMLPSchedule(KernelSchedule):
         block's x may arrive in all of them.
         """
         held = self.sbuf_bytes(spec)
+        kept = ("h",) if self.segments(spec)[1] == spec.n else ("h", "h")
+        twice = ("v", "down", "active", "sum")
         times = (
             ("x", "u", "u", "p", "parts"),
-            (
-                "p",
-                "v",
-                "v",
-                "h",
-                "down",
-                "down",
-                "p_down",
-                "parts_down",
-                "active",
-                "active",
-                "sum",
-                "sum",
-            ),
+            ("p", "p_down", "parts_down", *kept, *twice, *twice),
             ("h", "p_down", "out", "out"),
         )
         last = 2 if isinstance(spec, GatedMLPSpec) else 1
         always = [name for name in held if name.endswith("bias")] + ["flat", "flat"]
         if spec.m > self.m_block:
             always.append("x")
-        if self.segments(spec)[1] < spec.n:
-            always.append("h")
         return max(
             sum(
                 held.get(name, 0) for name in (*names, *always, *(["y", "y"] if at == last else []))

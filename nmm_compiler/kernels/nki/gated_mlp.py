@@ -24,7 +24,8 @@ from .parts import (
     spread_bias,
     times,
 )
-from .stages import expand_columns, expand_rows, project, project_segment
+from .project import project, project_segment
+from .stages import expand_columns, expand_rows
 
 
 @nki.jit

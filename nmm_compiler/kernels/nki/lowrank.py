@@ -22,7 +22,8 @@ from .parts import (
     spread_bias,
     times,
 )
-from .stages import expand_columns, expand_rows, project
+from .project import project
+from .stages import expand_columns, expand_rows
 
 
 @nki.jit
