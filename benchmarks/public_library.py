@@ -1,0 +1,292 @@
+"""Kernels of nki-library, run by the library's own integration tests.
+
+Their inputs, references and tolerances, with the simulator in place of the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import random
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+from public_outcomes import WrongError, classify, timed
+
+from nmm_compiler.simulator import dtypes
+from nmm_compiler.simulator.loader import PrivateModules
+from nmm_compiler.simulator.run import simulate
+
+LIBRARY_TESTS = [  # what runs unless --all is given
+    "core/cumsum/test_cumsum.py",
+    "core/embeddings/test_rope.py",
+    "core/embeddings/test_rope_hf.py",
+    "core/max/test_cascaded_max.py",
+    "core/rmsnorm/test_rmsnorm_quant.py",
+    "core/router_topk/test_router_topk.py",
+    "core/topk/test_topk.py",
+    "core/qkv/test_qkv_cte.py",
+    "core/qkv/test_qkv_tkg.py",
+    "core/mlp/test_mlp_cte.py",
+    "core/mlp/test_mlp_tkg.py",
+    "core/output_projection/test_output_proj_cte.py",
+    "core/output_projection/test_output_proj_tkg.py",
+    "core/attention/test_attention_cte.py",
+    "core/attention/test_attention_tkg.py",
+    "core/subkernels/test_rmsnorm_tkg.py",
+    "core/subkernels/test_layernorm_tkg.py",
+]
+FURTHER_LIBRARY_TESTS = [
+    "core/attention/test_attention_bwd.py",
+    "core/attention/test_gen_mask_tkg.py",
+    "core/subkernels/test_find_nonzero_indices.py",
+    "core/subkernels/test_indexed_flatten.py",
+    "core/utils/test_cross_partition_copy.py",
+    "core/utils/test_tp_broadcast.py",
+    "core/utils/test_tensor_view.py",
+    "core/moe/moe_cte/test_moe_cte.py",
+    "core/moe/moe_tkg/test_moe_tkg.py",
+    "core/moe_block/test_moe_block_tkg.py",
+    "experimental/conv/test_conv1d.py",
+    "experimental/conv/test_depthwise_conv1d.py",
+    "experimental/dynamic_shapes/test_dynamic_elementwise_add.py",
+    "experimental/loss/test_cross_entropy_forward.py",
+    "experimental/loss/test_cross_entropy_backward.py",
+    "experimental/benchmark/test_find_nonzero_indices_with_count.py",
+]
+
+
+class Case:
+    """Stands in for the library's Orchestrator: simulates a kernel and compares its outputs."""
+
+    strict = True
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def execute(self, arguments: Any, *_: Any, **__: Any) -> None:
+        self.runs += 1
+        inputs = {
+            name.removesuffix(".must_alias_input"): value
+            for name, value in (arguments.kernel_input or {}).items()
+        }
+        target = str(arguments.compiler_input.platform_target)
+        grid = arguments.compiler_input.logical_nc_config
+        result = simulate(
+            arguments.kernel_func, target=target.replace("_a0", ""), grid=grid,
+            mode="functional", strict=Case.strict, **inputs,
+        )  # fmt: skip
+        golden = arguments.validation_args.golden_output
+        lazy = hasattr(golden, "golden")
+        names = list(golden.output_ndarray if lazy else golden)
+        outputs = result.outputs or ()
+        if len(outputs) != len(names):
+            raise WrongError(f"{len(outputs)} outputs, wanted {len(names)}")
+        for name, output in zip(names, outputs, strict=True):
+            if lazy:
+                if golden.golden is None:
+                    continue
+                self.compare(name, output, golden.golden[name], golden.output_ndarray[name],
+                             arguments.validation_args)  # fmt: skip
+            elif not golden[name].validator(output):
+                raise WrongError(f"the library's validator of {name} says no")
+
+    @staticmethod
+    def compare(name: str, output: Any, wanted: Any, shape: Any, tolerance: Any) -> None:
+        if hasattr(wanted, "validator"):
+            if not wanted.validator(output):
+                raise WrongError(f"the library's validator of {name} says no")
+            return
+        wanted = np.asarray(wanted)
+        if wanted.shape != output.shape:
+            raise WrongError(f"{name} has shape {output.shape}, wanted {wanted.shape}")
+        actual = output.astype(np.float64)
+        reference = wanted.astype(np.asarray(shape).dtype).astype(np.float64)
+        scale = np.abs(np.where(np.isfinite(reference), reference, 0)).max(initial=0.0)
+        bound = tolerance.absolute_accuracy + tolerance.relative_accuracy * scale
+        same = (actual == reference) | (np.isnan(actual) & np.isnan(reference))
+        apart = np.where(same, 0.0, np.abs(actual - reference))
+        if not (apart <= bound).all():
+            raise WrongError(
+                f"{name} differs by {np.nanmax(apart):.3g}, allowed {bound:.3g} "
+                f"({int((~(apart <= bound)).sum())} of {apart.size} elements)"
+            )
+
+
+def static_cast(value: Any, dtype: Any) -> np.ndarray:
+    found = dtypes.find(dtype)
+    return np.asarray(value).astype(found.numpy if found is not None else dtype)
+
+
+def neuron_dtypes() -> types.ModuleType:
+    """Return what the tests use of AWS's neuron_dtypes package, over ml_dtypes."""
+    module = types.ModuleType("neuron_dtypes")
+    for name, kind in dtypes.ALL.items():
+        setattr(module, name, kind.numpy.type if kind.kind != "packed" else kind)
+    module.static_cast = static_cast  # type: ignore[attr-defined]
+    module.finfo = ml_dtypes.finfo  # type: ignore[attr-defined]
+    module.sizeinbytes = lambda d: static_cast(0, d).itemsize  # type: ignore[attr-defined]
+    module.is_float_type = lambda d: np.dtype(d).kind in "fV"  # type: ignore[attr-defined]
+    return module
+
+
+class TestModules(PrivateModules):
+    """Loads the library's tests; packages of its test machinery that are missing are mocked."""
+
+    __test__ = False
+
+    def import_module(
+        self, name: str, globals: Any = None, locals: Any = None,
+        fromlist: Any = (), level: int = 0,
+    ) -> Any:  # fmt: skip
+        try:
+            return super().import_module(name, globals, locals, fromlist, level)
+        except ModuleNotFoundError as error:
+            top = (error.name or "").partition(".")[0]
+            if level or top in ("", "nki", "nkilib", "nkilib_src", "test", "torch"):
+                raise
+            return mock.MagicMock(name=name)
+
+
+def library_modules(library: Path) -> PrivateModules:
+    private = TestModules([library, library / "src"])
+    private.shadows = frozenset({"test"})
+    private.modules["neuron_dtypes"] = neuron_dtypes()
+    manager = types.ModuleType("test.utils.test_orchestrator")
+    manager.Orchestrator = Case  # type: ignore[attr-defined]
+    private.modules["test.utils.test_orchestrator"] = manager
+    allpairs = types.ModuleType("allpairspy")
+    allpairs.AllPairs = lambda parameters, **_: itertools.product(*parameters)  # type: ignore[attr-defined]
+    private.modules["allpairspy"] = allpairs
+    harness = types.ModuleType("typing_extensions")
+    harness.override = lambda f: f  # type: ignore[attr-defined]
+    private.modules.setdefault("typing_extensions", harness)
+    return private
+
+
+def range_sets(private: PrivateModules, function: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the positive cases of the library's range harness, the smallest first."""
+    harness = private.load("test.utils.ranged_test_harness")
+    assert harness is not None
+    random.seed(0)
+    config = getattr(function, harness.RANGE_TEST_CONFIG_ATTR_KEY)
+    names, cases = harness.RangeTestHarness(config).get_unique_test_cases()
+    ranked = sorted(
+        (
+            (
+                math.prod(v for d in case.tensors.values() for v in d.values()
+                          if isinstance(v, int) and v > 0),
+                name, case,
+            )
+            for name, case in zip(names, cases, strict=True)
+            if not case.is_negative_test_case
+        ),
+        key=lambda entry: entry[:2],
+    )  # fmt: skip
+    return [(name, {"range_test_options": case}) for _, name, case in ranked]
+
+
+def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (id, arguments): the product of a test's parametrize marks."""
+    choices = [list(mark_sets(mark)) for mark in getattr(function, "pytestmark", ())]
+    if "range_test_options" in inspect.signature(function).parameters:
+        choices.append(range_sets(private, function))
+    for combination in itertools.product(*[c for c in choices if c]):
+        yield (
+            "-".join(label for label, _ in combination),
+            {k: v for _, row in combination for k, v in row.items()},
+        )
+
+
+def mark_sets(mark: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (id, arguments) of one parametrize or coverage_parametrize mark."""
+    if mark.name == "parametrize":
+        names, values = mark.args[0], mark.args[1]
+        single = isinstance(names, str) and "," not in names
+        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+        for i, value in enumerate(values):
+            label = getattr(value, "id", None) or str(i)
+            row = value.values if type(value).__name__ == "ParameterSet" else value
+            if single and type(value).__name__ != "ParameterSet":
+                row = (row,)
+            yield label, dict(zip(names, row, strict=False))
+    elif mark.name == "coverage_parametrize":
+        choices = {
+            k: getattr(v, "values", v)
+            for k, v in mark.kwargs.items()
+            if isinstance(getattr(v, "values", v), (list, tuple)) and k != "ids"
+        }
+        check = mark.kwargs.get("filter")
+        for combination in itertools.islice(itertools.product(*choices.values()), 400):
+            row = dict(zip(choices, combination, strict=True))
+            if check is not None:
+                accepted = inspect.signature(check).parameters
+                star = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+                try:
+                    verdict = check(**(row if star else {k: row.get(k) for k in accepted}))
+                except TypeError:
+                    verdict = None  # a filter for other parameters than these
+                if getattr(verdict, "name", "VALID") == "INVALID":
+                    continue
+            yield "-".join(str(v) for v in combination), row
+
+
+def library_cases(
+    private: PrivateModules, file: str, limit: int
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    name = "test.integration.nkilib." + file.removesuffix(".py").replace("/", ".")
+    module = private.load(name)
+    if module is None:
+        raise FileNotFoundError(file)
+    platforms = private.load("test.utils.common_dataclasses").Platforms  # type: ignore[union-attr]
+    given = {
+        "is_negative_test_case": False, "collector": None, "platform_target": platforms.TRN2,
+        "request": mock.MagicMock(),
+    }  # fmt: skip
+    for kind in [v for k, v in vars(module).items() if k.startswith("Test") and inspect.isclass(v)]:
+        if kind.__dict__.get("__test__", True) is False:
+            continue
+        for test, function in inspect.getmembers(kind, inspect.isfunction):
+            if not test.startswith("test"):
+                continue
+            sets = list(itertools.islice(parameter_sets(private, function), limit))
+            for label, values in sets or [("", {})]:
+                wanted = inspect.signature(function).parameters
+                manager = Case()
+                arguments = {"test_manager": manager, **given, **values}
+                arguments = {k: v for k, v in arguments.items() if k in wanted}
+                if any(
+                    p.default is p.empty and n not in arguments and n != "self"
+                    for n, p in wanted.items()
+                ):
+                    continue  # a test that needs fixtures of its own
+
+                def run(
+                    kind: Any = kind, test: str = test, arguments: Any = arguments,
+                    manager: Case = manager,
+                ) -> None:  # fmt: skip
+                    getattr(kind(), test)(**arguments)
+                    if not manager.runs:
+                        raise RuntimeError("the test ran no kernel")
+
+                yield f"{test}[{label}]", run
+
+
+def without_rules(limit: float, run: Callable[[], Any]) -> str:
+    """Run a refused case again with strict=False; say what comes out then."""
+    Case.strict = False
+    try:
+        timed(limit, run)
+        return "refused, right with strict=False"
+    except BaseException as error:  # a table of what goes wrong
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return "refused" if classify(error) != "wrong" else "refused, wrong with strict=False"
+    finally:
+        Case.strict = True

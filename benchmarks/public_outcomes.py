@@ -1,0 +1,52 @@
+"""How a run of a public kernel ended: its limit of time, and a word for what went wrong."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from nmm_compiler.errors import KernelFailedError, NmmError, UnsupportedInstructionError
+
+
+class TooSlowError(BaseException):
+    """A case ran longer than its time limit."""
+
+
+class WrongError(Exception):
+    """Values, shapes or number of outputs differ from the reference."""
+
+
+def classify(error: BaseException) -> str:
+    if isinstance(error, WrongError):
+        return "wrong"
+    if isinstance(error, TooSlowError):
+        return "too slow"
+    causes = (error, error.__cause__)
+    if any(isinstance(e, MemoryError) or "DefaultCPUAllocator" in str(e) for e in causes):
+        return "too large"
+    if type(error).__name__ == "Skipped":
+        return "skipped"
+    if isinstance(error, UnsupportedInstructionError):
+        return "unsupported"
+    if isinstance(error, SyntaxError):
+        return "syntax error in the checkout"
+    if isinstance(error, KernelFailedError):
+        cause = error.__cause__
+        return "unsupported" if isinstance(cause, ImportError) else "failed"
+    return "refused" if isinstance(error, NmmError) else "failed"
+
+
+def timed(limit: float, function: Callable[[], Any]) -> None:
+    """Run `function`; TooSlowError after `limit` seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TooSlowError(f"longer than {limit:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        function()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
