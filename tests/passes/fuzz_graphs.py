@@ -30,7 +30,8 @@ class Program:
 class Builder:
     """Adds random operations; `values` holds what each node computes."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, stored: torch.dtype, computed: torch.dtype) -> None:
+        self.stored, self.computed = stored, computed
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.root = nn.Module()
@@ -45,12 +46,16 @@ class Builder:
         data = torch.randn(*shape, generator=self.generator)
         if len(shape) == 2:
             data = data / torch.linalg.matrix_norm(data, 2)
+        data = self.rounded(data)
         name = f"p{self.count}"
         self.count += 1
         self.root.register_parameter(name, nn.Parameter(data, requires_grad=False))
         node = self.graph.get_attr(name)
         self.values[node] = getattr(self.root, name).detach()
         return node
+
+    def rounded(self, data: torch.Tensor) -> torch.Tensor:
+        return data.to(self.stored).to(self.computed)
 
     def add(self, kind: str, target, *args, **kwargs) -> fx.Node:
         real = fx.node.map_arg((args, kwargs), lambda n: self.values[n])
@@ -132,7 +137,7 @@ class Builder:
         if pick == 9:
             return self.f(F.dropout, x, 0.3, False)
         if pick == 10:
-            return self.m("to", x, torch.float32)
+            return self.m("to", x, self.computed)
         if pick == 11:
             return self.f(rng.choice([torch.relu, F.silu, torch.tanh]), x)
         if pick == 12 and len(shape) == 2:
@@ -205,12 +210,14 @@ class Builder:
         return total
 
 
-def build(seed: int) -> Program:
-    """Return the program of a seed."""
-    b = Builder(seed)
+def build(
+    seed: int, dtype: torch.dtype = torch.float32, computed: torch.dtype | None = None
+) -> Program:
+    """Return the program of a seed; weights and x are rounded to `dtype`, then computed with."""
+    b = Builder(seed, dtype, computed or dtype)
     rng = b.rng
     shape = rng.choice([(4, 12), (6, 16), (2, 3, 12), (2, 5, 16), (1, 4, 12), (1, 16)])
-    x = torch.randn(*shape, generator=b.generator)
+    x = b.rounded(torch.randn(*shape, generator=b.generator))
     node = b.graph.placeholder("x")
     b.values[node] = x.clone()
     pool = [node]
