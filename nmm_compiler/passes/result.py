@@ -99,10 +99,14 @@ class RewriteResult:
         """Return the matches, refusals and opportunities as JSON."""
         return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
 
-    def __str__(self) -> str:
+    def table(self, width: int | None = None) -> str:
+        """Return the report as text of at most `width` columns; by default the terminal's."""
         from nmm_compiler.passes.table_text import render
 
-        return render(self)
+        return render(self, width)
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 # From a chain that only something outside of it hinders, to one that hardly is a chain.
@@ -157,9 +161,13 @@ class Explanation:
         """Return `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
 
-    def __str__(self) -> str:
+    def table(self, width: int | None = None) -> str:
+        """Return the reports of all graphs as text of at most `width` columns."""
         if not self.results:
             return "no graph was traced"
         if len(self.results) == 1:
-            return str(self.results[0])
-        return "\n\n".join(f"graph {i}: {r}" for i, r in enumerate(self.results))
+            return self.results[0].table(width)
+        return "\n\n".join(f"graph {i}: {r.table(width)}" for i, r in enumerate(self.results))
+
+    def __str__(self) -> str:
+        return self.table()

@@ -115,6 +115,34 @@ def test_declined_is_a_value_with_reason_node_and_remedy():
     assert "activation relu" in str(declined)
 
 
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Pair(), Pair(), Pair()])
+        self.mix = nn.ModuleList([nn.Linear(48, 64) for _ in range(3)])
+
+    def forward(self, x):
+        for layer, mix in zip(self.layers, self.mix, strict=True):
+            x = mix(torch.tanh(layer(x)))
+            x = torch.relu(x @ layer.a.weight.t()) @ layer.a.weight
+        return x
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_report_fits_the_page_and_says_equal_things_once(width):
+    torch._dynamo.reset()
+    report = explain(Layers(), X)
+    text = report.table(width)
+    if width >= 80:
+        assert max(map(len, text.splitlines())) <= width
+    assert "layers.*" in text
+    assert text.count("lowrank: activation relu between the products") == 1
+    assert "3 x lowrank: activation relu" in text
+    assert "no remedy: not linear" in text
+    assert "3 of 3 calls read x [tokens, features]" in " ".join(text.split())
+    assert [m.module for m in report.matches] == [f"layers.{i}" for i in range(3)]
+
+
 def test_the_nearest_miss_of_a_rule():
     def f(x, u, v):
         h = x @ u

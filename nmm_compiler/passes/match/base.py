@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +21,17 @@ def module_path(node: fx.Node) -> str:
     """Return the path of the module that a node was traced from, as far as metadata says."""
     stack = node.meta.get("nn_module_stack")
     if stack:
-        path = list(stack.values())[-1][0]
-        path = str(path).replace("L['self'].", "").replace("L['fn'].", "")
-        return path.removeprefix("L['self']").strip(".")
+        path = re.sub(r"L\['(self|fn)'\]\.?", "", str(list(stack.values())[-1][0]))
+        path = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", path)
+        return re.sub(r"(\w)\[['\"]?(\w+)['\"]?\]", r"\1.\2", path).strip(".")
     return ""
+
+
+def common_path(nodes: Iterable[fx.Node]) -> str:
+    """Return the path of the innermost module that all nodes with a path were traced from."""
+    paths = [path.split(".") for path in map(module_path, nodes) if path]
+    levels = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+    return ".".join(level[0] for level in levels)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class Match:
     def __post_init__(self) -> None:
         self.kind = self.kind or self.rule
         self.name = self.name or self.node.name
-        self.module = self.module or module_path(self.node)
+        self.module = self.module or common_path(self.nodes) or module_path(self.node)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

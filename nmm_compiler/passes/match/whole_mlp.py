@@ -73,8 +73,9 @@ class GatedMLP(Rule):
         nodes = gated.nodes | down.nodes | path_nodes(graph, down.first.x)
         gated = dataclasses.replace(gated, node=owner_of(node), down=down, nodes=nodes)
         why = refuse(graph, nodes, gated.node, gated.keys()) or _no_kernel(graph, gated)
-        if why is not None:
-            return dataclasses.replace(why, told=True)
+        if why is not None:  # news where two calls take its place
+            pair = gated.gate.low_rank or gated.up.low_rank
+            return dataclasses.replace(why, told=True) if pair else quiet
         call = GatedCall.of(graph, gated)
         return Match(
             rule=self.name,
