@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,13 @@ from nmm_compiler.compress.progress import Steps
 from nmm_compiler.compress.ranks import Cost
 from nmm_compiler.compress.report import CompressionReport, LayerReport
 from nmm_compiler.compress.select import FilterFn, Patterns, Site, find_sites
+from nmm_compiler.compress.sequential import (
+    Originals,
+    Pairs,
+    collect_pairs,
+    least_squares,
+    paired_error,
+)
 from nmm_compiler.errors import FactorsFileError, NoMatchingModulesError, OptionTypeError
 
 # Errors are measured a block at a time, so that no second dense copy is needed.
@@ -123,7 +130,9 @@ def compress(
     elif calibration is not None:
         batches = as_batches(calibration)
     left = sites if journal is None else journal.unfinished(sites)
-    if batches is not None and left and (not config.sequential or ways.allocation == "global"):
+    if config.sequential and left and journal is not None and journal.plan is not None:
+        _check_dense(journal.plan, sites)
+    if batches is not None and left:
         statistics = collect(
             model, left, batches, gradients=ways.gradients, output=output, progress=progress
         )
@@ -153,11 +162,23 @@ def compress(
         skipped=skipped,
         model_parameters_before=before,
         model_parameters_after=count_parameters(model),
-        calibration_tokens=plan.calibration_tokens or work.tokens,
+        calibration_tokens=plan.calibration_tokens,
         cost_before=plan.cost_before,
         cost_after=plan.cost_after,
         seconds=time.monotonic() - started,
     )
+
+
+def _check_dense(plan: Plan, sites: Sequence[Site]) -> None:
+    """Raise when some planned layers are low-rank already: their originals are needed."""
+    gone = sorted({decision.name for decision in plan.decisions} - {site.name for site in sites})
+    if gone:
+        raise OptionTypeError(
+            "model",
+            f"low-rank in {gone[0]} already",
+            "the original model, loaded again, to resume with sequential=True: every layer is "
+            "fitted to the original's outputs",
+        )
 
 
 def _kernel_cost(
@@ -255,14 +276,15 @@ class _Work:
         self.model, self.config, self.ways, self.output = model, config, ways, output
         self.batches, self.statistics = batches, statistics
         self.dtype, self.device, self.journal = dtype, device, journal
-        self.tokens = 0
+        self.originals = Originals(model) if config.sequential and batches is not None else None
+        self.pairs: dict[str, Pairs] = {}
 
     def run(self, plan: Plan, by_name: dict[str, Site], progress: bool) -> tuple[LayerReport, ...]:
         """Carry out the plan, emptying by_name; on an interrupt, note how far it got."""
         reports: dict[str, LayerReport] = {}
         with Steps("factorizing", len(plan.decisions), progress) as steps:
             try:
-                for stage in stages(plan.decisions, self._sequential()):
+                for stage in self._stages(plan.decisions):
                     self._recalibrate([by_name[d.name] for _, d in stage if d.name in by_name])
                     for index, decision in stage:
                         steps.show(decision.name)
@@ -282,19 +304,31 @@ class _Work:
                 raise
         return tuple(reports[decision.name] for decision in plan.decisions)
 
-    def _sequential(self) -> bool:
-        return self.config.sequential and self.batches is not None
+    def _stages(self, decisions: Sequence[Decision]) -> list[list[tuple[int, Decision]]]:
+        """Return (index, decision) in groups to calibrate together, in the order of execution.
+
+        All at once, unless sequential: then those that read the same tensor.
+        """
+        numbered = list(enumerate(decisions))
+        if self.originals is None or self.statistics is None:
+            return [numbered]
+        order = {name: i for i, name in enumerate(self.statistics.inputs)}
+        groups: dict[int | None, list[tuple[int, Decision]]] = {}
+        for index, decision in sorted(numbered, key=lambda pair: order.get(pair[1].name, -1)):
+            moment = self.statistics.inputs.get(decision.name)
+            key = None if moment is None else id(moment)
+            groups.setdefault(key, []).append((index, decision))
+        return list(groups.values())
 
     def _recalibrate(self, sites: Sequence[Site]) -> None:
         """In sequential mode, measure a stage's inputs behind the compressed earlier stages."""
-        if not self._sequential() or not sites:
+        if self.originals is None or self.batches is None or not sites:
             return
-        assert self.batches is not None
-        known = self.statistics.gradients if self.statistics else {}
-        missing = self.ways.gradients and any(site.name not in known for site in sites)
-        fresh = collect(self.model, sites, self.batches, gradients=missing, output=self.output)
-        self.tokens = max(self.tokens, fresh.tokens)
-        self.statistics = dataclasses.replace(fresh, gradients={**known, **fresh.gradients})
+        assert self.statistics is not None
+        fresh, self.pairs = collect_pairs(self.originals, sites, self.batches)
+        self.statistics = dataclasses.replace(
+            self.statistics, inputs={**self.statistics.inputs, **fresh.inputs}
+        )
 
     def _one(self, index: int, decision: Decision, site: Site | None) -> LayerReport:
         report = LayerReport(
@@ -329,14 +363,20 @@ class _Work:
         weight = site.weight.to(self.device or home)
         moments = moments_of(site, self.ways.method, self.statistics, self.config)
         moments = moments.to(weight.device)
-        factors = factorize(weight, rank, moments, site.name)
+        pairs = self.pairs.get(site.name)
+        wanted = weight
+        if pairs is not None and moments.inputs is not None:
+            wanted = least_squares(weight, moments.inputs, pairs)
+        factors = factorize(wanted, rank, moments, site.name)
+        del wanted
         up, down = balance(factors, self.dtype or weight.dtype)
         solver, excess, theory = factors.solver, factors.excess, factors.relative_error
         del factors
-        raw = None
-        if self.statistics is not None:
-            raw = self.statistics.inputs[site.name].total.to(weight.device)
-        weight_error, output_error = measure(weight, up, down, raw)
+        raw = None if self.statistics is None else self.statistics.inputs[site.name]
+        total = None if raw is None else raw.total.to(weight.device)
+        weight_error, output_error = measure(weight, up, down, total)
+        if pairs is not None and raw is not None:
+            output_error = paired_error(weight, up, down, raw, pairs, site.name)
         report = LayerReport(
             name=site.name,
             k=site.k,
@@ -361,25 +401,9 @@ class _Work:
         layer = LowRankLinear.from_factors(down.to(weight.device), up.to(weight.device), bias)
         layer.down.weight.requires_grad_(weight.requires_grad)
         layer.up.weight.requires_grad_(weight.requires_grad)
+        if self.originals is not None:
+            self.originals.keep(site)
         put(self.model, site.names, layer.train(site.module.training))
-
-
-def stages(decisions: Sequence[Decision], sequential: bool) -> Iterator[list[tuple[int, Decision]]]:
-    """Yield (index, decision) in groups that are calibrated together: blocks, when sequential.
-
-    A block is what a name says up to its first number, "model.layers.3".
-    """
-    numbered = list(enumerate(decisions))
-    if not sequential:
-        yield numbered
-        return
-    groups: dict[str, list[tuple[int, Decision]]] = {}
-    for index, decision in numbered:
-        parts = decision.name.split(".")
-        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-        block = ".".join(parts[: numbers[0] + 1]) if numbers else decision.name
-        groups.setdefault(block, []).append((index, decision))
-    yield from groups.values()
 
 
 def measure(

@@ -29,6 +29,7 @@ from nmm_compiler.errors import CalibrationError
 
 # output(result, batch) -> the tensor whose change matters, in place of logits or hidden states.
 OutputFn = Callable[[Any, Any], torch.Tensor]
+MakeCollector = Callable[[Sequence[Site], bool, bool], "Collector"]
 
 
 @dataclass
@@ -80,41 +81,40 @@ def collect(
     output: OutputFn | None = None,
     progress: bool = False,
     seed: int = 0,
+    collector: MakeCollector | None = None,
 ) -> Statistics:
     """Run the batches through the model in eval mode and return the layers' statistics.
+
+    `inputs` is in the order of execution. collector: makes what listens, in place of `Collector`.
 
     Raises CalibrationError, naming the layer, for activations or gradients that are not finite,
     and listing them, for layers that no token reached.
     """
     for share in (True, False):
-        collector = _Collector(model, sites, gradients, share)
+        listener = (collector or Collector)(sites, gradients, share)
         try:
-            with _frozen(model), collector:
+            with _frozen(model), listener:
                 generator = torch.Generator().manual_seed(seed)
                 with Steps("calibrating", len(batches), progress) as steps:
                     for i, batch in enumerate(batches):
-                        collector.begin(i, batch)
-                        collector.run(model, batch, output, generator)
+                        listener.begin(i, batch)
+                        listener.run(model, batch, output, generator)
                         steps.advance()
             break
         except _NotSharedError:
             continue  # two layers read one tensor in one batch but not in the next: once more
-    collector.check_reached()
-    return Statistics(
-        collector.inputs, collector.gradients, len(batches), collector.largest_tokens()
-    )
+    listener.check_reached()
+    return Statistics(listener.inputs, listener.gradients, len(batches), listener.largest_tokens())
 
 
 class _NotSharedError(Exception):
     """Layers that shared an input no longer do; internal."""
 
 
-class _Collector:
+class Collector:
     """Hooks on the layers while the batches run."""
 
-    def __init__(
-        self, model: nn.Module, sites: Sequence[Site], gradients: bool, share: bool
-    ) -> None:
+    def __init__(self, sites: Sequence[Site], gradients: bool, share: bool) -> None:
         self.sites = sites
         self.want_gradients = gradients
         self.share = share
@@ -126,7 +126,7 @@ class _Collector:
         self._mask: torch.Tensor | None = None
         self._handles: list[Any] = []
 
-    def __enter__(self) -> _Collector:
+    def __enter__(self) -> Collector:
         for site in self.sites:
             self._handles.append(
                 site.module.register_forward_hook(self._hook(site), with_kwargs=False)
@@ -195,8 +195,11 @@ class _Collector:
             if not shares or self._last is None or self._last[0] != leader:
                 raise _NotSharedError
             return
-        self.inputs[name].add(self._rows(x, site.k, f"the input of {name}"))
+        self._add(name, self._rows(x, site.k, f"the input of {name}"))
         self._last = (name, x)
+
+    def _add(self, name: str, rows: torch.Tensor) -> None:
+        self.inputs[name].add(rows)
 
     def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
         moment = self.gradients.setdefault(site.name, SecondMoment(site.n))

@@ -35,7 +35,8 @@ class CompressionConfig(Record):
         cause to second order, from sampled gradients (needs calibration, one backward pass per
         batch); "output": relative error of each matrix's own output. Without calibration,
         relative error of the matrix.
-    sequential: later layers see calibration activations of the already compressed earlier ones.
+    sequential: layers are fitted in the order of execution, each to the original model's outputs on
+        the inputs that the already compressed earlier ones give it (`sequential.py`).
     damping: added to the diagonal of second moments, as a share of its mean.
     shrinkage: how far second moments are pulled to a multiple of the identity, 0 to 1; None
         estimates it (Ledoit and Wolf, 2004).

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from nmm_compiler.compress.modules import LowRankLinear
+from nmm_compiler.compress.probe import difference_from_linear
 from nmm_compiler.compress.report import Skipped
 from nmm_compiler.errors import NoMatchingModulesError, closest
 
@@ -158,16 +161,39 @@ def _shape(module: nn.Module) -> tuple[int, ...] | None:
     if isinstance(module, nn.Linear) or is_conv1d(module):
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
+        if is_lazy(weight):
+            return ()
         return tuple(weight.shape)
-    stacked = _stacked_weights(module)
-    return tuple(stacked[0].shape) if stacked else None
+    for kind in (_stacked_weights(module), _foreign_weight(module)):
+        if kind:
+            return tuple(kind[0].shape)
+    return None
 
 
 def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
-    """Return the 3-D parameters of a mixture-of-experts layer that stacks its experts."""
+    """Return the weights of a mixture-of-experts layer that keeps its experts in one tensor each.
+
+    3-D [experts, .., ..]; or, as in DBRX, 2-D with the experts' rows after one another.
+    """
     if "expert" not in type(module).__name__.lower():
         return []
-    return [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+    return own if any(p.dim() == 3 for p in own) or not list(module.children()) else []
+
+
+def _foreign_weight(module: nn.Module) -> list[torch.Tensor]:
+    """Return the weight of what is called a linear and is not an nn.Linear.
+
+    Integer linears of quantizers, and routers and the like that multiply by a parameter of theirs.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return [p for p in (module.in_proj_weight,) if isinstance(p, torch.Tensor)]
+    name = type(module).__name__.lower()
+    if "linear" not in name and "router" not in name and "gate" not in name:
+        return []
+    found = [getattr(module, key, None) for key in ("weight", "qweight")]
+    found = [weight() if callable(weight) else weight for weight in found]
+    return [w for w in found if isinstance(w, torch.Tensor) and w.dim() == 2]
 
 
 def _refusal(
@@ -180,15 +206,21 @@ def _refusal(
     """Return why this layer is left alone, or None when it can be factorized."""
     if isinstance(module, LowRankLinear):
         return f"already low-rank (rank {module.rank})"
+    kind = type(module).__name__
     if _stacked_weights(module):
         return (
-            f"{type(module).__name__} stacks its experts in 3-D parameters; low-rank experts need "
-            "a grouped kernel, which does not exist yet"
+            f"{kind} stacks its experts in one parameter; low-rank experts need a grouped kernel, "
+            "which does not exist yet"
         )
+    if not isinstance(module, nn.Linear) and not is_conv1d(module):
+        return f"{kind} multiplies by a weight of its own and is not an nn.Linear"
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    if not (type(module) is nn.Linear or is_conv1d(module)):
-        return f"a subclass of Linear ({type(module).__name__}) whose forward may differ"
+    if is_lazy(weight):
+        return f"{kind} has no weight yet; run the model once before compressing it"
+    if parametrize.is_parametrized(module):
+        names = ", ".join(vars(module.parametrizations)["_modules"])
+        return f"its {names} is parametrized; torch.nn.utils.parametrize.remove_parametrizations it"
     if not name:
         return "the model itself is a linear; wrap it, e.g. in nn.Sequential"
     if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
@@ -202,6 +234,14 @@ def _refusal(
         return f"its weight is tied to {', '.join(others)}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which a replacement would lose"
+    if "forward" in vars(module):
+        return "its forward was replaced on this module, which a replacement would lose"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight and never calls it"
+    if isinstance(module, nn.Linear):
+        difference = difference_from_linear(module)
+        if difference is not None:
+            return f"a subclass of nn.Linear ({kind}) that {difference}"
     if module is head:
         return "the output head (name it in include= to factorize it)"
     return None

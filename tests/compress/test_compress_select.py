@@ -63,3 +63,77 @@ def test_sites_see_the_weight_as_n_by_k():
     wrong[0].weight = nn.Parameter(torch.zeros(5, 3, dtype=torch.int8), requires_grad=False)
     with pytest.raises(NoMatchingModulesError, match=r"torch\.int8"):
         find_sites(wrong)
+
+
+class Reordered(nn.Linear):
+    def forward(self, x):
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 1.001 * super().forward(x)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Routed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).topk(2)
+
+
+class Asking(nn.Linear):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_subclasses_that_are_linear_are_taken_and_others_named(dtype):
+    torch.manual_seed(0)
+    kinds = {k.__name__: k(96, 64, bias=k is not Asking) for k in
+             (Reordered, Scaled, Noisy, Routed, Asking)}  # fmt: skip
+    model = nn.ModuleDict(kinds).to(dtype).eval()
+    sites, skipped = find_sites(model)
+    assert [site.name for site in sites] == ["Reordered"]
+    reasons = {skip.name: skip.reason for skip in skipped}
+    assert "x W^T + b" in reasons["Noisy"]
+    assert "one tensor" in reasons["Routed"]
+    assert "TypeError" in reasons["Asking"]
+    assert "subclass of nn.Linear (Scaled)" in reasons["Scaled"]
+    assert not any(module.training for module in model.modules())
+    with torch.device("meta"):
+        _, skipped = find_sites(nn.ModuleList([Reordered(8, 8), nn.Linear(8, 8)]))
+    assert "meta device" in skipped[0].reason
+
+
+def test_weights_that_are_not_plain_tensors_are_named():
+    class Wrapped(torch.Tensor):
+        pass
+
+    class ToyRouter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 32))
+
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("a", "b", "c", "d", "e", "fine")})
+    torch.nn.utils.parametrizations.weight_norm(model["a"])
+    torch.nn.utils.weight_norm(model["b"])
+    model["c"].weight = nn.Parameter(torch.zeros(32, 32).as_subclass(Wrapped))
+    model["d"].forward = lambda x: x
+    model["e"] = nn.LazyLinear(8)
+    model["router"] = ToyRouter()
+    model["quantized"] = torch.ao.nn.quantized.dynamic.Linear(32, 32)
+    sites, skipped = find_sites(model)
+    assert [site.name for site in sites] == ["fine"]
+    reasons = {skip.name: skip.reason for skip in skipped}
+    assert "its weight is parametrized" in reasons["a"]
+    assert "not a plain tensor" in reasons["b"] or "hooks" in reasons["b"]
+    assert "Wrapped" in reasons["c"]
+    assert "forward was replaced" in reasons["d"]
+    assert "no weight yet" in reasons["e"]
+    assert "ToyRouter multiplies by a weight of its own" in reasons["router"]
+    assert "not an nn.Linear" in reasons["quantized"]
