@@ -23,22 +23,29 @@ def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseSta
 
     b is a name or `name.attribute`, and is itself assigned at most once.
     """
-    while True:
-        counter = _Assignments()
-        for statement in statements:
-            statement.visit(counter)
-        aliases = {
-            name: value
-            for name, value in counter.aliases.items()
-            if counter.counts[name] == 1 and counter.counts[_root(value)] <= 1
-        }
-        # one at a time: the value of one alias may name another
-        chosen = dict(list(aliases.items())[:1])
-        if not chosen:
-            return list(statements)
-        replacer = _Replace(chosen)
-        made = [statement.visit(replacer) for statement in statements]
-        statements = with_comments(made, statements)
+    counter = _Assignments()
+    for statement in statements:
+        statement.visit(counter)
+    aliases = {
+        name: value
+        for name, value in counter.aliases.items()
+        if counter.counts[name] == 1 and counter.counts[_root(value)] <= 1
+    }
+    if not aliases:
+        return list(statements)
+    replacer = _Replace({name: _resolved(value, aliases) for name, value in aliases.items()})
+    return with_comments([statement.visit(replacer) for statement in statements], statements)
+
+
+def _resolved(
+    value: cst.BaseExpression, aliases: dict[str, cst.BaseExpression]
+) -> cst.BaseExpression:
+    """Return what an alias of an alias stands for."""
+    if isinstance(value, cst.Attribute):
+        return value.with_changes(value=_resolved(value.value, aliases))
+    if isinstance(value, cst.Name) and value.value in aliases:
+        return _resolved(aliases[value.value], aliases)
+    return value
 
 
 def with_comments(

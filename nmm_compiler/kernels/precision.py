@@ -73,7 +73,12 @@ class FormattedSpec(KernelSpec):
         return self.intermediate_dtype == "float32" != self._dtype()
 
     def _format_notes(self, second: str) -> tuple[str, ...]:
-        """Say what an fp32 intermediate costs."""
+        """Say what an fp32 intermediate costs, and what an fp8 one asks for."""
+        if self.requantized:
+            return (
+                f"intermediate {FP8}: what lies beyond {FP8_MAX:g} times its scale saturates, and "
+                "three bits of mantissa are kept; calibrate the scales",
+            )
         if not self.wide:
             return ()
         return (

@@ -7,9 +7,9 @@ import pytest
 from nmm_compiler.codegen import build
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.lint import lint_source
-from nmm_compiler.codegen.schedule import choose
+from nmm_compiler.codegen.schedule import choose, rank
 from nmm_compiler.errors import CapacityError, SpecError, UnknownNameError
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
@@ -78,12 +78,23 @@ def test_choices_are_ranked_and_legal():
 
 @pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
 def test_sbuf_and_psum_stay_within_what_the_schedule_says(target):
-    for spec in (
+    fp8 = {"dtype": "float8_e4m3", "scales": "channel", "x_layout": "col"}
+    specs = [
         LowRankSpec(m=600, k=1024, r=384, n=1536, x_layout="col", bias=True),
         MatmulSpec(m=600, k=1024, n=1536, out_layout="col"),
         GatedMLPSpec(m=300, k=512, r=128, n=1024),
-    ):
-        kernel = build_kernel(spec, target)
+    ]
+    if target == "trn2":
+        specs += [
+            LowRankSpec(m=600, k=1024, r=384, n=1536, x_layout="col", intermediate="float32"),
+            GatedMLPSpec(m=300, k=512, r=128, n=1024, x_layout="col", intermediate="float32"),
+            LowRankSpec(m=600, k=1000, r=384, n=1500, bias=True, activation="silu", **fp8),
+            MatmulSpec(m=600, k=1000, n=1500, bias=True, activation="silu", **fp8),
+            GatedMLPSpec(m=300, k=512, r=128, n=1000, intermediate="float8_e4m3", **fp8),
+            GatedMLPUpSpec(m=300, k=512, r=128, n=1000, gate_bias=True, up_bias=True, **fp8),
+        ]
+    for spec in specs:
+        kernel = build_kernel(spec, target, rank(spec, get(target))[0].schedule)
         profile = kernel.profile()
         held = sum(kernel.schedule.sbuf_bytes(spec).values())
         assert profile.sbuf_peak_bytes <= max(held, kernel.schedule.overlapped_bytes(spec))

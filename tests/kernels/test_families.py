@@ -154,9 +154,19 @@ def test_double_row_is_chosen_and_halves_the_passes():
     counts = [k.profile().instructions["tensor"]["nc_matmul"] for k in (kernel, slower)]
     assert counts[0] * 2 == counts[1]
     assert kernel.profile().latency_us < 0.7 * slower.profile().latency_us
-    # an odd tile and a ragged one are left to ordinary passes
-    ragged = build_kernel(MatmulSpec(m=16, k=128 * 5 + 40, n=100, dtype=FP8, x_layout="col"))
-    assert prove(build_kernel(ragged.spec, "trn3")).passed
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "lowrank_shared"])
+def test_double_rows_of_a_ragged_contraction(family):
+    """Pairs of tiles, an odd one and a ragged one add up in the same sums."""
+    fields = {"m": 20, "k": 128 * 9 + 40, "n": 700, "dtype": FP8, "x_layout": "col"}
+    if family != "matmul":
+        fields |= {"r": 128 * 5 + 16, "intermediate": FP8}
+    spec = FAMILIES[family].spec_class(**fields)
+    schedule = rank(spec, get("trn3"))[0].schedule
+    kernel = build_kernel(spec, "trn3", dataclasses.replace(schedule, double_row=True))
+    assert "for pair in range(" in kernel.source
+    assert prove(kernel).passed
 
 
 def test_the_roofline_counts_each_product_at_its_rate():
