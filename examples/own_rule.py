@@ -17,8 +17,7 @@ from torch import fx, nn
 import nmm_compiler
 from nmm_compiler.passes.canonicalize import Canonical
 from nmm_compiler.passes.forms import Add, Scale
-from nmm_compiler.passes.match import Match, Rule
-from nmm_compiler.passes.match.stages import Refusal
+from nmm_compiler.passes.match import Match, Refusal, Rule
 from nmm_compiler.passes.rewrite import Editor
 
 LOWRANK = "nmm::lowrank_matmul"
@@ -57,11 +56,11 @@ class ScaledResidual(Rule):
                 yield node, scale.value, factor * scale.factor, residual, own, {node, call}
             yield node, call, factor, residual, own, {node}
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Return the match, or why the call cannot take the residual."""
         node, call, c, residual, own, nodes = candidate
         if not isinstance(call, fx.Node) or call.target is not torch.ops.nmm.lowrank_matmul.default:
-            return Refusal("", "", node, "")  # without words: nothing to report
+            return None  # nothing to report
         if own != 1.0 or len(call.args) != 3 or "activation" in call.kwargs:
             return Refusal("epilogue", "the call has an epilogue", call, "apply it afterwards")
         if len(call.users) != 1:

@@ -160,7 +160,9 @@ def _outside_reads(
         operation = operations.get(user)
         if user in inside or (operation is not None and operation.is_full(value)):
             continue
-        if user.op == "output":  # strides are seen there: the view stays, its memory is the value's
+        storages = c.effects.storages
+        if user.op == "output" and storages(value) & storages(made.final):
+            # Strides are seen there: the view stays, its memory is the value's. A copy has its own.
             found.append((made.final, made.out_dims))
             continue
         dims = over_value(c, made, value)

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.errors import BrokenRuleError, CaptureError, UnknownNameError
+from nmm_compiler.errors import (
+    BrokenRuleError,
+    CaptureError,
+    OptionTypeError,
+    UnknownNameError,
+)
 from nmm_compiler.options import Options
 from nmm_compiler.passes.calls import Call
 from nmm_compiler.passes.canonicalize import PLAIN, Canonical
@@ -130,8 +135,12 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
     named = {e for e in given if isinstance(e, str)} | {
         e.name for e in given if isinstance(e, Rule)
     }
+    twice = [e.name for e in given if isinstance(e, Rule)]
     order: list[Rule] = []
     for entry in given:
+        if isinstance(entry, type) or (isinstance(entry, Rule) and twice.count(entry.name) > 1):
+            wanted = "rules as objects, MyRule(), each with a name of its own"
+            raise OptionTypeError("rules", entry, wanted)
         if isinstance(entry, Rule):
             order.append(entry)
         elif entry == "...":
@@ -278,16 +287,31 @@ def _apply(
 
 def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     """Let a rule emit what replaces its match."""
+    call = match.data
     try:
         new = rule.rewrite(c, match, editor)
+        if not isinstance(call, Call) or not call.unread:  # else nothing reads it in this order
+            _check_replacement(c, match.node, new)
+            editor.replace(match.node, new)
     except Exception as error:  # any failure of a rule is reported as the rule's
         raise BrokenRuleError(match.rule, match.name, error) from error
-    call = match.data
     if isinstance(call, Call):
         match.info |= {"x_layout": call.x_layout, "out_layout": call.out_layout}
-        if call.unread:  # nothing is left that reads the value in the graph's own order
-            return
-    editor.replace(match.node, new)
+
+
+def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:
+    """Raise TypeError or ValueError unless `new` is a node with the shape and dtype of `old`."""
+    if not isinstance(new, fx.Node):
+        raise TypeError(f"rewrite returned {new!r}; return the node that takes the match's place")
+    have, want = (
+        (tuple(c.shape(node) or ()), c.dtype(node)) if c.tensor(node) is not None else None
+        for node in (new, old)
+    )
+    if have is not None and want is not None and have != want:
+        raise ValueError(
+            f"rewrite returned {have[1]} {list(have[0])} in place of {want[1]} {list(want[0])}; "
+            "return a value of the same shape and dtype"
+        )
 
 
 def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], list[Declined]]:
@@ -303,7 +327,9 @@ def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], li
                 continue
             try:
                 for candidate in rule.pattern(c, node):
-                    found = rule.check(c, candidate)
+                    found = _checked(rule, rule.check(c, candidate))
+                    if found is None:
+                        continue
                     if isinstance(found, Refusal):
                         if found.reason:
                             declined.append(Declined.of(rule.name, found, node))
@@ -329,6 +355,15 @@ def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], li
     position = c.effects.position
     matches.sort(key=lambda m: position[m.node])
     return matches, [d for d in declined if d.at not in names or d in told]
+
+
+def _checked(rule: Rule, found: Any) -> Match | Refusal | None:
+    """Return what a rule's check returned; raise TypeError for what is no answer."""
+    if isinstance(found, Match) and found.rule != rule.name:
+        raise TypeError(f"check returned a match of rule {found.rule!r}; pass rule=self.name")
+    if found is not None and not isinstance(found, (Match, Refusal)):
+        raise TypeError(f"check returned {found!r}; return a Match, a Refusal, or None for no")
+    return found
 
 
 def _placed(declined: Declined, path: str) -> Declined:

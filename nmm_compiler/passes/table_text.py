@@ -80,7 +80,7 @@ def _matches(result: RewriteResult, width: int) -> list[str]:
             (
                 m.kind if m.rewritten else f"({m.kind})",
                 *(str(m.info.get(key, "-")) for key in ("m", "k", "r", "n")),
-                m.info.get("x_layout", "row") + ">" + m.info.get("out_layout", "row"),
+                f"{m.info['x_layout']}>{m.info['out_layout']}" if "x_layout" in m.info else "-",
                 m.notes,
             ),
             m.module or m.name,

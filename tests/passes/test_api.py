@@ -13,11 +13,11 @@ from nmm_compiler.errors import (
     BrokenRuleError,
     CaptureError,
     NoShapesError,
+    OptionTypeError,
     UnknownNameError,
 )
 from nmm_compiler.options import Options
-from nmm_compiler.passes.match import Match, Rule, rule
-from nmm_compiler.passes.match.stages import Refusal
+from nmm_compiler.passes.match import Match, Refusal, Rule, rule
 from nmm_compiler.passes.pipeline import RULES, explain, rewrite, run
 
 X = torch.randn(3, 64)
@@ -283,6 +283,51 @@ def test_a_broken_rule_is_named_and_the_graph_is_left_alone(where):
         run(module, rules=["raises" and Raises(where), "..."])
     assert module.code == before
     close(module(X), Pair()(X))
+
+
+class Answers(Raises):
+    name = "answers"
+
+    def __init__(self, found, new=None):
+        super().__init__("never")
+        self.found, self.new = found, new
+
+    def check(self, graph, candidate):
+        return self.found(candidate)
+
+    def rewrite(self, graph, match, editor):
+        return self.new(match, editor)
+
+
+def of(name):
+    return lambda node: Match(rule=name, node=node, nodes=frozenset({node}))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Answers(of("other")), "check returned a match of rule 'other'; pass rule=self.name"),
+        (Answers(lambda node: True), "check returned True; return a Match"),
+        (Answers(of("answers"), lambda m, e: None), "rewrite returned None; return the node"),
+        (
+            Answers(of("answers"), lambda m, e: e.call(torch.ops.aten.neg.default, m.node.args[0])),
+            "of the same shape and dtype",
+        ),
+    ],
+)
+def test_a_wrong_answer_of_a_rule_is_named(answer, said):
+    module = torch.export.export(Pair(), (X,)).module()
+    before = module.code
+    with pytest.raises(BrokenRuleError, match=rf"rule 'answers' failed on node 'linear.*{said}"):
+        run(module, rules=[answer, "..."])
+    assert module.code == before
+    assert rewrite(Pair(), X, rules=[Answers(lambda node: None), "..."]).rewritten
+
+
+@pytest.mark.parametrize("rules", [[Raises], [Raises("never"), Raises("never")]])
+def test_rules_are_objects_with_names_of_their_own(rules):
+    with pytest.raises(OptionTypeError, match="each with a name of its own"):
+        rewrite(Pair(), X, rules=rules)
 
 
 def test_a_refusal_of_a_user_rule_is_reported():

@@ -114,10 +114,12 @@ def test_a_value_that_is_written_in_place_keeps_the_layout_of_the_graph():
 @pytest.mark.parametrize(
     ("function", "before"),
     [
-        (lambda p, x: up(p, x.T).T, 2),
-        (lambda p, x: down(p, torch.tanh(up(p, x.T).T).T).T, 4),
-        (lambda p, x: down(p, torch.tanh(up(p, x.T).T.contiguous()).T.contiguous()).T, 4),
-        (lambda p, x: torch.tanh(up(p, x.mT).permute(1, 0)), 2),
+        # (a transposed view that is returned moves nothing, and is not counted)
+        (lambda p, x: up(p, x.T).T, 1),
+        (lambda p, x: up(p, x.T).T.contiguous(), 2),
+        (lambda p, x: down(p, torch.tanh(up(p, x.T).T).T).T, 3),
+        (lambda p, x: down(p, torch.tanh(up(p, x.T).T.contiguous()).T.contiguous()).T, 3),
+        (lambda p, x: torch.tanh(up(p, x.mT).permute(1, 0)).contiguous(), 2),
     ],
 )
 def test_explicit_transposes_go(function, before):

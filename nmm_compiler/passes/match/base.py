@@ -134,8 +134,8 @@ class Rule:
         """Yield candidates that end at `node`."""
         raise NotImplementedError
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
-        """Return the match, or why not."""
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Return the match, or why not; None, or a Refusal without a reason, for no news."""
         raise NotImplementedError
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
@@ -167,12 +167,9 @@ class _FunctionRule(Rule):
         if target_name(node) in self._targets:
             yield node
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Ask the decorated function's check."""
-        found = self._check(graph, candidate)
-        if found is None:
-            return Refusal("no", "the rule's check said no", candidate, "nothing to do")
-        return found
+        return self._check(graph, candidate)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Ask the decorated function."""
