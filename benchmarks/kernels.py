@@ -107,10 +107,12 @@ def bars(rows: list[Row]) -> list[Bar]:
         )
         each(f"{name} roofline, m >= 512", ">= 0.90", large, 0.90, True)
         each(f"{name} roofline, m <= 128", ">= 0.85", small, 0.85, True)
-        traffic = [row.bytes_over_minimal for row in mine if row.job.m <= 1024]
-        each(f"{name} HBM bytes, m <= 1024", f"<= {BYTES_BAR}", traffic, BYTES_BAR, False)
-        dma = [row.dma_over_tensor for row in mine if row.job.m > 1024]
-        each(f"{name} DMA/TensorE, m > 1024", f"<= {DMA_BAR}", dma, DMA_BAR, False)
+        traffic = [row.bytes_over_minimal for row in mine if row.reads_once]
+        each(
+            f"{name} HBM bytes, m <= 1024 (mlp: 512)", f"<= {BYTES_BAR}", traffic, BYTES_BAR, False
+        )
+        dma = [row.dma_over_tensor for row in mine if not row.reads_once]
+        each(f"{name} DMA/TensorE, above that", f"<= {DMA_BAR}", dma, DMA_BAR, False)
         turned = [float(row.transposes) for row in mine]
         each(f"{name} transposes, x as k x m", "0", turned, 0.0, False)
     mine = [row for row in rows if row.job.part in LOWRANK]

@@ -93,6 +93,8 @@ class GatedMLPSchedule(KernelSchedule):
         rank = max(spec.rank("gate"), spec.rank("up"))
         k_segment, n_segment = self.segments(spec)
         held = {"x": k_tiles * pitch(tokens, pairs) * size, "active": 4 * 512}
+        if spec.out_layout == "col" or isinstance(spec, GatedMLPSpec):
+            held["active"] = tiles(panel, 128) * tokens * 4
         if rank:
             rows = tiles(self.k_chunk if self.u_stream else k_segment, 128)
             held["u"] = rows * pitch(min(self.u_block, rank), pairs) * size
@@ -343,7 +345,7 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
                 r_group=r_group,
                 v_block=v_block,
                 v_chunk=chunk_rows(rank if rank > 1 else spec.k, min(v_block, spec.n) * kept),
-                n_group=max(1, min(2, (banks // 2) // n_tiles_at_once)),
+                n_group=max(1, min(2 if rows and not down else 4, (banks // 2) // n_tiles_at_once)),
                 down_block=down_block,
                 down_chunk=chunk_rows(spec.n, down_block * kept),
                 down_group=down_group,

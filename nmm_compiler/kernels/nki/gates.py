@@ -1,7 +1,7 @@
 """The gated product h = activation(s_gate gate + b) * (s_up up + b), for one block of tokens.
 
-Two sums are kept in PSUM side by side: the gate's leaves through the activation, the up sum through
-the multiplication. `gate_columns` gives h^T, kept in SBUF or stored; `gate_rows` stores h.
+The gate's sum leaves PSUM through the activation, the up sum through the multiplication.
+`gate_columns` gives h^T, kept in SBUF or stored; `gate_rows` stores h.
 """
 
 import nki.isa as nisa
@@ -41,38 +41,50 @@ def gate_columns(
             y_sb = h_sb[0:128, first : first + n_tiles, 0:tokens]
         else:
             y_sb = nl.ndarray((128, n_tiles, tokens), dtype=out.dtype, buffer=nl.sbuf)
+        # the gate of the whole panel first: while it is summed, the up weights arrive
+        active_sb = nl.ndarray((128, n_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
         for n1 in range(0, n_tiles, group_tiles):
             group = min(group_tiles, n_tiles - n1)
             gates = []
-            ups = []
             for _ in range(group * m_tiles):
                 gates.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
-                ups.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
             sum_columns(
                 gates, gate_w_sb, gate_sb, gate, n0, columns, n1, group, tokens, gate_k,
                 gate_chunk, w_load, gate_order, gate_row,
             )  # fmt: skip
+            for i in range(group):
+                nw = min(128, columns - 128 * (n1 + i))
+                nt = n0 // 128 + n1 + i
+                st = nt if scales == "channel" else 0
+                gate_bias = gate_bias_sb[0:nw, nt : nt + 1] if has_gate_bias else None
+                gate_scale = gate_scale_sb[0:nw, st : st + 1] if scales != "none" else None
+                for mt in range(m_tiles):
+                    ms = 512 * mt
+                    mw = min(512, tokens - ms)
+                    active = active_sb[0:nw, n1 + i, ms : ms + mw]
+                    finish_columns(
+                        active, gates[i * m_tiles + mt][0:nw, 0:mw], gate_scale, gate_bias,
+                        scales, has_gate_bias, activation, 1,
+                    )  # fmt: skip
+        for n1 in range(0, n_tiles, group_tiles):
+            group = min(group_tiles, n_tiles - n1)
+            ups = []
+            for _ in range(group * m_tiles):
+                ups.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
             sum_columns(
                 ups, up_w_sb, up_sb, up, n0, columns, n1, group, tokens, up_k, up_chunk, w_load,
                 up_order, up_row,
             )  # fmt: skip
             for i in range(group):
-                ns = 128 * (n1 + i)
-                nw = min(128, columns - ns)
+                nw = min(128, columns - 128 * (n1 + i))
                 nt = n0 // 128 + n1 + i
                 st = nt if scales == "channel" else 0
-                gate_bias = gate_bias_sb[0:nw, nt : nt + 1] if has_gate_bias else None
                 up_bias = up_bias_sb[0:nw, nt : nt + 1] if has_up_bias else None
-                gate_scale = gate_scale_sb[0:nw, st : st + 1] if scales != "none" else None
                 up_scale = up_scale_sb[0:nw, st : st + 1] if scales != "none" else None
                 for mt in range(m_tiles):
                     ms = 512 * mt
                     mw = min(512, tokens - ms)
-                    active = nl.ndarray((nw, mw), dtype=nl.float32, buffer=nl.sbuf)
-                    finish_columns(
-                        active, gates[i * m_tiles + mt][0:nw, 0:mw], gate_scale, gate_bias,
-                        scales, has_gate_bias, activation, 1,
-                    )  # fmt: skip
+                    active = active_sb[0:nw, n1 + i, ms : ms + mw]
                     y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
                     up_sum = ups[i * m_tiles + mt][0:nw, 0:mw]
                     if keep and requantize:
