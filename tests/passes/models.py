@@ -164,10 +164,70 @@ def mixtral():
     return _text("MixtralConfig", "MixtralModel", num_local_experts=4, num_experts_per_tok=2)
 
 
+def t5_gated():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=V, d_model=H, d_kv=8, d_ff=I, num_layers=2, num_heads=4, dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    return transformers.T5EncoderModel(config), {"input_ids": TOKENS}
+
+
+def mamba():
+    import transformers
+
+    config = transformers.MambaConfig(
+        vocab_size=V, hidden_size=H, state_size=4, num_hidden_layers=2, use_cache=False
+    )
+    return transformers.MambaModel(config), {"input_ids": TOKENS, "use_cache": False}
+
+
+def phi3():
+    return _text("Phi3Config", "Phi3Model", pad_token_id=0)
+
+
+def qwen2_moe():
+    return _text(
+        "Qwen2MoeConfig", "Qwen2MoeModel", moe_intermediate_size=16, num_experts=4,
+        shared_expert_intermediate_size=32, num_experts_per_tok=2,
+    )  # fmt: skip
+
+
+def bloom():
+    import transformers
+
+    config = transformers.BloomConfig(vocab_size=V, hidden_size=H, n_layer=2, n_head=4)
+    return transformers.BloomModel(config), {"input_ids": TOKENS, "use_cache": False}
+
+
+def clip_vision():
+    import transformers
+
+    config = transformers.CLIPVisionConfig(
+        hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=4,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return transformers.CLIPVisionModel(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def modernbert():
+    return _text("ModernBertConfig", "ModernBertModel", pad_token_id=0)
+
+
+def jamba():
+    return _text(
+        "JambaConfig", "JambaModel", num_experts=2, attn_layer_offset=1, attn_layer_period=2,
+        use_mamba_kernels=False, mamba_d_state=4, pad_token_id=0,
+    )  # fmt: skip
+
+
 MODELS = {
     f.__name__: f
     for f in (
         llama, qwen3, mistral, gemma, phi, gpt2, opt, bert, vit, t5, whisper_encoder,
-        deepseek_v3, mixtral,
+        deepseek_v3, mixtral, t5_gated, mamba, phi3, qwen2_moe, bloom, clip_vision, modernbert,
+        jamba,
     )
 }  # fmt: skip

@@ -24,6 +24,14 @@ EXPECTED = {
     "whisper_encoder": {"shared_x": 2, "lowrank": 8, "chains": 12},
     "deepseek_v3": {"shared_x": 2, "gated_mlp": 2, "lowrank": 6, "chains": 16},
     "mixtral": {"shared_x": 2, "lowrank": 2, "chains": 8},
+    "t5_gated": {"shared_x": 2, "lowrank": 2, "gated_mlp": 2, "chains": 14},
+    "mamba": {"lowrank": 6, "chains": 6},
+    "phi3": {"lowrank": 8, "chains": 8},
+    "qwen2_moe": {"shared_x": 2, "lowrank": 2, "gated_mlp": 2, "chains": 14},
+    "bloom": {"lowrank": 8, "chains": 8},
+    "clip_vision": {"shared_x": 2, "lowrank": 6, "chains": 12},
+    "modernbert": {"lowrank": 8, "chains": 8},
+    "jamba": {"shared_x": 1, "gated_mlp": 1, "lowrank": 4, "chains": 10},
 }
 QUICK = ("llama", "gpt2", "bert", "deepseek_v3")
 
@@ -92,6 +100,34 @@ def test_explain_says_what_factorizing_would_save():
     assert one.saved_bytes == 4 * (32 * 64 - one.r * 96)
     assert "could be factorized" in str(report)
     assert '"graphs"' in report.to_json()
+
+
+@pytest.mark.long
+def test_two_peft_adapters_are_one_call_each():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model, inputs = MODELS["llama"]()
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, lora_alpha=8)
+    model = peft.get_peft_model(model, config)
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["default", "second"])
+    model = model.eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    found = []
+
+    def backend(module, example_inputs):
+        found.append(run(module, example_inputs))
+        return found[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        want = model(**inputs).last_hidden_state
+        got = torch.compile(model, backend=backend, dynamic=False)(**inputs).last_hidden_state
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
+    assert Counter(m.kind for r in found for m in r.matches) == {"lora": 4}
+    assert {m.info["chains"] for r in found for m in r.matches} == {2}
 
 
 @pytest.mark.long
