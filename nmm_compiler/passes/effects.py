@@ -208,6 +208,11 @@ class Effects:
             found = self._storages[node] = storages_of(self._values.get(node))
         return found
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Say whether anything in the graph writes the memory that a node's value lives in."""
+        own = self.storages(node) | ANYTHING
+        return any(write.storages & own for write in self.writes)
+
     def crossed_write(
         self, start: int, end: int, nodes: Iterable[fx.Node], allowed: Iterable[fx.Node] = ()
     ) -> Write | None:

@@ -194,7 +194,8 @@ class Editor:
     def like(self, node: fx.Node, original: fx.Node) -> fx.Node:
         """Give a value the strides that direct readers of the original rely on.
 
-        Where none does, they may differ for now: `strides.settle_strides` follows them.
+        Where none does, they may differ for now: `strides.settle_strides` follows them. A value
+        that is written later gets its strides here: a copy further on would miss the write.
         """
         new, old = self.c.values[node], self.c.values[original]
         if stride_key(new) == stride_key(old):
@@ -202,7 +203,7 @@ class Editor:
         strict = any(
             target_name(user) in STRIDE_READERS or (user.op == "call_module")
             for user in original.users
-        )
+        ) or self.c.effects.is_written(original)
         if not strict and (new.is_contiguous() or not old.is_contiguous()):
             self.restrided[node] = old
             return node

@@ -39,9 +39,21 @@ def settle_strides(editor: Editor) -> int:
                     restored[operand] = editor.restride(operand, changed[operand])
                 node.replace_input_with(operand, restored[operand])
         elif isinstance(old, torch.Tensor) and stride_key(new) != stride_key(old):
-            changed[node] = old
             node.meta[key] = values[node] = new
+            if editor.c.effects.is_written(node):
+                _restore_here(editor, node, old)  # a copy further on would miss the write
+            else:
+                changed[node] = old
     return len(restored)
+
+
+def _restore_here(editor: Editor, node: fx.Node, old: torch.Tensor) -> None:
+    """Let every reader of a value read it in its old strides."""
+    readers = list(node.users)
+    editor.at = node.next
+    copy = editor.restride(node, old)
+    for reader in readers:
+        reader.replace_input_with(node, copy)
 
 
 def _same_kind(old: Any, new: Any) -> bool:

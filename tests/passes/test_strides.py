@@ -49,6 +49,22 @@ CASES = {
 }
 
 
+def _written(p, x):
+    y = left(p, x).mT
+    y.select(-1, 0).fill_(0.25)
+    return y + 1
+
+
+def _pointwise_written(p, x):
+    y = torch.tanh(left(p, x).mT)
+    seen = y.mT.view(-1)
+    seen.mul_(2.0)
+    return y
+
+
+CASES |= {"written": _written, "pointwise behind, written": _pointwise_written}
+
+
 def strides(value):
     return [t.stride() for t in torch.utils._pytree.tree_leaves(value)]
 
