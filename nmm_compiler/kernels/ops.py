@@ -8,7 +8,8 @@
     matmul                    activation(x w + bias)
 
 A call says all: layouts ("row" x is [..., k], "col" x is [k, m]; "row" u is [k, r], "col" u is what
-`nn.Linear` stores, [r, k]; a "col" result is [n, m]), the target, and the executor. Executor
+`nn.Linear` stores, [r, k]; a "col" result is [n, m]; out_layouts says it result by result), the
+target, and the executor. Executor
 "reference" is PyTorch itself (`ops_reference`); any other is looked up in EXECUTORS, which
 `nmm_compiler.runtime.executor` fills, as "name" or "name#configuration".
 
@@ -40,9 +41,9 @@ SCHEMAS: dict[str, str] = {
     "lowrank_matmul": "(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, *, "
     f"float scale=1.0, str activation='identity', {_UV}, str w_layout='row', {_WHERE}) -> Tensor",
     "lowrank_matmul_shared_x": "(Tensor x, Tensor[] us, Tensor[] vs, Tensor?[] biases, *, "
-    f"str[]? activations=None, {_UV}, {_WHERE}) -> Tensor[]",
+    f"str[]? activations=None, {_UV}, str[]? out_layouts=None, {_WHERE}) -> Tensor[]",
     "lowrank_matmul_shared_u": "(Tensor x, Tensor u, Tensor[] vs, Tensor?[] biases, *, "
-    f"{_UV}, {_WHERE}) -> Tensor[]",
+    f"{_UV}, str[]? out_layouts=None, {_WHERE}) -> Tensor[]",
     "gated_mlp_up": "(Tensor x, Tensor[] gate, Tensor[] up, Tensor? gate_bias=None, "
     f"Tensor? up_bias=None, *, {_GATED}, {_WHERE}) -> Tensor",
     "gated_mlp": "(Tensor x, Tensor[] gate, Tensor[] up, Tensor[] down, Tensor? gate_bias=None, "

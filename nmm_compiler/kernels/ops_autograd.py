@@ -113,10 +113,11 @@ def _lowrank(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
 def _lowrank_shared_x(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
     x, us, vs, biases = args
     activations = kw.get("activations") or ["identity"] * len(us)
+    layouts = ops_reference.layouts_of(kw["out_layout"], kw.get("out_layouts"), len(us))
     total: Tensor | None = None
     grad_us, grad_vs, grad_biases = [], [], []
     for i, grad in enumerate(grads):
-        one = {**kw, "activation": activations[i]}
+        one = {**kw, "activation": activations[i], "out_layout": layouts[i]}
         parts = (x, us[i], vs[i], biases[i])
         needs = (need[0], need[1][i], need[2][i], need[3][i])
         gx, gu, gv, gb = _lowrank(parts, one, (grad,), needs)
@@ -131,10 +132,11 @@ def _lowrank_shared_u(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads
     x, u, vs, _biases = args
     middle = _rows(x, kw["x_layout"]) @ _inputs_first(u, kw["u_layout"])
     need_middle = need[0] or need[1]
+    layouts = ops_reference.layouts_of(kw["out_layout"], kw.get("out_layouts"), len(vs))
     total: Tensor | None = None
     grad_vs, grad_biases = [], []
     for i, grad in enumerate(grads):
-        grad = _rows(grad, kw["out_layout"])
+        grad = _rows(grad, layouts[i])
         up = _Chain(middle, (vs[i],), (kw["v_layout"],))
         more, (grad_v,) = up.backward(grad, need_middle, (need[2][i],))
         total = _add(total, more)

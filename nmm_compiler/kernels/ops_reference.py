@@ -56,6 +56,11 @@ def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None, out_layout: 
     return torch.addmm(bias.unsqueeze(1), stationary, moving)
 
 
+def layouts_of(out_layout: str, out_layouts: Sequence[str] | None, count: int) -> Sequence[str]:
+    """Return the layout of each of `count` results."""
+    return [out_layout] * count if out_layouts is None else out_layouts
+
+
 def _chain(
     x: Tensor, weights: Sequence[Tensor], layout: str, bias: Tensor | None, out_layout: str = "row"
 ) -> Tensor:
@@ -112,6 +117,7 @@ def lowrank_matmul_shared_x(
     out_layout: str = "row",
     u_layout: str = "row",
     v_layout: str = "row",
+    out_layouts: Sequence[str] | None = None,
     target: str = "trn2",
     executor: str = "reference",
 ) -> list[Tensor]:
@@ -119,9 +125,10 @@ def lowrank_matmul_shared_x(
     if x_layout == "col":
         x = x.t()
     outs = []
+    layouts = layouts_of(out_layout, out_layouts, len(us))
     for index, (u, v, bias) in enumerate(zip(us, vs, biases, strict=True)):
         h = _linear(x, u) if u_layout == "col" else _matmul(x, u)
-        y = product(h, v, v_layout, bias, out_layout)
+        y = product(h, v, v_layout, bias, layouts[index])
         outs.append(y if activations is None else activate(y, activations[index]))
     return outs
 
@@ -136,6 +143,7 @@ def lowrank_matmul_shared_u(
     out_layout: str = "row",
     u_layout: str = "row",
     v_layout: str = "row",
+    out_layouts: Sequence[str] | None = None,
     target: str = "trn2",
     executor: str = "reference",
 ) -> list[Tensor]:
@@ -143,7 +151,11 @@ def lowrank_matmul_shared_u(
     if x_layout == "col":
         x = x.t()
     h = _linear(x, u) if u_layout == "col" else _matmul(x, u)
-    return [product(h, v, v_layout, bias, out_layout) for v, bias in zip(vs, biases, strict=True)]
+    layouts = layouts_of(out_layout, out_layouts, len(vs))
+    return [
+        product(h, v, v_layout, bias, layout)
+        for v, bias, layout in zip(vs, biases, layouts, strict=True)
+    ]
 
 
 def gated_mlp_up(

@@ -122,6 +122,7 @@ def lowrank_matmul_shared_x(
     biases: Sequence[Tensor | None],
     *,
     activations: Sequence[str] | None = None,
+    out_layouts: Sequence[str] | None = None,
     **layouts: Any,
 ) -> list[Tensor]:
     """Return the empty results of `lowrank_matmul_shared_x`."""
@@ -129,7 +130,8 @@ def lowrank_matmul_shared_x(
     _same("numbers of vs and biases", len(vs), len(biases))
     if activations is not None:
         _same("numbers of vs and activations", len(vs), len(activations))
-    return [lowrank_matmul(x, u, v, b, **layouts) for u, v, b in zip(us, vs, biases, strict=True)]
+    each = zip(us, vs, biases, _each_layout(layouts, out_layouts, len(vs)), strict=True)
+    return [lowrank_matmul(x, u, v, b, **one) for u, v, b, one in each]
 
 
 def lowrank_matmul_shared_u(
@@ -137,11 +139,24 @@ def lowrank_matmul_shared_u(
     u: Tensor,
     vs: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    *,
+    out_layouts: Sequence[str] | None = None,
     **layouts: Any,
 ) -> list[Tensor]:
     """Return the empty results of `lowrank_matmul_shared_u`."""
     _same("numbers of vs and biases", len(vs), len(biases))
-    return [lowrank_matmul(x, u, v, b, **layouts) for v, b in zip(vs, biases, strict=True)]
+    each = zip(vs, biases, _each_layout(layouts, out_layouts, len(vs)), strict=True)
+    return [lowrank_matmul(x, u, v, b, **one) for v, b, one in each]
+
+
+def _each_layout(
+    layouts: dict[str, Any], out_layouts: Sequence[str] | None, count: int
+) -> list[dict[str, Any]]:
+    """Return the layouts of each of `count` results."""
+    if out_layouts is None:
+        return [layouts] * count
+    _same("numbers of vs and out_layouts", count, len(out_layouts))
+    return [{**layouts, "out_layout": layout} for layout in out_layouts]
 
 
 def gated_mlp_up(

@@ -38,7 +38,8 @@ def _autocast(op: Callable, device_type: str, key: str) -> Callable:
 def _vmap(op: Callable) -> Callable:
     def run(info: Any, in_dims: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         shared_weights = all(dim is None for dim in tree_leaves(in_dims[1:]))
-        rows = kwargs.get("x_layout", "row") == "row" and kwargs.get("out_layout", "row") == "row"
+        given = [kwargs.get("x_layout", "row"), kwargs.get("out_layout", "row")]
+        rows = {*given, *(kwargs.get("out_layouts") or ())} == {"row"}
         if shared_weights and rows and isinstance(in_dims[0], int):
             out = op(args[0].movedim(in_dims[0], 0), *args[1:], **kwargs)
             return out, tree_map(lambda _: 0, out)

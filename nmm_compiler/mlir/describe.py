@@ -51,7 +51,7 @@ def describe(
         name=f"nmm_{call.op}_{call.digest()}",
         op=call.op,
         x_layout=keywords["x_layout"],
-        out_layout=keywords["out_layout"],
+        out_layout=",".join(keywords.get("out_layouts") or [keywords["out_layout"]]),
         target=keywords["target"],
         calls=tuple(nodes),
         launches=launches,

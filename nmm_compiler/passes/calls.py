@@ -46,6 +46,10 @@ class Call:
     unread: bool = False
     direct: tuple[tuple[fx.Node, Dims], ...] = ()
 
+    def results(self) -> tuple[Call, ...]:
+        """Return one call per result, each with a layout of its own."""
+        return (self,)
+
     def tokens_count(self) -> Size:
         """Return m, the number of tokens."""
         return views.product([a.size for d in self.source.tokens() for a in d])
@@ -316,28 +320,50 @@ class SharedCall(Call):
         keywords: dict[str, Any] = {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
         if any(chain.activation != "identity" for chain in chains):
             keywords["activations"] = [chain.activation for chain in chains]
+        layouts = [member.out_layout for member in self.members]
+        self.out_layout = layouts[0]
+        if len(set(layouts)) > 1:
+            self.out_layout, keywords["out_layouts"] = "row", layouts
         values = []
         for member in self.members:
-            member.x_layout, member.out_layout = self.x_layout, self.out_layout
+            member.x_layout = self.x_layout
             member._resolve(editor)
             values.append(member.result_value(editor, x, member.n))
         first = us[0] if self.op.endswith("shared_u") else us
         y = self.op_call(editor, (x, first, vs, biases), keywords, values, bias=False)
+        y.meta["nmm"]["spec"]["bias"] = tuple(bias is not None for bias in biases)
         results = []
         for index, member in enumerate(self.members):
             part = editor.call(operator.getitem, y, index, meta_value=values[index])
             results.append(member.finish(editor, part, member.final, member.out_dims))
         for member, result in zip(self.members[1:], results[1:], strict=True):
-            editor.replace(member.final, result)
+            if not member.unread:
+                editor.replace(member.final, result)
+        self.unread = self.members[0].unread
         return results[0]
 
+    def results(self) -> tuple[Call, ...]:
+        """Return the members."""
+        return self.members
+
     def annotation(self, keywords: dict[str, Any], value: Any, bias: bool) -> dict[str, Any]:
-        """Return what later stages read: op, family, and the spec of each result."""
-        specs = [
-            member.annotation(keywords, one, bias)["spec"]
-            for member, one in zip(self.members, value, strict=True)
-        ]
-        return {"op": self.op, "family": "lowrank", "specs": specs}
+        """Return what later stages read: op, family, and the spec's fields; biases are `emit`'s."""
+        each = [member.info() for member in self.members]
+        pairs = [(e["r"], (e["n"],)) for e in each]
+        if self.op.endswith("shared_u"):
+            pairs = [(each[0]["r"], tuple(e["n"] for e in each))]
+        spec = {
+            "m": each[0]["m"] if isinstance(each[0]["m"], int) else None,
+            "k": each[0]["k"],
+            "pairs": tuple(pairs),
+            "dtype": str(value[0].dtype).removeprefix("torch."),
+            "x_layout": self.x_layout,
+            "u_layout": keywords["u_layout"],
+            "v_layout": keywords["v_layout"],
+            "activation": tuple(keywords.get("activations", ["identity"] * len(each))),
+            "out_layout": tuple(member.out_layout for member in self.members),
+        }
+        return {"op": self.op, "family": "lowrank_shared", "spec": spec}
 
 
 @dataclass

@@ -86,7 +86,7 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
         if match.rewritten and isinstance(match.data, Call) and match.data.final not in readers:
             _absorb_transpose(c, match)
     layouts = Layouts([], [])
-    for region in grow_regions(c, calls):
+    for region in grow_regions(c, [one for call in calls for one in call.results()]):
         _assign(c, region, readers, layouts)
     layouts.turned.sort(key=lambda made: c.effects.position[made.node])
     return layouts

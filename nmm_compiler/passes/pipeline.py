@@ -296,7 +296,8 @@ def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     except Exception as error:  # any failure of a rule is reported as the rule's
         raise BrokenRuleError(match.rule, match.name, error) from error
     if isinstance(call, Call):
-        match.info |= {"x_layout": call.x_layout, "out_layout": call.out_layout}
+        made = dict.fromkeys(one.out_layout for one in call.results())
+        match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
 
 
 def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:

@@ -131,9 +131,8 @@ def grow_regions(c: Canonical, calls: list[Call]) -> list[Region]:
 
     queue: list[Call | Pointwise] = []
     for call in calls:
-        if not call.many:
-            made[call.final] = call
-            queue.append(call)
+        made[call.final] = call
+        queue.append(call)
     for value in queue:
         for operand, user in readings(c, value.final):
             if user in covered or user in c.effects.writers:

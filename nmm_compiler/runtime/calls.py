@@ -193,7 +193,8 @@ def _shared(
             for u, vs in zip(laid_us, laid_vs, strict=True)
         ),
         dtype=dtype_name(rows),
-        **_layouts(kw),
+        x_layout=kw.get("x_layout", "row"),
+        out_layout=tuple(kw.get("out_layouts") or [kw.get("out_layout", "row")] * len(flat)),
         u_layout=laid_us[0][1],
         v_layout=flat[0][1],
         bias=tuple(bias is not None for bias in biases),

@@ -119,10 +119,16 @@ def _decompose_in_inductor() -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not ops.is_reference(kwargs.get("executor", "reference"), args[0]):
                 return NotImplemented
-            if kwargs.get("out_layout", "row") == "row":
+            layout, layouts = kwargs.get("out_layout", "row"), kwargs.get("out_layouts")
+            if layout == "row" and layouts is None:
                 return reference(*args, **kwargs)
-            out = reference(*args, **{**kwargs, "out_layout": "row"})
-            return [_as_col(y) for y in out] if isinstance(out, list) else _as_col(out)
+            rows = {**kwargs, "out_layout": "row"}
+            rows.pop("out_layouts", None)
+            out = reference(*args, **rows)
+            if not isinstance(out, list):
+                return _as_col(out)
+            each = zip(out, ops_reference.layouts_of(layout, layouts, len(out)), strict=True)
+            return [_as_col(y) if way == "col" else y for y, way in each]
 
         return run
 

@@ -1,0 +1,81 @@
+"""Results of calls that share x: each has the layout that its own readers want."""
+
+import pytest
+import torch
+from torch import nn
+
+import nmm_compiler as nmm
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+
+
+def pair(k, r, n):
+    return nn.Sequential(nn.Linear(k, r, bias=False), nn.Linear(r, n))
+
+
+class Fork(nn.Module):
+    """Two chains of one x: one feeds another chain, the other is returned as it is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out, self.down = pair(64, 8, 96), pair(64, 8, 48), pair(96, 8, 64)
+
+    def forward(self, x):
+        h, y = self.into(x), self.out(x)
+        return self.down(h), y
+
+
+def calls(graph_module):
+    return [n for n in graph_module.graph.nodes if str(n.target).startswith("nmm.")]
+
+
+def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
+    model, x = Fork(), torch.randn(2, 12, 64)
+    result = nmm.rewrite(model, (x,))
+    shared, down = calls(result.graph_module)
+    assert shared.kwargs["out_layouts"] == ["col", "row"]
+    assert down.kwargs["x_layout"] == "col"
+    assert result.transposes_after == 0
+    (match,) = [m for m in result.matches if m.rule == "shared_x"]
+    assert match.info["out_layout"] == "col,row"
+    for got, want in zip(result.graph_module(x), model(x), strict=True):
+        # fp32 sums of at most 96 terms of size ~1, four products in a row: 4 * 96 * 2^-24 < 3e-5
+        torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
+    held = shared.meta["nmm"]
+    spec = LowRankSharedSpec(**held["spec"])
+    assert held["family"] == spec.family == "lowrank_shared"
+    assert (spec.m, spec.pairs) == (24, ((8, (96,)), (8, (48,))))
+    assert (spec.result_layouts(), spec.bias) == (("col", "row"), True)
+
+
+@pytest.mark.parametrize("executor", ["reference", "simulator"])
+def test_layouts_of_each_result_through_torch_compile(executor):
+    model, x = Fork(), torch.randn(2, 12, 64)
+    options = {"executor": executor, "inner": "aot_eager", "strict": True, "kernels": "lazy"}
+    compiled = torch.compile(model, backend="nmm", options=options)
+    got, want = compiled(x), model(x)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-5, atol=3e-5)
+    upstream = [torch.randn_like(y) for y in want]
+    weights = list(model.parameters())
+    mine = torch.autograd.grad(got, weights, upstream)
+    theirs = torch.autograd.grad(want, weights, upstream)
+    for a, b in zip(mine, theirs, strict=True):
+        # sums over 24 tokens on top of the chains' own
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["lowrank_matmul_shared_x", "lowrank_matmul_shared_u"])
+def test_the_ops_take_a_layout_for_each_result(name):
+    x, u = torch.randn(6, 16), torch.randn(16, 4)
+    vs = [torch.randn(4, 8), torch.randn(4, 12)]
+    us = [u, u] if name.endswith("shared_x") else u
+    op = getattr(torch.ops.nmm, name)
+    rows = op(x, us, vs, [None, None])
+    got = op(x, us, vs, [None, None], out_layouts=["row", "col"])
+    assert [tuple(y.shape) for y in got] == [(6, 8), (12, 6)]
+    torch.testing.assert_close(got[0], rows[0])
+    torch.testing.assert_close(got[1], rows[1].t(), rtol=1e-5, atol=1e-5)
+    args = (x.requires_grad_(), us, vs, [None, None])
+    torch.library.opcheck(op.default, args, {"out_layouts": ["row", "col"]})
