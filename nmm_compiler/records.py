@@ -25,14 +25,25 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def json_kind(annotation: Any) -> Any:
+    """Return what JSON makes of this type: list, dict, or Any where it changes nothing."""
+    origin = typing.get_origin(annotation)
+    if origin is tuple:
+        return list
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Record)):
+        return dict
+    return Any
+
+
 def _revive(annotation: Any, value: Any) -> Any:
     """Turn JSON data back into the type that a field is annotated with."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
-        candidates = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return _revive(candidates[0], value)
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        kind = type(value) if isinstance(value, (list, dict)) else Any
+        return _revive(next((k for k in kinds if json_kind(k) is kind), Any), value)
     if isinstance(annotation, type) and issubclass(annotation, Record):
         return annotation.from_dict(value)
     if origin is tuple:

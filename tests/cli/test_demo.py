@@ -21,9 +21,12 @@ def test_demo_proves_every_kernel_and_every_embedding(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = json.loads(figures.read_text())
     assert run["passed"]
-    # the encoder has four shapes of linears: 384-384 (also the pooler's, on one token per
-    # sentence), 384-1536 and 1536-384
-    assert len(run["proofs"]) == len(run["comparisons"]) == 4
+    # q, k and v of one x in one kernel; 384-384 after attention, and the pooler's on one token per
+    # sentence; 384-1536 and 1536-384
+    shared = [proof for proof in run["proofs"] if proof["kernel"].startswith("lowrank_shared")]
+    assert len(run["proofs"]) == 5
+    assert len(shared) == 1
+    assert len(run["comparisons"]) == len(run["proofs"])
     assert all(proof["passed"] and proof["elements"] > 0 for proof in run["proofs"])
     assert run["agreement"]["difference"] <= run["agreement"]["tolerance"]
     assert run["agreement"]["difference"] > 0  # two evaluations in different orders
