@@ -34,7 +34,7 @@ from nmm_compiler.passes.regions import (
     over_value,
     readings,
 )
-from nmm_compiler.passes.sources import best_source, source_over_raw
+from nmm_compiler.passes.sources import source_over_raw
 from nmm_compiler.passes.spellings import target_name
 from nmm_compiler.passes.views import Dims
 
@@ -123,9 +123,7 @@ def _assign(
                 row += GRAPH_TRANSPOSE * operation.n * (turned and operand is not base)
                 continue
             seen.add(base)
-            dims = operation.operands[operand]
-            source = best_source(c, operand, dims, operation.n, operation.node)
-            if source.is_col():
+            if operation.source_of(c, operand).is_col():
                 row += GRAPH_TRANSPOSE * operation.n * (not turned)
             else:
                 col += GRAPH_TRANSPOSE * operation.n

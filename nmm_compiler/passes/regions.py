@@ -50,7 +50,8 @@ class Reader:
 class Pointwise:
     """An operation of a region; token axis i of its dims is its own dimension i.
 
-    operands: each tensor it reads, as dims over its axes. Layout fields as in `Call`.
+    operands: each tensor it reads, as dims over its axes. inside: what the calls compute on the
+    way to their results, and nobody else may read. Layout fields as in `Call`.
     """
 
     node: fx.Node
@@ -58,6 +59,7 @@ class Pointwise:
     out_dims: Dims
     lead: Dims
     operands: dict[fx.Node, Dims]
+    inside: frozenset[fx.Node] = frozenset()
     out_layout: str = "row"
     unread: bool = False
     direct: tuple[tuple[fx.Node, Dims], ...] = ()
@@ -70,6 +72,12 @@ class Pointwise:
     def is_full(self, operand: fx.Node) -> bool:
         """Say whether an operand varies along features and tokens."""
         return self.operands.get(operand) == self.out_dims
+
+    def source_of(self, c: Canonical, operand: fx.Node) -> Source:
+        """Return what a full operand from outside the region is best read from."""
+        dims = self.operands[operand]
+        source = best_source(c, operand, dims, self.n, self.node)
+        return Source(operand, dims, self.n) if source.key in self.inside else source
 
     def col_dims(self) -> Dims:
         """Return the dimensions of the value as [features, tokens]."""
@@ -100,7 +108,7 @@ class Pointwise:
             if raw is not None:
                 return editor.arrange(made[1], raw.dims, want)
         if self.is_full(operand):
-            source = best_source(c, operand, dims, self.n, self.node)
+            source = self.source_of(c, operand)
             return editor.arrange(editor.node(source.key), source.dims, want)
         return editor.arrange(editor.node(operand), dims, want)
 
@@ -121,6 +129,7 @@ class Region:
 def grow_regions(c: Canonical, calls: list[Call]) -> list[Region]:
     """Return the regions around the results of calls, in the order of the graph."""
     covered = {n for call in calls for n in call.covered}
+    inside = frozenset(covered - {call.final for call in calls})
     made: dict[fx.Node, Call | Pointwise] = {}
     above: dict[fx.Node, fx.Node] = {}
 
@@ -143,6 +152,7 @@ def grow_regions(c: Canonical, calls: list[Call]) -> list[Region]:
                 continue
             above[top(user)] = top(value.final)
             if known is None:
+                found.inside = inside
                 made[user] = found
                 queue.append(found)
     regions: dict[fx.Node, Region] = {}

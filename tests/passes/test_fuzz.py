@@ -69,6 +69,12 @@ def test_sixty_random_graphs():
     assert found["lowrank"] >= 40
 
 
+@pytest.mark.parametrize("seed", [1605, 2140])
+def test_graphs_that_once_went_wrong(seed):
+    """A copy between a write and its reader; an operand read from inside of a call."""
+    check(seed)
+
+
 @pytest.mark.long
 def test_two_thousand_random_graphs():
     found = _run(range(1000, 3000))
