@@ -72,7 +72,7 @@ def show(console: Console, rows: list[Row], target: str, others: dict[str, str])
             row.job.model, row.job.part, str(row.job.m), f"{row.latency_us:.1f}",
             f"{row.roofline_us:.1f}", f"{row.ratio:.3f}", f"{row.bytes_over_minimal:.2f}",
             f"{100 * row.mfu:.0f} %", f"{100 * row.mbu:.0f} %", f"{row.dma_over_tensor:.2f}",
-            f"{row.instructions:,}", f"+{100 * (row.turned_us / row.latency_us - 1):.0f} %",
+            f"{row.instructions:,}", f"{100 * (row.turned_us / row.latency_us - 1):+.0f} %",
             *(f"{row.over(name):.2f}x" for name in others), "; ".join(row.misses),
         )  # fmt: skip
     console.print(table)
