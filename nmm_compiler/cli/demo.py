@@ -192,7 +192,7 @@ def kernel_table(
     for name, justify in (("way", "left"), ("us", "right"), ("MB", "right"), ("gain", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for kernel, proof, c in zip(kernels, proofs, comparisons, strict=True):
-        verdict = f"at most {100 * proof.max_bound_share:.2f} % of its bound"
+        verdict = f"error at {100 * proof.norm_share:.0f} % of its limit"
         table.add_row(
             f"{kernel.spec.short()}\n{kernel.schedule.short()}\n"
             + (verdict if proof.passed else "FAILED the check"),

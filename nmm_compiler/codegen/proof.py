@@ -23,7 +23,8 @@ class Proof(Record):
     """What a check of one kernel found.
 
     max_error: largest absolute difference to float64; max_bound_share: largest ratio of an
-    element's difference to its own bound, at most 1 for a pass; elements: how many were compared.
+    element's difference to its own bound, norm_share: the error's Frobenius norm over its limit
+    (0 where none is held), both at most 1 for a pass; elements: how many were compared.
     """
 
     kernel: str
@@ -33,6 +34,7 @@ class Proof(Record):
     largest_bound: float
     max_bound_share: float
     relative_error: float
+    norm_share: float = 0.0
 
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
@@ -41,6 +43,7 @@ class Proof(Record):
             f"(largest bound {self.largest_bound:.3g}), worst element at "
             f"{100 * self.max_bound_share:.1f} % of its bound, relative error "
             f"{self.relative_error:.2e} in Frobenius norm"
+            + (f", {100 * self.norm_share:.0f} % of its limit" if self.norm_share else "")
         )
 
 
@@ -119,10 +122,13 @@ def compare(
     shares = [np.max(e / np.maximum(b, 1e-300)) for e, b in zip(errors, limits, strict=True)]
     norm = np.sqrt(sum(float(np.sum(np.square(want))) for want in references))
     distance = np.sqrt(sum(float(np.sum(np.square(e))) for e in errors))
+    norm_share = 0.0
     for error, expected in zip(errors, typical, strict=bool(typical)):
         most = np.linalg.norm(np.broadcast_to(expected, error.shape))
         slack = _NORM_SLACK if error.size >= _FEW_ELEMENTS else _FEW_SLACK
-        passed = passed and bool(np.linalg.norm(error) <= slack * most)
+        found = float(np.linalg.norm(error))
+        norm_share = max(norm_share, found / max(float(slack * most), 1e-300))
+        passed = passed and found <= float(slack * most)
     return Proof(
         kernel=name,
         passed=passed,
@@ -131,4 +137,5 @@ def compare(
         largest_bound=float(max(np.max(b) for b in limits)),
         max_bound_share=float(max(shares)),
         relative_error=float(distance / norm) if norm else float(distance),
+        norm_share=norm_share,
     )

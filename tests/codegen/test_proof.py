@@ -51,7 +51,12 @@ def test_a_wrong_tile_fails_where_the_elementwise_bound_is_loose():
     want, loose = spec.reference(*arrays), np.full((128, 128), 1e6)
     typical = (spec.typical_error(*arrays),)
     right = want.astype("float32").astype(arrays[0].dtype)
-    assert compare("right", (right,), (want,), (loose,), typical).passed
+    passing = compare("right", (right,), (want,), (loose,), typical)
+    assert passing.passed
+    assert 0 < passing.norm_share <= 1
     wrong = right.copy()
     wrong[:32, :32] = 0
-    assert not compare("wrong", (wrong,), (want,), (loose,), typical).passed
+    failing = compare("wrong", (wrong,), (want,), (loose,), typical)
+    assert not failing.passed
+    assert f"{100 * failing.norm_share:.0f} % of its limit" in str(failing)
+    assert failing.norm_share > 1
