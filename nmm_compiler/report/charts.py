@@ -1,0 +1,262 @@
+"""Charts as SVG text, in the colours of the page that they stand on (`page.STYLE`).
+
+Every mark has a `<title>`, which browsers show on hover and read aloud. Nothing is drawn by script.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nmm_compiler.report.parts import Drawing
+
+_WIDTH, _HEIGHT = 720, 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 26, 44
+COLOURS = ("--a", "--b", "--c", "--d", "--e")
+"""CSS variables of `page.STYLE`, in the order in which series take them."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line through points (x, y), or points alone."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    line: bool = True
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row of `bars`: a name and the values of its parts, in the order of the chart's keys."""
+
+    name: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of work: start and stop in microseconds, what it is, and what hovering says."""
+
+    start_us: float
+    stop_us: float
+    name: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One row of a timeline, such as an engine."""
+
+    name: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A scale from data to pixels, linear or logarithmic."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        low, high, value = (
+            (math.log10(v) if self.log else v) for v in (self.low, self.high, value)
+        )
+        share = (value - low) / (high - low) if high > low else 0.5
+        return round(self.start + share * (self.stop - self.start), 2)
+
+    def ticks(self) -> list[float]:
+        if self.log:
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            marks = [10.0**power for power in range(first, last + 1)]
+            return [mark for mark in marks if self.low <= mark <= self.high]
+        span = self.high - self.low
+        if span <= 0:
+            return [self.low]
+        step = 10 ** math.floor(math.log10(span))
+        step = next(step * part for part in (1, 0.5, 0.2, 0.1) if span / (step * part) >= 4)
+        first_mark = math.ceil(self.low / step)
+        return [i * step for i in range(first_mark, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def lines(
+    series: Sequence[Series], x_title: str, y_title: str, text: str, *, log: bool = False
+) -> Drawing:
+    """Return a chart of lines and points; `log` makes both axes logarithmic.
+
+    Raises ValueError where there is no point, or none that a logarithmic axis can show.
+    """
+    points = [point for one in series for point in one.points]
+    if log:
+        points = [(x, y) for x, y in points if x > 0 and y > 0]
+    if not points:
+        raise ValueError(f"a chart of {y_title} over {x_title} needs at least one point")
+    xs, ys = ([point[i] for point in points] for i in (0, 1))
+    x = _Axis(*_bounds(xs, log), _LEFT, _WIDTH - _RIGHT, log)
+    y = _Axis(*_bounds([*ys, *([] if log else [0.0])], log), _HEIGHT - _BOTTOM, _TOP, log)
+    body = _frame(x, y, x_title, y_title)
+    for one, colour in zip(series, _colours(len(series)), strict=True):
+        shown = [(x.at(a), y.at(b), a, b) for a, b in one.points if not log or (a > 0 and b > 0)]
+        if one.line and len(shown) > 1:
+            path = " ".join(f"{a},{b}" for a, b, _, _ in shown)
+            body.append(
+                f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="2"/>'
+            )
+        for a, b, raw_x, raw_y in shown:
+            hint = _hint(f"{one.name}: {x_title} {raw_x:.4g}, {y_title} {raw_y:.4g}")
+            radius = 2.5 if one.line else 5
+            body.append(
+                f'<circle cx="{a}" cy="{b}" r="{radius}" fill="var({colour})">{hint}</circle>'
+            )
+    body += _legend([one.name for one in series])
+    return Drawing(_svg(body, _HEIGHT, text), text)
+
+
+def roofline(
+    points: Sequence[tuple[str, float, float]],
+    peak_flops_per_second: float,
+    bytes_per_second: float,
+    text: str,
+) -> Drawing:
+    """Return a roofline plot. points: (name, FLOPs per HBM byte, FLOPs per second reached)."""
+    ridge = peak_flops_per_second / bytes_per_second
+    intensities = [point[1] for point in points if point[1] > 0]
+    low, high = min([ridge / 16, *intensities]) / 2, max([ridge * 16, *intensities]) * 2
+    roof = tuple(
+        (at, min(peak_flops_per_second, at * bytes_per_second) / 1e12) for at in (low, ridge, high)
+    )
+    kernels = [Series(name, ((at, rate / 1e12),), line=False) for name, at, rate in points]
+    return lines(
+        [Series("roofline", roof), *kernels], "FLOPs per HBM byte", "TFLOP/s", text, log=True
+    )
+
+
+def bars(rows: Sequence[Bar], keys: Sequence[str], unit: str, text: str) -> Drawing:
+    """Return stacked horizontal bars, one a row. keys: the names of each bar's parts."""
+    most = max((sum(row.values) for row in rows), default=0.0)
+    left = 10 + 7 * max((len(row.name) for row in rows), default=0)
+    axis = _Axis(0.0, most or 1.0, left, _WIDTH - 90)
+    body, top = _legend(keys), 30
+    for row in rows:
+        body.append(_label(left - 6, top + 14, row.name, "end"))
+        start = 0.0
+        for key, value, colour in zip(keys, row.values, _colours(len(keys)), strict=True):
+            wide = round(axis.at(start + value) - axis.at(start), 2)
+            hint = _hint(f"{row.name}, {key}: {value:.4g} {unit}")
+            body.append(
+                f'<rect x="{axis.at(start)}" y="{top}" width="{wide}" height="18" '
+                f'fill="var({colour})">{hint}</rect>'
+            )
+            start += value
+        body.append(_label(axis.at(start) + 6, top + 14, f"{start:.4g} {unit}"))
+        top += 26
+    return Drawing(_svg(body, top + 10, text), text)
+
+
+def timeline(lanes: Sequence[Lane], text: str, *, most_slices: int = 4000) -> Drawing:
+    """Return a timeline, one row a lane.
+
+    Neighbours that would be thinner than a third of a pixel are drawn as one; a timeline of more
+    than `most_slices` a lane keeps the longest.
+    """
+    end = max((piece.stop_us for lane in lanes for piece in lane.slices), default=1.0)
+    left = 10 + 7 * max((len(lane.name) for lane in lanes), default=0)
+    axis = _Axis(0.0, end or 1.0, left, _WIDTH - _RIGHT)
+    body, top = [], 10
+    for lane, colour in zip(lanes, _colours(len(lanes)), strict=True):
+        body.append(_label(left - 6, top + 14, lane.name, "end"))
+        thin = (end or 1.0) / (axis.stop - axis.start) / 3
+        pieces = sorted(_joined(lane.slices, thin), key=lambda p: p.start_us - p.stop_us)
+        for piece in pieces[:most_slices]:
+            x = axis.at(piece.start_us)
+            wide = max(round(axis.at(piece.stop_us) - x, 2), 0.3)
+            said = f"{piece.name}: {piece.start_us:.2f} to {piece.stop_us:.2f} us {piece.hint}"
+            body.append(
+                f'<rect x="{x}" y="{top}" width="{wide}" height="18" fill="var({colour})">'
+                f"{_hint(said.strip())}</rect>"
+            )
+        top += 24
+    for mark in axis.ticks():
+        body.append(_label(axis.at(mark), top + 16, f"{mark:g}", "middle"))
+    body.append(_label(left - 16, top + 16, "us", "end"))
+    return Drawing(_svg(body, top + 26, text), text)
+
+
+def _joined(slices: Sequence[Slice], thin_us: float) -> list[Slice]:
+    """Join slices that follow each other closer than `thin_us` and are thinner than that."""
+    joined: list[Slice] = []
+    for piece in sorted(slices, key=lambda one: one.start_us):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and piece.start_us - last.stop_us < thin_us
+            and piece.stop_us - piece.start_us < thin_us
+        ):
+            joined[-1] = Slice(
+                last.start_us, max(last.stop_us, piece.stop_us), last.name, "and more"
+            )
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _bounds(values: Sequence[float], log: bool) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if log:
+        return low / 1.2, high * 1.2
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def _frame(x: _Axis, y: _Axis, x_title: str, y_title: str) -> list[str]:
+    body = []
+    for mark in x.ticks():
+        at = x.at(mark)
+        body.append(_rule(at, at, y.start, y.stop))
+        body.append(_label(at, y.start + 16, f"{mark:g}", "middle"))
+    for mark in y.ticks():
+        at = y.at(mark)
+        body.append(_rule(x.start, x.stop, at, at))
+        body.append(_label(x.start - 6, at + 4, f"{mark:g}", "end"))
+    body.append(_label((x.start + x.stop) / 2, _HEIGHT - 8, x_title, "middle"))
+    turned = f'transform="translate(14 {_HEIGHT / 2}) rotate(-90)"'
+    body.append(f'<text {turned} text-anchor="middle">{html.escape(y_title)}</text>')
+    return body
+
+
+def _legend(names: Sequence[str]) -> list[str]:
+    body, left = [], float(_LEFT + 8)
+    for name, colour in zip(names, _colours(len(names)), strict=True):
+        body.append(f'<rect x="{left}" y="4" width="10" height="10" fill="var({colour})"/>')
+        body.append(_label(left + 14, 13, name))
+        left += 30 + 7 * len(name)
+    return body
+
+
+def _rule(x1: float, x2: float, y1: float, y2: float) -> str:
+    return f'<line x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}" stroke="var(--line)"/>'
+
+
+def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _svg(body: Sequence[str], height: float, text: str) -> str:
+    inner = "\n".join(body)
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" role="img" '
+        f'aria-label="{html.escape(text, quote=True)}" font-size="12" '
+        f'font-family="system-ui, sans-serif" xmlns="http://www.w3.org/2000/svg">\n{inner}\n</svg>'
+    )
+
+
+def _hint(text: str) -> str:
+    return f"<title>{html.escape(text)}</title>"

@@ -1,0 +1,81 @@
+"""Parts as plain text for a given width.
+
+Sentences are wrapped between words. Only the last column of a table wraps; a table that is wider
+than the page loses the second blank between its columns before anything else. A path, a URL or any
+other word is never broken: such a line is longer than the page.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Part, Section
+
+_WIDEST = 120
+_NARROWEST_LAST_COLUMN = 16
+
+
+def page_width() -> int:
+    """Return the columns of the terminal, 100 where there is none, 120 at most."""
+    return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+
+
+def as_text(parts: Sequence[Part], width: int | None = None) -> str:
+    """Return the parts as text, an empty line around every table, text block and section."""
+    return "\n".join(_lines(parts, width or page_width()))
+
+
+def _lines(parts: Sequence[Part], width: int) -> list[str]:
+    lines: list[str] = []
+    for before, part in zip([None, *parts], parts, strict=False):
+        block = not isinstance(part, Line) or not isinstance(before, Line)
+        if lines and block:
+            lines.append("")
+        lines += _part(part, width)
+    return lines
+
+
+def _part(part: Part, width: int) -> list[str]:
+    match part:
+        case Line():
+            return wrapped(part.text, width, part.indent, part.hang)
+        case Grid():
+            return columns(part, width)
+        case Code():
+            return [*([part.title] if part.title else []), *part.text.rstrip("\n").split("\n")]
+        case Drawing():
+            return wrapped(part.text, width)
+        case Section():
+            return [part.title, *_lines(part.parts, width)]
+
+
+def wrapped(text: str, width: int, indent: int = 0, hang: int = 4) -> list[str]:
+    """Return the text as lines of at most `width` columns, broken between words only."""
+    first, rest = " " * indent, " " * (indent + hang)
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest,
+        break_long_words=False, break_on_hyphens=False,
+    ) or [""]  # fmt: skip
+
+
+def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
+    """Return a table as aligned lines under its head, the last column wrapped to the width."""
+    rows = [grid.head, *grid.rows]
+    count = len(grid.head)
+    widths = [max(len(row[i]) for row in rows) for i in range(count)]
+    right = [name in grid.right for name in grid.head]
+    gap = "  " if sum(widths) + 2 * count <= width else " "
+    start = sum(size + len(gap) for size in widths[:-1])
+    room = max(width - start, _NARROWEST_LAST_COLUMN)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(size) if to_right else cell.ljust(size)
+            for cell, size, to_right in zip(row, widths, right, strict=True)
+        ]
+        last = [cells[-1]] if right[-1] else wrapped(row[-1], room, hang=0)
+        lines.append(gap.join([*cells[:-1], last[0]]))
+        lines += [" " * start + more for more in last[1:]]
+    return [line.rstrip() for line in lines]

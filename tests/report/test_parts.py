@@ -1,0 +1,139 @@
+"""The report toolkit: the same parts as text and as HTML, charts, and files written whole."""
+
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from nmm_compiler.errors import OutputError
+from nmm_compiler.report import charts
+from nmm_compiler.report.page import as_html, page, write_page
+from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Section
+from nmm_compiler.report.shown import Shown
+from nmm_compiler.report.text import as_text
+
+VOID = {"meta", "br", "img"}
+URL = "https://example.org/a/very/long/path/that-has-hyphens/and_more/of/it/kernel.py"
+
+
+class Checker(HTMLParser):
+    """Collects the text of a page and checks that every tag closes."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.texts, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+class Fruit(Shown):
+    def parts(self):
+        return [
+            Line("two <kinds> of fruit & more", "headline"),
+            Grid.of(
+                ("name", "weight", "note"), [("apple", 10.5, "red"), ("fig", 7, URL)], ["weight"]
+            ),
+            Section("source", (Code("a < b\n  c"),), folded=True),
+        ]
+
+
+def test_text_aligns_wraps_and_never_breaks_a_word():
+    text = Fruit().table(40)
+    assert text.splitlines()[:5] == [
+        "two <kinds> of fruit & more",
+        "",
+        "name  weight note",
+        "apple   10.5 red",
+        f"fig        7 {URL}",
+    ]
+    assert "source\na < b\n  c" in text
+    assert max(map(len, as_text([Line("word " * 50)], 30).splitlines())) <= 30
+
+
+def test_html_says_the_same_and_is_well_formed():
+    for text in (Fruit()._repr_html_(), page("Fruit", Fruit().parts())):
+        checker = Checker()
+        checker.feed(text)
+        assert not checker.open
+        assert not checker.links, "a page holds everything it shows"
+        shown = " ".join(checker.texts)
+        for words in ("two <kinds> of fruit & more", "apple", "10.5", URL, "a < b\n  c"):
+            assert words in shown
+
+
+def test_rows_have_as_many_cells_as_the_head():
+    with pytest.raises(ValueError, match="3 cells, the head has 2"):
+        Grid.of(("a", "b"), [(1, 2, 3)])
+
+
+def test_pages_are_written_whole_or_not_at_all(tmp_path):
+    path = write_page("Fruit", Fruit().parts(), tmp_path / "fruit.html")
+    before = path.read_text()
+    with pytest.raises(OutputError, match="nowhere"):
+        write_page("Fruit", [], tmp_path / "nowhere" / "fruit.html")
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["fruit.html"]
+
+
+def _parsed(drawing: Drawing):
+    tree = ElementTree.fromstring(drawing.svg)
+    hints = [e.text for e in tree.iter() if e.tag.endswith("title")]
+    return tree, hints
+
+
+def test_lines_put_larger_values_higher_and_further_right():
+    drawing = charts.lines(
+        [charts.Series("a & b", ((1.0, 2.0), (2.0, 4.0)))], "tokens", "us", "time over tokens"
+    )
+    tree, hints = _parsed(drawing)
+    first, second = (e for e in tree.iter() if e.tag.endswith("circle"))
+    assert float(first.get("cx")) < float(second.get("cx"))
+    assert float(first.get("cy")) > float(second.get("cy"))
+    assert hints == ["a & b: tokens 1, us 2", "a & b: tokens 2, us 4"]
+    with pytest.raises(ValueError, match="at least one point"):
+        charts.lines([charts.Series("none", ())], "x", "y", "nothing", log=True)
+
+
+def test_a_kernel_at_the_roof_touches_it():
+    """A point at the ridge that reaches the peak lies on the corner of the roof."""
+    drawing = charts.roofline([("k", 100.0, 1e12)], 1e12, 1e10, "one kernel")
+    tree, _ = _parsed(drawing)
+    roof = next(e for e in tree.iter() if e.tag.endswith("polyline")).get("points").split()
+    dots = [e for e in tree.iter() if e.tag.endswith("circle")]
+    assert f"{dots[-1].get('cx')},{dots[-1].get('cy')}" == roof[1]
+
+
+def test_bars_are_as_wide_as_their_values():
+    drawing = charts.bars(
+        [charts.Bar("fused", (3.0, 1.0)), charts.Bar("dense", (8.0, 0.0))], ("a", "b"), "us", "t"
+    )
+    tree, _ = _parsed(drawing)
+    widths = [float(e.get("width")) for e in tree.iter() if e.get("height") == "18"]
+    assert widths[0] == pytest.approx(3 * widths[1], rel=0.01)
+    assert widths[2] == pytest.approx(2 * (widths[0] + widths[1]), rel=0.01)
+
+
+def test_a_timeline_joins_what_is_too_thin_to_see():
+    thin = tuple(charts.Slice(i * 0.001, i * 0.001 + 0.0005, "copy") for i in range(5000))
+    long = charts.Slice(10.0, 1000.0, "matmul", "k.py:3")
+    tree, hints = _parsed(charts.timeline([charts.Lane("VectorE", (*thin, long))], "a run"))
+    rects = [e for e in tree.iter() if e.tag.endswith("rect")]
+    assert len(rects) < 100
+    assert any(hint.startswith("matmul: 10.00 to 1000.00 us k.py:3") for hint in hints)
+
+
+def test_an_empty_fragment_is_a_fragment():
+    assert as_html([]).startswith("<div")
+    assert as_text([]) == ""
