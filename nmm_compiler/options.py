@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nmm_compiler import targets
 from nmm_compiler.errors import OptionTypeError, UnknownNameError
 
-TARGETS = ("trn1", "trn2", "trn3")
+TARGETS = targets.names()
 EXECUTORS = ("auto", "reference", "simulator", "nki_simulate", "neuron")
 INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
 KERNELS = ("build", "lazy")

@@ -1,14 +1,27 @@
-"""Hardware as data: `get("trn2")` returns the frozen record of one NeuronCore generation."""
+"""Hardware as data: `get("trn2")` returns the frozen record of one NeuronCore generation.
+
+Every file `<name>.py` of this folder that has a `TARGET` is one target.
+"""
+
+import importlib
+import pkgutil
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.targets.base import Source, Target
-from nmm_compiler.targets.trn1 import TARGET as _TRN1
-from nmm_compiler.targets.trn2 import TARGET as _TRN2
-from nmm_compiler.targets.trn3 import TARGET as _TRN3
 
 __all__ = ["Source", "Target", "get", "names"]
 
-_TARGETS = {target.name: target for target in (_TRN1, _TRN2, _TRN3)}
+
+def _load() -> dict[str, Target]:
+    modules = (
+        importlib.import_module(f"{__name__}.{found.name}")
+        for found in pkgutil.iter_modules(__path__)
+    )
+    found = [module.TARGET for module in modules if hasattr(module, "TARGET")]
+    return {target.name: target for target in sorted(found, key=lambda t: t.generation)}
+
+
+_TARGETS = _load()
 
 
 def names() -> tuple[str, ...]:

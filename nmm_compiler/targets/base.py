@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 Kind = Literal["documented", "measured", "assumed"]
 
@@ -24,19 +24,26 @@ class Source(NamedTuple):
         return f"{self.kind}: {self.where}"
 
 
-def documented(where: str) -> Source:
-    """Return a source for a number printed by AWS."""
-    return Source("documented", where)
+class Known(NamedTuple):
+    """A number and its source, as a target's file writes them."""
+
+    value: Any
+    source: Source
 
 
-def measured(where: str) -> Source:
-    """Return a source for a number somebody measured on hardware and published."""
-    return Source("measured", where)
+def documented(value: float, where: str) -> Known:
+    """Return a number printed by AWS."""
+    return Known(value, Source("documented", where))
 
 
-def assumed(where: str) -> Source:
-    """Return a source for a number that we derived or assume; `where` says how."""
-    return Source("assumed", where)
+def measured(value: float, where: str) -> Known:
+    """Return a number that somebody measured on hardware and published."""
+    return Known(value, Source("measured", where))
+
+
+def assumed(value: float, where: str) -> Known:
+    """Return a number that we derived or assume; `where` says how."""
+    return Known(value, Source("assumed", where))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +98,7 @@ class Target:
     dma_queues_per_engine: int
     dma_bytes_per_second_per_engine: float
     dma_generates_descriptors: bool
+    dma_transposes: bool
     dma_issue_seconds: float
     dma_issue_descriptor_seconds: float
     dma_static_issue_seconds: float
@@ -121,6 +129,31 @@ class Target:
                 f"target {self.name}: sources lack {sorted(missing)} and name {sorted(extra)}, "
                 "which are no fields; give every number exactly one source"
             )
+
+    @classmethod
+    def of(cls, name: str, *, generation: str, summary: str, **numbers: Known) -> Self:
+        """Return a target from numbers that each stand beside their source.
+
+        Raises TypeError for a number that is missing or unknown.
+        """
+        values = {field: known.value for field, known in numbers.items()}
+        sources = {field: known.source for field, known in numbers.items()}
+        return cls(name=name, generation=generation, summary=summary, sources=sources, **values)
+
+    def successor(self, name: str, *, generation: str, summary: str, **numbers: Known) -> Self:
+        """Return a newer target that differs in `numbers`.
+
+        What is documented here and not given holds for all generations; what was measured or
+        assumed here is assumed there.
+        """
+        carried = {
+            field: Known(
+                getattr(self, field),
+                source if source.kind == "documented" else Source("assumed", f"as {self.name}"),
+            )
+            for field, source in self.sources.items()
+        }
+        return self.of(name, generation=generation, summary=summary, **{**carried, **numbers})
 
     @property
     def sbuf_usable_bytes_per_partition(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from nmm_compiler import targets
 from nmm_compiler.errors import UnknownNameError
-from nmm_compiler.targets.base import Source, Target
+from nmm_compiler.targets.base import Known, Source, Target
 
 ALL = [targets.get(name) for name in targets.names()]
 numbers = [
@@ -72,3 +72,20 @@ def test_get_by_name_and_closest_name():
     assert targets.get("trn2") is targets.get(targets.get("trn2"))
     with pytest.raises(UnknownNameError, match="trn2"):
         targets.get("trn22")
+
+
+def test_a_successor_carries_over_what_holds_and_says_what_it_assumes():
+    trn2, trn3 = targets.get("trn2"), targets.get("trn3")
+    assert trn3.tensor_min_interval_cycles == trn2.tensor_min_interval_cycles
+    assert trn3.sources["tensor_min_interval_cycles"].kind == "documented"
+    assert trn2.sources["semaphore_seconds"].kind == "measured"
+    assert trn3.sources["semaphore_seconds"] == Source("assumed", "as trn2")
+    assert trn3.hbm_bytes_per_second > trn2.hbm_bytes_per_second
+    with pytest.raises(TypeError, match="hbm_bytes_per_minute"):
+        trn2.successor(
+            "trn4", generation="gen5", summary="", hbm_bytes_per_minute=trn2_number(trn2)
+        )
+
+
+def trn2_number(trn2):
+    return Known(trn2.hbm_bytes_per_second, trn2.sources["hbm_bytes_per_second"])
