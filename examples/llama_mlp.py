@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import nmm_compiler as nmm
 from nmm_compiler.cli.demo import kernel_table
 from nmm_compiler.codegen.proof import prove
-from nmm_compiler.report.comparison import compare
+from nmm_compiler.prediction.comparison import compare
 
 CONFIG = LlamaConfig(
     hidden_size=2048,

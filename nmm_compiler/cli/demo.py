@@ -170,7 +170,7 @@ def _prove(kernel: Kernel) -> Proof:
 
 
 def _compare(kernel: Kernel, target: str) -> Any:
-    from nmm_compiler.report.comparison import compare
+    from nmm_compiler.prediction.comparison import compare
 
     return compare(kernel.spec, target)
 

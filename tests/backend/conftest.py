@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nmm_compiler import backend
+from nmm_compiler.backend import compile_graph as backend
 
 
 @pytest.fixture(autouse=True)

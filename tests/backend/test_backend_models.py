@@ -15,7 +15,7 @@ from backend.small_models import FactorPair, small_llama
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nmm_compiler import backend
+from nmm_compiler.backend import compile_graph as backend
 from nmm_compiler.runtime.kernels import KERNELS
 
 QUICK = {"kernels": "lazy", "inner": "aot_eager"}
@@ -353,7 +353,7 @@ model = torch.nn.Sequential(down, up)  # nothing for a C++ compiler to do
 run = torch.compile(model, backend="nmm", options={"inner": "inductor", **OPTIONS})
 y = run(torch.ones(4, 64))
 y.sum().backward()
-import nmm_compiler.backend as backend
+import nmm_compiler.backend.compile_graph as backend
 print(json.dumps({
     "aot": {k: v for k, v in counters["aot_autograd"].items()},
     "fx": {k: v for k, v in counters["inductor"].items()},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from backend.small_models import small_llama
 
-from nmm_compiler import backend
+from nmm_compiler.backend import compile_graph as backend
 from nmm_compiler.runtime import executor
 
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, fx
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
+from nmm_compiler.backend.inner import compile_inner, inner_name
+from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.errors import CacheMissError
 from nmm_compiler.kernels import ops, ops_sharding
 from nmm_compiler.options import Options
-from nmm_compiler.report.compile_report import CompileReport, KernelLine, Refusal
 from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.calls import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.runtime.configuration import executor_name
-from nmm_compiler.runtime.inner import compile_inner, inner_name
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS
 

@@ -5,7 +5,7 @@ import pytest
 from nmm_compiler.kernels.gated_mlp import GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.report.comparison import compare
+from nmm_compiler.prediction.comparison import compare
 
 
 def test_a_fused_chain_saves_exactly_the_intermediate_in_hbm():

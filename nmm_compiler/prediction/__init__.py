@@ -1,0 +1,1 @@
+"""What a model is predicted to take: fused, as separate products, and dense."""
