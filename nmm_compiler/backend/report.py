@@ -8,13 +8,14 @@ simulator's predictions, never measurements.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.records import Record
+from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.shown import Shown
 
 _NAMES_SHOWN = 4
 
@@ -42,7 +43,7 @@ class Refusal(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileReport:
+class CompileReport(Shown):
     """What happened to one graph.
 
     chains: low-rank chains that were rewritten. matches: one line per call they became, fewer where
@@ -96,47 +97,37 @@ class CompileReport:
             f"{self.target}; executor {self.executor}, inner {self.inner}; {times}"
         )
 
-    def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        tables: list[Any] = []
+    def parts(self) -> list[Part]:
+        """Return the summary, then tables of calls, refusals and kernels, then the notes."""
+        parts: list[Part] = [Line(self.summary(), "headline")]
         if self.matches:
-            found = Table("calls", "at", box=None, pad_edge=False)
             places: dict[str, list[str]] = {}
             for line in self.matches:
                 what, _, where = line.partition(" at ")
                 places.setdefault(what, []).append(where)
-            for what, nodes in places.items():
-                found.add_row(f"{len(nodes)} x {what}", _some(nodes, 2))
-            tables.append(found)
+            rows = [(f"{len(at)} x {what}", _some(at, 2)) for what, at in places.items()]
+            parts.append(Grid.of(("calls", "at"), rows))
         if self.declined:
-            left = Table("chains left alone: reason", "nodes", box=None, pad_edge=False)
-            for reason in dict.fromkeys(refusal.reason for refusal in self.declined):
-                nodes = [r.node for r in self.declined if r.reason == reason]
-                left.add_row(reason, _some(nodes))
-            tables.append(left)
+            reasons: dict[str, list[str]] = {}
+            for refusal in self.declined:
+                reasons.setdefault(refusal.reason, []).append(refusal.node)
+            rows = [(_some(nodes), reason) for reason, nodes in reasons.items()]
+            parts.append(Grid.of(("left alone", "reason"), rows))
         if self.kernels:
-            made = Table(
-                "kernel", "schedule", "calls", "from", "HBM MB", "predicted us",
-                box=None, pad_edge=False,
-            )  # fmt: skip
-            for kernel in self.kernels:
-                made.add_row(
-                    kernel.spec, kernel.schedule, str(kernel.calls), kernel.origin,
-                    f"{kernel.hbm_bytes / 1e6:.2f}", f"{kernel.predicted_us:.1f}",
-                )  # fmt: skip
-            tables.append(made)
-        out = io.StringIO()
-        console = Console(file=out, width=120, color_system=None, markup=False, highlight=False)
-        console.print(self.summary(), soft_wrap=True)
-        for table in tables:
-            console.print(table)
+            figures = ("calls", "HBM MB", "predicted us")
+            kernels = [
+                (
+                    kernel.spec, kernel.calls, kernel.origin, f"{kernel.hbm_bytes / 1e6:.2f}",
+                    f"{kernel.predicted_us:.1f}", kernel.schedule,
+                )
+                for kernel in self.kernels
+            ]  # fmt: skip
+            head = ("kernel", "calls", "from", "HBM MB", "predicted us", "schedule")
+            parts.append(Grid.of(head, kernels, right=figures))
         if self.fallback is not None:
-            console.print(f"the graph was left as it was: {self.fallback}", soft_wrap=True)
-        for note in self.notes:
-            console.print(f"note: {note}", soft_wrap=True)
-        return out.getvalue().rstrip()
+            parts.append(Line(f"the graph was left as it was: {self.fallback}", "warning"))
+        parts += [Line(f"note: {note}", "note") for note in self.notes]
+        return parts
 
 
 def _some(names: Sequence[str], count: int = _NAMES_SHOWN) -> str:

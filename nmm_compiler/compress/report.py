@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, field
 
-from rich.console import Console
-from rich.table import Table
-
 from nmm_compiler.records import Record
+from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.shown import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class LayerReport(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionReport(Record):
+class CompressionReport(Shown, Record):
     """What `compress` did.
 
     ratio: the share of parameters (or of predicted time, by `budget`) asked to be removed, None
@@ -136,32 +134,29 @@ class CompressionReport(Record):
             f"ranks in multiples of {self.align}{calibrated}{predicted}, {self.seconds:.1f} s"
         )
 
-    def table(self) -> Table:
-        """Return the table of layers, then of what was left alone."""
-        table = Table(title=self.summary(), title_justify="left")
-        table.add_column("layer", overflow="fold")
-        for name in ("n x k", "rank", "removed", "weight error", "output error"):
-            table.add_column(name, justify="right")
-        table.add_column("note", overflow="fold")
-        for layer in self.layers:
-            table.add_row(
+    def parts(self) -> list[Part]:
+        """Return the summary, then the table of layers and of what was left alone."""
+        rows = [
+            (
                 layer.name,
                 f"{layer.n} x {layer.k}",
-                "dense" if layer.rank is None else str(layer.rank),
+                "dense" if layer.rank is None else layer.rank,
                 f"{layer.ratio:.3f}",
                 _figure(layer.weight_error),
                 _figure(layer.output_error),
                 layer.note,
             )
-        for skip in self.skipped:
-            shape = " x ".join(map(str, skip.shape))
-            table.add_row(skip.name, shape, "-", "-", "-", "-", skip.reason)
-        return table
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=120, highlight=False).print(self.table())
-        return text.getvalue().rstrip("\n")
+            for layer in self.layers
+        ]
+        rows += [
+            (skip.name, " x ".join(map(str, skip.shape)), "-", "-", "-", "-", skip.reason)
+            for skip in self.skipped
+        ]
+        figures = ("n x k", "rank", "removed", "weight error", "output error")
+        return [
+            Line(self.summary(), "headline"),
+            Grid.of(("layer", *figures, "note"), rows, right=figures),
+        ]
 
 
 def _figure(value: float | None) -> str:

@@ -7,12 +7,18 @@ its row busy, and its full latency is among its arguments.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.errors import OutputError
+from nmm_compiler.report.trace import (
+    Event,
+    counter,
+    process_name,
+    row_name,
+    trace_slice,
+    write_events,
+)
 from nmm_compiler.simulator.timing import Timeline
 
 _ROWS = {"tensor": 1, "vector": 2, "scalar": 3, "gpsimd": 4, "sync": 5}
@@ -26,6 +32,7 @@ _TITLES = {
 _FIRST_QUEUE_ROW = 10
 _FIRST_ENGINE_ROW = 100
 _CORE, _DMA = 1, 2
+_PROCESSES_EACH = 10
 
 
 def write_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
@@ -33,64 +40,46 @@ def write_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
     return write_events(chrome_events(timeline), path)
 
 
-def write_events(events: Iterable[dict[str, Any]], path: str | Path) -> Path:
-    """Write trace events to `path` as one Chrome JSON file; return the path."""
-    path = Path(path)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
-            for number, event in enumerate(events):
-                file.write((",\n" if number else "") + json.dumps(event))
-            file.write("\n]}\n")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OutputError(f"cannot write the trace {path}: {error.strerror or error}") from error
-    return path
+def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> Path:
+    """Write several timelines, the cores of a grid or rival schedules, below each other.
+
+    Each has processes of its own, named after its key. Raises OutputError.
+    """
+    return write_events(_side_by_side(timelines), path)
 
 
-def chrome_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _side_by_side(timelines: Mapping[str, Timeline]) -> Iterator[Event]:
+    for number, (name, timeline) in enumerate(timelines.items()):
+        for event in chrome_events(timeline):
+            event["pid"] += number * _PROCESSES_EACH
+            if event["name"] == "process_name":
+                event["args"]["name"] = f"{name}: {event['args']['name']}"
+            yield event
+
+
+def chrome_events(timeline: Timeline) -> Iterator[Event]:
     """Yield the events: names of the rows, slices, counters."""
     queues = sorted({transfer.queue for transfer in timeline.transfers})
     used = sorted({part[0] for transfer in timeline.transfers for part in transfer.parts})
     engines = {instruction.engine for instruction in timeline.trace.instructions}
-    yield _name("process_name", _CORE, 0, f"NeuronCore {timeline.target.name} (simulated)")
-    yield _name("process_name", _DMA, 0, "DMA (simulated)")
+    yield process_name(_CORE, f"NeuronCore {timeline.target.name} (simulated)")
+    yield process_name(_DMA, "DMA (simulated)")
     for engine, row in _ROWS.items():
         if engine in engines or engine != "sync":
-            yield _name("thread_name", _CORE, row, _TITLES[engine])
+            yield row_name(_CORE, row, _TITLES[engine])
     queue_rows = {queue: _FIRST_QUEUE_ROW + at for at, queue in enumerate(queues)}
     for queue, row in queue_rows.items():
-        yield _name("thread_name", _DMA, row, f"queue {queue} (issue)")
+        yield row_name(_DMA, row, f"queue {queue} (issue)")
     for engine_number in used:
         title = "DMA engines, all alike" if engine_number < 0 else f"DMA engine {engine_number}"
-        yield _name("thread_name", _DMA, _engine_row(engine_number), title)
+        yield row_name(_DMA, _engine_row(engine_number), title)
     yield from _compute_slices(timeline)
     yield from _dma_slices(timeline, queue_rows)
     yield from _counters(timeline)
 
 
-def _name(kind: str, process: int, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}}
-
-
 def _engine_row(number: int) -> int:
     return _FIRST_ENGINE_ROW + number + 1
-
-
-def _slice(
-    name: str, process: int, row: int, start: float, stop: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": process,
-        "tid": row,
-        "ts": round(start, 4),
-        "dur": round(stop - start, 4),
-        "args": args,
-    }
 
 
 def _arguments(timeline: Timeline, index: int) -> dict[str, Any]:
@@ -107,11 +96,11 @@ def _arguments(timeline: Timeline, index: int) -> dict[str, Any]:
     return args
 
 
-def _compute_slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _compute_slices(timeline: Timeline) -> Iterator[Event]:
     for index, instruction in enumerate(timeline.trace.instructions):
         if instruction.engine == "dma" or index in timeline.repeated:
             continue
-        yield _slice(
+        yield trace_slice(
             instruction.name or instruction.op,
             _CORE,
             _ROWS[instruction.engine],
@@ -120,10 +109,10 @@ def _compute_slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
             _arguments(timeline, index),
         )
     for start, stop in timeline.table_loads:
-        yield _slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})
+        yield trace_slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})
 
 
-def _dma_slices(timeline: Timeline, queue_rows: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _dma_slices(timeline: Timeline, queue_rows: dict[str, int]) -> Iterator[Event]:
     for transfer in timeline.transfers:
         instruction = timeline.trace.instructions[transfer.index]
         name = instruction.name or instruction.op
@@ -134,12 +123,14 @@ def _dma_slices(timeline: Timeline, queue_rows: dict[str, int]) -> Iterator[dict
             "hbm_write_bytes": transfer.hbm_write_bytes,
         }
         row = queue_rows[transfer.queue]
-        yield _slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
+        yield trace_slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
         for engine, start, stop in transfer.parts:
-            yield _slice(name, _DMA, _engine_row(engine), start, stop, {"index": transfer.index})
+            yield trace_slice(
+                name, _DMA, _engine_row(engine), start, stop, {"index": transfer.index}
+            )
 
 
-def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _counters(timeline: Timeline) -> Iterator[Event]:
     """Live bytes per partition, from the first write that starts to the last use that ends."""
     trace = timeline.trace
     spans: dict[int, tuple[float, float]] = {}
@@ -162,10 +153,4 @@ def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
         live = 0
         for when, size in sorted(changes):
             live += size
-            yield {
-                "ph": "C",
-                "name": f"{memory.upper()} bytes per partition",
-                "pid": _CORE,
-                "ts": round(when, 4),
-                "args": {"live": live},
-            }
+            yield counter(f"{memory.upper()} bytes per partition", _CORE, when, live)

@@ -8,11 +8,12 @@ The names that AWS's profiler (neuron-explorer) uses are given with each field.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from nmm_compiler.errors import TimelineMissingError
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.chrome_trace import write_chrome_trace
+from nmm_compiler.simulator.chrome_trace import write_chrome_trace, write_chrome_traces
 from nmm_compiler.simulator.timing import Timeline, collector_held_off, time_trace
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -231,3 +232,12 @@ def _peak(target: Target, instruction: Instruction) -> float:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def write_trace(profiles: Mapping[str, Profile], path: str | Path) -> Path:
+    """Write the timelines of `profiles` to `path`, one below the other; return the path.
+
+    The keys name them: the cores of a grid, or rival schedules. Raises TimelineMissingError for a
+    profile that came from JSON, OutputError if the file cannot be written.
+    """
+    return write_chrome_traces({name: p.timeline for name, p in profiles.items()}, path)
