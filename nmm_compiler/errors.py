@@ -171,6 +171,10 @@ class TensorDtypeError(SimulationError, TypeError):
     """A dtype that the instruction does not take."""
 
 
+class OperandValueError(SimulationError, ValueError):
+    """An operand holds values that the instruction was promised it does not hold."""
+
+
 class EngineRuleError(SimulationError):
     """An operand in a memory, or an op on an engine, that the hardware does not connect."""
 
@@ -206,6 +210,16 @@ class TimelineMissingError(NmmError, ValueError):
         super().__init__(
             "this Profile came from JSON and has no timeline; simulate the kernel again with "
             "mode='timing' to get one"
+        )
+
+
+class ImpossibleProfileError(NmmError, ValueError):
+    """A profile whose latency is below what the hardware's peak allows: a fault of the model."""
+
+    def __init__(self, what: str, least_us: float, latency_us: float) -> None:
+        super().__init__(
+            f"{what} take at least {least_us:.4g} us at the target's peak, but the profile says "
+            f"{latency_us:.4g} us; this is a fault in the timing model, please report the kernel"
         )
 
 

@@ -19,7 +19,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
-from nmm_compiler.simulator.dtypes import DType, cast
+from nmm_compiler.simulator.dtypes import DType, cast, round_tfloat32
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.registers import VirtualRegister
 from nmm_compiler.simulator.tensor import NkiTensor
@@ -253,12 +253,13 @@ def check_hazard(
 
 
 def f32(view: NkiTensor) -> np.ndarray:
-    """Return the view's values as float32 (what engines compute with)."""
-    if view.indirection is not None:
-        from nmm_compiler.simulator.indirect import gather_columns
+    """Return the view's values as float32 (what engines compute with).
 
-        return gather_columns(view).astype(F32, copy=False)
-    values = view.load()
+    A tfloat32 view may lie over float32 data: an engine reads ten bits of its mantissas.
+    """
+    values = raw(view)
+    if view.dtype == "tfloat32":
+        return round_tfloat32(values)
     return values if values.dtype == F32 else values.astype(F32)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from nmm_compiler.errors import (
     EngineRuleError,
+    OperandValueError,
     SimulationError,
     TargetRuleError,
     TensorDtypeError,
@@ -244,6 +245,14 @@ def nc_matmul(
     _check_bank(machine, "nc_matmul", dst, 1 if machine.generation < 4 else 8)
     tile = _check_tile(machine, tile_position, tile_size, k, m) if tile_position or tile_size \
         else None  # fmt: skip
+    if machine.data:
+        a, b = f32(stationary), f32(moving)
+        if is_stationary_onezero:
+            _check_onezero(machine, "stationary", a)
+        if is_moving_onezero:
+            _check_onezero(machine, "moving", b)
+        if is_transpose:
+            moved = _pass_through(machine, stationary, moving.name, b, k, m, n)
     instruction = machine.record(
         "nc_matmul", "tensor", (left, right), (writes,),
         _attributes(
@@ -254,10 +263,9 @@ def nc_matmul(
     )  # fmt: skip
     if machine.data:
         if is_transpose:
-            put(dst, _pass_through(stationary, moving, k, m, n))
+            put(dst, moved)
             matmul_state(dst)[...] = 1
         else:
-            a, b = f32(stationary), f32(moving)
             if double:
                 a, b = a.reshape(2 * k, m), b.reshape(2 * k, n)
             elif a.ndim != 2 or b.ndim != 2:
@@ -267,14 +275,42 @@ def nc_matmul(
     return instruction
 
 
-def _pass_through(stationary: NkiTensor, moving: NkiTensor, k: int, m: int, n: int) -> np.ndarray:
-    """Return stationary.T with its columns placed by the one-hot moving matrix, bit for bit."""
-    values = raw(stationary).reshape(k, m)
-    selector = f32(moving).reshape(k, n)
+def _check_onezero(machine: Machine, role: str, values: np.ndarray) -> None:
+    """Refuse data that the fp32 fast path for ones and zeros would compute wrongly."""
+    other = (values != 0) & (values != 1)
+    if other.any():
+        where = [int(i) for i in np.argwhere(other)[0]]
+        raise machine.error(
+            OperandValueError,
+            f"nisa.nc_matmul(is_{role}_onezero=True): {role} holds {values[tuple(where)]!s} at "
+            f"{where}; it may hold ones and zeros only, leave the flag unset",
+        )
+
+
+def _pass_through(
+    machine: Machine,
+    stationary: NkiTensor,
+    moving: str,
+    selector: np.ndarray,
+    k: int,
+    m: int,
+    n: int,
+) -> np.ndarray:
+    """Return stationary.T with its columns placed by the one-hot moving matrix, bit for bit.
+
+    Transpose mode moves elements and multiplies nothing: each column of moving picks one row of
+    stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves).
+    """
+    selector = selector.reshape(k, n)
     hot = selector != 0
-    if (hot.sum(axis=0) == 1).all() and (selector[hot] == 1).all():
-        return values[hot.argmax(axis=0), :].T.copy()
-    return values.astype(F32).T @ selector
+    if not ((hot.sum(axis=0) == 1).all() and (selector[hot] == 1).all()):
+        raise machine.error(
+            OperandValueError,
+            f"nisa.nc_matmul(is_transpose=True): moving {moving!r} is no identity matrix; each of "
+            "its columns must hold a single 1, use nl.shared_identity_matrix, or leave "
+            "is_transpose unset for a product",
+        )
+    return raw(stationary).reshape(k, m)[hot.argmax(axis=0), :].T.copy()
 
 
 def _check_double_row(

@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from nmm_compiler.errors import TimelineMissingError
+from nmm_compiler.errors import ImpossibleProfileError, TimelineMissingError
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.chrome_trace import write_chrome_trace, write_chrome_traces
 from nmm_compiler.simulator.timing import Timeline, collector_held_off, time_trace
+from nmm_compiler.simulator.timing_costs import tensor_dtype
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -31,11 +32,12 @@ class Profile(Record):
         (tensor_engine_active_time, vector_engine_active_time, ..., dma_active_time).
     dma_engine_busy_us: transfer time summed over the 16 DMA engines.
     hbm_read_bytes, hbm_write_bytes: bytes that DMAs moved from and to HBM (same names).
-    flops: of matrix products, 2 k m n each with k rows of both operands (double rows have two for
-        each partition), transposes left out (model_flops).
+    flops: of matrix products, 2 k m n each with k rows of both operands (each partition holds two
+        of double rows, four of MX), k m n with an operand of ones and zeros, which only adds;
+        transposes left out (model_flops).
     transpose_flops: of transposes on TensorE (transpose_flops).
     mfu: flops over latency at the bf16 peak, so that bf16 reaches at most 1, float32 0.25, fp8
-        double rows 2 (mfu_estimated_percent / 100); hfu counts transposes too
+        double rows 2, MX 4 (mfu_estimated_percent / 100); hfu counts transposes too
         (hfu_estimated_percent / 100).
     mbu: HBM bytes over latency at the core's share of HBM bandwidth, 0 to 1
         (mbu_estimated_percent / 100, which AWS takes of a whole HBM stack).
@@ -49,6 +51,9 @@ class Profile(Record):
     program_instructions: of them, those that the compiled program holds: all loops unrolled but the
         ones on the device, whose body counts once.
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
+
+    Raises ImpossibleProfileError for a latency that TensorE's peak, or the bandwidth of HBM, does
+    not allow: neither mfu nor mbu can be above the limit of what was multiplied and moved.
     """
 
     target: str
@@ -76,6 +81,14 @@ class Profile(Record):
     instructions: dict[str, dict[str, int]]
     repeated_instructions: int = 0
     program_instructions: int = 0
+
+    def __post_init__(self) -> None:
+        limit_us = self.latency_us * (1 + 1e-9)  # sums of floats in two orders
+        if self.compute_us > limit_us:
+            raise ImpossibleProfileError("the products", self.compute_us, self.latency_us)
+        if self.mbu > 1 + 1e-9:
+            moving_us = self.mbu * self.latency_us
+            raise ImpossibleProfileError("the HBM traffic", moving_us, self.latency_us)
 
     @property
     def device_us(self) -> float:
@@ -212,22 +225,26 @@ def _transposes_on(instruction: Instruction) -> str:
     return ""
 
 
+def _rows(instruction: Instruction) -> int:
+    """Return the rows of both operands that one partition holds: double rows 2, MX 4."""
+    return {None: 1, "none": 1, "mx": 4}.get(instruction.attributes.get("perf_mode"), 2)
+
+
 def _matmul_flops(instruction: Instruction) -> int:
     attributes = instruction.attributes
     if instruction.op == "nc_transpose" and "k" not in attributes:
         access = instruction.reads[0]
         return 2 * access.partitions * access.partitions * access.elements_per_partition
-    rows = 1 if attributes.get("perf_mode") in (None, "none") else 2  # double_row: two per PE row
-    return 2 * rows * int(attributes["k"]) * int(attributes["m"]) * int(attributes["n"])
+    each = 1 if attributes.get("onezero") else 2
+    k, m, n = (int(attributes[name]) for name in ("k", "m", "n"))
+    return each * _rows(instruction) * k * m * n
 
 
 def _peak(target: Target, instruction: Instruction) -> float:
     """Return the peak that this product's dtype and mode could reach."""
-    dtype = instruction.reads[-1].dtype
-    doubled = instruction.attributes.get("perf_mode") not in (None, "none")
-    if dtype.startswith("float8") and not doubled:
-        return target.peak_flops_per_second()
-    return target.peak_flops_per_second(dtype)
+    if tensor_dtype(instruction) == "float32":
+        return target.peak_flops_per_second("float32")
+    return _rows(instruction) * target.peak_flops_per_second()
 
 
 def _share(part: float, whole: float) -> float:

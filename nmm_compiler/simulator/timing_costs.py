@@ -31,6 +31,12 @@ def elements(instruction: Instruction) -> int:
     return count
 
 
+def tensor_dtype(instruction: Instruction) -> str:
+    """Return the dtype that sets the rate of a product: float32 if an operand is, of any two."""
+    dtypes = [access.dtype for access in instruction.reads]
+    return "float32" if "float32" in dtypes else dtypes[-1]
+
+
 def _inner_contiguous(access: Access) -> bool:
     for step, count in reversed(access.pattern):
         if count > 1:
@@ -63,8 +69,7 @@ class ComputeCosts:
     def tensor(self, instruction: Instruction) -> Cost:
         """Return the cost of a matmul or a transpose on TensorE, at full clock."""
         attributes = instruction.attributes
-        reads = instruction.reads
-        dtype = reads[-1].dtype if reads else ""
+        dtype = tensor_dtype(instruction)
         key = (
             attributes.get("n"),
             attributes.get("m"),

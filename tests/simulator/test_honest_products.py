@@ -1,0 +1,186 @@
+"""A product that claims a cheap mode is rounded, checked or refused; no profile beats its peak."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulator_kernels import run
+from trace_builder import Builder
+
+from nmm_compiler import targets
+from nmm_compiler.errors import ImpossibleProfileError, OperandValueError
+from nmm_compiler.simulator.dtypes import round_tfloat32
+from nmm_compiler.simulator.profile import Profile, profile_trace
+from nmm_compiler.simulator.timing_costs import ComputeCosts
+
+# Product of the peak: what mfu may reach, for each way to multiply.
+LIMITS = {"float32": 0.25, "bfloat16": 1.0, "float8_e4m3": 1.0}
+
+
+def values(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+PRODUCT = """
+    x, y = load(a), load(b)
+    acc = nl.ndarray((a.shape[1], b.shape[1]), nl.float32, nl.psum)
+    nisa.nc_matmul(dst=acc, stationary={x}, moving={y}{flags})
+    return out(acc)
+"""
+
+
+def product(a, b, x="x", y="y", flags="", **options):
+    return run(PRODUCT.format(x=x, y=y, flags=flags), a, b, **options)
+
+
+def test_a_tfloat32_view_of_float32_data_is_rounded_when_it_is_read():
+    a, b = values((128, 64)), values((128, 512), 1)
+    fast = product(a, b, "x.view(nl.tfloat32)", "y.view(nl.tfloat32)", mode="full")
+    slow = product(a, b, mode="full")
+    rounded = round_tfloat32(a).astype(np.float64).T @ round_tfloat32(b)
+    size = np.abs(a).astype(np.float64).T @ np.abs(b)
+    assert (np.abs(fast.output - rounded) <= 128 * 2.0**-23 * size).all()
+    assert np.abs(fast.output - slow.output).max() > 1e-4  # ten bits are not 23
+    ratio = slow.profile.compute_us / fast.profile.compute_us
+    assert ratio == pytest.approx(4)
+
+
+def test_a_tfloat32_view_is_rounded_in_elementwise_instructions_and_its_bits_are_kept():
+    a = values((8, 16))
+    doubled, copied = run(
+        """
+        x = load(a)
+        y = nl.ndarray(a.shape, nl.float32, nl.sbuf)
+        nisa.tensor_scalar(dst=y, data=x.view(nl.tfloat32), op0=nl.multiply, operand0=2.0)
+        z = nl.ndarray(a.shape, nl.tfloat32, nl.sbuf)
+        nisa.tensor_copy(dst=z, src=x.view(nl.tfloat32))
+        return out(y), out(z.view(nl.float32))
+        """,
+        a,
+    ).outputs
+    assert np.array_equal(doubled, 2 * round_tfloat32(a))
+    assert np.array_equal(copied, a)
+
+
+@pytest.mark.parametrize("other", ["tfloat32", "float32"])
+def test_one_float32_operand_makes_a_product_a_float32_product(other):
+    a, b = values((128, 64)), values((128, 512), 1)
+    mixed = product(a, b, "x", f"y.view(nl.{other})", mode="full")
+    assert mixed.profile.compute_us == product(a, b, mode="full").profile.compute_us
+
+
+@pytest.mark.parametrize("role", ["stationary", "moving"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_onezero_is_refused_on_other_data(role, strict):
+    a, b = values((32, 16)), values((32, 64), 1)
+    ones = np.round(np.random.default_rng(2).random((32, 64))).astype(np.float32)
+    flags = f", is_{role}_onezero=True"
+    with pytest.raises(OperandValueError, match=f"{role} holds -?[0-9.]+ at .*ones and zeros only"):
+        product(a, b, flags=flags, strict=strict)
+    one = (ones[:, :16], b) if role == "stationary" else (a, ones)
+    wanted = one[0].astype(np.float64).T @ one[1]
+    assert np.abs(product(*one, flags=flags).output - wanted).max() < 32 * 2.0**-20
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("moving", ["random", "ones", "two", "nan", "empty column"])
+def test_transpose_mode_multiplies_nothing(dtype, moving):
+    eye = np.eye(32, dtype=np.float32)
+    eye = {
+        "random": values((32, 32)),
+        "ones": np.ones_like(eye),
+        "two": 2 * eye,
+        "nan": np.where(eye == 0, eye, np.float32(np.nan)),
+        "empty column": eye * (eye[0] == 0),
+    }[moving].astype(dtype)
+    body = """
+        x, y = load(a), load(b)
+        acc = nl.ndarray((16, 32), a.dtype, nl.psum)
+        nisa.nc_matmul(dst=acc, stationary=x, moving=y, is_transpose=True)
+        return out(acc)
+    """
+    a = values((32, 16)).astype(dtype)
+    with pytest.raises(OperandValueError, match="is no identity matrix"):
+        run(body, a, eye)
+    turned = run(body, a, np.eye(32).astype(dtype)).output
+    assert turned.tobytes() == np.ascontiguousarray(a.T).tobytes()
+
+
+def test_a_float32_transpose_costs_the_same_with_any_identity():
+    """The dtype of the data sets the rate, not that of the matrix that moves."""
+    costs = ComputeCosts(targets.get("trn2"))
+    spent = []
+    for moving in ("float32", "bfloat16"):
+        builder = Builder()
+        data = builder.tensor("sbuf", 128, 128, "float32")
+        eye = builder.tensor("sbuf", 128, 128, moving)
+        bank = builder.tensor("psum", 128, 128)
+        builder.matmul(bank.all, data.all, eye.all, is_transpose=True)
+        spent.append(costs.tensor(builder.trace.instructions[0]))
+    assert spent[0] == spent[1]
+
+
+@st.composite
+def products(draw):
+    """Products of one dtype, with any flags, loads before and a store behind them or none."""
+    builder = Builder()
+    dtype = draw(st.sampled_from(sorted(LIMITS)))
+    double = dtype.startswith("float8") and draw(st.booleans())
+    for _ in range(draw(st.integers(1, 40))):
+        k, m = draw(st.sampled_from([1, 32, 128])), draw(st.sampled_from([1, 64, 128]))
+        n = draw(st.sampled_from([1, 64, 512]))
+        stationary = builder.tensor("sbuf", k, m, dtype)
+        moving = builder.tensor("sbuf", k, n, dtype)
+        flags = {"perf_mode": "double_row"} if double else {}
+        for name in ("is_transpose", "onezero"):
+            flags[name] = draw(st.booleans())
+        builder.matmul(builder.tensor("psum", m, n).all, stationary.all, moving.all, **flags)
+    return dtype, double, builder.trace
+
+
+@settings(max_examples=80, deadline=None)
+@given(products(), st.sampled_from(["trn1", "trn2", "trn3"]))
+def test_no_profile_is_above_the_limit_of_its_dtype(made, target):
+    dtype, double, trace = made
+    profile = profile_trace(trace, targets.get(target))
+    assert profile.mfu <= LIMITS[dtype] * (2 if double else 1)
+    assert profile.compute_us <= profile.latency_us
+
+
+def test_a_profile_above_its_limit_cannot_be_made(monkeypatch):
+    builder = Builder()
+    tiles = [builder.tensor("sbuf", 128, n, "float32") for n in (128, 512)]
+    bank = builder.tensor("psum", 128, 512)
+    for _ in range(50):
+        builder.matmul(bank.all, tiles[0].all, tiles[1].all)
+    target = targets.get("trn2")
+    profile = profile_trace(builder.trace, target)
+    assert 0.2 < profile.mfu <= 0.25
+    for change in ({"latency_us": profile.compute_us * 0.99}, {"mbu": 1.01}):
+        with pytest.raises(ImpossibleProfileError, match="fault in the timing model"):
+            dataclasses.replace(profile, **change)
+    with pytest.raises(ImpossibleProfileError):
+        Profile.from_dict({**profile.to_dict(), "latency_us": 1.0})
+    fast = ComputeCosts._tensor_cost
+    monkeypatch.setattr(
+        ComputeCosts, "_tensor_cost", lambda self, ins, dtype: fast(self, ins, "bfloat16")
+    )
+    with pytest.raises(ImpossibleProfileError, match="the products"):
+        profile_trace(builder.trace, target)
+
+
+def test_mx_products_count_four_rows_a_partition():
+    builder = Builder()
+    tiles = [builder.tensor("sbuf", 128, n, "float32") for n in (128, 512)]
+    bank = builder.tensor("psum", 128, 512)
+    builder.matmul(bank.all, *(tile.all for tile in tiles), perf_mode="mx")
+    for instruction in builder.trace.instructions:
+        instruction.reads = tuple(
+            dataclasses.replace(a, dtype="float8_e4m3fn_x4") for a in instruction.reads
+        )
+    profile = profile_trace(builder.trace, targets.get("trn3"))
+    assert profile.flops == 4 * 2 * 128 * 128 * 512
+    assert profile.compute_us == pytest.approx(512 / 2.4e9 * 1e6)
