@@ -199,6 +199,14 @@ class ExportError(NmmError):
     """A model, or an operation in it, that cannot be written as MLIR; says which and why."""
 
 
+class SourceFileError(NmmError, OSError):
+    """A file that is no readable Python source: a folder, a pipe, too large, not UTF-8."""
+
+
+class ChangedFileError(NmmError):
+    """A kernel's file no longer holds the text that was verified; nothing of it was executed."""
+
+
 class OutputError(NmmError, OSError):
     """A file that cannot be written; nothing half-written is left behind."""
 

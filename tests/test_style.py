@@ -19,7 +19,9 @@ MAX_LINES = 500
 
 ENVIRONMENT_FILE = "options.py"
 # Running text is what these are for; everything else parses it or leaves it alone.
-MAY_RUN_TEXT = {"simulator/loader.py": "the simulator runs kernel files, under stand-in modules"}
+MAY_RUN_TEXT = {
+    "simulator/source_text.py": "the simulator runs kernel text, under stand-in modules"
+}
 # A module over MAX_LINES says why in a comment of its first lines: `# Long because ...`.
 LONG_BECAUSE = re.compile(r"# Long because \w+")
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -16,13 +16,14 @@ from __future__ import annotations
 import glob
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import re
 import threading
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nmm_compiler.errors import NeuronSetupError
+from nmm_compiler.errors import ChangedFileError, NeuronSetupError
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.records import Record
+from nmm_compiler.simulator.source_text import read_source, run_source
 
 MINIMUM_NKI = (0, 3)
 INSTALL = "pip install nki neuronx-cc torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com"
@@ -121,28 +123,37 @@ def _nki() -> Any:
     return importlib.import_module("nki")
 
 
-_loaded: dict[str, Any] = {}
+_loaded: dict[tuple[str, str], Any] = {}
 _lock = threading.RLock()
 
 
 def load(kernel: Any) -> Any:
-    """Return the `@nki.jit` function of a kernel's file, importing the file once.
+    """Return the `@nki.jit` function of a kernel's verified source, executed once.
 
-    The file comes from the cache, which has verified its hash, and is imported from its path,
-    because the NKI compiler reads the source again through it.
+    The source is executed, not the file. The NKI compiler asks for the function's source again and
+    gets the executed text; in case it opens the file, a file with other text is refused with
+    ChangedFileError.
     """
-    path = str(kernel.path)
+    path = Path(kernel.path)
     with _lock:
-        found = _loaded.get(path)
+        found = _loaded.get(_identity(kernel))
         if found is None:
             _nki()
-            spec = importlib.util.spec_from_file_location(f"nmm_kernel_{kernel.name}", path)
-            if spec is None or spec.loader is None:
-                raise NeuronSetupError(f"kernel file {path} is not a Python file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            found = _loaded[path] = getattr(module, kernel.name)
+            if path.exists() and read_source(path) != kernel.source:
+                raise ChangedFileError(
+                    f"{path} was changed after kernel {kernel.name} was verified; nothing of it "
+                    "was executed. Run `nmm cache verify`, then compile again"
+                )
+            module = types.ModuleType(f"nmm_kernel_{kernel.name}")
+            module.__file__ = str(path)
+            run_source(kernel.source, str(path), module.__dict__)
+            found = _loaded[_identity(kernel)] = getattr(module, kernel.name)
     return found
+
+
+def _identity(kernel: Any) -> tuple[str, str]:
+    """Return what tells kernels apart: where a kernel is shown, and its verified source."""
+    return str(kernel.path), kernel.source
 
 
 def simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -236,12 +247,12 @@ def registered_op(kernel: Any, operands: int) -> Any:
     return op
 
 
-_verdicts: dict[tuple[str, str], bool] = {}
+_verdicts: dict[tuple[str, str, str], bool] = {}
 
 
 def _checked(kernel: Any, device: torch.device) -> bool:
     """Say if the kernel gave right results on this kind of device, trying it the first time."""
-    key = (str(kernel.path), device.type)
+    key = (*_identity(kernel), device.type)
     with _lock:
         if key not in _verdicts:
             with _disable_current_modes(), torch.no_grad():
@@ -320,7 +331,7 @@ def _target_name(kernel: Any) -> str:
 def _digest(kernel: Any) -> str:
     import hashlib
 
-    return hashlib.sha256(kernel.source.encode()).hexdigest()[:8]
+    return hashlib.sha256(kernel.source.encode()).hexdigest()[:32]
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -23,6 +23,7 @@ from typing import Any
 from nmm_compiler.errors import KernelNotFoundError, SimulationError, closest
 from nmm_compiler.simulator import standins
 from nmm_compiler.simulator.nki_object import NKIObject
+from nmm_compiler.simulator.source_text import read_source, run_source
 
 _LIBRARIES = frozenset({"nkilib", "nkilib_src", "nki_samples"})
 _STDLIB = sys.stdlib_module_names
@@ -102,21 +103,20 @@ class PrivateModules:
         module.__package__ = name if is_package else name.rpartition(".")[0]
         if is_package:
             module.__path__ = [str(path.parent)]
-        text = path.read_text(encoding="utf-8")
-        if "dataclass" in text:
-            # dataclasses looks string annotations up in sys.modules[__module__]
-            module.__dict__["__name__"] = __name__
         stat = path.stat()
         self.stamps[path] = (stat.st_mtime_ns, stat.st_size)
-        return self.run_text(text, path, name, module)
+        return self.run_text(read_source(path), path, name, module)
 
     def run_text(
         self, text: str, path: Path, name: str, module: types.ModuleType
     ) -> types.ModuleType:
         """Execute source text as the body of `module`."""
         module.__dict__["__builtins__"] = self.builtins
+        if "dataclass" in text:
+            # dataclasses looks string annotations up in sys.modules[__module__]
+            module.__dict__["__name__"] = __name__
         try:
-            exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)  # noqa: S102
+            run_source(text, str(path), module.__dict__)
         except BaseException:
             self.modules.pop(name, None)
             raise
@@ -252,6 +252,8 @@ _DATACLASSES.__dict__.update(vars(dataclasses))
 _DATACLASSES.__dict__["dataclass"] = _dataclass
 
 _CACHE: dict[Path, tuple[PrivateModules, types.ModuleType]] = {}
+_VERIFIED: dict[tuple[Path, str], types.ModuleType] = {}
+_MODULES_KEPT = 64
 
 
 def package_of(path: Path) -> tuple[Path, str]:
@@ -278,10 +280,25 @@ def load_file(path: Path) -> types.ModuleType:
     module = private.load(name)
     if module is None or getattr(module, "__file__", None) != str(path):
         module = private.execute(path, name)
-    if len(_CACHE) > 64:
+    if len(_CACHE) > _MODULES_KEPT:
         _CACHE.pop(next(iter(_CACHE)))
     _CACHE[path] = (private, module)
     return module
+
+
+def load_text(text: str, path: Path) -> types.ModuleType:
+    """Return the private module of a kernel's verified text; loaded once.
+
+    path: where people find the text; neither it nor a file beside it is read.
+    """
+    known = _VERIFIED.get((path, text))
+    if known is None:
+        module = types.ModuleType(path.stem)
+        known = PrivateModules([]).run_text(text, path, path.stem, module)
+        if len(_VERIFIED) > _MODULES_KEPT:
+            _VERIFIED.pop(next(iter(_VERIFIED)), None)
+        _VERIFIED[path, text] = known
+    return known
 
 
 def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
@@ -330,13 +347,10 @@ def resolve(kernel: Any) -> tuple[Any, str]:
         path = Path(text)
         return find_kernel(load_file(path), path, name), str(path.resolve())
     if hasattr(kernel, "path") and hasattr(kernel, "name"):
-        path = Path(kernel.path)
+        path = Path(kernel.path).resolve()
         source = getattr(kernel, "source", None)
-        if isinstance(source, str) and not path.is_file():
-            private = PrivateModules([])
-            module = private.run_text(source, path, path.stem, types.ModuleType(path.stem))
-            return find_kernel(module, path, kernel.name), str(path.resolve())
-        return find_kernel(load_file(path), path, kernel.name), str(path.resolve())
+        module = load_text(source, path) if isinstance(source, str) else load_file(path)
+        return find_kernel(module, path, kernel.name), str(path)
     function, grid = unwrap(kernel)
     if not isinstance(function, types.FunctionType):
         raise KernelNotFoundError(

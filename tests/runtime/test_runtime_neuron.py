@@ -1,5 +1,6 @@
 """Neuron paths against stand-ins: probing, refusing, launching, checking the first run."""
 
+import inspect
 import itertools
 import os
 import warnings
@@ -8,7 +9,7 @@ import pytest
 import torch
 from runtime.neuron_stand_ins import install, write_kernel
 
-from nmm_compiler.errors import NeuronSetupError
+from nmm_compiler.errors import ChangedFileError, NeuronSetupError
 from nmm_compiler.kernels import ops
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.runtime import executor, kernels, neuron
@@ -114,6 +115,29 @@ def test_nki_simulate_runs_the_file_for_the_kernels_target(monkeypatch, tmp_path
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
     neuron.simulate(write_kernel(tmp_path, SPEC), (x, u, v))
     assert seen.simulated_for == ["trn2", "trn3"]
+
+
+def test_a_file_that_was_changed_after_it_was_verified_is_refused(monkeypatch, tmp_path):
+    install(monkeypatch)
+    kernel = write_kernel(tmp_path, SPEC)
+    x, u, v = operands()
+    marker = tmp_path / "ran"
+    for text in (
+        f"open({str(marker)!r}, 'w').close()\n{kernel.source}",
+        kernel.source.replace("@ v", "@ v * 2"),
+    ):
+        kernel.path.write_text(text)
+        with pytest.raises(ChangedFileError, match="changed after kernel tiny was verified"):
+            neuron.simulate(kernel, (x, u, v))
+        assert not marker.exists()
+    kernel.path.write_text(kernel.source)
+    (got,) = neuron.simulate(kernel, (x, u, v))
+    kernel.path.write_text("raise RuntimeError\n")  # loaded already, and not read again
+    assert torch.equal(neuron.simulate(kernel, (x, u, v))[0], got)
+    assert "(x @ u) @ v" in inspect.getsource(neuron.load(kernel).fn)
+    kernel.path.unlink()
+    neuron.forget()
+    assert torch.equal(neuron.simulate(kernel, (x, u, v))[0], got)
 
 
 def test_nki_simulate_as_executor(monkeypatch, one_kernel):

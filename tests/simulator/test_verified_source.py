@@ -1,0 +1,127 @@
+"""The text that was verified is the text that runs, whatever becomes of the file it came from."""
+
+import inspect
+import linecache
+import os
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.errors import SourceFileError
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.options import Options
+from nmm_compiler.simulator.loader import resolve
+from nmm_compiler.simulator.run import simulate
+from nmm_compiler.simulator.source_text import LARGEST_SOURCE_BYTES, read_source
+
+SPEC = LowRankSpec(m=8, k=32, r=8, n=24, x_layout="col")
+ADD = """\
+import nki
+import nki.language as nl
+
+
+@nki.jit
+def add(a, b):
+    r = nl.ndarray(a.shape, a.dtype, nl.shared_hbm)
+    nl.store(r, nl.add(nl.load(a), nl.load(b)))
+    return r
+"""
+A = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def arrays():
+    generator = np.random.default_rng(0)
+    return [
+        generator.standard_normal(t.shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
+        for t in SPEC.inputs()
+    ]
+
+
+def changes(path, marker):
+    """Yield after each way to change a file."""
+    text = path.read_text()
+    path.write_text(f"open({str(marker)!r}, 'w').close()\n{text}")
+    yield "text in front"
+    path.write_text(text.replace("nc_matmul(", "nc_matmul_mx("))
+    yield "an operator"
+    path.write_text(f"{text}\n\ndef {path.stem}(*a):\n    return a\n")
+    yield "text behind"
+    path.write_text("not Python at all (")
+    yield "no Python"
+    path.unlink()
+    yield "gone"
+
+
+def test_what_was_built_runs_after_its_file_was_changed(tmp_path):
+    options = Options.make(cache_dir=str(tmp_path / "cache"))
+    kernel = build_kernel(SPEC, options=options)
+    operands = arrays()
+    wanted = kernel.simulate(*operands).output.tobytes()
+    latency = kernel.profile().latency_us
+    marker = tmp_path / "ran"
+    kernel.path.chmod(0o600)
+    kernel.path.parent.chmod(0o700)
+    for change in changes(kernel.path, marker):
+        run = kernel.simulate(*operands)
+        assert run.output.tobytes() == wanted, change
+        assert run.profile.latency_us == latency, change
+        assert not marker.exists(), change
+
+
+def test_an_operator_changed_in_the_file_changes_nothing(tmp_path):
+    path = tmp_path / "adding.py"
+    path.write_text(ADD)
+    kernel = types.SimpleNamespace(path=path, name="add", source=ADD)
+    path.write_text(ADD.replace("nl.add(", "nl.subtract("))
+    assert np.array_equal(simulate(kernel, A, A, mode="functional").output, 2 * A)
+    assert np.array_equal(simulate(path, A, A, mode="functional").output, 0 * A)
+    text = ADD.replace("nl.add(", "nl.multiply(")
+    other = types.SimpleNamespace(path=path, name="add", source=text)
+    assert np.array_equal(simulate(other, A, A, mode="functional").output, A * A)
+
+
+def test_a_file_beside_a_verified_kernel_is_not_imported(tmp_path):
+    (tmp_path / "nki.py").write_text("raise RuntimeError('beside')\n")
+    (tmp_path / "helper.py").write_text("raise RuntimeError('beside')\n")
+    kernel = types.SimpleNamespace(path=tmp_path / "k.py", name="add", source=ADD)
+    assert np.array_equal(simulate(kernel, A, A, mode="functional").output, 2 * A)
+    kernel.source = "import helper\n" + ADD
+    with pytest.raises(Exception, match="No module named 'helper'"):
+        simulate(kernel, A, A)
+
+
+def test_the_source_that_is_shown_is_the_source_that_ran(tmp_path):
+    path = tmp_path / "shown.py"
+    path.write_text(ADD.replace("nl.add(", "nl.subtract("))
+    kernel = types.SimpleNamespace(path=path, name="add", source=ADD)
+    function = resolve(kernel)[0].function
+    linecache.checkcache()
+    assert inspect.getsource(function) in ADD
+    assert "nl.add(" in inspect.getsource(function)
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (lambda path: path.mkdir(), "no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (lambda path: path.write_bytes(b"x = 1\n\xff\xfe"), "not UTF-8"),
+        (lambda path: path.write_bytes(b"#" * (LARGEST_SOURCE_BYTES + 1)), "larger than"),
+        (lambda path: path.symlink_to(path), "cannot be read"),
+        (lambda path: None, "cannot be read"),
+    ],
+)
+def test_files_that_are_no_source(tmp_path, make, shown):
+    path = tmp_path / "k.py"
+    make(path)
+    with pytest.raises(SourceFileError, match=shown):
+        read_source(path)
+
+
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "k.py")
+    with pytest.raises(SourceFileError, match="no regular file"):
+        read_source(tmp_path / "k.py")
