@@ -203,6 +203,14 @@ class SourceFileError(NmmError, OSError):
     """A file that is no readable Python source: a folder, a pipe, too large, not UTF-8."""
 
 
+class ResourceLimitError(NmmError):
+    """Work on a user's file took more time or memory than its limit."""
+
+
+class WorkerEndedError(NmmError):
+    """A user's file ended or crashed the process that worked on it."""
+
+
 class ChangedFileError(NmmError):
     """A kernel's file no longer holds the text that was verified; nothing of it was executed."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.codegen.lint import API_VERSION, VERSIONS, Finding, lint_file
-from nmm_compiler.errors import UnknownNameError
+from nmm_compiler.errors import NmmError
 
 
 def lint(
@@ -21,20 +23,27 @@ def lint(
     ),
     strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
     json: Annotated[bool, typer.Option(help="print the findings as JSON")] = False,
+    time_limit: Annotated[float, typer.Option(help="seconds that one file may take", min=0)] = 10,
+    memory_limit: Annotated[float, typer.Option(help="GiB that one file may take", min=0)] = 2,
 ) -> None:
     """Check kernel files against the documented NKI API and the Python its compiler accepts.
 
-    Exit code: 0 clean (warnings are shown), 1 errors found, 2 a file or version that cannot be
-    read.
+    Nothing of a file is executed. Exit code: 0 clean (warnings are shown), 1 errors found, 2 a file
+    or version that cannot be read, or a file that is past a limit.
 
     Example: nmm lint my_kernel.py --nki 0.6
     """
     console = Console(soft_wrap=True, highlight=False)
     findings: list[tuple[Path, Finding]] = []
     for path in files:
+
+        def work(path: Path = path) -> list[list[Any]]:
+            return [list(dataclasses.astuple(finding)) for finding in lint_file(path, nki=nki)]
+
         try:
-            findings += [(path, finding) for finding in lint_file(path, nki=nki)]
-        except (OSError, UnicodeDecodeError, UnknownNameError) as error:
+            found = run_limited(work, what=str(path), seconds=time_limit, gigabytes=memory_limit)
+            findings += [(path, Finding(*fields)) for fields in found]
+        except NmmError as error:
             Console(stderr=True, soft_wrap=True).print(Text(f"cannot lint {path}: {error}"))
             raise typer.Exit(2) from None
     if json:

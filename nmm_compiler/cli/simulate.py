@@ -8,12 +8,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import ShapeError
 
 _EPILOG = (
     "Example: nmm simulate add.py:add_kernel --arg a=128x512:bfloat16 --arg b=128x512:bfloat16 "
     "--trace add.json"
 )
+_OWN = ("kernel", "target", "grid", "mode", "strict", "max_instructions")
+_LARGEST_ARRAY_BYTES = 1 << 40
 
 
 def simulate(
@@ -26,35 +29,79 @@ def simulate(
     grid: Annotated[int, typer.Option(help="programs: 1, or 2 for LNC=2")] = 1,
     mode: Annotated[str, typer.Option(help="full, functional or timing")] = "full",
     strict: Annotated[bool, typer.Option(help="--no-strict records warnings instead")] = True,
-    seed: Annotated[int, typer.Option(help="seed of the random arrays")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the random arrays", min=0)] = 0,
     trace: Annotated[Path | None, typer.Option(help="write a Chrome/Perfetto trace here")] = None,
+    time_limit: Annotated[float, typer.Option(help="seconds that the run may take", min=0)] = 15,
+    memory_limit: Annotated[float, typer.Option(help="GiB that the run may add", min=0)] = 4,
+    max_instructions: Annotated[
+        int, typer.Option(help="instructions that the kernel may execute", min=1)
+    ] = 10_000_000,
 ) -> None:
-    """Run FILE.py:kernel in the simulator and print outputs, profile and warnings."""
-    from nmm_compiler.simulator.run import simulate as run
+    """Run FILE.py:kernel in the simulator and print outputs, profile and warnings.
 
+    The file is executed as Python, with all rights of the user, in a process of its own whose time,
+    memory and instructions are limited. Do not run files that you do not trust.
+    """
+
+    def work() -> list[tuple[str, str]]:
+        from nmm_compiler.simulator.run import simulate as run
+
+        arguments = arguments_of(arg or [], seed, data=mode != "timing")
+        result = run(
+            kernel, target=target, grid=grid, mode=mode, strict=strict,
+            max_instructions=max_instructions, **arguments,
+        )  # fmt: skip
+        lines = [
+            (f"output {i}: shape {tuple(output.shape)} dtype {output.dtype}", "")
+            for i, output in enumerate(result.outputs or ())
+        ]
+        lines += [(f"warning: {warning}", "yellow") for warning in result.warnings]
+        if result.profile is not None:
+            lines.append((str(result.profile), ""))
+            if trace is not None:
+                result.profile.to_chrome_trace(trace)
+                lines.append((f"trace: {trace} (open it at ui.perfetto.dev)", ""))
+        return lines
+
+    shown = run_limited(
+        work,
+        what=kernel,
+        seconds=time_limit,
+        gigabytes=memory_limit,
+        modules=("ml_dtypes", "nmm_compiler.simulator.run", "nmm_compiler.simulator.profile"),
+    )
     console = Console()
-    arguments = [parse_argument(text, seed + i) for i, text in enumerate(arg or ())]
-    result = run(
-        kernel, target=target, grid=grid, mode=mode, strict=strict, **dict(arguments)
-    )  # fmt: skip
-    for i, output in enumerate(result.outputs or ()):
-        console.print(f"output {i}: shape {tuple(output.shape)} dtype {output.dtype}")
-    for warning in result.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
-    if result.profile is not None:
-        console.print(str(result.profile), markup=False, soft_wrap=True)
-        if trace is not None:
-            result.profile.to_chrome_trace(trace)
-            console.print(f"trace: {trace} (open it at ui.perfetto.dev)")
+    for text, style in shown:
+        console.print(text, style=style or None, markup=False, soft_wrap=True)
 
 
 simulate.__doc__ = f"{simulate.__doc__}\n\n{_EPILOG}"
 
 
-def parse_argument(text: str, seed: int) -> tuple[str, Any]:
+def arguments_of(texts: list[str], seed: int, *, data: bool) -> dict[str, Any]:
+    """Return the kernel's arguments by name; without data an array is its shape and dtype."""
+    arguments: dict[str, Any] = {}
+    for i, text in enumerate(texts):
+        name, value = parse_argument(text, seed + i, data=data)
+        if name in _OWN:
+            raise ShapeError(
+                f"--arg {text!r}: {name!r} is an option of simulate itself; rename the kernel's "
+                "parameter"
+            )
+        if name in arguments:
+            raise ShapeError(f"--arg {text!r}: {name!r} is given twice; leave one out")
+        arguments[name] = value
+    return arguments
+
+
+def parse_argument(text: str, seed: int, *, data: bool = True) -> tuple[str, Any]:
     """Return (name, value) of `x=128x512:bfloat16` (a random array), `n=8` or `op=add`."""
-    import ml_dtypes
+    import math
+
     import numpy as np
+
+    from nmm_compiler.simulator import dtypes
+    from nmm_compiler.simulator.run import ArraySpec
 
     name, equals, value = text.partition("=")
     if not (name and equals and value):
@@ -70,14 +117,21 @@ def parse_argument(text: str, seed: int) -> tuple[str, Any]:
                 continue
         return name, {"True": True, "False": False, "None": None}.get(value, value)
     sizes = shape_text.lower().split("x")
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+    if not all(size.isdecimal() and len(size) < 20 and int(size) > 0 for size in sizes):
         raise ShapeError(f"--arg {text!r}: shape {shape_text!r} is not like 128x512")
-    try:
-        dtype = np.dtype(getattr(ml_dtypes, dtype_text, dtype_text))
-    except TypeError:
-        raise ShapeError(f"--arg {text!r}: {dtype_text!r} is no NumPy or ml_dtypes dtype") from None
-    generator = np.random.default_rng(seed)
+    kind = dtypes.ALL.get(dtype_text)
+    allowed = {str(d) for d in dtypes.ALL.values() if d.kind != "packed"} - {"tfloat32"}
+    if kind is None or kind not in allowed:
+        known = ", ".join(sorted(allowed))
+        raise ShapeError(f"--arg {text!r}: {dtype_text!r} is no dtype of NKI; use one of {known}")
     shape = tuple(map(int, sizes))
-    if dtype.kind in "iu":
-        return name, generator.integers(0, 100, shape).astype(dtype)
-    return name, generator.standard_normal(shape, dtype=np.float32).astype(dtype)
+    if not data:
+        return name, ArraySpec(shape, kind)
+    if math.prod(shape) * 4 > _LARGEST_ARRAY_BYTES:
+        raise ShapeError(f"--arg {text!r}: more than a TiB; use --mode timing, which needs no data")
+    generator = np.random.default_rng(seed)
+    if kind.kind == "bool":
+        return name, generator.integers(0, 2, shape).astype(np.bool_)
+    if kind.kind == "int":
+        return name, generator.integers(0, 100, shape).astype(kind.numpy)
+    return name, generator.standard_normal(shape, dtype=np.float32).astype(kind.numpy)

@@ -19,6 +19,7 @@ from nmm_compiler.codegen.lint_subset import check_device_loops, check_purity, c
 from nmm_compiler.codegen.lint_values import check_values
 from nmm_compiler.codegen.nki_api import API_VERSION, VERSIONS, Api, api
 from nmm_compiler.errors import LintError
+from nmm_compiler.simulator.source_text import read_source
 
 Rule = Callable[[Names, Api], Iterator[Finding]]
 
@@ -57,15 +58,33 @@ def lint_source(
         line, column = getattr(error, "lineno", 1) or 1, getattr(error, "offset", 1) or 1
         reason = getattr(error, "msg", None) or str(error)
         return (Finding(line, column, "NKI-E001", f"not Python: {reason}"),)
-    names = Names(tree)
-    found = {finding for rule in RULES for finding in rule(names, described)}
+    except (RecursionError, MemoryError):  # how Python's parser says that its stack is full
+        return (_too_deep(),)
+    try:
+        names = Names(tree)
+        found = {finding for rule in RULES for finding in rule(names, described)}
+    except RecursionError:
+        return (_too_deep(tree),)
     return tuple(sorted(found))
 
 
+def _too_deep(tree: ast.Module | None = None) -> Finding:
+    """Return the finding for a text that nests deeper than Python recurses, at its deepest line."""
+    deepest, line = 0, 1
+    todo: list[tuple[int, int, ast.AST]] = [(0, 1, tree)] if tree is not None else []
+    while todo:
+        depth, above, node = todo.pop()
+        here = int(getattr(node, "lineno", above))
+        if depth > deepest:
+            deepest, line = depth, here
+        todo += [(depth + 1, here, child) for child in ast.iter_child_nodes(node)]
+    levels = f" ({deepest} levels)" if deepest else ""
+    return Finding(line, 1, "NKI-E001", f"nested too deeply{levels}; split the expression")
+
+
 def lint_file(path: str | Path, *, nki: str = API_VERSION) -> tuple[Finding, ...]:
-    """Return the findings of a file on disk; OSError when it cannot be read."""
-    text = Path(path).read_text(encoding="utf-8")
-    return lint_source(text, nki=nki, filename=str(path))
+    """Return the findings of a file on disk; SourceFileError, an OSError, if it is no source."""
+    return lint_source(read_source(Path(path)), nki=nki, filename=str(path))
 
 
 def check_source(source: str, *, nki: str = API_VERSION, filename: str = "<kernel>") -> None:

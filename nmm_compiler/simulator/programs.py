@@ -17,7 +17,7 @@ from nmm_compiler.simulator.memory import Storage
 from nmm_compiler.simulator.tensor import NkiTensor, make_tensor
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Ends a program whose peer has failed."""
 
 
@@ -70,7 +70,7 @@ class Programs:
             while self.turn != program and self.failure is None:
                 self.lock.wait()
             if self.failure is not None:
-                raise _Stopped
+                raise Stopped
 
     def _wait_for(self, machine: Machine, ready: Callable[[], bool], what: str) -> None:
         program = machine.program_id
@@ -119,7 +119,7 @@ class Programs:
                         self.lock.wait()
                 if self.failure is None:
                     bodies[program]()
-            except _Stopped:
+            except Stopped:
                 pass
             except BaseException as error:
                 if self.failure is None:

@@ -30,7 +30,7 @@ from nmm_compiler.simulator.language_base import input_tensor, private_hbm, shar
 from nmm_compiler.simulator.loader import resolve
 from nmm_compiler.simulator.machine import Machine, running, set_current
 from nmm_compiler.simulator.memory import check_capacity
-from nmm_compiler.simulator.programs import Programs
+from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.standins import JitKernel
 from nmm_compiler.simulator.tensor import NkiTensor
 from nmm_compiler.simulator.timing import collector_held_off
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from nmm_compiler.targets.base import Target
 
 MODES = ("full", "functional", "timing")
+_LONGEST_MESSAGE = 1000
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -166,11 +167,13 @@ def _load(kernel: Any) -> tuple[Any, str]:
             str(error.filename),
             error.lineno or 0,
         ) from error
-    except Exception as error:  # the kernel file's own top level, of any kind
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the kernel file's own top level: SystemExit too
         raise _failed(error, "the kernel file could not be loaded") from error
 
 
-def _failed(error: Exception, what: str) -> KernelFailedError:
+def _failed(error: BaseException, what: str) -> KernelFailedError:
     """Return the catalogue error for an exception of the kernel's own code."""
     frames = [
         f
@@ -178,7 +181,16 @@ def _failed(error: Exception, what: str) -> KernelFailedError:
         if not f.filename.startswith(_PACKAGE) and not f.filename.startswith("<")
     ]
     file, line = (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
-    return KernelFailedError(f"{what}: {type(error).__name__}: {error}", file, line)
+    return KernelFailedError(f"{what}: {type(error).__name__}: {_message(error)}", file, line)
+
+
+def _message(error: BaseException) -> str:
+    """Return the text of a kernel's own exception on one line; its `__str__` may raise as well."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as second:  # the kernel's own __str__, of any kind
+        return f"(its message raised {type(second).__name__})"
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
 
 
 def _bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any], file: str) -> Any:
@@ -298,11 +310,11 @@ def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any
     try:
         with np.errstate(all="ignore"):
             machine.outputs = function(*args, **kwargs)
-    except NmmError:
+    except (NmmError, KeyboardInterrupt, Stopped):
         raise
     except RecursionError as error:
         raise _failed(error, "the kernel recursed too deeply") from error
-    except Exception as error:  # the kernel's own code may raise anything
+    except BaseException as error:  # the kernel's own code may raise anything: SystemExit too
         raise _failed(error, "the kernel raised") from error
     finally:
         set_current(None)

@@ -317,3 +317,27 @@ def test_paths_with_colons_in_directories(tmp_path):
 def test_object_whose_file_is_gone_runs_from_its_source(tmp_path):
     kernel = types.SimpleNamespace(path=tmp_path / "gone.py", name="add", source=ADD)
     assert np.array_equal(simulate(kernel, A, A, mode="functional").output, 2 * A)
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "GeneratorExit", "BaseException('x')"])
+@pytest.mark.parametrize("grid", [1, 2])
+def test_leaving_python_is_an_error_of_the_kernel(tmp_path, error, grid):
+    path = tmp_path / "leaving.py"
+    path.write_text(f"import nki\n@nki.jit\ndef k(a):\n    raise {error}\n")
+    with pytest.raises(errors.KernelFailedError, match="the kernel raised: ") as caught:
+        simulate(path, A, grid=grid)
+    assert caught.value.line == 4
+    path.write_text(f"raise {error}\n")
+    with pytest.raises(errors.KernelFailedError, match="could not be loaded: ") as caught:
+        simulate(path, A, grid=grid)
+    assert caught.value.line == 1
+
+
+def test_the_message_of_a_kernels_error_is_one_line_and_may_raise(tmp_path):
+    path = tmp_path / "k.py"
+    path.write_text("raise ValueError('a\\n  b\\n' + 'x' * 5000)\n")
+    with pytest.raises(errors.KernelFailedError, match=r"ValueError: a b x{900,1000} \.\.\. \["):
+        simulate(path, A)
+    path.write_text("class E(Exception):\n    def __str__(self): return 1 / 0\nraise E()\n")
+    with pytest.raises(errors.KernelFailedError, match="its message raised ZeroDivisionError"):
+        simulate(path, A)
