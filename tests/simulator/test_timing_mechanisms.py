@@ -8,6 +8,7 @@ from trace_builder import Builder
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing import time_trace
+from nmm_compiler.simulator.timing_repeats import repeated_work
 
 TRN1, TRN2, TRN3 = (targets.get(name) for name in ("trn1", "trn2", "trn3"))
 STEADY = dataclasses.replace(TRN2, tensor_ramp_seconds=0.0)  # trn2 without the clock ramp
@@ -231,6 +232,21 @@ def test_dma_transpose_rates():
     assert turned("hbm", "bfloat16") == pytest.approx(0.9 * 362e9 / 16)
     assert turned("sbuf", "bfloat16") == pytest.approx(0.5 * 23e9)
     assert turned("hbm", "float32") == pytest.approx(0.45 * 362e9 / 16)
+
+
+@pytest.mark.parametrize("memory", ["hbm", "sbuf"])
+@pytest.mark.parametrize("partitions", [16, 32, 64, 128])
+def test_a_dma_transpose_into_few_partitions_takes_as_long_as_into_all(memory, partitions):
+    """The rate falls with the partitions that are written: the same time, less data."""
+
+    def busy(columns):
+        builder = Builder()
+        source = builder.tensor(memory, 128, columns, "bfloat16")
+        tile = builder.tensor("sbuf", columns, 128, "bfloat16")
+        builder.add("dma_transpose", "dma", [tile.all], [source.all], transpose=True)
+        return time_trace(builder.trace, TRN2).dma_engine_busy_us
+
+    assert busy(partitions) == pytest.approx(busy(128))
 
 
 def test_consumer_waits_for_the_dma_and_its_semaphore():
@@ -561,3 +577,27 @@ def test_the_same_product_twice_is_computed_once(change):
     else:
         assert timeline.repeated == {}
         assert timeline.busy_us["vector"] > us(2 * 1024, 0.96e9)
+
+
+@pytest.mark.parametrize(("between", "reused"), [(998, True), (999, True), (1000, False)])
+def test_a_result_is_kept_for_a_thousand_instructions(between, reused):
+    builder = Builder()
+    left, right = builder.tensor("sbuf", 128, 8), builder.tensor("sbuf", 128, 8)
+    for again in (False, True):
+        result = builder.tensor("sbuf", 128, 8)
+        at = builder.add("tensor_tensor", "vector", [result.all], [left.all, right.all])
+        for _ in range(0 if again else between):
+            builder.add("memset", "gpsimd", [builder.tensor("sbuf", 128, 8).all])
+    assert at == between + 1
+    assert repeated_work(builder.trace) == ({at: 0} if reused else {})
+
+
+@pytest.mark.parametrize("edge", [True, False])
+def test_a_load_does_not_cross_the_edge_of_a_turn(edge):
+    builder = Builder()
+    for _ in range(2):
+        source, tile = builder.tensor("hbm", 128, 512), builder.tensor("sbuf", 128, 512)
+        builder.dma(tile.all, source.all)
+    builder.trace.loop_edges = [1] if edge else []
+    timeline = time_trace(builder.trace, TRN2)
+    assert (timeline.start[1] >= timeline.end[0]) is edge

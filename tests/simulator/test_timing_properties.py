@@ -146,6 +146,20 @@ def test_totals_add_up(trace, target):
         assert busy <= timeline.latency_us + TINY, engine
 
 
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.sampled_from(TARGETS), st.data())
+def test_nothing_crosses_the_edge_of_a_turn(trace, target, data):
+    """All that comes before an edge has ended when the first instruction behind it starts."""
+    count = len(trace.instructions)
+    trace.loop_edges = sorted(data.draw(st.sets(st.integers(0, count), max_size=4)))
+    timeline = time_trace(trace, target)
+    for edge in trace.loop_edges:
+        ended = max(timeline.end[:edge], default=0.0)
+        for index in range(edge, count):
+            if index not in timeline.repeated:
+                assert timeline.start[index] >= ended - TINY
+
+
 @settings(max_examples=40, deadline=None)
 @given(programs(), st.sampled_from(TARGETS))
 def test_same_trace_same_timeline(trace, target):
