@@ -31,7 +31,8 @@ def main() -> int:
 
 def measure() -> int:
     from nmm_compiler.cache.store import Store
-    from nmm_compiler.codegen import build, schedule
+    from nmm_compiler.codegen import build
+    from nmm_compiler.codegen import choose as schedule
     from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
     from nmm_compiler.kernels.lowrank import LowRankSpec
     from nmm_compiler.kernels.matmul import MatmulSpec

@@ -130,7 +130,7 @@ def one_thread_ratio(
 
 def call_overhead_us() -> dict[str, float]:
     """Return what one eager op call costs beside the two `F.linear` calls it replaces."""
-    import nmm_compiler.kernels.ops  # noqa: F401
+    import nmm_compiler.ops.registration  # noqa: F401
 
     x, u, v = torch.randn(1, 16), torch.randn(8, 16), torch.randn(16, 8)
     op, linear = torch.ops.nmm.lowrank_matmul.default, functional.linear

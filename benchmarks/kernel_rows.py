@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.schedule import choose
+from nmm_compiler.codegen.choose import choose
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.options import Options

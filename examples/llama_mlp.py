@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 import nmm_compiler as nmm
 from nmm_compiler.cli.demo import kernel_table
-from nmm_compiler.codegen.proof import prove
+from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.prediction.comparison import compare
 
 CONFIG = LlamaConfig(

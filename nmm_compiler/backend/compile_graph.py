@@ -26,11 +26,11 @@ import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend.inner import compile_inner, inner_name
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.errors import CacheMissError
-from nmm_compiler.kernels import ops, ops_sharding
+from nmm_compiler.ops import registration, sharding
+from nmm_compiler.ops.call_options import executor_name
+from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import buckets, neuron
-from nmm_compiler.runtime.calls import fitting, lower, op_name, tokens, too_large
-from nmm_compiler.runtime.configuration import executor_name
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS
 
@@ -54,7 +54,7 @@ def nmm(
     stages raise.
     """
     chosen = Options.make(options, **more)
-    ops_sharding.register_when_used(ops.OPS)
+    sharding.register_when_used(registration.RULES)
     work = _Work(gm, example_inputs, chosen)
     with work.phase("passes"):
         rewritten = _rewrite(work)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
-from nmm_compiler.kernels import ops, ops_reference
+from nmm_compiler.ops import registration
+from nmm_compiler.ops.products import layouts_of
 
 # Raise the number when a reference's meaning to inductor changes: its caches do not look inside.
 _CACHE_TAG = "nmm-decompositions-2"
@@ -117,7 +118,7 @@ def _decompose_in_inductor() -> None:
 
     def decompose(reference: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not ops.is_reference(kwargs.get("executor", "reference"), args[0]):
+            if not registration.is_reference(kwargs.get("executor", "reference"), args[0]):
                 return NotImplemented
             layout, layouts = kwargs.get("out_layout", "row"), kwargs.get("out_layouts")
             if layout == "row" and layouts is None:
@@ -127,14 +128,14 @@ def _decompose_in_inductor() -> None:
             out = reference(*args, **rows)
             if not isinstance(out, list):
                 return _as_col(out)
-            each = zip(out, ops_reference.layouts_of(layout, layouts, len(out)), strict=True)
+            each = zip(out, layouts_of(layout, layouts, len(out)), strict=True)
             return [_as_col(y) if way == "col" else y for y, way in each]
 
         return run
 
-    for name, op in ops.OPS.items():
+    for name, op in registration.OPS.items():
         decomposition.register_decomposition([op])(  # type: ignore[list-item]
-            decompose(ops_reference.REFERENCES[name])
+            decompose(registration.DEFINITIONS[name].reference)
         )
     # Inductor keeps a merged copy of the table from its first compilation.
     decomposition.fast_random_decomps.cache_clear()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from nmm_compiler.codegen.build import Kernel
-    from nmm_compiler.codegen.proof import Proof
+    from nmm_compiler.codegen.check_against_float64 import Proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ def embedding_tolerance(model: torch.nn.Module) -> float:
 
 
 def _prove(kernel: Kernel) -> Proof:
-    from nmm_compiler.codegen.proof import prove
+    from nmm_compiler.codegen.check_against_float64 import prove
 
     return prove(kernel)
 

@@ -134,7 +134,7 @@ def _parse(value: str) -> Any:
 
 
 def _print_schedules(console: Console, spec: Any, target: str) -> None:
-    from nmm_compiler.codegen.schedule import choose
+    from nmm_compiler.codegen.choose import choose
 
     table = Table(
         "rank", "schedule", "instructions", "closed form us", "simulated us", title="schedules"
@@ -148,7 +148,7 @@ def _print_schedules(console: Console, spec: Any, target: str) -> None:
 
 def _check(console: Console, built: Any, seed: int) -> bool:
     """Run the emitted source on random arrays; print the error against float64 and its bound."""
-    from nmm_compiler.codegen.proof import prove
+    from nmm_compiler.codegen.check_against_float64 import prove
 
     proof = prove(built, seed=seed)
     console.print(f"check     {proof}", markup=False, style="green" if proof.passed else "red")

@@ -1,6 +1,6 @@
 """build_kernel: a spec in, one NKI kernel out: source on disk, schedule, predicted profile.
 
-The flow: schedule.choose -> specialize -> lint -> cache. The result is the same object for the same
+The flow: choose -> specialize -> lint -> cache. The result is the same object for the same
 spec, target and schedule while the process lives.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 from nmm_compiler.cache.entry import Entry
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen.choose import choose
+from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.codegen.lint import check_source
 from nmm_compiler.codegen.nki_api import API_VERSION
-from nmm_compiler.codegen.schedule import choose
-from nmm_compiler.codegen.source import kernel_source
 from nmm_compiler.codegen.stamp import search_stamp, source_stamp, template_stamp
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels import FAMILIES

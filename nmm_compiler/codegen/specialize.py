@@ -1,6 +1,6 @@
 """Turns a family's NKI function into one self-contained file for one spec and schedule.
 
-In: a template from kernels/nki, and values for its compile-time parameters. Out: source text that
+In: a family's kernel.py, and values for its compile-time parameters. Out: source text that
 imports only nki. Parameters become constants, branches on them fold away, helpers are copied in
 with the arguments that never vary written into them, what is unused disappears, comments stay. The
 same input always gives the same bytes. Nothing is assembled from strings: the tree is edited.
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node_or_raise
 
-from nmm_compiler.codegen import values
-from nmm_compiler.codegen.fold import BodyFolder, Call, Environment, Statement, literal
+from nmm_compiler.codegen import known_values as values
+from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, Statement, literal
+from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import ShortCalls, with_comments, without_aliases
-from nmm_compiler.codegen.values import Value, known
 from nmm_compiler.kernels.base import Tensors
 
 _PURE_CALLS = ("min", "max", "len")
@@ -33,13 +34,15 @@ def _parse(path: Path) -> cst.Module:
 
 
 def _neighbours(path: Path) -> list[Path]:
-    """Return the files that a template imports from beside it, `from .parts import ...`."""
+    """Return the files that a template imports from, `from ..pieces.project import ...`."""
     found = []
     for statement in _parse(path).body:
         if isinstance(statement, cst.SimpleStatementLine):
             small = statement.body[0]
             if isinstance(small, cst.ImportFrom) and small.relative and small.module is not None:
-                found.append(path.parent / f"{small.module.value}.py")
+                folder = path.parents[len(small.relative) - 1]
+                names = get_full_name_for_node_or_raise(small.module).split(".")
+                found.append(folder.joinpath(*names).with_suffix(".py"))
     return found
 
 

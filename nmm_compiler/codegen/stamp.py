@@ -33,9 +33,9 @@ def template_stamp(path: Path) -> str:
 @functools.lru_cache(maxsize=1)
 def source_stamp() -> str:
     """Return the digest of codegen and of the families."""
-    names = ("source", "specialize", "fold", "values", "schedule", "cost")
+    names = ("emitted_file", "specialize", "fold_constants", "known_values", "choose", "cost")
     files = [_PACKAGE / "codegen" / f"{name}.py" for name in names]
-    files += sorted(p for p in (_PACKAGE / "kernels").glob("*.py") if not p.stem.startswith("ops"))
+    files += sorted(p for p in (_PACKAGE / "kernels").rglob("*.py") if p.stem != "op")
     return _digest(path.read_bytes() for path in files)
 
 

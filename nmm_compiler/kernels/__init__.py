@@ -1,21 +1,16 @@
 """Kernel families: what can be computed, and the NKI functions that compute it.
 
-FAMILIES is the list, one line per family; each has a spec, a float64 reference with an error bound,
-its legal schedules, and a kernel in kernels/nki.
+FAMILIES is the list, one line per family. A family is one folder: spec.py (what is computed, its
+float64 reference and error bound), schedule.py (how, and what is legal), kernel.py (the NKI kernel
+for any spec) and op.py (the torch op). pieces/ holds NKI code that several kernels share.
 """
 
-from nmm_compiler.kernels import (
-    gated_mlp_schedule,
-    lowrank_schedule,
-    lowrank_shared_schedule,
-    matmul,
-)
 from nmm_compiler.kernels.base import Family
+from nmm_compiler.kernels.gated_mlp.schedule import GATED_MLP, GATED_MLP_UP
+from nmm_compiler.kernels.lowrank.schedule import LOWRANK
+from nmm_compiler.kernels.lowrank_shared.schedule import LOWRANK_SHARED
+from nmm_compiler.kernels.matmul.schedule import MATMUL
 
 FAMILIES: dict[str, Family] = {
-    "lowrank": lowrank_schedule.FAMILY,
-    "lowrank_shared": lowrank_shared_schedule.FAMILY,
-    "matmul": matmul.FAMILY,
-    "gated_mlp_up": gated_mlp_schedule.UP_FAMILY,
-    "gated_mlp": gated_mlp_schedule.FAMILY,
+    family.name: family for family in (LOWRANK, LOWRANK_SHARED, MATMUL, GATED_MLP_UP, GATED_MLP)
 }

@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3")
 LAYOUTS = ("row", "col")
 ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 
-NKI_DIRECTORY = Path(__file__).parent / "nki"
+PACKAGE = "nmm_compiler.kernels"
 
 Array = np.ndarray[Any, Any]
 
@@ -93,7 +93,7 @@ class KernelSpec(Record):
     def typical_error(self, *arrays: Array) -> Any:
         """Return, per element, the error of a right kernel if roundings are independent.
 
-        Its norm is what `codegen.proof` holds a kernel's error to. A family that does not derive
+        Its norm is what `codegen.check_against_float64` holds a kernel's error to. A family that does not derive
         it is held to the norm of its bound.
         """
         return self.error_bound(*arrays)
@@ -246,16 +246,16 @@ class KernelSchedule(Record):
 class Family:
     """One kernel family: a spec class, a schedule class, an NKI function, and how they connect.
 
-    template: file name in kernels/nki and name of its function. candidates: schedules that may be
-    legal. parameters: compile-time arguments of the NKI function, and which operands are gathered
-    in a tuple (Tensors). work: see Work.
+    folder: in kernels; its kernel.py holds the NKI function, named as the folder. candidates:
+    schedules that may be legal. parameters: compile-time arguments of the NKI function, and which
+    operands are gathered in a tuple (Tensors). work: see Work.
     data_flow: at most five lines for the header of the emitted file.
     """
 
     name: str
     spec_class: type[Any]
     schedule_class: type[Any]
-    template: str
+    folder: str
     candidates: Callable[[Any, Target], Iterator[Any]]
     parameters: Callable[[Any, Any, Target], dict[str, Any]]
     work: Callable[[Any, Any, Target], Work]
@@ -264,4 +264,4 @@ class Family:
     @property
     def path(self) -> Path:
         """The file of the NKI function."""
-        return NKI_DIRECTORY / f"{self.template}.py"
+        return Path(__file__).parent / self.folder / "kernel.py"

@@ -1,6 +1,6 @@
 """What a kernel call is made of: launches with their specs, and the NKI source of each.
 
-The specs come from the same function that serves a compiled model (`runtime.calls.lower`), so
+The specs come from the same function that serves a compiled model (`ops.lower.lower`), so
 that an exported call and a compiled one mean the same kernels. A call is one launch; where the
 target has no room for one, projections that share an input are one launch each.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from nmm_compiler.errors import ExportError, NmmError
 from nmm_compiler.mlir.calls import KernelCall
 from nmm_compiler.mlir.module import ExportedKernel, KernelLaunch, KernelSource
+from nmm_compiler.ops import lower as lowering
 from nmm_compiler.options import Options
-from nmm_compiler.runtime import calls as runtime_calls
 
 
 def describe(
@@ -62,7 +62,7 @@ def _token_counts(call: KernelCall, options: Options, sources: bool) -> tuple[in
     tensors = _tensors(call)
     args, keywords = call.rebuild(tensors)
     if not call.dynamic:
-        return (int(runtime_calls.tokens(args[0], keywords)),)
+        return (int(lowering.tokens(args[0], keywords)),)
     if not sources:
         return (1,)
     if not options.buckets:
@@ -94,9 +94,9 @@ def _launches(call: KernelCall, tokens: int, sources: bool) -> list[tuple[Any, t
     tensors = _tensors(call)
     args, keywords = call.rebuild(tensors)
     try:
-        launches = runtime_calls.lower(call.op, args, keywords, tokens).launches
+        launches = lowering.lower(call.op, args, keywords, tokens).launches
         if sources:
-            launches = runtime_calls.fitting(launches, keywords["target"])
+            launches = lowering.fitting(launches, keywords["target"])
     except NmmError as error:
         raise ExportError(f"no kernel computes {call.node}: {error}") from error
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}

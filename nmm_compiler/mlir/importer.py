@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from nmm_compiler.errors import ExportError
-from nmm_compiler.kernels.ops_reference import REFERENCES
 from nmm_compiler.mlir.bindings import load, text_attribute, walk
 from nmm_compiler.mlir.calls import KernelCall, TensorType
 from nmm_compiler.mlir.module import ExportedKernel
 from nmm_compiler.mlir.program import Program, decompositions, quiet
+from nmm_compiler.ops.registration import DEFINITIONS
 
 MAIN = "main"
 _OPERATOR = "torch.nmm."
@@ -139,7 +139,7 @@ class _Reference(torch.nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         args, kwargs = self.call.rebuild(tensors)
-        return REFERENCES[self.call.op](*args, **kwargs)
+        return DEFINITIONS[self.call.op].reference(*args, **kwargs)
 
 
 def _example(operand: TensorType, sizes: Iterator[int]) -> Tensor:

@@ -70,7 +70,7 @@ def run(
     """
     options = Options.make(options)
     order = rule_order(options, rules)
-    import nmm_compiler.kernels.ops  # noqa: F401  (defines torch.ops.nmm)
+    import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 
     done: dict[int, fx.GraphModule] = {}
     result = RewriteResult(None, [], [], original=graph_module)

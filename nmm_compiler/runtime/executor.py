@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from nmm_compiler.errors import NeuronSetupError, ShapeError, SpecError, UnknownNameError
-from nmm_compiler.kernels import ops, ops_reference
+from nmm_compiler.ops import registration
+from nmm_compiler.ops.call_options import options_of
+from nmm_compiler.ops.launches import Launch
+from nmm_compiler.ops.lower import lower, tokens, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
-from nmm_compiler.runtime.calls import Launch, lower, tokens, too_large
-from nmm_compiler.runtime.configuration import options_of
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS, has_own_memory
 
@@ -49,7 +50,7 @@ class KernelExecutor:
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run op `name`: by its kernels, or by PyTorch where there are none to use."""
         out = self._by_kernels(name, args, kwargs)
-        return ops_reference.REFERENCES[name](*args, **kwargs) if out is None else out
+        return registration.DEFINITIONS[name].reference(*args, **kwargs) if out is None else out
 
     def _by_kernels(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
         options = options_of(kwargs.get("executor", self.name))
@@ -179,6 +180,6 @@ def _launch_in_nki_simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Te
     return neuron.simulate(kernel, [t.detach() for t in operands])
 
 
-ops.EXECUTORS["simulator"] = KernelExecutor("simulator", _launch_in_simulator)
-ops.EXECUTORS["nki_simulate"] = KernelExecutor("nki_simulate", _launch_in_nki_simulate)
-ops.EXECUTORS["neuron"] = KernelExecutor("neuron", neuron.launch, traced_device="neuron")
+registration.EXECUTORS["simulator"] = KernelExecutor("simulator", _launch_in_simulator)
+registration.EXECUTORS["nki_simulate"] = KernelExecutor("nki_simulate", _launch_in_nki_simulate)
+registration.EXECUTORS["neuron"] = KernelExecutor("neuron", neuron.launch, traced_device="neuron")

@@ -18,7 +18,7 @@ def launched(monkeypatch):
         seen.append(kernel)
         return real(kernel, operands)
 
-    monkeypatch.setattr(executor.ops.EXECUTORS["simulator"], "launcher", spy)
+    monkeypatch.setattr(executor.registration.EXECUTORS["simulator"], "launcher", spy)
     return seen
 
 

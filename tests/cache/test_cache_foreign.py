@@ -94,8 +94,8 @@ def test_a_local_name_does_not_free_a_builtin():
 @pytest.mark.parametrize("x_layout", ["row", "col"])
 @pytest.mark.parametrize("activation", ["identity", "gelu_tanh"])
 def test_emitted_kernels_pass(x_layout, activation):
-    from nmm_compiler.codegen.schedule import rank
-    from nmm_compiler.codegen.source import kernel_source
+    from nmm_compiler.codegen.choose import rank
+    from nmm_compiler.codegen.emitted_file import kernel_source
     from nmm_compiler.kernels.lowrank import LowRankSpec
     from nmm_compiler.targets import get
 

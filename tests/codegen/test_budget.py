@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel, kernel_key
-from nmm_compiler.codegen.proof import prove
-from nmm_compiler.codegen.schedule import choose, on_device, rank, turns
+from nmm_compiler.codegen.check_against_float64 import prove
+from nmm_compiler.codegen.choose import choose, on_device, rank, turns
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec

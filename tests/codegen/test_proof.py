@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.proof import compare, prove, random_arrays
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
 from nmm_compiler.kernels.lowrank import LowRankSpec
 
 

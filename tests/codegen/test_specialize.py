@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmm_compiler.codegen import values
+from nmm_compiler.codegen import known_values as values
+from nmm_compiler.codegen.known_values import Fixed, OneOf, Span, known
 from nmm_compiler.codegen.specialize import specialize
-from nmm_compiler.codegen.values import Fixed, OneOf, Span, known
 from nmm_compiler.simulator.run import simulate
 
 TEMPLATE = '''

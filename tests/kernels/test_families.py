@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.proof import compare, prove, random_arrays
-from nmm_compiler.codegen.schedule import rank
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.choose import rank
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import numpy_dtype

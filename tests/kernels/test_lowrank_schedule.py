@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.proof import prove
-from nmm_compiler.codegen.schedule import choose, rank
+from nmm_compiler.codegen.check_against_float64 import prove
+from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.targets import get

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.proof import compare, prove, random_arrays
-from nmm_compiler.codegen.schedule import choose, refusal
-from nmm_compiler.codegen.source import kernel_source
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.choose import choose, refusal
+from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.lowrank_shared_schedule import LowRankSharedSchedule
+from nmm_compiler.kernels.lowrank_shared.schedule import LowRankSharedSchedule
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.targets import get
 

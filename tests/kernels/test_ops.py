@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
-from nmm_compiler.kernels import ops, ops_reference
+from nmm_compiler.ops import products, registration
 
 NMM = torch.ops.nmm
 M, K, R, N = 6, 16, 4, 12
@@ -44,11 +44,11 @@ def kernel_executor():
     def run(name, args, kwargs):
         calls.append(name)
         with torch.no_grad():
-            return ops_reference.REFERENCES[name](*args, **kwargs)
+            return registration.DEFINITIONS[name].reference(*args, **kwargs)
 
-    ops.EXECUTORS["counting"] = run
+    registration.EXECUTORS["counting"] = run
     yield calls
-    del ops.EXECUTORS["counting"]
+    del registration.EXECUTORS["counting"]
 
 
 def cases():
@@ -91,7 +91,7 @@ def test_lowrank_matmul_equals_its_formula_and_gradients(
             y = y + rows @ inputs_first(w, layouts["w_layout"])
         if bias is not None:
             y = y + bias
-        y = ops_reference.activate(y, kw.get("activation", "identity"))
+        y = products.activate(y, kw.get("activation", "identity"))
         return y.t() if kw.get("out_layout") == "col" else y
 
     got = NMM.lowrank_matmul(x, u, v, bias, w, **kw, executor=executor)
@@ -154,7 +154,7 @@ def test_gated_ops_equal_their_formula(executor, layout, activation, kernel_exec
     b1, b2, b3 = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in (N, N, K))
     g = [inputs_first(w, layout) for w in (*gate, *up, *down)]
     kw = {"weight_layout": layout, "executor": executor, "activation": activation}
-    middle = ops_reference.activate(x @ g[0] @ g[1] + b1, activation) * (x @ g[2] + b2)
+    middle = products.activate(x @ g[0] @ g[1] + b1, activation) * (x @ g[2] + b2)
 
     got = NMM.gated_mlp_up(x, gate, up, b1, b2, out_layout="col", **kw)
     check_with_gradients(got, middle.t(), [x, *gate, *up, b1, b2])
@@ -175,7 +175,7 @@ def test_unasked_gradients_are_not_computed(kernel_executor):
     assert x.grad is None
 
 
-@pytest.mark.parametrize("name", sorted(ops.SCHEMAS))
+@pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
 def test_opcheck(name, kernel_executor):
     x, u, v = (
         make_x(dtype=torch.float32),
@@ -197,7 +197,7 @@ def test_opcheck(name, kernel_executor):
         "matmul": (x, u),
     }[name]
     for executor in ("reference", "counting"):
-        torch.library.opcheck(ops.OPS[name], args, {"executor": executor})
+        torch.library.opcheck(registration.OPS[name], args, {"executor": executor})
 
 
 def test_token_dimensions_are_free():

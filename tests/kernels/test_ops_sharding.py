@@ -19,7 +19,7 @@ def _worker(rank, port, results):
         from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
         from torch.distributed.tensor.debug import CommDebugMode
 
-        import nmm_compiler.kernels.ops  # noqa: F401
+        import nmm_compiler.ops.registration  # noqa: F401
 
         mesh = init_device_mesh("cpu", (2,))
         torch.manual_seed(0)

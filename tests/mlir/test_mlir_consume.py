@@ -18,7 +18,7 @@ import torch
 from mlir_models import MODELS
 from torch import Tensor, nn
 
-import nmm_compiler.kernels.ops  # noqa: F401  (defines torch.ops.nmm)
+import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.mlir.export import export_mlir
 from nmm_compiler.simulator.run import simulate

@@ -14,7 +14,7 @@ from mlir_golden import GOLDENS, golden_text
 from mlir_models import MODELS, exported, llama_mlp, one
 from torch import Tensor, nn
 
-import nmm_compiler.kernels.ops  # noqa: F401  (defines torch.ops.nmm)
+import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.errors import (
     ExportError,
     MissingPackageError,

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.ops.lower import lower, op_name, tokens
 from nmm_compiler.options import Options
 from nmm_compiler.passes.metadata import collect_values
 from nmm_compiler.passes.pipeline import run
-from nmm_compiler.runtime.calls import lower, op_name, tokens
 
 K, R, N = 64, 8, 48
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import nmm_compiler as nmm
-import nmm_compiler.kernels.ops
+import nmm_compiler.ops.registration
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from nmm_compiler.errors import NeuronSetupError
-from nmm_compiler.kernels import ops_reference
+from nmm_compiler.kernels.lowrank.op import lowrank_matmul
+from nmm_compiler.ops.call_options import executor_name, options_of
+from nmm_compiler.ops.lower import lower
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor
-from nmm_compiler.runtime.calls import lower
-from nmm_compiler.runtime.configuration import executor_name, options_of
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS
 
@@ -40,7 +40,7 @@ def launched(monkeypatch):
         seen.append(kernel)
         return real(kernel, operands)
 
-    monkeypatch.setattr(executor.ops.EXECUTORS["simulator"], "launcher", spy)
+    monkeypatch.setattr(executor.registration.EXECUTORS["simulator"], "launcher", spy)
     return seen
 
 
@@ -137,9 +137,9 @@ def test_shared_results_are_cut_and_joined_along_their_own_tokens(layout, launch
 
 
 def test_a_shared_call_without_room_for_one_kernel_runs_one_for_each_result(launched, monkeypatch):
-    from nmm_compiler.codegen import schedule
+    from nmm_compiler.codegen import choose as schedule
     from nmm_compiler.errors import CapacityError
-    from nmm_compiler.kernels.lowrank_shared_schedule import LowRankSharedSchedule
+    from nmm_compiler.kernels.lowrank_shared.schedule import LowRankSharedSchedule
 
     def full(self, spec, target):
         raise CapacityError("the schedule needs 300,000 B per SBUF partition")
@@ -322,7 +322,7 @@ def test_a_kernel_that_cannot_be_built_leaves_its_calls_to_pytorch(monkeypatch, 
     x, u, v = torch.randn(8, K), weight(K, R).float(), weight(R, N).float()
     with pytest.warns(UserWarning, match="ZeroDivisionError: a fault in codegen; PyTorch computes"):
         got = NMM.lowrank_matmul(x, u, v, executor="simulator")
-    torch.testing.assert_close(got, ops_reference.lowrank_matmul(x, u, v), rtol=0, atol=0)
+    torch.testing.assert_close(got, lowrank_matmul(x, u, v), rtol=0, atol=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         NMM.lowrank_matmul(x, u, v, executor="simulator")

@@ -10,8 +10,8 @@ import torch
 from runtime.neuron_stand_ins import install, write_kernel
 
 from nmm_compiler.errors import ChangedFileError, NeuronSetupError
-from nmm_compiler.kernels import ops
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.ops import registration
 from nmm_compiler.runtime import executor, kernels, neuron
 
 SPEC = LowRankSpec(m=4, k=8, r=2, n=6, dtype="float32")
@@ -35,15 +35,15 @@ def operands(spec=SPEC):
 def cpu_is_xla(monkeypatch):
     """Let CPU tensors stand for tensors on a torch-xla device."""
     monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
-    monkeypatch.setattr(ops, "NEURON_DEVICES", ("cpu",))
+    monkeypatch.setattr(registration, "NEURON_DEVICES", ("cpu",))
 
 
 @pytest.fixture
 def cpu_is_neuron(monkeypatch):
     """Let CPU tensors stand for tensors on TorchNeuron's device."""
     monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
-    monkeypatch.setattr(ops, "NEURON_DEVICES", ("cpu",))
-    monkeypatch.setattr(ops.EXECUTORS["neuron"], "traced_device", "cpu")
+    monkeypatch.setattr(registration, "NEURON_DEVICES", ("cpu",))
+    monkeypatch.setattr(registration.EXECUTORS["neuron"], "traced_device", "cpu")
 
 
 @pytest.fixture

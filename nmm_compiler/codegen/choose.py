@@ -1,0 +1,222 @@
+"""Chooses how a kernel runs: candidates -> legal -> closed-form cost -> simulated -> the least.
+
+`choose` returns every legal schedule worth showing, best first; `build_kernel` takes the first.
+There is no table of sizes anywhere: a family yields candidates, the target says what fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from nmm_compiler.codegen.cost import closed_form_us, dma_us
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.base import KernelSchedule, KernelSpec, Tensors
+from nmm_compiler.options import INSTRUCTION_BUDGET
+from nmm_compiler.targets import Target, get
+
+# Timing mode costs about 30 us an instruction: what a search may spend on one core.
+SIMULATED_INSTRUCTIONS = 36_000
+SIMULATED_CANDIDATES = 6
+# Small kernels cost little to time: more of them are.
+SMALL_INSTRUCTIONS = 36_000
+SMALL_CANDIDATES = 24
+# Fields whose best combinations are tried before near-twins of the best.
+_KINDS = ("m_block", "u_block", "v_block", "v_still", "narrow_first")
+SHOWN = 12
+# Two cores share an HBM stack. A twentieth of the DMA time is charged to a schedule, so that of two
+# that are about equally fast the one with less traffic wins.
+TRAFFIC_SHARE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One legal schedule: its closed-form cost, and its simulated latency if it was tried.
+
+    instructions: of the compiled program, where a loop on the device counts once; counted if it was
+        tried, else by the closed form.
+    traffic_us is the time of its DMAs, of which a share is charged: see TRAFFIC_SHARE.
+    """
+
+    schedule: Any
+    cost_us: float
+    simulated_us: float | None = None
+    instructions: int = 0
+    traffic_us: float = 0.0
+
+
+def choose(
+    spec: KernelSpec, target: str | Target = "trn2", budget: int = INSTRUCTION_BUDGET
+) -> tuple[Choice, ...]:
+    """Return legal schedules for `spec`, best first.
+
+    budget: instructions of the compiled kernel. What would need more has its blocks of tokens in a
+    loop on the device; where that is impossible too, the kernel keeps its size.
+    Raises CapacityError, with the numbers of the nearest miss, when no candidate is legal.
+    """
+    return _choose(spec, get(target), budget)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]:
+    spec.check(target)
+    ranked = list(rank(spec, target, budget))
+    tried: list[Choice] = []
+    spent = 0
+    ranked = _varied(ranked)
+    for choice in ranked[:SMALL_CANDIDATES]:
+        few = len(tried) < SIMULATED_CANDIDATES
+        limit = SIMULATED_INSTRUCTIONS if few else SMALL_INSTRUCTIONS
+        if tried and spent + choice.instructions > limit:
+            break
+        spent += choice.instructions
+        if len(ranked) > 1:
+            latency, count = simulated(spec, choice.schedule, target)
+            choice = dataclasses.replace(choice, simulated_us=latency, instructions=count)
+        tried.append(choice)
+    tried.sort(
+        key=lambda choice: (
+            choice.instructions > budget,
+            _charged(choice.simulated_us or 0.0, choice),
+            choice.cost_us,
+        )
+    )
+    return tuple(tried + ranked[len(tried) : SHOWN])
+
+
+@functools.lru_cache(maxsize=1024)
+def refusal(spec: KernelSpec, target: Target) -> Exception | None:
+    """Return why no candidate is legal, or None as soon as one is: nothing is ranked or timed."""
+    nearest: Exception | None = None
+    try:
+        spec.check(target)
+    except SpecError as error:
+        return error
+    for schedule in FAMILIES[spec.family].candidates(spec, target):
+        try:
+            schedule.check(spec, target)
+        except (CapacityError, SpecError) as error:
+            nearest = error
+        else:
+            return None
+    return nearest
+
+
+def _varied(ranked: list[Choice]) -> list[Choice]:
+    """Return the choices with the best of each kind first: near-twins add little."""
+    best: dict[tuple[Any, ...], Choice] = {}
+    for choice in ranked:
+        kind = tuple(getattr(choice.schedule, name, None) for name in _KINDS)
+        if choice.cost_us <= 1.05 * ranked[0].cost_us:
+            best.setdefault(kind, choice)
+    leaders = list(best.values())[: SMALL_CANDIDATES * 2 // 3]
+    return leaders + [choice for choice in ranked if choice not in leaders]
+
+
+def _charged(latency_us: float, choice: Choice) -> float:
+    return latency_us + TRAFFIC_SHARE * choice.traffic_us
+
+
+@functools.lru_cache(maxsize=1024)
+def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> tuple[Choice, ...]:
+    """Return the legal candidates by closed-form cost.
+
+    What fits the budget of instructions comes first, then what has its loads overlap.
+    """
+    family = FAMILIES[spec.family]
+    choices: list[tuple[bool, bool, float, str, Choice]] = []
+    nearest: tuple[int, Exception] | None = None
+    dtype = str(getattr(spec, "dtype", "bfloat16"))
+    limit = target.sbuf_usable_bytes_per_partition
+    seen: set[KernelSchedule] = set()
+    for candidate in family.candidates(spec, target):
+        schedule = candidate
+        if schedule in seen:
+            continue
+        seen.add(schedule)
+        try:
+            schedule.check(spec, target)
+        except (CapacityError, SpecError) as error:
+            need = sum(schedule.sbuf_bytes(spec).values())
+            if nearest is None or need < nearest[0]:
+                nearest = need, error
+            continue
+        work = family.work(spec, schedule, target)
+        cost, instructions = closed_form_us(work, dtype, target), work.instructions
+        traffic = dma_us(work.dmas, target)
+        if instructions > budget:
+            looped = on_device(spec, schedule, target)
+            if looped is not None:
+                if looped in seen:
+                    continue
+                seen.add(looped)
+                schedule, instructions, cost, traffic = looped, 0, 0.0, 0.0
+                for times, block in turns(spec, looped):
+                    work = family.work(block, candidate, target)
+                    instructions += work.instructions
+                    cost += times * closed_form_us(work, dtype, target)
+                    traffic += times * dma_us(work.dmas, target)
+        crowded = schedule.overlapped_bytes(spec) > limit
+        choice = Choice(schedule, cost, None, instructions, traffic)
+        charged = _charged(cost, choice)
+        choices.append((instructions > budget, crowded, charged, schedule.to_json(), choice))
+    if not choices:
+        assert nearest is not None
+        raise CapacityError(f"no schedule fits {target.name}; the nearest: {nearest[1]}")
+    choices.sort(key=lambda item: item[:4])
+    return tuple(choice for *_, choice in choices)
+
+
+def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
+    """Return the schedule with its blocks of tokens as a loop on the device; None if it cannot."""
+    names = {field.name for field in dataclasses.fields(schedule)}
+    if "m_loop" not in names:
+        return None
+    resident = {name: False for name in names if name.endswith("_resident")}
+    looped = dataclasses.replace(schedule, m_loop=True, **resident)
+    try:
+        looped.check(spec, target)
+    except (CapacityError, SpecError):
+        return None
+    return looped
+
+
+def turns(spec: Any, schedule: Any) -> list[tuple[int, Any]]:
+    """Return (how often, spec of one block of tokens) of a loop on the device, the rest last.
+
+    Nothing of two turns overlaps, so their times add up.
+    """
+    blocks, rest = divmod(spec.m, schedule.m_block)
+    made = [(blocks, dataclasses.replace(spec, m=schedule.m_block))]
+    return made + ([(1, dataclasses.replace(spec, m=rest))] if rest else [])
+
+
+def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int]:
+    """Return the latency in the simulator's timing mode, and the instructions of the program.
+
+    The template runs as it is, with the compile-time parameters that specialization would write
+    into it: the same instructions, without the cost of emitting a file for every candidate.
+    """
+    from nmm_compiler.simulator.run import ArraySpec, simulate
+
+    if getattr(schedule, "m_loop", False) and spec.m > 2 * schedule.m_block:  # type: ignore[attr-defined]
+        (blocks, _), *rest = turns(spec, schedule)
+        two = dataclasses.replace(spec, m=2 * schedule.m_block)  # type: ignore[call-arg]
+        latency, count = simulated(two, schedule, target)
+        latency *= blocks / 2
+        for _, last in rest:
+            more = simulated(last, dataclasses.replace(schedule, m_loop=False), target)
+            latency, count = latency + more[0], count + more[1]
+        return latency, count
+    family = FAMILIES[spec.family]
+    parameters = family.parameters(spec, schedule, target)
+    arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
+    for name, value in parameters.items():
+        if isinstance(value, Tensors):
+            parameters[name] = tuple(arrays.pop(one) for one in value)
+    where = f"{family.path}:{family.folder}"
+    run = simulate(where, target=target.name, mode="timing", **parameters | arrays)
+    assert run.profile is not None
+    return float(run.profile.latency_us), run.profile.program_instructions

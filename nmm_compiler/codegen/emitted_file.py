@@ -1,0 +1,48 @@
+"""The emitted file of one spec, schedule and target: its name, its header, its text."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from nmm_compiler.codegen.specialize import specialize
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.targets import Target
+
+_WIDTH = 98
+
+
+def kernel_name(spec: KernelSpec, schedule: Any, target: Target) -> str:
+    """Return a Python name that differs whenever spec, schedule or target do."""
+    words = spec.short().replace(".", "_").split()
+    return "_".join([*words, target.name, (spec.digest(6) + schedule.digest(6))])
+
+
+def kernel_source(spec: KernelSpec, schedule: Any, target: Target) -> tuple[str, str]:
+    """Return (function name, source text); the same input always gives the same bytes."""
+    family = FAMILIES[spec.family]
+    name = kernel_name(spec, schedule, target)
+    header = _header(spec, schedule, target, family.data_flow(spec, schedule))
+    parameters = family.parameters(spec, schedule, target)
+    return name, specialize(family.path, family.folder, parameters, name=name, header=header)
+
+
+def _header(spec: KernelSpec, schedule: Any, target: Target, flow: tuple[str, ...]) -> list[str]:
+    arguments = ", ".join(str(tensor) for tensor in spec.inputs())
+    results = ", ".join(str(tensor) for tensor in spec.outputs())
+    lines = [f"{spec.short()} for {target.name}.", ""]
+    for title, text in (
+        ("spec", str(spec)),
+        ("schedule", str(schedule)),
+        ("target", str(target)),
+        ("arguments", arguments),
+        ("result", results),
+    ):
+        lines += textwrap.wrap(
+            f"{title}: {text}", _WIDTH, subsequent_indent="    ", break_on_hyphens=False
+        )
+    lines += ["", "Data flow:"]
+    for line in flow:
+        lines += textwrap.wrap(line, _WIDTH, initial_indent="- ", subsequent_indent="  ")
+    return lines

@@ -1,0 +1,490 @@
+"""Folds one NKI function: constants in, dead branches out, names and comments kept.
+
+Statements are walked in order with what is known of each name (`values.Value`). Constant tests
+choose their branch, loops of one iteration become their body, constants that are assigned inside
+loops are written where they are used. Loops of more iterations stay loops. Calls of helpers are
+noted with what is known of their arguments, so that the helpers can be folded in turn.
+"""
+
+# libcst names its visitor methods after node classes; a name says what each does.
+# ruff: noqa: N802, D102
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import libcst as cst
+
+from nmm_compiler.codegen import known_values as values
+from nmm_compiler.codegen.known_values import Fixed, Span, Value, known
+
+Statement = cst.BaseStatement
+Environment = dict[str, Value]
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of a helper: what is known of each of its arguments."""
+
+    helper: str
+    arguments: dict[str, Value]
+
+
+def literal(value: Any) -> cst.BaseExpression:
+    """Return the expression that spells a constant."""
+    if isinstance(value, bool) or value is None:
+        return cst.Name(str(value))
+    if isinstance(value, (int, float)) and value < 0:
+        return cst.UnaryOperation(cst.Minus(), literal(-value))
+    if isinstance(value, int):
+        return cst.Integer(str(value))
+    if isinstance(value, float):
+        return cst.Float(repr(value))
+    if isinstance(value, str):
+        return cst.SimpleString(f'"{value}"')
+    if isinstance(value, tuple):
+        return cst.Tuple([cst.Element(literal(item)) for item in value])
+    raise TypeError(f"{value!r} has no literal here")
+
+
+class Evaluator:
+    """What is known of an expression under an environment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+
+    def value(self, node: cst.BaseExpression) -> Value:
+        """Return the value of `node`, None when nothing is known."""
+        method = getattr(self, f"_{type(node).__name__.lower()}", None)
+        return method(node) if method else None
+
+    def _name(self, node: cst.Name) -> Value:
+        if node.value in ("True", "False", "None"):
+            return Fixed({"True": True, "False": False, "None": None}[node.value])
+        return self.environment.get(node.value)
+
+    def _integer(self, node: cst.Integer) -> Value:
+        return known(int(node.value, 0))
+
+    def _float(self, node: cst.Float) -> Value:
+        return Fixed(float(node.value))
+
+    def _simplestring(self, node: cst.SimpleString) -> Value:
+        return Fixed(node.evaluated_value)
+
+    def _binaryoperation(self, node: cst.BinaryOperation) -> Value:
+        left, right = self.value(node.left), self.value(node.right)
+        rule = values.ARITHMETIC.get(type(node.operator).__name__)
+        if rule and isinstance(left, Span) and isinstance(right, Span):
+            return rule(left, right)
+        return None
+
+    def _unaryoperation(self, node: cst.UnaryOperation) -> Value:
+        inner = self.value(node.expression)
+        if isinstance(node.operator, cst.Not):
+            truth = values.truth(inner)
+            return None if truth is None else Fixed(not truth)
+        if isinstance(node.operator, cst.Minus):
+            if isinstance(inner, Span):
+                return Span(-inner.hi, -inner.lo, inner.step)
+            if isinstance(inner, Fixed) and isinstance(inner.value, float):
+                return Fixed(-inner.value)
+        return None
+
+    def _booleanoperation(self, node: cst.BooleanOperation) -> Value:
+        left, right = self.value(node.left), self.value(node.right)
+        wins = isinstance(node.operator, cst.Or)
+        for side in (left, right):
+            if values.truth(side) is wins:
+                return Fixed(wins)
+        if values.truth(left) is not None and values.truth(right) is not None:
+            return Fixed(not wins)
+        return None
+
+    def _comparison(self, node: cst.Comparison) -> Value:
+        if len(node.comparisons) != 1:
+            return None
+        target = node.comparisons[0]
+        operator = type(target.operator).__name__
+        return values.compare(operator, self.value(node.left), self.value(target.comparator))
+
+    def _ifexp(self, node: cst.IfExp) -> Value:
+        truth = values.truth(self.value(node.test))
+        if truth is None:
+            return values.join([self.value(node.body), self.value(node.orelse)])
+        return self.value(node.body if truth else node.orelse)
+
+    def _call(self, node: cst.Call) -> Value:
+        if isinstance(node.func, cst.Name) and node.func.value in ("min", "max"):
+            choose = values.smallest if node.func.value == "min" else values.largest
+            return choose([self.value(arg.value) for arg in node.args])
+        if isinstance(node.func, cst.Name) and node.func.value == "len":
+            return values.length(self.value(node.args[0].value))
+        return None
+
+    def _subscript(self, node: cst.Subscript) -> Value:
+        index = node.slice[0].slice
+        if len(node.slice) != 1 or not isinstance(index, cst.Index):
+            return None
+        return values.item(self.value(node.value), self.value(index.value))
+
+
+class ExpressionFolder(cst.CSTTransformer):
+    """Writes constants into an expression and simplifies around them."""
+
+    def __init__(self, environment: Environment, inline: set[str]) -> None:
+        super().__init__()
+        self.environment = environment
+        self.inline = inline
+        self.evaluator = Evaluator(environment)
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        return False
+
+    def leave_Attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.Attribute:
+        value = original.value.visit(self)
+        return updated.with_changes(value=value)
+
+    def visit_Arg_keyword(self, node: cst.Arg) -> None:
+        self._keyword = node.keyword
+
+    def leave_Arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
+        return updated.with_changes(keyword=original.keyword)
+
+    def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        if original.value in self.inline:
+            fixed, plain = values.constant(self.environment.get(original.value))
+            if fixed:
+                return literal(plain)
+        return updated
+
+    def leave_BinaryOperation(
+        self, original: cst.BinaryOperation, updated: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        value = self._folded(original, updated)
+        if value is not updated:
+            return value
+        left, right = self.evaluator.value(updated.left), self.evaluator.value(updated.right)
+        _, a = values.constant(left)
+        _, b = values.constant(right)
+        kind = type(updated.operator).__name__
+        if kind in ("Add", "Subtract") and b == 0 and isinstance(right, Span):
+            return _in_place_of(updated, updated.left)
+        if kind == "Add" and a == 0 and isinstance(left, Span):
+            return _in_place_of(updated, updated.right)
+        if kind in ("Multiply", "FloorDivide") and b == 1 and isinstance(right, Span):
+            return _in_place_of(updated, updated.left)
+        if kind == "Multiply" and a == 1 and isinstance(left, Span):
+            return _in_place_of(updated, updated.right)
+        return _reassociated(updated)
+
+    def leave_Slice(self, original: cst.Slice, updated: cst.Slice) -> cst.Slice:
+        """Write 0:128, and 8 * i : 8 * i + 8 with spaces."""
+        simple = (cst.Name, cst.Integer, type(None))
+        if isinstance(updated.lower, simple) and isinstance(updated.upper, simple):
+            return updated.with_changes(first_colon=cst.Colon())
+        return updated
+
+    def leave_UnaryOperation(
+        self, original: cst.UnaryOperation, updated: cst.UnaryOperation
+    ) -> cst.BaseExpression:
+        return self._folded(original, updated)
+
+    def leave_Comparison(
+        self, original: cst.Comparison, updated: cst.Comparison
+    ) -> cst.BaseExpression:
+        return self._folded(original, updated)
+
+    def leave_BooleanOperation(
+        self, original: cst.BooleanOperation, updated: cst.BooleanOperation
+    ) -> cst.BaseExpression:
+        folded = self._folded(original, updated)
+        if folded is not updated:
+            return folded
+        absorbs = isinstance(updated.operator, cst.Or)
+        for side, other in ((updated.left, updated.right), (updated.right, updated.left)):
+            if values.truth(self.evaluator.value(side)) is (not absorbs):
+                return _in_place_of(updated, other)
+        return updated
+
+    def leave_IfExp(self, original: cst.IfExp, updated: cst.IfExp) -> cst.BaseExpression:
+        truth = values.truth(self.evaluator.value(updated.test))
+        if truth is None:
+            return updated
+        return _in_place_of(updated, updated.body if truth else updated.orelse)
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if isinstance(updated.func, cst.Name) and updated.func.value in ("min", "max", "len"):
+            return self._folded(original, updated)
+        return updated
+
+    def leave_Subscript(
+        self, original: cst.Subscript, updated: cst.Subscript
+    ) -> cst.BaseExpression:
+        return self._folded(original, updated)
+
+    def _folded(
+        self, original: cst.BaseExpression, updated: cst.BaseExpression
+    ) -> cst.BaseExpression:
+        fixed, plain = values.constant(self.evaluator.value(updated))
+        return literal(plain) if fixed else updated
+
+
+def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:
+    """Return (a + 3) + 4 as a + 7."""
+    inner = node.left
+    if (
+        isinstance(node.operator, cst.Add)
+        and isinstance(node.right, cst.Integer)
+        and isinstance(inner, cst.BinaryOperation)
+        and isinstance(inner.operator, cst.Add)
+        and isinstance(inner.right, cst.Integer)
+    ):
+        total = int(inner.right.value) + int(node.right.value)
+        return _in_place_of(node, inner.with_changes(right=cst.Integer(str(total))))
+    return node
+
+
+def _bare(node: cst.BaseExpression) -> cst.BaseExpression:
+    """Return an expression that stands alone without the parentheses around it."""
+    return node.with_changes(lpar=[], rpar=[]) if node.lpar else node
+
+
+def _in_place_of(node: cst.BaseExpression, part: cst.BaseExpression) -> cst.BaseExpression:
+    """Return `part` with the parentheses that held `node`."""
+    atom = isinstance(part, (cst.Name, cst.Integer, cst.Call, cst.Subscript, cst.Attribute))
+    if node.lpar and not part.lpar and not atom:
+        return part.with_changes(lpar=node.lpar, rpar=node.rpar)
+    return part
+
+
+def assigned_names(nodes: Iterable[cst.CSTNode]) -> set[str]:
+    """Return the names that the statements bind."""
+    collector = _Targets()
+    for node in nodes:
+        node.visit(collector)
+    return collector.names
+
+
+class _Targets(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Name):
+            self.names.add(node.target.value)
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        if isinstance(node.target, cst.Name):
+            self.names.add(node.target.value)
+
+    def visit_For(self, node: cst.For) -> None:
+        if isinstance(node.target, cst.Name):
+            self.names.add(node.target.value)
+
+
+class BodyFolder:
+    """Folds the statements of one function."""
+
+    def __init__(
+        self, environment: Environment, signatures: dict[str, list[str]], *, named: bool
+    ) -> None:
+        """Take what is known of the parameters.
+
+        named: constants assigned outside loops keep their names (in helpers they are written out).
+        """
+        self.environment = environment
+        self.signatures = signatures
+        self.inline = {name for name, value in environment.items() if values.constant(value)[0]}
+        self.calls: list[Call] = []
+        self.loops = 0 if named else 1
+        self.branches = 0
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Let these constants stand under their names."""
+        self.inline -= set(names)
+
+    def fold(self, statements: Sequence[Statement]) -> list[Statement]:
+        """Return the statements, folded."""
+        folded: list[Statement] = []
+        for statement in statements:
+            folded.extend(self._statement(statement))
+        return folded
+
+    def _statement(self, statement: Statement) -> list[Statement]:
+        if isinstance(statement, cst.If):
+            return self._if(statement)
+        if isinstance(statement, cst.For):
+            return self._for(statement)
+        if isinstance(statement, cst.SimpleStatementLine):
+            return self._simple(statement)
+        if isinstance(statement, cst.FunctionDef):
+            return [self._function(statement)]
+        return [statement]
+
+    def _function(self, statement: cst.FunctionDef) -> Statement:
+        """Fold the body of a loop on the device: its parameters are not known."""
+        before, inlined = dict(self.environment), set(self.inline)
+        for parameter in statement.params.params:
+            self.environment[parameter.name.value] = None
+            self.inline.discard(parameter.name.value)
+        body = self.fold(list(statement.body.body))  # type: ignore[arg-type]
+        self.environment, self.inline = before, inlined
+        return statement.with_changes(body=statement.body.with_changes(body=body))
+
+    def _expression(self, node: Any) -> Any:
+        folded = node.visit(ExpressionFolder(self.environment, self.inline))
+        self._note_calls(folded)
+        return folded
+
+    def _note_calls(self, node: cst.CSTNode) -> None:
+        finder = _Calls(self.signatures)
+        node.visit(finder)
+        evaluator = Evaluator(self.environment)
+        for name, arguments in finder.found:
+            known_arguments = {key: evaluator.value(value) for key, value in arguments.items()}
+            self.calls.append(Call(name, known_arguments))
+
+    def _simple(self, statement: cst.SimpleStatementLine) -> list[Statement]:
+        small = statement.body[0]
+        if isinstance(small, cst.Assign) and isinstance(small.targets[0].target, cst.Name):
+            name = small.targets[0].target.value
+            value = self._expression(small.value)
+            self.inline.discard(name)
+            self.environment[name] = Evaluator(self.environment).value(value)
+            fixed, plain = values.constant(self.environment[name])
+            if fixed and self.loops and not self.branches and isinstance(plain, (int, str, bool)):
+                self.inline.add(name)
+                return []
+            return [statement.with_changes(body=[small.with_changes(value=value)])]
+        if isinstance(small, cst.AugAssign) and isinstance(small.target, cst.Name):
+            self.environment[small.target.value] = None
+            self.inline.discard(small.target.value)
+            value = self._expression(small.value)
+            return [statement.with_changes(body=[small.with_changes(value=value)])]
+        return [statement.with_changes(body=[self._expression(small)])]
+
+    def _if(self, statement: cst.If) -> list[Statement]:
+        test = _bare(self._expression(statement.test))
+        truth = values.truth(Evaluator(self.environment).value(test))
+        if truth is not None:
+            chosen: list[Statement] = []
+            if truth:
+                chosen = list(statement.body.body)  # type: ignore[arg-type]
+            elif isinstance(statement.orelse, cst.Else):
+                chosen = list(statement.orelse.body.body)  # type: ignore[arg-type]
+            elif isinstance(statement.orelse, cst.If):
+                chosen = [statement.orelse]
+            return self._spliced(chosen, statement.leading_lines)
+        before = dict(self.environment)
+        self.branches += 1
+        body = self.fold(statement.body.body)  # type: ignore[arg-type]
+        after_body = self.environment
+        self.environment = {**before, **self._ruled_out(test, before)}
+        orelse = statement.orelse
+        if isinstance(orelse, cst.Else):
+            rest = self.fold(orelse.body.body)  # type: ignore[arg-type]
+            orelse = _else(orelse, rest)
+        elif isinstance(orelse, cst.If):
+            rest = self._if(orelse)
+            if len(rest) == 1 and isinstance(rest[0], cst.If):
+                orelse = rest[0].with_changes(leading_lines=())
+            else:
+                orelse = _else(cst.Else(body=cst.IndentedBlock(body=[])), rest)
+        after_else = self.environment
+        self.branches -= 1
+        names = set(after_body) | set(after_else)
+        self.environment = {
+            name: values.join([after_body.get(name), after_else.get(name)]) for name in names
+        }
+        if not body and orelse is None:
+            return []
+        if not body:
+            body = [cst.SimpleStatementLine(body=[cst.Pass()])]
+        block = statement.body.with_changes(body=body)
+        return [statement.with_changes(test=test, body=block, orelse=orelse)]
+
+    @staticmethod
+    def _ruled_out(test: cst.BaseExpression, before: Environment) -> Environment:
+        """Return what `name == constant` being false says of the name."""
+        if not (isinstance(test, cst.Comparison) and isinstance(test.left, cst.Name)):
+            return {}
+        target = test.comparisons[0]
+        fixed, plain = values.constant(Evaluator(before).value(target.comparator))
+        if len(test.comparisons) != 1 or not isinstance(target.operator, cst.Equal) or not fixed:
+            return {}
+        name = test.left.value
+        return {name: values.without(before.get(name), plain)} if name in before else {}
+
+    def _for(self, statement: cst.For) -> list[Statement]:
+        iterator = self._expression(statement.iter)
+        assert isinstance(statement.target, cst.Name)
+        name = statement.target.value
+        variable: Value = None
+        count: int | None = None
+        if isinstance(iterator, cst.Call) and isinstance(iterator.func, cst.Name):
+            evaluator = Evaluator(self.environment)
+            bounds = [evaluator.value(arg.value) for arg in iterator.args]
+            if iterator.func.value == "range" and bounds:
+                start = known(0) if len(bounds) == 1 else bounds[0]
+                stop = bounds[0] if len(bounds) == 1 else bounds[1]
+                step = bounds[2] if len(bounds) == 3 else known(1)
+                variable, count = values.loop_values(start, stop, step)
+        if count == 0:
+            return []
+        body = list(statement.body.body)
+        fixed, plain = values.constant(variable)
+        if count == 1 and fixed:
+            self.environment[name] = known(plain)
+            self.inline.add(name)
+            return self._spliced(body, statement.leading_lines)  # type: ignore[arg-type]
+        for other in assigned_names(body):
+            if other in self.environment:
+                self.environment[other] = None
+                self.inline.discard(other)
+        self.environment[name] = variable
+        self.inline.discard(name)
+        self.loops += 1
+        folded = self.fold(body)  # type: ignore[arg-type]
+        self.loops -= 1
+        if not folded:
+            return []
+        block = statement.body.with_changes(body=folded)
+        return [statement.with_changes(iter=iterator, body=block)]
+
+    def _spliced(
+        self, statements: list[Statement], leading: Sequence[cst.EmptyLine]
+    ) -> list[Statement]:
+        folded = self.fold(statements)
+        if folded and any(line.comment for line in leading):
+            first: Any = folded[0]
+            folded[0] = first.with_changes(leading_lines=[*leading, *first.leading_lines])
+        return folded
+
+
+def _else(node: cst.Else, statements: list[Statement]) -> cst.Else | None:
+    if not statements:
+        return None
+    return node.with_changes(body=cst.IndentedBlock(body=statements))
+
+
+class _Calls(cst.CSTVisitor):
+    """Finds calls of helpers and matches arguments with parameters."""
+
+    def __init__(self, signatures: dict[str, list[str]]) -> None:
+        super().__init__()
+        self.signatures = signatures
+        self.found: list[tuple[str, dict[str, cst.BaseExpression]]] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if not (isinstance(node.func, cst.Name) and node.func.value in self.signatures):
+            return
+        names = self.signatures[node.func.value]
+        arguments = {
+            (arg.keyword.value if arg.keyword else names[place]): arg.value
+            for place, arg in enumerate(node.args)
+        }
+        self.found.append((node.func.value, arguments))

@@ -1,0 +1,250 @@
+"""The ops of families `gated_mlp_up` and `gated_mlp`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.ops.definition import GATED, WHERE, Op
+from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, add, back_to, rows_of
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
+from nmm_compiler.ops.operands import (
+    chain_outputs,
+    check_dtypes,
+    check_layouts,
+    check_same,
+    check_vector,
+    empty_result,
+    tokens_of,
+)
+from nmm_compiler.ops.products import activate, chain
+
+tracing = torch._C._len_torch_dispatch_stack
+
+
+def gated_mlp_up(
+    x: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    x_layout: str = "row",
+    out_layout: str = "row",
+    weight_layout: str = "row",
+    target: str = "trn2",
+    executor: str = "reference",
+) -> Tensor:
+    """Return activation(x gate + gate_bias) * (x up + up_bias); gate and up are [u, v] or [w]."""
+    if x_layout == "col":
+        x = x.t()
+    left = chain(x, gate, weight_layout, gate_bias, out_layout)
+    right = chain(x, up, weight_layout, up_bias, out_layout)
+    if activation == "silu" and not (left.requires_grad or right.requires_grad or tracing()):
+        # Both operands are fresh results that nobody else holds: spare two passes over memory.
+        return torch.nn.functional.silu(left, inplace=True).mul_(right)
+    return activate(left, activation) * right
+
+
+def gated_mlp(
+    x: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    x_layout: str = "row",
+    out_layout: str = "row",
+    weight_layout: str = "row",
+    target: str = "trn2",
+    executor: str = "reference",
+) -> Tensor:
+    """Return (activation(x gate + gate_bias) * (x up + up_bias)) down + down_bias."""
+    h = gated_mlp_up(
+        x,
+        gate,
+        up,
+        gate_bias,
+        up_bias,
+        activation=activation,
+        x_layout=x_layout,
+        weight_layout=weight_layout,
+    )
+    return chain(h, down, weight_layout, down_bias, out_layout)
+
+
+def _fake_up(
+    x: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    x_layout: str = "row",
+    out_layout: str = "row",
+    weight_layout: str = "row",
+    **others: Any,
+) -> Tensor:
+    """Return an empty result of `gated_mlp_up`."""
+    check_layouts(x_layout=x_layout, out_layout=out_layout, weight_layout=weight_layout)
+    check_dtypes(x, *gate, *up, gate_bias, up_bias)
+    tokens, k = tokens_of(x, x_layout)
+    n = chain_outputs("gate", k, gate, weight_layout)
+    check_same("output features of gate and up", n, chain_outputs("up", k, up, weight_layout))
+    check_vector("gate_bias", gate_bias, n)
+    check_vector("up_bias", up_bias, n)
+    return empty_result(x, tokens, n, out_layout)
+
+
+def _fake(
+    x: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    x_layout: str = "row",
+    out_layout: str = "row",
+    weight_layout: str = "row",
+    **others: Any,
+) -> Tensor:
+    """Return an empty result of `gated_mlp`."""
+    check_layouts(out_layout=out_layout)
+    check_dtypes(x, *down, down_bias)
+    h = _fake_up(x, gate, up, gate_bias, up_bias, x_layout=x_layout, weight_layout=weight_layout)
+    n = chain_outputs("down", h.shape[-1], down, weight_layout)
+    check_vector("down_bias", down_bias, n)
+    return empty_result(x, tuple(h.shape[:-1]), n, out_layout)
+
+
+def _gradient_up(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
+    x, gate, up, gate_bias, up_bias = (*args, None, None)[:5]
+    need = (*need, False, False)[:5]
+    layout = kw["weight_layout"]
+    rows = rows_of(x, kw["x_layout"])
+    left = Chain(rows, gate, [layout] * len(gate))
+    right = Chain(rows, up, [layout] * len(up))
+    grad = rows_of(grads[0], kw["out_layout"])
+    activation = kw.get("activation", "silu")
+    before = left.output(gate_bias)
+    grad_left = activation_grad(grad * right.output(up_bias), before, activation)
+    grad_right = grad * activate(before, activation)
+    x_left, grad_gate = left.backward(grad_left, need[0], need[1])
+    x_right, grad_up = right.backward(grad_right, need[0], need[2])
+    grad_x = back_to(x, add(x_left, x_right), kw["x_layout"])
+    bias_left = grad_left.sum(0) if need[3] else None
+    bias_right = grad_right.sum(0) if need[4] else None
+    return [grad_x, grad_gate, grad_up, bias_left, bias_right][: len(args)]
+
+
+def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
+    x, gate, up, down, gate_bias, up_bias, _down_bias = (*args, None, None, None)[:7]
+    need = (*need, False, False, False)[:7]
+    layout = kw["weight_layout"]
+    middle = gated_mlp_up(
+        x,
+        gate,
+        up,
+        gate_bias,
+        up_bias,
+        activation=kw.get("activation", "silu"),
+        x_layout=kw["x_layout"],
+        weight_layout=layout,
+    )
+    grad = rows_of(grads[0], kw["out_layout"])
+    chain = Chain(rows_of(middle, "row"), down, [layout] * len(down))
+    grad_middle, grad_down = chain.backward(grad, True, need[3])
+    grad_bias = grad.sum(0) if need[6] else None
+    assert grad_middle is not None
+    first = _gradient_up(
+        (x, gate, up, gate_bias, up_bias),
+        {**kw, "out_layout": "row"},
+        (grad_middle,),
+        (need[0], need[1], need[2], need[4], need[5]),
+    )
+    return [*first[:3], grad_down, *first[3:], grad_bias][: len(args)]
+
+
+def _launches(
+    rows: Tensor,
+    projections: dict[str, Sequence[Tensor]],
+    biases: dict[str, Tensor | None],
+    kw: dict[str, Any],
+    m: int,
+    transpose: Transpose | None,
+) -> list[Launch]:
+    """Return the launch of a gated MLP: its weights in order, then its biases in the same order."""
+    stored = kw.get("weight_layout", "row")
+    weights: dict[str, list[Tensor]] = {}
+    layout = stored
+    for name, projection in projections.items():
+        laid = [weight(w, stored, transpose) for w in projection]
+        weights[name] = [w for w, _ in laid]
+        layout = laid[0][1]
+    k = features(weights["gate"][0], layout)[0]
+    fields: dict[str, Any] = {
+        "m": m,
+        "k": k,
+        "n": features(weights["gate"][-1], layout)[1],
+        "dtype": dtype_name(rows),
+        "activation": kw.get("activation", "silu"),
+        "weight_layout": layout,
+        **layouts(kw),
+    }
+    for name, ws in weights.items():
+        fields[f"{name}_r"] = features(ws[0], layout)[1] if len(ws) == 2 else 0
+        fields[f"{name}_bias"] = biases[name] is not None
+    if "down" in weights and features(weights["down"][-1], layout)[1] != k:
+        raise SpecError("gated_mlp: a kernel's down projection returns to the input's features")
+    spec = GatedMLPSpec(**fields) if "down" in weights else GatedMLPUpSpec(**fields)
+    flat = [w for ws in weights.values() for w in ws]
+    given = [b for b in biases.values() if b is not None]
+    return [Launch(spec, (rows, *flat, *given))]
+
+
+def _lower_up(
+    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
+) -> list[Launch]:
+    _, gate, up, gate_bias, up_bias = (*args, None, None)[:5]
+    biases = {"gate": gate_bias, "up": up_bias}
+    return _launches(rows, {"gate": gate, "up": up}, biases, kw, m, transpose)
+
+
+def _lower(
+    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
+) -> list[Launch]:
+    _, gate, up, down, gate_bias, up_bias, down_bias = (*args, None, None, None)[:7]
+    projections = {"gate": gate, "up": up, "down": down}
+    biases = {"gate": gate_bias, "up": up_bias, "down": down_bias}
+    return _launches(rows, projections, biases, kw, m, transpose)
+
+
+OPS = (
+    Op(
+        schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor? gate_bias=None, "
+        f"Tensor? up_bias=None, *, {GATED}, {WHERE}) -> Tensor",
+        reference=gated_mlp_up,
+        fake=_fake_up,
+        gradient=_gradient_up,
+        lower=_lower_up,
+    ),
+    Op(
+        schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor[] down, Tensor? gate_bias=None, "
+        f"Tensor? up_bias=None, Tensor? down_bias=None, *, {GATED}, {WHERE}) -> Tensor",
+        reference=gated_mlp,
+        fake=_fake,
+        gradient=_gradient,
+        lower=_lower,
+    ),
+)

@@ -1,0 +1,495 @@
+"""How the gated MLP kernels run: schedule axes, legality, candidates and their work."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
+from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.number_formats import (
+    check_double_row,
+    check_widened,
+    format_parameters,
+    passes,
+    pitch,
+    row_modes,
+    scale_bytes,
+)
+from nmm_compiler.kernels.tiling import (
+    LOADED,
+    blocks,
+    check_blocks,
+    check_load,
+    check_loop,
+    check_multiple,
+    check_order,
+    chunk_order,
+    chunk_rows,
+    tiles,
+    turned_loads,
+    x_loads,
+    x_rows,
+)
+from nmm_compiler.targets import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMLPSchedule(KernelSchedule):
+    """How a gated MLP kernel runs.
+
+    x_load, w_load: how x, and every weight, gets its contraction index onto the partitions.
+    m_block: tokens whose h^T (or intermediates) stay in SBUF. k_chunk, x_chunk: rows of u
+    and of x per load.
+    u_block, r_group: columns of gate_u and up_u in SBUF, rank tiles summed together.
+    v_block, v_chunk, n_group: the same for what makes h. down_*: for down_u; out_*: for what makes
+    y. u_stream, down_stream: each chunk is used by one pass, no panel stays.
+    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
+    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
+    k_segment, n_segment: rows of u and of down_u summed in PSUM at a time, 0 for all; between
+    segments the sums are in fp32 in SBUF. Of h^T then one n_segment is in SBUF at a time.
+    """
+
+    x_load: str
+    w_load: str
+    k_order: str
+    m_block: int
+    k_chunk: int
+    x_chunk: int
+    u_block: int
+    r_group: int
+    v_block: int
+    v_chunk: int
+    n_group: int
+    down_block: int
+    down_chunk: int
+    down_group: int
+    out_block: int
+    out_chunk: int
+    out_group: int
+    m_loop: bool = False
+    k_segment: int = 0
+    n_segment: int = 0
+    u_stream: bool = False
+    down_stream: bool = False
+    double_row: bool = False
+
+    def segments(self, spec: GatedMLPUpSpec) -> tuple[int, int]:
+        """Return rows of u, and of down_u, summed in PSUM at a time."""
+        return min(self.k_segment or spec.k, spec.k), min(self.n_segment or spec.n, spec.n)
+
+    def sbuf_bytes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
+        """Return bytes per partition of each buffer, one copy each."""
+        size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+        kept_size = item_bytes(spec.intermediate_dtype)
+        wide_size = kept_size if spec.wide else size  # weights that multiply what is kept
+        pairs, kept = self.double_row, self.double_row and spec.requantized
+        k_tiles = tiles(spec.k, 128)
+        tokens, panel = min(self.m_block, spec.m), min(self.v_block, spec.n)
+        kept_row = pitch(tokens, kept) * kept_size
+        rank = max(spec.rank("gate"), spec.rank("up"))
+        k_segment, n_segment = self.segments(spec)
+        held = {"x": k_tiles * pitch(tokens, pairs) * size, "active": 4 * 512}
+        if spec.out_layout == "col" or isinstance(spec, GatedMLPSpec):
+            held["active"] = tiles(panel, 128) * tokens * 4
+        if rank:
+            rows = tiles(self.k_chunk if self.u_stream else k_segment, 128)
+            held["u"] = rows * pitch(min(self.u_block, rank), pairs) * size
+            held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * kept_row
+        if k_segment < spec.k:
+            held["parts"] = tiles(rank, 128) * tokens * 4
+        held["v"] = sum(
+            tiles(spec.rank(b), 128) * pitch(panel, kept) * wide_size
+            if spec.rank(b)
+            else k_tiles * pitch(panel, pairs) * size
+            for b in ("gate", "up")
+        )
+        if isinstance(spec, GatedMLPSpec):
+            rank = spec.rank("down")
+            out_panel = min(self.out_block, spec.k)
+            held["h"] = tiles(n_segment, 128) * kept_row
+            if rank:
+                rows = tiles(self.down_chunk if self.down_stream else n_segment, 128)
+                held["down"] = rows * pitch(min(self.down_block, rank), kept) * wide_size
+                held["p_down"] = tiles(rank, 128) * kept_row
+                if n_segment < spec.n:
+                    held["parts_down"] = tiles(rank, 128) * tokens * 4
+            held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept) * wide_size
+            held["y"] = self._result(spec.out_layout, out_panel, tokens) * y_size
+        else:
+            held["y"] = self._result(spec.out_layout, panel, tokens) * y_size
+        held |= self._epilogue_bytes(spec, y_size)
+        if "tensor" in (self.x_load, self.w_load):
+            chunks = (self.k_chunk, self.x_chunk, self.v_chunk, self.down_chunk, self.out_chunk)
+            held["flat"] = max(chunks) * size
+        return held
+
+    @staticmethod
+    def _epilogue_bytes(spec: GatedMLPUpSpec, y_size: int) -> dict[str, int]:
+        """Return bytes per partition of biases, scales, and fp32 tiles on the way to a result."""
+        held: dict[str, int] = {}
+        down = isinstance(spec, GatedMLPSpec)
+        steps = int(spec.fp8)  # a tile of the up branch; of biased or scaled rows one more
+        for branch in spec.branches:
+            features, along = spec.ends(branch)[1], spec.out_layout == "row"
+            along = along and (branch == "down" or not down)
+            if getattr(spec, f"{branch}_bias"):
+                held[f"{branch} bias"] = (
+                    2 * features * y_size if along else 6 * tiles(features, 128)
+                )
+                steps += 1
+            if spec.fp8:
+                held[f"{branch} scale"] = scale_bytes(features, spec.scales, down=not along)
+                held[f"{branch} scale"] += scale_bytes(spec.rank(branch), spec.scales, down=True)
+                steps += spec.scales == "channel" and along
+        if spec.requantized:
+            steps += 2
+        return held | {"sum": 4 * 512 * steps} if steps else held
+
+    @staticmethod
+    def _result(layout: str, panel: int, tokens: int) -> int:
+        return panel if layout == "row" else tiles(panel, 128) * tokens
+
+    def overlapped_bytes(self, spec: GatedMLPUpSpec) -> int:
+        """Return bytes per partition with a second copy of what streams, so that loads overlap.
+
+        The most of three times: x u is made, then h, then what h is multiplied with. The next
+        block's x may arrive in all of them.
+        """
+        held = self.sbuf_bytes(spec)
+        kept = ("h",) if self.segments(spec)[1] == spec.n else ("h", "h")
+        twice = ("v", "down", "active", "sum")
+        times = (
+            ("x", "u", "u", "p", "parts"),
+            ("p", "p_down", "parts_down", *kept, *twice, *twice),
+            ("h", "p_down", "out", "out"),
+        )
+        last = 2 if isinstance(spec, GatedMLPSpec) else 1
+        always = [name for name in held if name.endswith("bias")] + ["flat", "flat"]
+        if spec.m > self.m_block:
+            always.append("x")
+        return max(
+            sum(
+                held.get(name, 0) for name in (*names, *always, *(["y", "y"] if at == last else []))
+            )
+            for at, names in enumerate(times)
+        )
+
+    def psum_banks(self, spec: GatedMLPUpSpec) -> dict[str, int]:
+        """Return PSUM banks in use for each group of sums."""
+        m_tiles = tiles(min(self.m_block, spec.m), 512)
+        rows = spec.out_layout == "row"
+        down = isinstance(spec, GatedMLPSpec)
+        turning = 2 if self.w_load == "tensor" else 0
+        banks = {
+            "r_group": self.r_group * m_tiles + turning,
+            "n_group": 2 * self.n_group * (1 if rows and not down else m_tiles) + turning,
+        }
+        if down:
+            banks["down_group"] = self.down_group * m_tiles + turning
+            banks["out_group"] = self.out_group * (1 if rows else m_tiles) + turning
+        return banks
+
+    def check(self, spec: GatedMLPUpSpec, target: Target) -> None:
+        """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
+        rank = max(1, spec.rank("gate"), spec.rank("up"))
+        sizes = {
+            "m_block": spec.m,
+            "k_chunk": spec.k,
+            "x_chunk": spec.k,
+            "u_block": rank,
+            "v_block": spec.n,
+        }
+        sizes["v_chunk"] = max(rank, spec.k)
+        groups = ["r_group", "n_group"]
+        if isinstance(spec, GatedMLPSpec):
+            down = spec.rank("down") or spec.n
+            sizes |= {"down_block": down, "down_chunk": spec.n, "out_block": spec.k}
+            sizes["out_chunk"] = down
+            groups += ["down_group", "out_group"]
+        check_blocks(self, sizes, tuple(groups))
+        check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
+        check_load("w_load", self.w_load, spec.weight_layout == "row", spec.dtype, target)
+        if spec.intermediates():
+            check_widened("w_load", self.w_load, spec)
+        check_order(self.k_order, (self.x_load, self.w_load))
+        check_double_row(self.double_row, spec.dtype, target)
+        check_loop(self, spec.m, ())
+        self._check_segments(spec)
+        for group, banks in self.psum_banks(spec).items():
+            if banks > target.psum_banks:
+                raise CapacityError(
+                    f"{spec.short()}: the schedule needs {banks} PSUM banks, {target.name} has "
+                    f"{target.psum_banks}; lower {group} from {getattr(self, group)} or m_block "
+                    f"from {self.m_block}"
+                )
+        self.check_sbuf(spec, target, _REMEDY)
+
+    def _check_segments(self, spec: GatedMLPUpSpec) -> None:
+        """Raise SpecError unless segments hold whole chunks, and panels of h whole segments."""
+        k_segment, n_segment = self.segments(spec)
+        check_multiple("k_segment", k_segment, "k_chunk", self.k_chunk, spec.k)
+        if n_segment == spec.n:
+            return
+        if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
+            raise SpecError("schedule: n_segment is for a down projection of two factors")
+        for name in ("v_block", "down_chunk"):
+            check_multiple("n_segment", n_segment, name, getattr(self, name), spec.n)
+
+    def short(self) -> str:
+        """Return the blocks."""
+        streams = "".join(f" {n}-stream" for n in ("u", "down") if getattr(self, f"{n}_stream"))
+        streams += " double-row" if self.double_row else ""
+        segments = (
+            f" s{self.k_segment}-{self.n_segment}" if self.k_segment or self.n_segment else ""
+        )
+        return (
+            f"m{self.m_block}{' loop' if self.m_loop else ''} u{self.u_block} v{self.v_block} "
+            f"down{self.down_block} out{self.out_block} k{self.k_chunk}{self.k_order}{segments}"
+            f"{streams}"
+        )
+
+
+# Which field of the schedule decides the size of a buffer.
+_REMEDY = {
+    "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u_block",
+    "v": "v_block", "down": "down_block", "out": "out_block",
+}  # fmt: skip
+
+
+def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
+    """Yield schedules that may be legal, in no order."""
+    for plain in _plain(spec, target):
+        yield plain
+        yield from _segmented(spec, plain)
+
+
+def _segmented(spec: GatedMLPUpSpec, plain: GatedMLPSchedule) -> Iterator[GatedMLPSchedule]:
+    """Yield twins of a schedule that sum over segments: of u for few tokens, of h for many."""
+    rank = max(spec.rank("gate"), spec.rank("up"))
+    m_tiles = tiles(min(plain.m_block, spec.m), 512)
+    banks = 3 if "tensor" in (plain.x_load, plain.w_load) else 4  # two groups take turns
+    if m_tiles > banks:
+        return
+    group = max(1, banks // m_tiles)
+    twins = [plain]
+    if rank > 1024 and spec.m <= 128 and plain.u_block >= rank:
+        chunk = tiles(plain.k_chunk, 128)
+        segment = 128 * chunk * max(1, 8 // chunk)
+        if segment < spec.k:
+            twins.append(
+                dataclasses.replace(plain, k_segment=segment, r_group=group, u_stream=False)
+            )
+            yield twins[-1]
+    if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
+        return
+    for twin, wanted in itertools.product(twins, (512, 1024, 2048)):
+        block = min(twin.v_block, spec.n)
+        if wanted < spec.n and wanted % block == 0 and twin.down_block in (512, 1024):
+            yield dataclasses.replace(
+                twin,
+                n_segment=wanted,
+                down_chunk=chunk_rows(wanted, twin.down_block * item_bytes(spec.dtype)),
+                down_group=group,
+                down_stream=twin.down_block <= 128 * group,
+            )
+
+
+def _uneven(n_tiles: int) -> list[int]:
+    """Return panels of which the last is small: little work is left when its bytes are in."""
+    return [128 * ((n_tiles - 2) // count) for count in (2, 3, 4, 5) if n_tiles >= 4 * count]
+
+
+def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
+    """Yield schedules whose sums stay in PSUM over the whole contraction."""
+    size = item_bytes(spec.dtype)
+    w_loads = ["rows"] if spec.weight_layout == "row" else turned_loads(spec.dtype, target)
+    if spec.wide and spec.intermediates() and w_loads != ["rows"]:
+        w_loads = ["tensor"]
+    kept = 4 if spec.wide else size
+    x_ways = x_loads(spec.m, spec.x_layout, spec.dtype, target)
+    rank = max(1, spec.rank("gate"), spec.rank("up"))
+    down = isinstance(spec, GatedMLPSpec)
+    down_rank = (spec.rank("down") if down else 0) or 1
+    rows = spec.out_layout == "row"
+    uneven = _uneven(tiles(spec.n, 128)) if spec.m <= 128 else []
+    for x_load, w_load, m_block in itertools.product(
+        x_ways, w_loads, blocks(spec.m, (128, 256, 512, 1024))
+    ):
+        banks = 6 if w_load == "tensor" else 8
+        m_tiles = tiles(min(m_block, spec.m), 512)
+        if 2 * m_tiles > banks:
+            continue
+        n_tiles_at_once = 1 if rows and not down else m_tiles
+        for double_row, u_block, v_block, down_block, out_block in itertools.product(
+            row_modes(spec.dtype),
+            blocks(rank, (256, 512, 1024)),
+            blocks(spec.n, (128, 256, 512, 1024, 2048)) + uneven,
+            blocks(down_rank, (256, 512, 1024)) if down else [128],
+            blocks(spec.k, (128, 512, 1024, 2048)) if down else [128],
+        ):
+            r_group = min(banks // m_tiles, tiles(u_block, 128))
+            down_group = min(banks // m_tiles, tiles(down_block, 128))
+            k_chunk = chunk_rows(spec.k, min(u_block, rank) * size)
+            yield GatedMLPSchedule(
+                x_load=x_load,
+                w_load=w_load,
+                k_order=chunk_order(spec.k, (x_load, w_load)),
+                m_block=m_block,
+                k_chunk=k_chunk,
+                x_chunk=x_rows(spec.m, spec.k, k_chunk),
+                u_block=u_block,
+                r_group=r_group,
+                v_block=v_block,
+                v_chunk=chunk_rows(rank if rank > 1 else spec.k, min(v_block, spec.n) * kept),
+                n_group=max(1, min(2 if rows and not down else 4, (banks // 2) // n_tiles_at_once)),
+                down_block=down_block,
+                down_chunk=chunk_rows(spec.n, down_block * kept),
+                down_group=down_group,
+                out_block=out_block,
+                out_chunk=chunk_rows(down_rank if down_rank > 1 else spec.n, out_block * kept),
+                out_group=4 if rows else max(1, 4 // m_tiles),
+                u_stream=u_block <= 128 * r_group,
+                down_stream=down_block <= 128 * down_group,
+                double_row=double_row,
+            )
+
+
+def parameters(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> dict[str, Any]:
+    """Return the compile-time arguments of the NKI function."""
+    down = isinstance(spec, GatedMLPSpec)
+    names = ("m", "k", "n", "gate_r", "up_r", "out_layout", "activation")
+    given: dict[str, Any] = {name: getattr(spec, name) for name in names}
+    given |= {"down": down, "down_r": spec.rank("down") if down else 0}
+    present = {tensor.name for tensor in spec.inputs()}
+    for branch in ("gate", "up", "down"):
+        given |= {f"{branch}_{n}": None for n in "uvw" if f"{branch}_{n}" not in present}
+        has = f"{branch}_bias" in present
+        given[f"has_{branch}_bias"] = has
+        if not has:
+            given[f"{branch}_bias"] = None
+    scaled = [f"{b}_{n}" for b in ("gate", "up", "down") for n in "uvwp"]
+    k_segment, n_segment = schedule.segments(spec)
+    given |= schedule.to_dict() | {
+        "k_segment": k_segment,
+        "n_segment": n_segment,
+        "x_by_features": spec.x_layout == "col",
+    }
+    return given | format_parameters(spec, schedule, ["x", *scaled, "h"])
+
+
+def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ...]:
+    """Return the data flow for the header of the emitted file."""
+    tokens = min(schedule.m_block, spec.m)
+    factors = [b for b in ("gate", "up") if spec.rank(b)]
+    lines = [
+        f"x: {LOADED[schedule.x_load]}, read once, {tokens} tokens at a time.",
+        f"{' and '.join(factors)}: (x u)^T summed in PSUM over all of k, kept in SBUF."
+        if factors
+        else "gate and up: dense, x is used as it lies.",
+        f"h: gate through {spec.activation} and up through the multiplication, both out of PSUM.",
+    ]
+    if isinstance(spec, GatedMLPSpec):
+        lines.append(
+            "h^T stays in SBUF, its features on the partitions, as the next product wants."
+        )
+        how = "(h u)^T, then v" if spec.rank("down") else "one dense weight"
+        lines.append(f"down: {how}; y leaves PSUM {spec.out_layout}.")
+    else:
+        lines.append(f"h leaves for HBM {spec.out_layout}.")
+    return tuple(lines)
+
+
+def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Work:
+    """Count what the engines do; see `Work`."""
+    size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
+    m, moving = spec.m, min(512, spec.m)
+    m_blocks, m_moves = tiles(m, schedule.m_block), tiles(m, 512)
+    down = isinstance(spec, GatedMLPSpec)
+    matmuls: list[tuple[int, int]] = []
+    wide_matmuls: list[tuple[int, int]] = []
+    evictions: list[tuple[int, int]] = []
+    tokens = min(schedule.m_block, m)
+    x_run = tokens * size
+    dmas: list[tuple[int, int, int, str]] = [
+        (tiles(spec.k, schedule.x_chunk) * m_blocks,
+         m * spec.k * size // (tiles(spec.k, schedule.x_chunk) * m_blocks), x_run,
+         "transpose" if schedule.x_load == "dma" else "copy")
+    ]  # fmt: skip
+    kind = "transpose" if schedule.w_load == "dma" else "copy"
+
+    def weight(rows: int, columns: int, block: int, chunk: int, of_kept: bool) -> None:
+        count = tiles(rows, chunk) * tiles(columns, block) * m_blocks
+        # a load that widens writes four bytes an element
+        moved = 4 if spec.wide and of_kept and schedule.w_load == "rows" else size
+        run = min(block, columns) * moved
+        dmas.append((count, rows * columns * moved * m_blocks // count, run, kind))
+        if schedule.w_load == "tensor":
+            squares = tiles(rows, 128) * tiles(columns, 128) * m_blocks
+            matmuls.append((squares, 128))
+            evictions.append((tiles(squares, 4), 512))
+
+    def product(rows: int, chunk: int, count: int, columns: int, of_kept: bool) -> None:
+        if spec.wide and of_kept:
+            wide_matmuls.append((tiles(rows, 128) * count, columns))
+        else:
+            matmuls.append((passes(rows, chunk, kept if of_kept else pairs) * count, columns))
+
+    def out_tiles(features: int, rows: bool) -> tuple[int, int]:
+        if rows:
+            return tiles(m, 128) * tiles(features, 512), min(512, features)
+        return tiles(features, 128) * m_moves, moving
+
+    rows = spec.out_layout == "row"
+    for branch in spec.branches:
+        rank, (first, last) = spec.rank(branch), spec.ends(branch)
+        into_out = branch == "down"
+        if rank:
+            block = schedule.down_block if into_out else schedule.u_block
+            chunk = schedule.down_chunk if into_out else schedule.k_chunk
+            weight(first, rank, block, chunk, into_out)
+            product(first, chunk, tiles(rank, 128) * m_moves, moving, into_out)
+            # sums that are added in SBUF leave PSUM through VectorE alone
+            segments = tiles(first, schedule.segments(spec)[into_out])
+            evictions.append((tiles(rank, 128) * m_moves * (2 * segments - 1), moving))
+        block = schedule.out_block if into_out else schedule.v_block
+        chunk = schedule.out_chunk if into_out else schedule.v_chunk
+        of_kept = into_out or bool(rank)
+        weight(rank or first, last, block, chunk, of_kept)
+        count, columns = out_tiles(last, rows and (into_out or not down))
+        product(rank or first, chunk, count, columns, of_kept)
+        evictions.append((count, columns))
+    features = spec.ends(spec.branches[-1])[1]
+    panel = min(schedule.out_block if down else schedule.v_block, features)
+    stores = tiles(features, panel) * (tiles(m, 128) if rows else m_blocks)
+    run = panel * y_size if rows else tokens * y_size
+    dmas.append((stores, m * features * y_size // stores, run, "copy"))
+    return Work(
+        matmuls=tuple(matmuls),
+        evictions=tuple(evictions),
+        dmas=tuple(dmas),
+        lead_bytes=tokens * spec.k * size,
+        tail_matmuls=(tiles(panel, 512), moving),
+        tail_bytes=min(m, 128) * panel * y_size,
+        wide_matmuls=tuple(wide_matmuls),
+        instructions=sum(n[0] for n in (*matmuls, *wide_matmuls))
+        + sum(n[0] for n in evictions)
+        + sum(n[0] for n in dmas),
+    )
+
+
+GATED_MLP_UP = Family(
+    name="gated_mlp_up",
+    spec_class=GatedMLPUpSpec,
+    schedule_class=GatedMLPSchedule,
+    folder="gated_mlp",
+    candidates=candidates,
+    parameters=parameters,
+    work=work,
+    data_flow=data_flow,
+)
+GATED_MLP = dataclasses.replace(GATED_MLP_UP, name="gated_mlp", spec_class=GatedMLPSpec)

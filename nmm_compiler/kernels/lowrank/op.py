@@ -1,0 +1,211 @@
+"""The op of family `lowrank`: `nmm.lowrank_matmul`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmm_compiler.kernels.lowrank.spec import LowRankSpec
+from nmm_compiler.ops.definition import UV, WHERE, Op
+from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, add, back_to, rows_of
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
+from nmm_compiler.ops.operands import (
+    check_dtypes,
+    check_layouts,
+    check_same,
+    check_vector,
+    empty_result,
+    tokens_of,
+    weight_shape,
+)
+from nmm_compiler.ops.products import activate, linear, product
+from nmm_compiler.ops.sharding import cut, features_dim, token_dims
+
+
+def lowrank_matmul(
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    w: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    activation: str = "identity",
+    x_layout: str = "row",
+    out_layout: str = "row",
+    u_layout: str = "row",
+    v_layout: str = "row",
+    w_layout: str = "row",
+    target: str = "trn2",
+    executor: str = "reference",
+) -> Tensor:
+    """Return activation(x w + scale * (x u) v + bias)."""
+    if x_layout == "col":
+        x = x.t()
+    h = linear(x, u) if u_layout == "col" else torch.matmul(x, u)
+    if w is None and scale == 1.0:
+        y = product(h, v, v_layout, bias, out_layout)
+    elif w is None:
+        y = product(h, v, v_layout, None, out_layout) * scale
+        if bias is not None:
+            y = y + (bias if out_layout == "row" else bias.unsqueeze(1))
+    else:
+        y = torch.add(
+            product(x, w, w_layout, bias, out_layout),
+            product(h, v, v_layout, None, out_layout),
+            alpha=scale,
+        )
+    return y if activation == "identity" else activate(y, activation)
+
+
+def fake_lowrank_matmul(
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    w: Tensor | None = None,
+    *,
+    x_layout: str = "row",
+    out_layout: str = "row",
+    u_layout: str = "row",
+    v_layout: str = "row",
+    w_layout: str = "row",
+    **others: Any,
+) -> Tensor:
+    """Return an empty result of `lowrank_matmul`."""
+    check_layouts(
+        x_layout=x_layout,
+        out_layout=out_layout,
+        u_layout=u_layout,
+        v_layout=v_layout,
+        w_layout=w_layout,
+    )
+    check_dtypes(x, u, v, bias, w)
+    tokens, k = tokens_of(x, x_layout)
+    inputs, rank = weight_shape("u", u, u_layout)
+    check_same("features of x and u", k, inputs)
+    rows, n = weight_shape("v", v, v_layout)
+    check_same("rank of u and v", rank, rows)
+    if w is not None:
+        shape = weight_shape("w", w, w_layout)
+        check_same("shapes of the dense w and of u v", shape, (k, n))
+    check_vector("bias", bias, n)
+    return empty_result(x, tokens, n, out_layout)
+
+
+def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
+    """Return the gradients of x, u, v, bias and w."""
+    x, u, v, bias, w = (*args, None, None)[:5]
+    need = (*need, False, False)[:5]
+    rows = rows_of(x, kw["x_layout"])
+    low = Chain(rows, (u, v), (kw["u_layout"], kw["v_layout"]))
+    scale, activation = kw.get("scale", 1.0), kw.get("activation", "identity")
+    grad = rows_of(grads[0], kw["out_layout"])
+    dense = None if w is None else Chain(rows, (w,), (kw["w_layout"],))
+    if activation != "identity":
+        y = low.output(None) * scale
+        y = y if dense is None else y + dense.output(None)
+        grad = activation_grad(grad, y if bias is None else y + bias, activation)
+    scaled = grad if scale == 1.0 else grad * scale
+    grad_x, (grad_u, grad_v) = low.backward(scaled, need[0], need[1:3])
+    grad_w = None
+    if dense is not None:
+        more, (grad_w,) = dense.backward(grad, need[0], need[4:5])
+        grad_x = add(grad_x, more)
+    grad_bias = grad.sum(0) if need[3] else None
+    return [back_to(x, grad_x, kw["x_layout"]), grad_u, grad_v, grad_bias, grad_w][: len(args)]
+
+
+def _lower(
+    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
+) -> list[Launch]:
+    _, u, v, bias, w = (*args, None, None)[:5]
+    u, u_layout = weight(u, kw.get("u_layout", "row"), transpose)
+    v, v_layout = weight(v, kw.get("v_layout", "row"), transpose)
+    w_layout = "row"
+    if w is not None:
+        w, w_layout = weight(w, kw.get("w_layout", "row"), transpose)
+    k, r = features(u, u_layout)
+    spec = LowRankSpec(
+        m=m,
+        k=k,
+        r=r,
+        n=features(v, v_layout)[1],
+        dtype=dtype_name(rows),
+        **layouts(kw),
+        u_layout=u_layout,
+        v_layout=v_layout,
+        w_layout=w_layout,
+        bias=bias is not None,
+        base=w is not None,
+        activation=kw.get("activation", "identity"),
+        scale=float(kw.get("scale", 1.0)),
+    )
+    return [Launch(spec, tuple(t for t in (rows, u, v, w, bias) if t is not None))]
+
+
+def _placements(
+    x: Any, u: Any, v: Any, bias: Any = None, w: Any = None, **kw: Any
+) -> list[tuple[list, list]]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    x_layout, out_layout = kw.get("x_layout", "row"), kw.get("out_layout", "row")
+    u_layout, v_layout = kw.get("u_layout", "row"), kw.get("v_layout", "row")
+    w_layout = kw.get("w_layout", "row")
+    whole = Replicate()
+    out_ndim = 2 if out_layout == "col" else (x.ndim if x_layout == "row" else 2)
+    out_features = Shard(features_dim(out_ndim, out_layout))
+
+    def row(out: Any, px: Any, pu: Any, pv: Any, pbias: Any, pw: Any) -> tuple[list, list]:
+        optional = [None if bias is None else pbias, None if w is None else pw]
+        return [out], [px, pu, pv, *optional]
+
+    rows = [row(whole, whole, whole, whole, whole, whole)]
+    if x_layout == out_layout:
+        rows += [
+            row(Shard(dim), Shard(dim), whole, whole, whole, whole)
+            for dim in token_dims(x.ndim, x_layout)
+        ]
+    column = Shard(cut(v_layout, "out"))
+    rows.append(row(out_features, whole, whole, column, Shard(0), Shard(cut(w_layout, "out"))))
+    linear = bias is None and kw.get("activation", "identity") == "identity"
+    if linear:
+        x_features = Shard(features_dim(x.ndim, x_layout))
+        rows.append(
+            row(
+                Partial(),
+                x_features,
+                Shard(cut(u_layout, "in")),
+                whole,
+                whole,
+                Shard(cut(w_layout, "in")),
+            )
+        )
+        if w is None:
+            rows.append(
+                row(
+                    Partial(),
+                    whole,
+                    Shard(cut(u_layout, "out")),
+                    Shard(cut(v_layout, "in")),
+                    whole,
+                    whole,
+                )
+            )
+    return rows
+
+
+OPS = (
+    Op(
+        schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, *, "
+        f"float scale=1.0, str activation='identity', {UV}, str w_layout='row', {WHERE}) -> Tensor",
+        reference=lowrank_matmul,
+        fake=fake_lowrank_matmul,
+        gradient=lowrank_gradient,
+        lower=_lower,
+        sharding=_placements,
+    ),
+)

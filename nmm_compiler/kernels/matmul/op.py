@@ -1,0 +1,130 @@
+"""The op of family `matmul`: `nmm.matmul`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nmm_compiler.kernels.matmul.spec import MatmulSpec
+from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op
+from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, back_to, rows_of
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
+from nmm_compiler.ops.operands import (
+    check_dtypes,
+    check_layouts,
+    check_same,
+    check_vector,
+    empty_result,
+    tokens_of,
+    weight_shape,
+)
+from nmm_compiler.ops.products import activate, product
+from nmm_compiler.ops.sharding import cut, features_dim, token_dims
+
+
+def matmul(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "identity",
+    x_layout: str = "row",
+    out_layout: str = "row",
+    w_layout: str = "row",
+    target: str = "trn2",
+    executor: str = "reference",
+) -> Tensor:
+    """Return activation(x w + bias)."""
+    if x_layout == "col":
+        x = x.t()
+    y = product(x, w, w_layout, bias, out_layout)
+    return y if activation == "identity" else activate(y, activation)
+
+
+def _fake(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_layout: str = "row",
+    out_layout: str = "row",
+    w_layout: str = "row",
+    **others: Any,
+) -> Tensor:
+    """Return an empty result of `matmul`."""
+    check_layouts(x_layout=x_layout, out_layout=out_layout, w_layout=w_layout)
+    check_dtypes(x, w, bias)
+    tokens, k = tokens_of(x, x_layout)
+    inputs, n = weight_shape("w", w, w_layout)
+    check_same("features of x and w", k, inputs)
+    check_vector("bias", bias, n)
+    return empty_result(x, tokens, n, out_layout)
+
+
+def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
+    x, w, bias = (*args, None)[:3]
+    need = (*need, False)[:3]
+    chain = Chain(rows_of(x, kw["x_layout"]), (w,), (kw["w_layout"],))
+    activation = kw.get("activation", "identity")
+    grad = rows_of(grads[0], kw["out_layout"])
+    if activation != "identity":
+        grad = activation_grad(grad, chain.output(bias), activation)
+    grad_x, (grad_w,) = chain.backward(grad, need[0], (need[1],))
+    grad_bias = grad.sum(0) if need[2] else None
+    return [back_to(x, grad_x, kw["x_layout"]), grad_w, grad_bias][: len(args)]
+
+
+def _lower(
+    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
+) -> list[Launch]:
+    _, w, bias = (*args, None)[:3]
+    w, w_layout = weight(w, kw.get("w_layout", "row"), transpose)
+    k, n = features(w, w_layout)
+    spec = MatmulSpec(
+        m=m,
+        k=k,
+        n=n,
+        dtype=dtype_name(rows),
+        **layouts(kw),
+        w_layout=w_layout,
+        bias=bias is not None,
+        activation=kw.get("activation", "identity"),
+    )
+    return [Launch(spec, tuple(t for t in (rows, w, bias) if t is not None))]
+
+
+def _placements(x: Any, w: Any, bias: Any = None, **kw: Any) -> list[tuple[list, list]]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    x_layout, out_layout = kw.get("x_layout", "row"), kw.get("out_layout", "row")
+    w_layout = kw.get("w_layout", "row")
+    whole = Replicate()
+    out_ndim = 2 if out_layout == "col" else (x.ndim if x_layout == "row" else 2)
+
+    def row(out: Any, px: Any, pw: Any, pbias: Any) -> tuple[list, list]:
+        return [out], [px, pw, None if bias is None else pbias]
+
+    rows = [row(whole, whole, whole, whole)]
+    if x_layout == out_layout:
+        rows += [row(Shard(dim), Shard(dim), whole, whole) for dim in token_dims(x.ndim, x_layout)]
+    out_features = Shard(features_dim(out_ndim, out_layout))
+    rows.append(row(out_features, whole, Shard(cut(w_layout, "out")), Shard(0)))
+    if bias is None and kw.get("activation", "identity") == "identity":
+        x_features = Shard(features_dim(x.ndim, x_layout))
+        rows.append(row(Partial(), x_features, Shard(cut(w_layout, "in")), whole))
+    return rows
+
+
+OPS = (
+    Op(
+        schema="(Tensor x, Tensor w, Tensor? bias=None, *, str activation='identity', "
+        f"{LAYOUTS}, str w_layout='row', {WHERE}) -> Tensor",
+        reference=matmul,
+        fake=_fake,
+        gradient=_gradient,
+        lower=_lower,
+        sharding=_placements,
+    ),
+)

@@ -1,0 +1,1 @@
+"""NKI building blocks that kernels of several families share."""

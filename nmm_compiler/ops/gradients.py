@@ -1,0 +1,87 @@
+"""What the ops' gradients are made of: a chain of products, forward again and backward.
+
+Every formula is made of differentiable PyTorch ops on saved operands. Gradients that nobody asked
+for are not computed: frozen weights under LoRA cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grads = list[Any]
+_aten = torch.ops.aten
+
+
+def rows_of(t: Tensor, layout: str) -> Tensor:
+    """Return activations as a matrix with tokens in rows."""
+    return t.t() if layout == "col" else t.reshape(-1, t.shape[-1])
+
+
+def inputs_first(w: Tensor, layout: str) -> Tensor:
+    """Return a weight as [inputs, outputs]; its own inverse."""
+    return w if layout == "row" else w.t()
+
+
+def back_to(x: Tensor, grad: Tensor | None, layout: str) -> Tensor | None:
+    """Return the gradient of a matrix of tokens in the shape of x."""
+    if grad is None:
+        return None
+    return grad.t() if layout == "col" else grad.reshape(x.shape)
+
+
+def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Return the sum of gradients, either of which may be absent."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+def activation_grad(grad: Tensor, y: Tensor, activation: str) -> Tensor:
+    """Return grad times activation'(y)."""
+    if activation == "identity":
+        return grad
+    if activation == "relu":
+        return torch.where(y > 0, grad, 0)
+    if activation == "silu":
+        if not torch.is_grad_enabled():
+            return _aten.silu_backward(grad, y)
+        gate = torch.sigmoid(y)  # aten.silu_backward itself has no derivative
+        return grad * gate * (1 + y * (1 - gate))
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return _aten.gelu_backward(grad, y, approximate=approximate)
+
+
+class Chain:
+    """A chain x w_1 ... w_j + bias on matrices: the forward pass again, and its gradients."""
+
+    def __init__(self, x: Tensor, weights: Sequence[Tensor], layouts: Sequence[str]) -> None:
+        self.layouts = layouts
+        self.weights = [inputs_first(w, at) for w, at in zip(weights, layouts, strict=True)]
+        self.middles = [x]
+        for w in self.weights[:-1]:
+            self.middles.append(self.middles[-1] @ w)
+
+    def output(self, bias: Tensor | None) -> Tensor:
+        """Return x w_1 ... w_j + bias."""
+        y = self.middles[-1] @ self.weights[-1]
+        return y if bias is None else y + bias
+
+    def backward(
+        self, grad: Tensor, need_x: bool, need_weights: Sequence[bool]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the gradient of x, and of each weight in the layout it is stored in."""
+        grads: list[Tensor | None] = [None] * len(self.weights)
+        for index in reversed(range(len(self.weights))):
+            if need_weights[index]:
+                product = self.middles[index].t() @ grad
+                grads[index] = inputs_first(product, self.layouts[index])
+            if index == 0 and not need_x:
+                return None, grads
+            if index > 0 and not (need_x or any(need_weights[:index])):
+                return None, grads
+            grad = grad @ self.weights[index].t()
+        return grad, grads

@@ -1,0 +1,54 @@
+"""One kernel launch, and what an op's lowering makes it of.
+
+A weight stored [outputs, inputs] is handed over transposed when a `transpose` function is given,
+and as it is when not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Transpose = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: the spec for m tokens, and its operands, activations first."""
+
+    spec: Any
+    operands: tuple[Tensor, ...]
+
+    def split(self) -> tuple[Launch, ...]:
+        """Return launches that give the results one by one; none where there is no such way."""
+        named = zip(self.spec.inputs(), self.operands, strict=True)
+        held = {tensor.name: operand for tensor, operand in named}
+        return tuple(
+            Launch(spec, tuple(held[name] for name in names)) for spec, names in self.spec.parts()
+        )
+
+
+def dtype_name(t: Tensor) -> str:
+    """Return the dtype's name in specs, as "bfloat16"."""
+    return str(t.dtype).removeprefix("torch.")
+
+
+def weight(w: Tensor, layout: str, transpose: Transpose | None) -> tuple[Tensor, str]:
+    """Return a weight as a kernel takes it, and its layout then."""
+    if layout == "col" and transpose is not None:
+        return transpose(w), "row"
+    return w, layout
+
+
+def features(w: Tensor, layout: str) -> tuple[int, int]:
+    """Return (inputs, outputs) of a weight."""
+    rows, columns = w.shape
+    return (rows, columns) if layout == "row" else (columns, rows)
+
+
+def layouts(kwargs: dict[str, Any]) -> dict[str, str]:
+    """Return the layouts of x and of the result."""
+    return {name: kwargs.get(name, "row") for name in ("x_layout", "out_layout")}

@@ -1,0 +1,95 @@
+"""From an op call to kernel launches: which specs, and which operands in which order.
+
+The same function serves the backend, which asks for the kernels of a graph before it runs (on
+tensors without data), and the executors, which launch them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmm_compiler import targets
+from nmm_compiler.codegen.choose import refusal
+from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.ops.launches import Launch, Transpose
+from nmm_compiler.ops.registration import DEFINITIONS
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """An op call as launches on x, and how their results become the op's.
+
+    lead: the token dimensions of a "row" result. many: the op returns a list.
+    """
+
+    launches: tuple[Launch, ...]
+    lead: tuple[Any, ...]
+    x_layout: str
+    many: bool = False
+
+    @property
+    def out_layouts(self) -> tuple[str, ...]:
+        """The layout of each result."""
+        return tuple(way for launch in self.launches for way in launch.spec.result_layouts())
+
+
+def tokens(x: Tensor, kwargs: dict[str, Any]) -> Any:
+    """Return the token count of a call: an int, or a SymInt while tracing."""
+    if kwargs.get("x_layout", "row") == "col":
+        return x.shape[1]
+    return math.prod(x.shape[:-1])
+
+
+def lower(
+    name: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    m: int,
+    transpose: Transpose | None = None,
+) -> Lowered:
+    """Return the launches of op `name` for m tokens.
+
+    Raises SpecError, ShapeError or UnknownNameError where no kernel family can compute the call.
+    """
+    op = DEFINITIONS.get(name)
+    if op is None:
+        raise UnknownNameError("op", name, tuple(DEFINITIONS))
+    x = args[0]
+    x_layout = kwargs.get("x_layout", "row")
+    rows = x.reshape(-1, x.shape[-1]) if x_layout == "row" else x
+    lead = tuple(x.shape[:-1]) if x_layout == "row" else (x.shape[1],)
+    launches = op.lower(rows, args, kwargs, m, transpose)
+    for operand in (t for launch in launches for t in launch.operands):
+        if operand.dtype != x.dtype:
+            raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
+    return Lowered(tuple(launches), lead, x_layout, op.many)
+
+
+def too_large(spec: Any, target: str) -> str | None:
+    """Return why a spec has to be launched as its parts on a target, None where it need not be."""
+    error = refusal(spec, targets.get(target)) if spec.parts() else None
+    return None if error is None else f"{error}; a kernel for each result"
+
+
+def fitting(launches: Sequence[Launch], target: str) -> tuple[Launch, ...]:
+    """Return the launches, those that do not fit the target as their parts."""
+    return tuple(
+        part
+        for launch in launches
+        for part in (launch.split() if too_large(launch.spec, target) else (launch,))
+    )
+
+
+def op_name(target: Any) -> str | None:
+    """Return the name of a graph target that is an op of this package, or None."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        namespace, _, rest = str(target).partition(".")
+        if namespace == "nmm":
+            return rest.partition(".")[0]
+    return None

@@ -1,0 +1,68 @@
+"""What the ops are made of, in plain PyTorch: their products and their epilogues.
+
+An op's reference is its meaning and its CPU path. It differentiates, batches and casts like any
+PyTorch code, because it is made of `linear`, `matmul` and activations only. `x u v` is two products
+with the middle rounded once to the operands' dtype, as in the model that was rewritten. Written for
+few microseconds: no checks here, PyTorch's own products make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nmm_compiler.errors import UnknownNameError
+
+linear = torch._C._nn.linear
+
+
+def _gelu_tanh(y: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(y, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda y: y,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def activate(y: Tensor, name: str) -> Tensor:
+    """Return activation `name` of `y`; raises UnknownNameError for one that the ops do not have."""
+    if name == "identity":
+        return y
+    function = ACTIVATIONS.get(name)
+    if function is None:
+        raise UnknownNameError("activation", name, tuple(ACTIVATIONS))
+    return function(y)
+
+
+def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None, out_layout: str) -> Tensor:
+    """Return x [..., k] times w plus bias; "col" w is [n, k], a "col" result is a new [n, m]."""
+    if out_layout == "row":
+        if layout == "col":
+            return linear(x, w, bias)
+        return torch.matmul(x, w) if bias is None else linear(x, w.t(), bias)
+    stationary = w if layout == "col" else w.t()
+    moving = x.reshape(-1, x.shape[-1]).t()
+    if bias is None:
+        return torch.mm(stationary, moving)
+    return torch.addmm(bias.unsqueeze(1), stationary, moving)
+
+
+def layouts_of(out_layout: str, out_layouts: Sequence[str] | None, count: int) -> Sequence[str]:
+    """Return the layout of each of `count` results."""
+    return [out_layout] * count if out_layouts is None else out_layouts
+
+
+def chain(
+    x: Tensor, weights: Sequence[Tensor], layout: str, bias: Tensor | None, out_layout: str = "row"
+) -> Tensor:
+    """Return x times [u, v], or x times a dense [w], plus bias."""
+    for w in weights[:-1]:
+        x = linear(x, w) if layout == "col" else torch.matmul(x, w)
+    return product(x, weights[-1], layout, bias, out_layout)

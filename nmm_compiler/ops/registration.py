@@ -1,0 +1,142 @@
+"""The torch ops of the package: `torch.ops.nmm.*`, what a rewritten graph calls.
+
+    lowrank_matmul            activation(x w + scale * (x u) v + bias)
+    lowrank_matmul_shared_x   several (x u_i) v_i + bias_i
+    lowrank_matmul_shared_u   several (x u) v_i + bias_i
+    gated_mlp_up              activation(x gate) * (x up)
+    gated_mlp                 (activation(x gate) * (x up)) down
+    matmul                    activation(x w + bias)
+
+The families define them, each in its op.py; see definition.py for what a definition says. Executor
+"reference" is PyTorch itself; any other is looked up in EXECUTORS, which
+`nmm_compiler.runtime.executor` fills, as "name" or "name#configuration".
+
+An eager call on the reference differentiates through PyTorch's own products: one Python hop, any
+order of derivative. Kernel executors use the formulas of `gradient`. While a graph is traced
+without gradients the op stays one node. A change of an op's meaning needs a new op name, since
+inner compilers cache code that calls it by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from nmm_compiler.errors import UnknownNameError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.base import PACKAGE
+from nmm_compiler.ops import autocast_and_vmap, sharding
+from nmm_compiler.ops.autograd import KernelCall
+from nmm_compiler.ops.definition import Op
+
+Executor = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+"""Called with the op's name, its positional and its keyword arguments; returns what the op does."""
+
+
+DEFINITIONS: dict[str, Op] = {
+    op.name: op
+    for folder in dict.fromkeys(family.folder for family in FAMILIES.values())
+    for op in importlib.import_module(f"{PACKAGE}.{folder}.op").OPS
+}
+
+
+def _run_reference(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return DEFINITIONS[name].reference(*args, **kwargs)
+
+
+EXECUTORS: dict[str, Executor] = {"reference": _run_reference}
+
+NEURON_DEVICES = ("neuron", "xla")
+
+
+def is_reference(executor: str, x: Tensor) -> bool:
+    """Say if a call with this executor and input is PyTorch's to compute."""
+    return executor == "reference" or (
+        executor.startswith("auto") and x.device.type not in NEURON_DEVICES
+    )
+
+
+def executor_of(name: str) -> Executor:
+    """Return the executor for "name" or "name#configuration"; raises UnknownNameError.
+
+    "auto" is the Neuron device's executor here: `is_reference` has sent the rest to PyTorch.
+    """
+    plain = name.partition("#")[0]
+    found = EXECUTORS.get("neuron" if plain == "auto" else plain)
+    if found is None:
+        raise UnknownNameError("executor", plain, ("auto", *EXECUTORS))
+    return found
+
+
+def _implementation(name: str, reference: Callable) -> Callable:
+    """Return the op's body, below autograd: the reference, or a kernel executor."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        executor = kwargs.get("executor", "reference")
+        if is_reference(executor, args[0]):
+            return reference(*args, **kwargs)
+        return executor_of(executor)(name, args, kwargs)
+
+    return run
+
+
+def _autograd(op: Op) -> Callable:
+    """Return the op's entry for every call that autograd may watch.
+
+    The dispatcher leaves out keywords that equal their default, so a missing "executor" is the
+    reference. So do torch.func transforms and forward-mode derivatives: a backward formula alone
+    would give them a zero tangent, silently, and the reference composes with all of them.
+    """
+    grad_enabled = torch._C.is_grad_enabled
+    requires_grad = torch._C._any_requires_grad
+    tracing = torch._C._len_torch_dispatch_stack
+    in_transform = torch._C._are_functorch_transforms_active
+    below = torch._C._AutoDispatchBelowAutograd
+    name, reference = op.name, op.reference
+
+    def run_below(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor = kwargs.get("executor", "reference")
+        if tracing() and not is_reference(executor, args[0]):
+            found = executor_of(executor)
+            if getattr(found, "traced_device", None) == args[0].device.type:
+                return found(name, args, kwargs)
+        with below():
+            return OPS[name](*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plain = "executor" not in kwargs or is_reference(kwargs["executor"], args[0])
+        if plain and not tracing():
+            return reference(*args, **kwargs)
+        if in_transform() or forward_ad._current_level >= 0:
+            return reference(*args, **kwargs)
+        sharding.register_when_used(RULES)
+        if grad_enabled() and requires_grad(*args):
+            return (
+                reference(*args, **kwargs)
+                if plain
+                else KernelCall.call(op, run_below, args, kwargs)
+            )
+        return run_below(args, kwargs)
+
+    return run
+
+
+_library = torch.library.Library("nmm", "DEF")
+OPS: dict[str, Callable] = {}
+
+for _name, _op in DEFINITIONS.items():
+    _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+    _library.define(_name + _op.schema, tags=_tags)
+    OPS[_name] = getattr(torch.ops.nmm, _name).default
+    _library.impl(_name, _implementation(_name, _op.reference), "CompositeExplicitAutograd")
+    _library.impl(_name, _autograd(_op), "Autograd")
+    torch.library.register_fake(f"nmm::{_name}", _op.fake, lib=_library)
+    autocast_and_vmap.register(_library, _name, OPS[_name])
+
+RULES = {OPS[name]: op.sharding for name, op in DEFINITIONS.items() if op.sharding is not None}
+sharding.register_when_used(RULES)
