@@ -93,8 +93,8 @@ class KernelSpec(Record):
     def typical_error(self, *arrays: Array) -> Any:
         """Return, per element, the error of a right kernel if roundings are independent.
 
-        Its norm is what `codegen.check_against_float64` holds a kernel's error to. A family that does not derive
-        it is held to the norm of its bound.
+        Its norm is what `codegen.check_against_float64` holds an error to. A family without it
+        is held to the norm of its bound.
         """
         return self.error_bound(*arrays)
 

@@ -3,8 +3,7 @@
     gated_mlp_up   h = activation(x gate + gate_bias) * (x up + up_bias)
     gated_mlp      y = h down + down_bias, with h kept in SBUF
 
-gate, up and down are each two factors, or one dense weight where their rank is 0. The kernel is
-kernels/nki/gated_mlp.py; how it is scheduled is in gated_mlp_schedule.py.
+gate, up and down are each two factors, or one dense weight where their rank is 0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Family `lowrank_shared`: several low-rank products of one x, as q, k and v of an attention.
 
-    y_ij = activation((x u_i) v_ij + bias)     one x, several u, several v for each u
-
-The spec, its float64 reference and its error bound. How it is scheduled is in
-lowrank_shared_schedule.py, the kernel itself in kernels/nki/lowrank_shared.py.
+y_ij = activation((x u_i) v_ij + bias)     one x, several u, several v for each u
 """
 
 from __future__ import annotations
