@@ -2,8 +2,8 @@
 
 import types
 
-from nmm_compiler.codegen.schedule import rank
-from nmm_compiler.codegen.source import kernel_source
+from nmm_compiler.codegen.choose import rank
+from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
