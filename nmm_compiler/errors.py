@@ -219,6 +219,16 @@ class OutputError(NmmError, OSError):
     """A file that cannot be written; nothing half-written is left behind."""
 
 
+class UserFileError(NmmError):
+    """A file or directory that the user named ran or loaded, and raised; names it and the line."""
+
+    def __init__(self, path: str, what: str, cause: BaseException, line: int = 0) -> None:
+        self.path, self.line = path, line
+        place = f"{path}:{line}" if line else path
+        text = " ".join(str(cause).split())[:400]
+        super().__init__(f"{place}: {what}: {type(cause).__name__}: {text}; mend it there")
+
+
 class TimelineMissingError(NmmError, ValueError):
     """A profile read back from JSON holds the figures, not the timeline behind them."""
 

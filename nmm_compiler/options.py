@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ def cache_max_bytes(options: Options | None = None) -> int:
     given = _environment("NMM_CACHE_MAX_BYTES")
     if given is None:
         return 1 << 30
-    if not given.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,18}", given):
         raise OptionTypeError("NMM_CACHE_MAX_BYTES", given, "a whole number of bytes")
     return int(given)
 
@@ -199,3 +200,19 @@ def cache_max_bytes(options: Options | None = None) -> int:
 def remote_cache(options: Options | None = None) -> str | None:
     """Return the declared fsspec URL of the second cache level, or None."""
     return (options.remote_cache if options else None) or _environment("NMM_REMOTE_CACHE")
+
+
+def traceback_wanted() -> bool:
+    """Return whether NMM_TRACEBACK asks the command line for the traceback of an error."""
+    return _environment("NMM_TRACEBACK") not in (None, "0")
+
+
+def drop_bad_terminal_sizes() -> None:
+    """Forget sizes of the terminal that are no whole number from 1 to 9999.
+
+    The libraries that draw tables and help read these, and raise for some of the others.
+    """
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+        value = os.environ.get(name)
+        if value is not None and not re.fullmatch(r"[1-9][0-9]{0,3}", value):
+            del os.environ[name]

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "nmm_compiler"
 
 LAYERS = {
     "errors": 0, "records": 0,
-    "targets": 1, "report": 1,
+    "targets": 1, "report": 1, "outputs": 1,
     "options": 2,
     "simulator": 3, "cache": 3, "kernels": 3,
     "codegen": 4, "ops": 4, "passes": 4, "compress": 4,
@@ -30,6 +30,7 @@ LAYERS = {
 }  # fmt: skip
 # (room, room) of one layer that may be used all the same.
 NEIGHBOURS = {
+    ("report", "outputs"),  # a report is written to a file
     ("compress", "codegen"),  # a latency budget asks what a kernel would cost
     ("passes", "codegen"),  # so does the choice between one kernel and two
     ("ops", "codegen"),  # a call is lowered to kernels that are legal on its target
@@ -43,6 +44,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "errors": set(),
     "options": set(),
     "records": set(),
+    "outputs": set(),
     "targets": set(),
     "simulator": NUMERIC,
     "cache": {"fsspec"},

@@ -138,7 +138,7 @@ def explain(
         try:
             text = sys.stdin.read() if str(key) == "-" else key.read_text()
             data = json.loads(text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CacheKeyError(f"{key} is not a JSON file of named entries: {error}") from None
         if isinstance(data, dict) and isinstance(data.get("key"), dict):
             data = data["key"]  # the output of `show --json`

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from nmm_compiler.cli import values
 from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError, UnknownNameError
+from nmm_compiler.outputs import write_text
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +24,10 @@ _EPILOG = "Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text cali
 def compress(
     model_dir: Annotated[str, typer.Argument(help="DIRECTORY of a model, or all-MiniLM-L6-v2")],
     out_dir: Annotated[Path, typer.Argument(help="directory for the low-rank model")],
-    ratio: Annotated[float | None, typer.Option(help="share of parameters to remove")] = None,
-    rank: Annotated[int | None, typer.Option(help="one rank for all, instead of --ratio")] = None,
+    ratio: Annotated[float | None, values.share_option("share of parameters to remove")] = None,
+    rank: Annotated[
+        int | None, values.size_option(help_="one rank for all, instead of --ratio")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="calibration text, one passage a line")] = None,
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
@@ -32,10 +36,10 @@ def compress(
     sensitivity: Annotated[
         str, typer.Option(help="global ranks by: gradient or output")
     ] = "gradient",
-    align: Annotated[int | None, typer.Option(help="ranks are multiples of it")] = None,
+    align: Annotated[int | None, values.size_option(help_="ranks are multiples of it")] = None,
     budget: Annotated[str, typer.Option(help="parameters, or predicted latency")] = "parameters",
-    tokens: Annotated[int, typer.Option(help="tokens per call, for --budget latency")] = 512,
-    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3, for latency")] = "trn2",
+    tokens: Annotated[int, values.size_option(help_="tokens per call, for --budget latency")] = 512,
+    target: Annotated[str, values.target_option("trn1, trn2 or trn3, for latency")] = "trn2",
     sequential: Annotated[
         bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
     ] = False,
@@ -44,15 +48,20 @@ def compress(
         typer.Option(help="JSON file of a CompressionConfig, e.g. with ranks per layer"),
     ] = None,
     recover_steps: Annotated[
-        int, typer.Option("--recover", help="steps of fine-tuning against the original")
+        int,
+        values.count_option("--recover", help_="steps of fine-tuning against the original"),
     ] = 0,
-    length: Annotated[int, typer.Option(help="longest calibration sequence, tokens")] = 256,
-    batch: Annotated[int, typer.Option(help="calibration sequences per batch")] = 8,
+    length: Annotated[int, values.size_option(help_="longest calibration sequence, tokens")] = 256,
+    batch: Annotated[int, values.size_option(help_="calibration sequences per batch")] = 8,
     resume: Annotated[Path | None, typer.Option(help="directory to continue from")] = None,
     json: Annotated[
-        Path | None, typer.Option(help="report; default OUT_DIR/compression.json")
+        Path | None,
+        values.output_option(help_="report; default OUT_DIR/compression.json", make_parents=True),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG of rank and error per layer")] = None,
+    plot: Annotated[
+        Path | None,
+        values.output_option(help_="PNG of rank and error per layer", make_parents=True),
+    ] = None,
 ) -> None:
     """Factorize a model's linear layers and save it for from_pretrained."""
     import json as json_module
@@ -82,8 +91,8 @@ def compress(
     original = copy.deepcopy(model) if recover_steps else None
     transformers.logging.disable_progress_bar()
 
-    report = _interruptible(
-        run, model, settings, calibration=batches, include=include or None,
+    report = run(
+        model, settings, calibration=batches, include=include or None,
         exclude=exclude or None, target=target, tokens=tokens, resume=resume,
     )  # fmt: skip
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
@@ -101,7 +110,7 @@ def compress(
     for path in (json, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-    json.write_text(json_module.dumps(figures, indent=2))
+    write_text(json, json_module.dumps(figures, indent=2))
     console.print(f"saved     {out_dir}", markup=False, soft_wrap=True)
     console.print(f"report    {json}", markup=False, soft_wrap=True)
     if plot is not None:
@@ -111,16 +120,6 @@ def compress(
 
 
 compress.__doc__ = f"{compress.__doc__}\n\n{_EPILOG}"
-
-
-def _interruptible(run: Any, *arguments: Any, **options: Any) -> Any:
-    """Call `run`; on Ctrl-C, say how far it got before the interrupt goes on."""
-    try:
-        return run(*arguments, **options)
-    except KeyboardInterrupt as interrupt:
-        for note in getattr(interrupt, "__notes__", ()):
-            Console(stderr=True).print(note, style="yellow", markup=False, soft_wrap=True)
-        raise
 
 
 def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
@@ -139,7 +138,7 @@ def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
         return CompressionConfig.from_json(path.read_text(encoding="utf-8"))
     except NmmError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise OptionTypeError(
             "config", str(path), f'JSON like {{"ratio": 0.2, "align": 64}} ({error})'
         ) from error
@@ -159,7 +158,8 @@ def _load(name: str) -> tuple[Any, Any]:
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "tokenizer.model")
     if not any((Path(name) / file).is_file() for file in files):
         return model, None
-    return model, transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+    with models.foreign(name, "its tokenizer cannot be loaded"):
+        return model, transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
 
 
 def read_batches(

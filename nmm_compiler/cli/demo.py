@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from nmm_compiler.cli import values
+from nmm_compiler.outputs import write_text
 from nmm_compiler.records import Record
 
 if TYPE_CHECKING:
@@ -43,9 +45,9 @@ class Agreement(Record):
 
 
 def demo(
-    ratio: Annotated[list[float] | None, typer.Option(help="parameters removed")] = None,
-    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3")] = "trn2",
-    json: Annotated[Path | None, typer.Option(help="also write the figures here")] = None,
+    ratio: Annotated[list[float] | None, values.share_option("parameters removed")] = None,
+    target: values.Target = "trn2",
+    json: Annotated[Path | None, values.output_option(help_="also write the figures here")] = None,
 ) -> None:
     """Compress all-MiniLM-L6-v2, compile it, prove every kernel, and show what was gained.
 
@@ -69,7 +71,7 @@ def demo(
         for value in ratio or [0.1, 0.2]:
             runs.append(_one_ratio(progress, console, model, batch, original, value, target))
     if json is not None:
-        json.write_text(json_module.dumps(runs, indent=2))
+        write_text(json, json_module.dumps(runs, indent=2))
         console.print(f"figures: {json}")
     if not all(run["passed"] for run in runs):  # no kernel, a fallback, a proof, an embedding
         console.print("a check FAILED; see above", style="red")

@@ -8,12 +8,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from nmm_compiler.cli import values
+from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.outputs import write_text
+
 
 def explain(
     model: Annotated[str, typer.Argument(help="DIRECTORY, FILE.py:function or all-MiniLM-L6-v2")],
-    tokens: Annotated[int, typer.Option(help="tokens of the example input")] = 64,
-    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3")] = "trn2",
-    json: Annotated[Path | None, typer.Option(help="also write the report as JSON here")] = None,
+    tokens: values.Tokens = 64,
+    target: values.Target = "trn2",
+    json: Annotated[
+        Path | None, values.output_option(help_="also write the report as JSON here")
+    ] = None,
 ) -> None:
     """Dry run of the passes over every graph of a model; nothing is compiled.
 
@@ -27,8 +33,11 @@ def explain(
         loaded, inputs = models.load(model, tokens)
     with console.status("tracing and matching"):
         named: dict[str, Any] = dict(inputs)
+        taken = sorted({"model", "options", "rules"} & set(named))
+        if taken:
+            raise OptionTypeError("inputs", taken, "inputs of other names: explain() has these")
         report = nmm_compiler.explain(loaded, options={"target": target}, **named)
     console.print(str(report), markup=False, soft_wrap=True)
     if json is not None:
-        json.write_text(report.to_json(indent=2))
+        write_text(json, report.to_json(indent=2))
         console.print(f"report: {json}")

@@ -9,15 +9,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nmm_compiler.cli import values
+
 
 def export(
     model: Annotated[str, typer.Argument(help="DIRECTORY, FILE.py:function or all-MiniLM-L6-v2")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the .mlir file to write")],
+    output: Annotated[
+        Path, values.output_option("--output", "-o", help_="the .mlir file to write")
+    ],
     dialect: Annotated[str, typer.Option(help="torch, linalg or stablehlo")] = "stablehlo",
     kernels: Annotated[str, typer.Option(help="call, or inline (reference bodies)")] = "call",
     weights: Annotated[str, typer.Option(help="args, or resources (in the module)")] = "args",
-    tokens: Annotated[int, typer.Option(help="tokens of the example input")] = 64,
-    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3")] = "trn2",
+    tokens: values.Tokens = 64,
+    target: values.Target = "trn2",
     sources: Annotated[
         bool | None,
         typer.Option(help="write NKI sources; default: with --kernels call", show_default=False),
@@ -29,10 +33,8 @@ def export(
     """
     from nmm_compiler.cli import models
     from nmm_compiler.mlir.export import export_mlir
-    from nmm_compiler.mlir.module import check_writable
 
     console = Console()
-    check_writable(output)
     with console.status(f"loading {model}"):
         loaded, inputs = models.load(model, tokens)
     with console.status("tracing, rewriting, lowering"):

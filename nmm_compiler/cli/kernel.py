@@ -10,19 +10,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nmm_compiler.cli import values
 from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.outputs import write_text
 
 
 def kernel(
     family: Annotated[
         str, typer.Argument(help="lowrank, lowrank_shared, matmul, gated_mlp_up or gated_mlp")
     ],
-    m: Annotated[int, typer.Option(help="tokens")],
-    k: Annotated[int, typer.Option(help="input features")],
+    m: Annotated[int, values.size_option(help_="tokens")],
+    k: Annotated[int, values.size_option(help_="input features")],
     n: Annotated[
-        int | None, typer.Option(help="output features (gated_mlp: intermediate size)")
+        int | None, values.size_option(help_="output features (gated_mlp: intermediate size)")
     ] = None,
-    r: Annotated[int | None, typer.Option(help="rank")] = None,
+    r: Annotated[int | None, values.size_option(help_="rank")] = None,
     pairs: Annotated[
         list[str] | None,
         typer.Option(help="lowrank_shared, once for each u: R:N, or R:N,N for several v of one u"),
@@ -36,7 +38,7 @@ def kernel(
     intermediate: Annotated[
         str | None, typer.Option(help="kept between products as: operand, float32 or float8_e4m3")
     ] = None,
-    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3")] = "trn2",
+    target: values.Target = "trn2",
     x_layout: Annotated[str | None, typer.Option(help="row [m, k] or col [k, m]")] = None,
     out_layout: Annotated[str | None, typer.Option(help="row [m, n] or col [n, m]")] = None,
     bias: Annotated[bool | None, typer.Option("--bias/--no-bias")] = None,
@@ -51,9 +53,9 @@ def kernel(
     schedules: Annotated[
         bool, typer.Option("--schedules", help="print the chosen schedule and runners-up")
     ] = False,
-    trace: Annotated[Path | None, typer.Option(help="write a Chrome/Perfetto trace here")] = None,
-    out: Annotated[Path | None, typer.Option(help="also write the source here")] = None,
-    seed: Annotated[int, typer.Option(help="seed of the arrays of --check")] = 0,
+    trace: values.Trace = None,
+    out: Annotated[Path | None, values.output_option(help_="also write the source here")] = None,
+    seed: values.Seed = 0,
 ) -> None:
     """Write the NKI kernel of one shape; print where it is, its schedule and predicted profile.
 
@@ -85,7 +87,7 @@ def kernel(
         profile.to_chrome_trace(trace)
         console.print(f"trace     {trace} (open it at ui.perfetto.dev)")
     if out is not None:
-        out.write_text(built.source)
+        write_text(out, built.source)
     if print_source:
         console.file.write(built.source)
     if check and not _check(console, built, seed):

@@ -1,47 +1,157 @@
-"""`nmm`: one thin file per command, mounted here.
+"""`nmm`: the one guard between the commands and the user; the commands are in commands.py.
 
-Errors of the catalogue become one line on stderr and exit code 2; anything else is a bug and keeps
-its traceback. Ctrl-C ends with code 130 and leaves no half-written file.
+Every way in which a command can end is answered here, so that no command needs a handler and no
+traceback reaches a user:
+
+    0    done                         1    done, and a check failed (or the question was declined)
+    2    something that was asked for is wrong: one line that names it and the way out
+    70   a fault of nmm itself: one line that asks to report it
+    130  Ctrl-C                       141  the reader of the output went away (nmm ... | head)
+
+NMM_TRACEBACK=1 shows the traceback of whatever ended a command. Nothing but the standard library is
+imported when this file loads, so that a fault of any import is answered too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
+import shlex
 import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
-import typer
-from rich.console import Console
-
-from nmm_compiler.cli import cache, compress, demo, doctor, explain, export, kernel, lint, simulate
+from nmm_compiler import options
 from nmm_compiler.errors import NmmError
 
-app = typer.Typer(
-    name="nmm",
-    help="A compiler for low-rank models on AWS Trainium: kernels, proofs and timings on a CPU.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-app.command()(demo.demo)
-app.command()(kernel.kernel)
-app.command()(explain.explain)
-app.command()(simulate.simulate)
-app.command()(lint.lint)
-app.command()(compress.compress)
-app.command()(export.export)
-app.command()(doctor.doctor)
-app.add_typer(cache.app, name="cache")
+REFUSED, FAULT, INTERRUPTED, NO_READER = 2, 70, 130, 141
 
 
-def main() -> None:
-    """Run the command line; the entry point of `nmm`."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line of `arguments`, or of the process; always raises SystemExit."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    code = FAULT
     try:
-        app()
-    except NmmError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted", style="yellow")
-        sys.exit(130)
+        _prepare()
+        code = _run(given)
+        _flush()
+    except BaseException as error:  # whatever it is, it is said in one line
+        code = _answer(error, given)
+    sys.exit(code)
+
+
+def _run(given: list[str]) -> int:
+    """Run the commands; return typer's exit code, raise what else ended them."""
+    from nmm_compiler.cli.commands import Stopped, app
+
+    error: BaseException | None = None
+    try:
+        app(args=given, prog_name="nmm")
+    except Stopped as stopped:
+        error = stopped.error
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    if error is not None:  # raised here, where its own __context__ stays what it was
+        raise error
+    return 0
+
+
+def _answer(error: BaseException, given: list[str]) -> int:
+    """Say in one line what ended the command; return the exit code."""
+    if options.traceback_wanted():
+        _say("".join(traceback.format_exception(error)).rstrip())
+    code, said = _verdict(error, given)
+    if said:
+        _say(said)
+    with contextlib.suppress(OSError, ValueError):  # the first error is the one that is reported
+        _flush()
+    return code
+
+
+def _verdict(error: BaseException, given: list[str]) -> tuple[int, str]:
+    """Return (exit code, line for the user) of what ended a command."""
+    for inner in _chain(error):  # a library may answer Ctrl-C with an error of its own
+        if isinstance(inner, KeyboardInterrupt):
+            error = inner
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(cause, BrokenPipeError):  # rich leaves with SystemExit when its reader has gone
+        _drop_output()
+        return NO_READER, ""
+    if isinstance(error, NmmError):
+        return REFUSED, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
+        whole = "no output file is half-written, and kernels that were built stay in the cache"
+        return INTERRUPTED, f"{notes}interrupted: {whole}"
+    if isinstance(error, SystemExit):
+        return REFUSED, f"error: a file that this command ran called sys.exit({error.code!r}); "\
+            "remove that call"  # fmt: skip
+    if isinstance(error, MemoryError):
+        return REFUSED, f"error: out of memory ({error}); pass smaller sizes"
+    if isinstance(error, OSError) and error.errno is not None:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO):
+            _drop_output()
+            return REFUSED, f"error: standard output cannot be written: {error.strerror}; "\
+                "free some space or send it elsewhere"  # fmt: skip
+        place = "" if error.filename is None else f"{error.filename}: "
+        return REFUSED, f"error: {place}{error.strerror}; check the path and who may use it"
+    if sys.stdout.closed:
+        return REFUSED, "error: a file that this command ran closed standard output; remove that"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = " ".join(str(error).split())[:300]
+    again = shlex.join(["nmm", *given])
+    return FAULT, (
+        f"error: nmm itself failed: {type(error).__name__}: {text}{place}. Please report it with "
+        f"the output of: NMM_TRACEBACK=1 {again}"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from or over, each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _say(text: str) -> None:
+    """Write one line to standard error; lose it when that cannot be written either."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _prepare() -> None:
+    """Make the standard streams and the environment ones that every command can work with.
+
+    A closed stream becomes the null device; text that the terminal's encoding lacks is escaped.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
+            bad = stream.errors in ("strict", "surrogateescape")
+            stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
+    options.drop_bad_terminal_sizes()
+
+
+def _flush() -> None:
+    """Write what is buffered now: at the interpreter's end a full disk has nobody to tell."""
+    sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Point standard output at the null device, where what is still buffered may go."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 if __name__ == "__main__":

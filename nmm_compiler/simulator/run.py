@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -90,6 +91,7 @@ def simulate(
     mode: Literal["full", "functional", "timing"] | str = "full",
     strict: bool = True,
     max_instructions: int = 10_000_000,
+    named: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Simulation:
     """Run an NKI kernel on the CPU.
@@ -98,6 +100,7 @@ def simulate(
     arrays, kwargs: the kernel's arguments. NumPy arrays (ml_dtypes too) and torch CPU tensors
         become HBM tensors, and are updated in place when the kernel writes them, as in AWS's
         simulator; everything else passes through. `ArraySpec` stands for an array in timing mode.
+    named: more arguments of the kernel by name, also such as this function has parameters of.
     grid: programs; 2 is LNC=2. strict: False records rules as warnings where a result exists.
     Raises: SimulationError and its kin, each with the kernel's own file and line.
     """
@@ -121,7 +124,7 @@ def simulate(
         )
         for p in range(grid)
     ]  # fmt: skip
-    arguments = _bind(function, arrays, kwargs, file)
+    arguments = _bind(function, arrays, {**kwargs, **(named or {})}, file)
     binder = _Binder(machines[0], grid)
     args, named = binder.arguments(arguments)
     with np.errstate(all="ignore"), contextlib.nullcontext() if data else collector_held_off():

@@ -1,0 +1,49 @@
+"""The commands of `nmm`, one thin file each, mounted here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from nmm_compiler.cli import cache, compress, demo, doctor, explain, export, kernel, lint, simulate
+
+
+class Stopped(BaseException):
+    """Carries to `main` what typer would answer itself: Ctrl-C, SystemExit, a closed pipe."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Commands(TyperGroup):
+    """The top group: leaves every way of ending but typer's own to `main`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the context names."""
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, SystemExit, OSError, EOFError) as error:
+            raise Stopped(error) from error
+
+
+app = typer.Typer(
+    name="nmm",
+    cls=Commands,
+    help="A compiler for low-rank models on AWS Trainium: kernels, proofs and timings on a CPU.",
+    epilog="An error is one line; NMM_TRACEBACK=1 adds the traceback.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(demo.demo)
+app.command()(kernel.kernel)
+app.command()(explain.explain)
+app.command()(simulate.simulate)
+app.command()(lint.lint)
+app.command()(compress.compress)
+app.command()(export.export)
+app.command()(doctor.doctor)
+app.add_typer(cache.app, name="cache")

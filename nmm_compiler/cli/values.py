@@ -1,0 +1,111 @@
+"""The kinds of values that commands take, each checked where the argument is read.
+
+A value that cannot be right is refused before any work, with the option's name, the value and what
+would be right. Commands annotate their arguments with these types and check nothing again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nmm_compiler import outputs, targets
+from nmm_compiler.errors import NmmError
+
+LARGEST_SIZE = 1 << 20
+"""Tokens or features of one dimension: eight times the largest context and vocabulary in use."""
+LARGEST_NUMBER = (1 << 63) - 1
+
+
+def _refusing(check: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """Return a parser for typer that turns an error of the catalogue into one about the option."""
+
+    def parse(value: Any) -> Any:
+        try:
+            return check(value)
+        except NmmError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    parse.__name__ = check.__name__
+    return parse
+
+
+def _target(value: str) -> str:
+    return targets.get(value).name
+
+
+def _output_file(value: str | Path) -> Path:
+    path = Path(value)
+    outputs.check_writable(path)
+    return path
+
+
+def _output_file_with_parents(value: str | Path) -> Path:
+    path = Path(value)
+    outputs.check_writable(path, make_parents=True)
+    return path
+
+
+def _share(value: str | float) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise typer.BadParameter(f"{value!r} is not a share; pass a number from 0 to below 1")
+    return share
+
+
+def _whole(value: str | int, low: int, high: int) -> int:
+    text = str(value)
+    if re.fullmatch(r"-?[0-9]{1,19}", text) and low <= int(text) <= high:
+        return int(text)
+    raise typer.BadParameter(f"{text[:80]!r} is not a whole number from {low} to {high}")
+
+
+def _size(value: str | int) -> int:
+    return _whole(value, 1, LARGEST_SIZE)
+
+
+def _count(value: str | int) -> int:
+    return _whole(value, 0, LARGEST_NUMBER)
+
+
+def target_option(help_: str = "trn1, trn2 or trn3") -> Any:
+    """Return the option --target: the name of a target."""
+    return typer.Option(help=help_, parser=_refusing(_target), metavar="TARGET")
+
+
+def output_option(*names: str, help_: str, make_parents: bool = False) -> Any:
+    """Return an option that names a file to write: no directory, and in a place that is writable.
+
+    make_parents: directories above it that are missing will be made.
+    """
+    check = _output_file_with_parents if make_parents else _output_file
+    return typer.Option(*names, help=help_, parser=_refusing(check), metavar="FILE")
+
+
+def share_option(help_: str) -> Any:
+    """Return an option that takes a share from 0 to below 1."""
+    return typer.Option(help=help_, parser=_share, metavar="SHARE")
+
+
+def size_option(*names: str, help_: str) -> Any:
+    """Return an option that takes a number of tokens, features or ranks."""
+    return typer.Option(*names, help=help_, parser=_size, metavar="SIZE")
+
+
+def count_option(*names: str, help_: str) -> Any:
+    """Return an option that takes a whole number from 0."""
+    return typer.Option(*names, help=help_, parser=_count, metavar="NUMBER")
+
+
+Target = Annotated[str, target_option()]
+Seed = Annotated[int, count_option(help_="seed of the random arrays")]
+Tokens = Annotated[int, size_option(help_="tokens of the example input")]
+Trace = Annotated[Path | None, output_option(help_="write a Chrome/Perfetto trace here")]

@@ -1,0 +1,101 @@
+"""Writes output files whole or not at all.
+
+A text is written beside its place and moved there, so that a full disk, a kill or Ctrl-C leaves the
+file that was there before. A device or a pipe (/dev/stdout, /dev/null, a FIFO) is written in place:
+moving a file there would replace the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from nmm_compiler.errors import OutputError
+
+
+def check_writable(path: str | Path, make_parents: bool = False) -> None:
+    """Raise OutputError when no file can be written at `path`; before work that takes a while.
+
+    make_parents: directories that are missing will be made; the nearest that exists is checked.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a directory")
+        if _in_place(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(0, "no permission to write there")
+            return
+        while make_parents and not path.parent.exists() and path.parent != path:
+            path = path.parent
+        stage(path, ()).unlink()
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def write_text(path: str | Path, text: str | Iterable[str]) -> Path:
+    """Write UTF-8 text, whole or in pieces, to `path`; return the path.
+
+    Raises OutputError when it cannot be written; a file that was there before is then unchanged.
+    """
+    path = Path(path)
+    pieces = (text,) if isinstance(text, str) else text
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a directory")
+        if _in_place(path):
+            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(pieces)
+            return path
+        staged = stage(path, pieces)
+        try:
+            os.replace(staged, os.path.realpath(path))
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path
+
+
+def stage(path: Path, pieces: Iterable[str]) -> Path:
+    """Write the text to a new file beside `path`, flushed to the disk; return the new file.
+
+    It has the mode of the file that it will replace. Raises OSError, and then leaves no file.
+    """
+    place = Path(os.path.realpath(path))
+    staged = place.parent / f".nmm-{os.getpid()}-{secrets.token_hex(4)}.part"
+    handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(staged, stat.S_IMODE(place.stat().st_mode))
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    return staged
+
+
+def cannot_write(path: str | Path, error: OSError) -> OutputError:
+    """Return the error of the catalogue for a file that cannot be written."""
+    reason = error.strerror or str(error)
+    return OutputError(
+        f"cannot write {path}: {reason}; pass a file in a directory that can be written"
+    )
+
+
+def _in_place(path: Path) -> bool:
+    """Return whether `path` is a device, a pipe, or a name that another process's file may have."""
+    if os.path.abspath(path).startswith(("/dev/", "/proc/")) and path.exists():
+        return True
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
