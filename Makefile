@@ -8,7 +8,7 @@ DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 WORKERS ?= 2
 
-.PHONY: demo test test-long lint format clean bench \
+.PHONY: demo test test-long stress lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-timing
 
 demo: $(DEMO_READY)
@@ -19,6 +19,10 @@ test: $(DEV_READY)
 
 test-long: $(DEV_READY)
 	$(RUN) -m pytest -n $(WORKERS) -m "long or not long" --hypothesis-profile=default
+
+# One area: make stress ARGS="--only command_lines --seed 7 --scale 0.1"
+stress: $(DEV_READY)
+	$(RUN) -m benchmarks.stress $(ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import os
 import re
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,14 @@ def cache_max_bytes(options: Options | None = None) -> int:
 
 def remote_cache(options: Options | None = None) -> str | None:
     """Return the declared fsspec URL of the second cache level, or None."""
-    return (options.remote_cache if options else None) or _environment("NMM_REMOTE_CACHE")
+    given = (options.remote_cache if options else None) or _environment("NMM_REMOTE_CACHE")
+    try:
+        urllib.parse.urlsplit(given or "")
+    except ValueError as error:
+        raise OptionTypeError(
+            "NMM_REMOTE_CACHE", given, f"a URL such as s3://bucket/path or a directory ({error})"
+        ) from None
+    return given
 
 
 def traceback_wanted() -> bool:

@@ -41,7 +41,7 @@ def list_(directory: Directory = None, as_json: AsJson = False) -> None:
     if as_json:
         _print_json([_plain(info) for info in infos])
         return
-    console = Console()
+    console = Console(markup=False)
     table = Table(title=f"{store.directory}", title_justify="left")
     for name in ("entry", "size", "used"):
         table.add_column(name, no_wrap=True, justify="left" if name == "entry" else "right")
@@ -91,7 +91,7 @@ def show(
             }
         )
         return
-    console = Console()
+    console = Console(markup=False)
     console.print(
         f"entry  {found.key.digest}\npath   {found.path}", highlight=False, soft_wrap=True
     )
@@ -153,7 +153,7 @@ def explain(
         assert newest.key is not None
         wanted = newest.key
     found = store.explain(wanted)
-    console = Console()
+    console = Console(markup=False)
     console.print(str(found).splitlines()[0], markup=False, highlight=False, soft_wrap=True)
     if found.nearest is not None and found.nearest.key is not None:
         names = ", ".join(wanted.diff(found.nearest.key))
@@ -173,7 +173,7 @@ def verify(
     """Build every kernel again and compare the bytes; ends with 1 when something differs."""
     store = _store(directory, "ro")
     report = store.verify(None if quick else _rebuild)
-    Console().print(str(report), markup=False, highlight=False, soft_wrap=True)
+    Console(markup=False).print(str(report), markup=False, highlight=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -189,7 +189,7 @@ def prune(
     store = _store(directory)
     gone = store.prune(max_bytes)
     freed = sum(seen.size_bytes for seen in gone)
-    Console().print(
+    Console(markup=False).print(
         f"{len(gone)} entries deleted ({_size(freed)}), {len(store.list())} left", highlight=False
     )
 
@@ -203,7 +203,7 @@ def clear(
     store = _store(directory)
     if not yes:
         typer.confirm(f"delete every entry of {store.directory}?", abort=True)
-    Console().print(f"{store.clear()} entries deleted", highlight=False)
+    Console(markup=False).print(f"{store.clear()} entries deleted", highlight=False)
 
 
 @app.command(epilog="Examples: nmm cache export kernels.tar.gz | nmm cache export --push")
@@ -223,7 +223,7 @@ def export(
     if (path is None) != push:
         raise CacheError("name an archive to write, or pass --push; one of the two")
     store = _store(directory, "ro")
-    console = Console()
+    console = Console(markup=False)
     try:
         if path is None:
             said = str(store.push(prefix))
@@ -249,7 +249,7 @@ def import_(
         new, known = _store(directory).import_(path)
     except OSError as error:
         raise CacheError(f"{path} cannot be imported: {error}") from error
-    Console().print(f"{new} entries taken, {known} were there", highlight=False)
+    Console(markup=False).print(f"{new} entries taken, {known} were there", highlight=False)
 
 
 def _shared(leaves: list[dict[str, str]]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from nmm_compiler.cli import values
 from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError, UnknownNameError
@@ -71,7 +72,7 @@ def compress(
     from nmm_compiler.compress.apply import compress as run
     from nmm_compiler.compress.config import CompressionConfig
 
-    console = Console()
+    console = Console(markup=False)
     settings = CompressionConfig(
         ratio=ratio, rank=rank, method=method, allocation=allocation, budget=budget, align=align,
         sensitivity=sensitivity, sequential=sequential,
@@ -81,7 +82,7 @@ def compress(
     if out_dir.exists() and not out_dir.is_dir():
         raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
     transformers = models.require_transformers("nmm compress")
-    with console.status(f"loading {model_dir}"):
+    with console.status(Text(f"loading {model_dir}")):
         model, tokenizer = _load(model_dir)
     batches = None
     if text is not None:

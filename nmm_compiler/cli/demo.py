@@ -57,7 +57,7 @@ def demo(
 
     from nmm_compiler.cli import models
 
-    console = Console()
+    console = Console(markup=False)
     runs: list[dict[str, Any]] = []
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console

@@ -32,7 +32,7 @@ def doctor() -> None:
     from nmm_compiler.cache.store import Store
     from nmm_compiler.runtime import neuron
 
-    console = Console()
+    console = Console(markup=False)
     table = Table("what", "found", title=f"nmm_compiler {nmm_compiler.__version__}")
     table.add_row("Python", platform.python_version())
     for package, role in _PACKAGES:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from nmm_compiler.cli import values
 from nmm_compiler.errors import OptionTypeError
@@ -28,8 +29,8 @@ def explain(
     import nmm_compiler
     from nmm_compiler.cli import models
 
-    console = Console()
-    with console.status(f"loading {model}"):
+    console = Console(markup=False)
+    with console.status(Text(f"loading {model}")):
         loaded, inputs = models.load(model, tokens)
     with console.status("tracing and matching"):
         named: dict[str, Any] = dict(inputs)

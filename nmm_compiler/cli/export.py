@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from nmm_compiler.cli import values
 
@@ -34,8 +35,8 @@ def export(
     from nmm_compiler.cli import models
     from nmm_compiler.mlir.export import export_mlir
 
-    console = Console()
-    with console.status(f"loading {model}"):
+    console = Console(markup=False)
+    with console.status(Text(f"loading {model}")):
         loaded, inputs = models.load(model, tokens)
     with console.status("tracing, rewriting, lowering"):
         module = export_mlir(

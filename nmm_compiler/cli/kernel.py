@@ -65,7 +65,7 @@ def kernel(
     """
     from nmm_compiler.codegen.build import build_kernel
 
-    console = Console()
+    console = Console(markup=False)
     given: dict[str, Any] = {
         "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
         "x_layout": x_layout, "out_layout": out_layout, "bias": bias, "activation": activation,

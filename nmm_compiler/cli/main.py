@@ -86,9 +86,6 @@ def _verdict(error: BaseException, given: list[str]) -> tuple[int, str]:
         notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
         whole = "no output file is half-written, and kernels that were built stay in the cache"
         return INTERRUPTED, f"{notes}interrupted: {whole}"
-    if isinstance(error, SystemExit):
-        return REFUSED, f"error: a file that this command ran called sys.exit({error.code!r}); "\
-            "remove that call"  # fmt: skip
     if isinstance(error, MemoryError):
         return REFUSED, f"error: out of memory ({error}); pass smaller sizes"
     if isinstance(error, OSError) and error.errno is not None:
@@ -102,12 +99,23 @@ def _verdict(error: BaseException, given: list[str]) -> tuple[int, str]:
         return REFUSED, "error: a file that this command ran closed standard output; remove that"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    text = " ".join(str(error).split())[:300]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
+    # SystemExit and classes beside Exception are of a user's file too, wherever they come from.
+    if not isinstance(error, Exception) or (frames and _is_the_users(frames[-1].filename)):
+        return REFUSED, f"error: a file that this command ran raised {text}; mend it there"
     again = shlex.join(["nmm", *given])
     return FAULT, (
-        f"error: nmm itself failed: {type(error).__name__}: {text}{place}. Please report it with "
+        f"error: nmm itself failed: {text}. Please report it with "
         f"the output of: NMM_TRACEBACK=1 {again}"
     )
+
+
+def _is_the_users(file: str) -> bool:
+    """Return whether a file belongs neither to this package nor to the Python installation."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    installed = (package + os.sep, sys.prefix + os.sep, sys.base_prefix + os.sep)
+    path = os.path.abspath(file)
+    return os.path.isfile(path) and not path.startswith(installed) and "-packages" not in path
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -70,7 +70,7 @@ def simulate(
         gigabytes=memory_limit,
         modules=("ml_dtypes", "nmm_compiler.simulator.run", "nmm_compiler.simulator.profile"),
     )
-    console = Console()
+    console = Console(markup=False)
     for text, style in shown:
         console.print(text, style=style or None, markup=False, soft_wrap=True)
 

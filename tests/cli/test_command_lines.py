@@ -1,0 +1,214 @@
+"""No command line ends in a traceback: random lines in this process, and the guard itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.stress import command_lines
+from nmm_compiler.cli import commands, main
+from nmm_compiler.errors import SpecError
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    place = tmp_path_factory.mktemp("lines")
+    command_lines.make_workshop(place, with_model=False)
+    return place
+
+
+@pytest.fixture(scope="module")
+def whole_workshop(tmp_path_factory):
+    place = tmp_path_factory.mktemp("lines")
+    command_lines.make_workshop(place)
+    return place
+
+
+def _faults(place, seed, count, only=None):
+    verdicts = list(command_lines.work(place, seed, 0, count, only))
+    assert len(verdicts) == count
+    return [f"{v['field']}: {v['example']}" for v in verdicts if v]
+
+
+def test_random_lines_of_every_command(workshop):
+    assert _faults(workshop, 11, 3 * len(command_lines.command_names())) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", command_lines.command_names())
+def test_three_hundred_random_lines(whole_workshop, command):
+    seed = secrets.randbelow(1 << 31)
+    faults = _faults(whole_workshop, seed, 300, command)
+    assert not faults, f"seed {seed}, {len(faults)} faults:\n" + "\n".join(faults[:20])
+
+
+def test_lines_are_the_same_for_the_same_seed():
+    assert list(command_lines.lines(5, 40)) == list(command_lines.lines(5, 40))
+    assert list(command_lines.lines(5, 40)) != list(command_lines.lines(6, 40))
+
+
+def test_what_is_wrong_is_counted(workshop, monkeypatch):
+    """The judge itself: a traceback, a fault, silence and damage are all seen."""
+    line = {"words": ["doctor"], "environment": {}, "stream": "plain"}
+    guarded = command_lines.Guarded(workshop)
+    for ended, field in (
+        ((0, "Traceback (most recent call last)"), "tracebacks"),
+        ((70, "error: nmm itself failed"), "tracebacks"),
+        ((2, ""), "wrong"),
+        ((3, "?"), "wrong"),
+        ((0, "error: but nothing happened"), "wrong"),
+    ):
+        assert command_lines.judge(line, guarded, ended)["field"] == field
+    assert command_lines.judge(line, guarded, (0, "fine")) == {}
+    (workshop / "old.json").write_text("")
+    assert command_lines.judge(line, guarded, (0, ""))["field"] == "lost"
+    (workshop / ".nmm-1.part").write_text("")
+    assert command_lines.judge(line, guarded, (0, ""))["field"] == "lost"
+    (workshop / ".nmm-1.part").unlink()
+
+    def broken(*words):
+        raise ZeroDivisionError("deliberate")
+
+    monkeypatch.setattr(commands, "app", broken)
+    faults = _faults(workshop, 0, 1)
+    assert len(faults) == 1
+    assert "nmm itself failed: ZeroDivisionError: deliberate" in faults[0]
+
+
+# The guard: what ends a command, what is said, the exit code.
+
+
+class Odd(BaseException):
+    pass
+
+
+def _interrupt_behind_a_library():
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        raise ImportError("could not import") from error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (SpecError("m is 0"), 2, "error: m is 0\n"),
+        (KeyboardInterrupt(), 130, "no output file is half-written"),
+        (_interrupt_behind_a_library, 130, "interrupted"),
+        (SystemExit(0), 2, "a file that this command ran raised SystemExit: 0"),
+        (Odd("x"), 2, "a file that this command ran raised Odd: x"),
+        (MemoryError("8 TB"), 2, "out of memory (8 TB)"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a"), 2, "error: /a: Permission"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+        (ZeroDivisionError("zero"), 70, "NMM_TRACEBACK=1 nmm doctor 'a b'"),
+    ],
+)
+def test_every_ending_is_one_line_and_a_code(monkeypatch, capsys, error, code, said):
+    def ends(*args):
+        if callable(error):
+            error()
+        raise error
+
+    # Through the commands, so that typer has no answer of its own.
+    monkeypatch.setattr(commands.TyperGroup, "invoke", ends)
+    monkeypatch.delenv("NMM_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main.main(["doctor", "a b"])
+    assert ended.value.code == code
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == (1 if said else 0)
+    monkeypatch.setenv("NMM_TRACEBACK", "1")
+    with pytest.raises(SystemExit):
+        main.main(["doctor", "a b"])
+    assert type(error).__name__ in capsys.readouterr().err or callable(error)
+
+
+def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
+    monkeypatch.chdir(workshop)
+    for words, said in (
+        (["explain", "raises.py:model"], "raises.py:1: it raised: ValueError: at import"),
+        (["explain", "leaves.py:model"], "leaves.py:2: it raised: SystemExit: gone"),
+        (["explain", "syntax.py:model"], "syntax.py:1: it raised: SyntaxError"),
+        (["explain", "model.py:none"], "none() must return (model, dict of inputs)"),
+        (["simulate", "leaves.py"], "leaves.py"),
+        (["simulate", "add.py:add", "--arg", "kernel=3", "--arg", "b=3"], "add.py"),
+        (["simulate", "add.py", "--arg", "b=1", "--arg", "b=2"], "--arg b is given twice"),
+        (["simulate", "add.py", "--arg", "b=99999999x99999999:int8"], "bytes, the most is"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main.main(words)
+        shown = capsys.readouterr().err
+        assert ended.value.code == 2, (words, shown)
+        assert said in shown
+    with pytest.raises(SystemExit) as ended:  # any name of a kernel's argument can be given
+        main.main(["simulate", "add.py", "--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32"])
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["simulate", "x.py", "--seed", "-1"], "'-1' is not a whole number from 0"),
+        (["explain", "x", "--json", "."], "cannot write .: it is a directory"),
+        (["explain", "x", "--json", "none/x.json"], "cannot write none/x.json"),
+        (["explain", "x", "--tokens", "9" * 5000], "is not a whole number from 1"),
+        (["explain", "x", "--target", "trn22"], "did you mean 'trn2'"),
+        (["demo", "--ratio", "nan"], "'nan' is not a share"),
+    ],
+)
+def test_a_bad_value_is_named_before_any_work(monkeypatch, capsys, words, said):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert f"'{words[2]}'" in shown
+    assert said in shown
+
+
+# Real processes: what only an interpreter of its own can show.
+
+
+def _line(words, stream, **environment):
+    return {"words": words, "environment": environment, "stream": stream}
+
+
+@pytest.mark.parametrize(
+    ("stream", "code", "said"),
+    [("full", 2, "standard output cannot be written: No space left"), ("gone", 141, ""),
+     ("closed", 0, ""), ("ascii", 0, "\\xe9.py:1:")],
+)  # fmt: skip
+def test_outputs_of_a_process(tmp_path, stream, code, said):
+    (tmp_path / "é.py").write_text(
+        "import nki.language as nl\n\n\ndef k():\n    nl.affine_range()\n"
+    )
+    line = _line(["lint", "é.py"], stream)
+    ended = command_lines.as_process(line, tmp_path)
+    assert ended[0] == (1 if code == 0 else code), ended
+    assert said.replace("1:", "") in ended[1]
+    assert "Traceback" not in ended[1]
+    assert "Exception ignored" not in ended[1]
+
+
+def test_interrupt_of_a_process(tmp_path):
+    (tmp_path / "wait.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "nmm_compiler.cli.main", "simulate", "wait.py"], cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(command_lines.ROOT)},
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "here\n"
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.startswith("interrupted: no output file is half-written")
+    assert "Traceback" not in said
