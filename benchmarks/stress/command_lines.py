@@ -97,13 +97,13 @@ INPUTS = (
 )  # fmt: skip
 BAD = (
     "", " ", "-1", "0", "-0", "1", "3.5", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000,
-    "0x10", "1_0", "٣", "²", "true", "None", "=", "a=b", "a:b", ":", "::", "x", "[red]", "[/red]", "{}",
-    "%(x)s", "\\", "'", '"', "*", "/proc", "-", "--", "~", "~nobody_here/x", "$HOME", "é",
-    "\udcff", "\u202e", "\x1b[31m", "a\nb", "x" * 300, "x/" * 3000, "/dev/null", "/dev/full",
-    "/proc/self/mem", "/dev/null/x", "directory", "none/none", "empty", "trn22", "--json", "--help",
+    "0x10", "1_0", "٣", "²", "true", "None", "=", "a=b", "a:b", ":", "::", "x", "[red]",
+    "[/red]", "{}", "\\", "'", '"', "*", "/proc", "-", "--", "~", "~nobody_here/x", "$HOME", "é",
+    "\udcff", "\u202e", "\x1b[31m", "a\nb", "x" * 300, "x/" * 3000, "null", "full",
+    "/proc/self/mem", "null/x", "directory", "none/none", "empty", "trn22", "--json", "--help",
 )  # fmt: skip
 SMALL = ("1", "8", "16", "64", "128")
-OUTPUTS = ("new.json", "old.json", "made/new.json", "/dev/null", "/dev/full", "directory", "link")
+OUTPUTS = ("new.json", "old.json", "made/new.json", "null", "full", "directory", "link")
 GOOD: dict[str, tuple[str, ...]] = {
     "family": ("lowrank", "lowrank_shared", "matmul", "gated_mlp_up", "gated_mlp"),
     "m": SMALL, "k": SMALL, "n": SMALL, "r": SMALL, "align": SMALL, "batch": SMALL,
@@ -128,15 +128,15 @@ GOOD: dict[str, tuple[str, ...]] = {
     "allocation": ("auto", "uniform", "global"), "sensitivity": ("gradient", "output"),
     "budget": ("parameters", "latency"), "dialect": ("torch", "linalg", "stablehlo"),
     "kernels": ("call", "inline"), "weights": ("args", "resources"),
-    "directory": ("cache", "made/cache", "directory", "empty", "/dev/null"),
+    "directory": ("cache", "made/cache", "directory", "empty", "null"),
     "entry": ("0", "a", ""),
     "key": ("key.json", "deep.json", "directory", "-"), "prefix": ("", "0", "zz"),
-    "path": ("new.tar", "new.tar.gz", "noise.tar", "text.txt", "directory", "/dev/full"),
-    "cache export path": ("new.tar", "new.tar.gz", "old.json", "directory", "/dev/full"),
+    "path": ("new.tar", "new.tar.gz", "noise.tar", "text.txt", "directory", "full"),
+    "cache export path": ("new.tar", "new.tar.gz", "old.json", "directory", "full"),
 }  # fmt: skip
 ENVIRONMENT = {
     "NMM_CACHE": ("nonsense", "ro", "off", "require", "²"),
-    "NMM_CACHE_DIR": ("empty", "/dev/null", "/proc/none", "relative", "x" * 300, "x/" * 3000),
+    "NMM_CACHE_DIR": ("empty", "null", "/proc/none", "relative", "x" * 300, "x/" * 3000),
     "NMM_CACHE_MAX_BYTES": ("-1", "1e9", "9" * 5000, "nan", "٣", "0"),
     "NMM_REMOTE_CACHE": ("nonsense://x", "::", "directory", "file:///proc/none", "http://[::1"),
     "NMM_NONSENSE": ("1",),
@@ -155,6 +155,8 @@ PROCESS_ENVIRONMENT = {
     "PYTHONWARNINGS": ("nonsense",),
     "HOME": ("/nonexistent", "/dev/null"),
 }
+# Devices of the workshop's own: a line that replaced one of /dev would harm the whole machine.
+DEVICES = {"null": 3, "full": 7}
 STREAMS = ("plain",) * 12 + ("ascii", "full", "gone", "closed")
 # A line that nothing is wrong with would run for half a minute.
 ALWAYS = {"demo": ("--target", "trn9")}
@@ -244,6 +246,11 @@ def make_workshop(place: Path, with_model: bool = True) -> None:
     (place / "deep.json").write_text("[" * 100_000)
     (place / "noise.tar").write_bytes(b"noise" * 500)
     (place / "link").symlink_to("old.json")
+    for name, number in DEVICES.items():
+        try:
+            os.mknod(place / name, stat.S_IFCHR | 0o666, os.makedev(1, number))
+        except PermissionError:  # a user who cannot make a device cannot replace one either
+            (place / name).symlink_to(f"/dev/{name}")
     (place / "directory").mkdir()
     (place / "broken").mkdir()
     (place / "broken" / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
@@ -368,8 +375,8 @@ class Guarded:
             return f"changed: {', '.join(changed)}"
         if not self._read("old.json"):
             return "the old output file is empty or gone"
-        for name in ("/dev/null", "/dev/full"):
-            if not stat.S_ISCHR(os.stat(name).st_mode):
+        for name in DEVICES:
+            if not stat.S_ISCHR((self.place / name).stat().st_mode):
                 return f"{name} was replaced"
         left = [path.name for path in self.place.rglob("*.part")]
         return f"left behind: {', '.join(left)}" if left else None

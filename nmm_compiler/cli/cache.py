@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nmm_compiler.cli import values
+
 if TYPE_CHECKING:
     from nmm_compiler.cache.entry import Entry
     from nmm_compiler.cache.explain import Info
@@ -209,7 +211,7 @@ def clear(
 @app.command(epilog="Examples: nmm cache export kernels.tar.gz | nmm cache export --push")
 def export(
     path: Annotated[
-        Path | None, typer.Argument(help="the archive to write, .tar or .tar.gz")
+        Path | None, values.output_argument("the archive to write, .tar or .tar.gz")
     ] = None,
     prefix: Annotated[str, typer.Option("--entry", help="only entries that start so")] = "",
     push: Annotated[

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler import outputs, targets
-from nmm_compiler.errors import NmmError
+from nmm_compiler.errors import NmmError, OutputError
 
 LARGEST_SIZE = 1 << 20
 """Tokens or features of one dimension: eight times the largest context and vocabulary in use."""
@@ -42,6 +42,13 @@ def _target(value: str) -> str:
 def _output_file(value: str | Path) -> Path:
     path = Path(value)
     outputs.check_writable(path)
+    return path
+
+
+def _whole_file(value: str | Path) -> Path:
+    path = _output_file(value)
+    if path.exists() and not path.is_file():
+        raise OutputError(f"cannot write {path}: it is a device or a pipe; pass a file")
     return path
 
 
@@ -88,6 +95,11 @@ def output_option(*names: str, help_: str, make_parents: bool = False) -> Any:
     """
     check = _output_file_with_parents if make_parents else _output_file
     return typer.Option(*names, help=help_, parser=_refusing(check), metavar="FILE")
+
+
+def output_argument(help_: str) -> Any:
+    """Return an argument that names a file to write whole, so no device or pipe."""
+    return typer.Argument(help=help_, parser=_refusing(_whole_file), metavar="FILE")
 
 
 def share_option(help_: str) -> Any:

@@ -124,8 +124,8 @@ def test_export_import_and_push(directory, tmp_path, monkeypatch):
         run("export")
     with pytest.raises(CacheError, match="NMM_REMOTE_CACHE"):
         run("export", "--push")
-    with pytest.raises(CacheError, match="cannot write to"):
-        run("export", str(tmp_path / "none" / "x.tar"))
+    for place in (tmp_path / "none" / "x.tar", tmp_path, "/dev/null"):
+        assert "cannot write" in run("export", str(place), code=2)
     monkeypatch.setenv("NMM_REMOTE_CACHE", "nosuchprotocol://x")
     with pytest.raises(CacheError, match="nosuchprotocol"):
         run("export", "--push")
