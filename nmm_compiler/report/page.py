@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmm_compiler.report.files import write_whole
+from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Part, Section
 
 STYLE = """
@@ -53,7 +53,7 @@ def page(title: str, parts: Sequence[Part]) -> str:
 
 def write_page(title: str, parts: Sequence[Part], path: str | Path) -> Path:
     """Write `page` to `path`, whole or not at all; return the path. Raises OutputError."""
-    return write_whole(path, [page(title, parts)])
+    return write_text(path, [page(title, parts)])
 
 
 def _body(parts: Sequence[Part]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.report.files import write_whole
+from nmm_compiler.outputs import write_text
 
 Event = dict[str, Any]
 
@@ -56,7 +56,7 @@ def write_events(events: Iterable[Event], path: str | Path) -> Path:
             yield (",\n" if number else "") + json.dumps(event)
         yield "\n]}\n"
 
-    return write_whole(path, chunks())
+    return write_text(path, chunks())
 
 
 def _name(kind: str, process: int, row: int, name: str) -> Event:
