@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 from public_outcomes import WrongError
 
-from nmm_compiler.simulator import dtypes
-from nmm_compiler.simulator.loader import PrivateModules
+from nmm_compiler.simulator.loading.loader import PrivateModules
 from nmm_compiler.simulator.run import simulate
+from nmm_compiler.simulator.tensors import dtypes
 
 
 def close(actual: np.ndarray, wanted: np.ndarray, terms: int = 1) -> None:

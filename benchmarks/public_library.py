@@ -19,9 +19,9 @@ import ml_dtypes
 import numpy as np
 from public_outcomes import WrongError, classify, timed
 
-from nmm_compiler.simulator import dtypes
-from nmm_compiler.simulator.loader import PrivateModules
+from nmm_compiler.simulator.loading.loader import PrivateModules
 from nmm_compiler.simulator.run import simulate
+from nmm_compiler.simulator.tensors import dtypes
 
 LIBRARY_TESTS = [  # what runs unless --all is given
     "core/cumsum/test_cumsum.py",

@@ -181,7 +181,7 @@ def main() -> None:
             specs = [ArraySpec(shape, "bfloat16") for shape in large]
             seconds, result = best(lambda p=path, s=specs: simulate(p, *s, mode="timing"))
             count = len(result.trace.instructions)
-            from nmm_compiler.simulator.profile import profile_trace
+            from nmm_compiler.simulator.timing.profile import profile_trace
             from nmm_compiler.targets import get
 
             pass_seconds, _ = best(lambda r=result: profile_trace(r.trace, get("trn2")))

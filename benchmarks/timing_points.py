@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.profile import Profile
 from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.simulator.timing.profile import Profile
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 MATMUL = KERNELS / "matmul_steps.py"

@@ -271,7 +271,7 @@ def _store(directory: Path | None, mode: str | None = None) -> Store:
 
 def _lint(name: str, text: str) -> None:
     """Refuse a kernel from elsewhere that is not clean NKI."""
-    from nmm_compiler.codegen.lint import check_source
+    from nmm_compiler.nki_api.lint import check_source
 
     check_source(text, filename=name)
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.codegen.lint import API_VERSION, VERSIONS, Finding, lint_file
 from nmm_compiler.errors import NmmError
+from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
 
 
 def lint(

@@ -67,7 +67,11 @@ def simulate(
         what=kernel,
         seconds=time_limit,
         gigabytes=memory_limit,
-        modules=("ml_dtypes", "nmm_compiler.simulator.run", "nmm_compiler.simulator.profile"),
+        modules=(
+            "ml_dtypes",
+            "nmm_compiler.simulator.run",
+            "nmm_compiler.simulator.timing.profile",
+        ),
     )
     console = Console(markup=False)
     for text, style in shown:
@@ -94,8 +98,8 @@ def parse_argument(text: str, seed: int, *, data: bool = True) -> tuple[str, Any
 
     import numpy as np
 
-    from nmm_compiler.simulator import dtypes
     from nmm_compiler.simulator.run import ArraySpec
+    from nmm_compiler.simulator.tensors import dtypes
 
     name, equals, value = text.partition("=")
     if not (name and equals and value):

@@ -17,12 +17,12 @@ from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.codegen.emitted_file import kernel_source
-from nmm_compiler.codegen.lint import check_source
-from nmm_compiler.codegen.nki_api import API_VERSION
 from nmm_compiler.codegen.stamp import search_stamp, source_stamp, template_stamp
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSchedule, KernelSpec
+from nmm_compiler.nki_api.api import API_VERSION
+from nmm_compiler.nki_api.lint import check_source
 from nmm_compiler.options import INSTRUCTION_BUDGET, Options
 from nmm_compiler.targets import Target, get
 

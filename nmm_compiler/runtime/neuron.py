@@ -32,9 +32,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nmm_compiler.errors import ChangedFileError, NeuronSetupError
+from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.source_text import read_source, run_source
+from nmm_compiler.simulator.loading.run_text import run_source
 
 MINIMUM_NKI = (0, 3)
 INSTALL = "pip install nki neuronx-cc torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com"

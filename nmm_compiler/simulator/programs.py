@@ -13,8 +13,8 @@ from typing import Any
 
 from nmm_compiler.errors import ProgramsDisagreeError
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.memory import Storage
-from nmm_compiler.simulator.tensor import NkiTensor, make_tensor
+from nmm_compiler.simulator.tensors.memory import Storage
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
 
 
 class Stopped(BaseException):

@@ -26,20 +26,20 @@ from nmm_compiler.errors import (
     UninitializedReadError,
     UnknownNameError,
 )
-from nmm_compiler.simulator import dtypes
-from nmm_compiler.simulator.language_base import input_tensor, private_hbm, shared_hbm
-from nmm_compiler.simulator.loader import resolve
+from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
+from nmm_compiler.simulator.loading.loader import resolve
+from nmm_compiler.simulator.loading.standins import JitKernel
 from nmm_compiler.simulator.machine import Machine, running, set_current
-from nmm_compiler.simulator.memory import check_capacity
 from nmm_compiler.simulator.programs import Programs, Stopped
-from nmm_compiler.simulator.standins import JitKernel
-from nmm_compiler.simulator.tensor import NkiTensor
-from nmm_compiler.simulator.timing import collector_held_off
+from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.memory import check_capacity
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.timing.timeline import collector_held_off
 from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import get as get_target
 
 if TYPE_CHECKING:
-    from nmm_compiler.simulator.profile import Profile
+    from nmm_compiler.simulator.timing.profile import Profile
     from nmm_compiler.targets.base import Target
 
 MODES = ("full", "functional", "timing")
@@ -148,7 +148,7 @@ def simulate(
     specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
     profile = None
     if mode != "functional":
-        from nmm_compiler.simulator.profile import profile_trace
+        from nmm_compiler.simulator.timing.profile import profile_trace
 
         profiles = [profile_trace(m.trace, hardware) for m in machines]
         profile = max(profiles, key=lambda p: p.latency_us)

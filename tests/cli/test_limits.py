@@ -9,8 +9,8 @@ import pytest
 from benchmarks.stress import hostile_files
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.cli.simulate import arguments_of
-from nmm_compiler.codegen.lint import lint_source
 from nmm_compiler.errors import NmmError, ResourceLimitError, ShapeError, WorkerEndedError
+from nmm_compiler.nki_api.lint import lint_source
 
 
 def limited(work, seconds=20.0, gigabytes=1.0):

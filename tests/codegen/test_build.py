@@ -7,11 +7,11 @@ import pytest
 from nmm_compiler.codegen import build
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.choose import choose, rank
-from nmm_compiler.codegen.lint import lint_source
 from nmm_compiler.errors import CapacityError, SpecError, UnknownNameError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.options import Options
 from nmm_compiler.targets import get
 

@@ -10,13 +10,13 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.emitted_file import kernel_source
-from nmm_compiler.codegen.lint import lint_source
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank.schedule import LowRankSchedule
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.targets import get, names
 
 GOLDEN = Path(__file__).parent.parent / "golden"

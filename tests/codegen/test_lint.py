@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 
-from nmm_compiler.codegen.lint import VERSIONS, check_source, lint_source
-from nmm_compiler.codegen.nki_api import api
 from nmm_compiler.errors import LintError, UnknownNameError
+from nmm_compiler.nki_api.api import api
+from nmm_compiler.nki_api.lint import VERSIONS, check_source, lint_source
 
 HEADER = """\
 import nki

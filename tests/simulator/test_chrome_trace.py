@@ -6,7 +6,7 @@ import pytest
 
 from nmm_compiler import targets
 from nmm_compiler.errors import OutputError, TimelineMissingError
-from nmm_compiler.simulator.profile import Profile, profile_trace, write_trace
+from nmm_compiler.simulator.timing.profile import Profile, profile_trace, write_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
 

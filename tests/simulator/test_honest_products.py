@@ -12,9 +12,9 @@ from trace_builder import Builder
 
 from nmm_compiler import targets
 from nmm_compiler.errors import ImpossibleProfileError, OperandValueError
-from nmm_compiler.simulator.dtypes import round_tfloat32
-from nmm_compiler.simulator.profile import Profile, profile_trace
-from nmm_compiler.simulator.timing_costs import ComputeCosts
+from nmm_compiler.simulator.tensors.dtypes import round_tfloat32
+from nmm_compiler.simulator.timing.costs import ComputeCosts
+from nmm_compiler.simulator.timing.profile import Profile, profile_trace
 
 # Product of the peak: what mfu may reach, for each way to multiply.
 LIMITS = {"float32": 0.25, "bfloat16": 1.0, "float8_e4m3": 1.0}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nmm_compiler import errors
-from nmm_compiler.simulator import standins
+from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.run import simulate
 
 ADD = """\

@@ -8,7 +8,7 @@ from trace_builder import Builder
 
 from nmm_compiler import targets
 from nmm_compiler.errors import TimelineMissingError
-from nmm_compiler.simulator.profile import Profile, minimal_hbm_bytes, profile_trace
+from nmm_compiler.simulator.timing.profile import Profile, minimal_hbm_bytes, profile_trace
 
 TRN2 = targets.get("trn2")
 

@@ -7,8 +7,8 @@ import pytest
 from trace_builder import Builder
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.timing import time_trace
-from nmm_compiler.simulator.timing_repeats import repeated_work
+from nmm_compiler.simulator.timing.repeats import repeated_work
+from nmm_compiler.simulator.timing.timeline import time_trace
 
 TRN1, TRN2, TRN3 = (targets.get(name) for name in ("trn1", "trn2", "trn3"))
 STEADY = dataclasses.replace(TRN2, tensor_ramp_seconds=0.0)  # trn2 without the clock ramp

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from trace_builder import Builder
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.timing import time_trace
-from nmm_compiler.simulator.timing_dependence import ENGINES, wake_table
-from nmm_compiler.simulator.timing_regions import Record, Records, overlaps
+from nmm_compiler.simulator.timing.dependence import ENGINES, wake_table
+from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
+from nmm_compiler.simulator.timing.timeline import time_trace
 
 TARGETS = [targets.get(name) for name in targets.names()]
 TINY = 1e-9

@@ -1,0 +1,1 @@
+"""The NKI language as data, per version, and the lint that checks a kernel file against it."""

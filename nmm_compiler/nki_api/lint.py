@@ -1,0 +1,97 @@
+"""Checks NKI kernel source against the documented API and the compiler's Python subset.
+
+`lint_source(text)` returns findings in source order; `check_source(text)` raises LintError when
+one of them is an error. Nothing is executed: the text is parsed, imports and aliases are
+resolved (`lint_names.py`), and the rules below look at the result. The tables of the API are in
+`table.py`; the codes are described in docs/lint.md.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nmm_compiler.errors import LintError
+from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, Api, api
+from nmm_compiler.nki_api.lint_calls import check_calls, check_names
+from nmm_compiler.nki_api.lint_finding import Finding
+from nmm_compiler.nki_api.lint_names import Names
+from nmm_compiler.nki_api.lint_subset import check_device_loops, check_purity, check_subset
+from nmm_compiler.nki_api.lint_values import check_values
+from nmm_compiler.nki_api.source_text import read_source
+
+Rule = Callable[[Names, Api], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    check_names,
+    check_calls,
+    check_subset,
+    check_purity,
+    check_device_loops,
+    check_values,
+)
+
+__all__ = [
+    "API_VERSION",
+    "RULES",
+    "VERSIONS",
+    "Finding",
+    "check_source",
+    "lint_file",
+    "lint_source",
+]
+
+
+def lint_source(
+    source: str, *, nki: str = API_VERSION, filename: str = "<kernel>"
+) -> tuple[Finding, ...]:
+    """Return what is wrong with a kernel file, in source order; empty when nothing is.
+
+    nki: the version to check for, "0.3" to "0.7" ("0.6.0" works too); UnknownNameError otherwise.
+    A file that does not parse gives the single finding NKI-E001.
+    """
+    described = api(nki)
+    try:
+        tree = ast.parse(source, filename)
+    except (SyntaxError, ValueError) as error:
+        line, column = getattr(error, "lineno", 1) or 1, getattr(error, "offset", 1) or 1
+        reason = getattr(error, "msg", None) or str(error)
+        return (Finding(line, column, "NKI-E001", f"not Python: {reason}"),)
+    except (RecursionError, MemoryError):  # how Python's parser says that its stack is full
+        return (_too_deep(),)
+    try:
+        names = Names(tree)
+        found = {finding for rule in RULES for finding in rule(names, described)}
+    except RecursionError:
+        return (_too_deep(tree),)
+    return tuple(sorted(found))
+
+
+def _too_deep(tree: ast.Module | None = None) -> Finding:
+    """Return the finding for a text that nests deeper than Python recurses, at its deepest line."""
+    deepest, line = 0, 1
+    todo: list[tuple[int, int, ast.AST]] = [(0, 1, tree)] if tree is not None else []
+    while todo:
+        depth, above, node = todo.pop()
+        here = int(getattr(node, "lineno", above))
+        if depth > deepest:
+            deepest, line = depth, here
+        todo += [(depth + 1, here, child) for child in ast.iter_child_nodes(node)]
+    levels = f" ({deepest} levels)" if deepest else ""
+    return Finding(line, 1, "NKI-E001", f"nested too deeply{levels}; split the expression")
+
+
+def lint_file(path: str | Path, *, nki: str = API_VERSION) -> tuple[Finding, ...]:
+    """Return the findings of a file on disk; SourceFileError, an OSError, if it is no source."""
+    return lint_source(read_source(Path(path)), nki=nki, filename=str(path))
+
+
+def check_source(source: str, *, nki: str = API_VERSION, filename: str = "<kernel>") -> None:
+    """Raise LintError, naming every error, when the NKI compiler would refuse this source.
+
+    Warnings (deprecated and undocumented constructs) pass.
+    """
+    errors = [f for f in lint_source(source, nki=nki, filename=filename) if f.is_error]
+    if errors:
+        raise LintError(filename, nki, errors)

@@ -1,0 +1,343 @@
+"""DMA instructions: dma_copy, dma_transpose, dma_compute."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import (
+    EngineRuleError,
+    TensorDtypeError,
+    TensorShapeError,
+    UnsupportedInstructionError,
+)
+from nmm_compiler.simulator.isa.operands import (
+    DMA_MEMORIES,
+    F32,
+    SBUF,
+    check_destination,
+    check_hazard,
+    dge_mode,
+    engine,
+    find_op_name,
+    oob_mode,
+    operand,
+)
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.dtypes import cast
+from nmm_compiler.simulator.tensors.indirect import gather, index_access, scatter
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Instruction
+
+_ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
+_UNKNOWN = engine.unknown
+_MODES = {m: m.name for m in dge_mode}
+_ISSUERS = {engine.sync: "sync", engine.scalar: "scalar", engine.gpsimd: "gpsimd"}
+
+
+def _attributes(issuer: str, mode: str, transpose: bool, indirect: bool) -> dict[str, Any]:
+    key = (issuer, mode, transpose, indirect)
+    known = _ATTRIBUTES.get(key)
+    if known is None:
+        known = _ATTRIBUTES[key] = {
+            "issuer": issuer, "dge_mode": mode, "transpose": transpose, "indirect": indirect,
+        }  # fmt: skip
+    return known
+
+
+def _issue(machine: Machine, op: str, mode: Any, given: Any, same_dtype: bool) -> tuple[str, str]:
+    """Return (issuing engine, DGE mode) after their rules."""
+    name = _MODES.get(mode, "unknown")
+    if name == "hwdge":
+        if machine.generation < 3:
+            machine.rule(
+                EngineRuleError,
+                f"nisa.{op}: hwdge needs trn2 or newer, the target is {machine.target.name}",
+            )
+        if not same_dtype:
+            raise machine.error(
+                TensorDtypeError,
+                f"nisa.{op}: hwdge cannot convert dtypes; use the same dtype or another dge_mode",
+            )
+    if given is not _UNKNOWN and given is not None:
+        if given not in (engine.sync, engine.scalar) and name == "hwdge":
+            raise machine.error(
+                EngineRuleError,
+                f"nisa.{op}: hwdge descriptors come from the sync or scalar engine, not {given}",
+            )
+        return _ISSUERS.get(given, "sync"), name
+    return ("gpsimd" if name == "swdge" else "sync"), name
+
+
+def dma_copy(
+    dst: Any,
+    src: Any,
+    priority: Any = None,
+    oob_mode: Any = oob_mode.error,
+    dge_mode: Any = dge_mode.unknown,
+    engine: Any = _UNKNOWN,
+    name: str | None = None,
+) -> Instruction:
+    """dst = src between HBM and SBUF, with a dtype conversion through float32."""
+    machine = current()
+    writes = operand(machine, "dma_copy", "dst", dst, DMA_MEMORIES)
+    reads = operand(machine, "dma_copy", "src", src, DMA_MEMORIES)
+    if dst.shape != src.shape and math.prod(dst.shape) != math.prod(src.shape):
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.dma_copy: dst {dst.name!r} {dst.shape} and src {src.name!r} {src.shape} have "
+            "different numbers of elements",
+        )
+    check_destination(machine, "dma_copy", dst)
+    if dst.storage is src.storage:
+        check_hazard(machine, "dma_copy", dst, src)
+    same = dst.dtype == src.dtype
+    issuer, mode = _issue(machine, "dma_copy", dge_mode, engine, same)
+    indirect = dst.indirection is not None or src.indirection is not None
+    if indirect:
+        return _indirect_copy(machine, dst, src, oob_mode, mode, issuer, name)
+    instruction = machine.record(
+        "dma_copy", "dma", (reads,), (writes,), _attributes(issuer, mode, False, False), name
+    )
+    if machine.data:
+        values = src.load()
+        if values.shape != dst.shape:
+            values = values.reshape(dst.shape)
+        store(dst, values, same)
+    return instruction
+
+
+def store(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
+    """Write stored values to dst: as they are, or through float32."""
+    if not same:
+        values = values if values.dtype == F32 else values.astype(F32)
+        values = cast(values, dst.dtype)
+    dst.array()[...] = values
+    if dst.storage.unwritten is not None:
+        dst.mark_written()
+
+
+def _indirect_copy(
+    machine: Machine, dst: NkiTensor, src: NkiTensor, mode: Any, dge: str, issuer: str, name: Any
+) -> Instruction:
+    vector = any(v.indirection is not None and v.indirection.kind == "vector" for v in (dst, src))
+    if vector and dge in ("hwdge", "none"):
+        raise machine.error(
+            EngineRuleError,
+            f"nisa.dma_copy: gather and scatter need software descriptors, not {dge}; leave "
+            "dge_mode unset or use swdge",
+        )
+    if vector:
+        issuer = "gpsimd"
+    for view in (dst, src):
+        if view.indirection is not None and view.indirection.kind == "vector" \
+                and view.memory != "hbm":  # fmt: skip
+            raise machine.error(
+                EngineRuleError,
+                f"nisa.dma_copy: vector_offset on {view.name!r} in {view.memory.upper()}; the "
+                "indexed tensor must be in HBM",
+            )
+    instruction = machine.record(
+        "dma_copy", "dma",
+        (src.access(), *index_access(src), *index_access(dst)), (dst.access(),),
+        _attributes(issuer, dge, False, vector), name,
+    )  # fmt: skip
+    if not machine.data:
+        return instruction
+    skip = getattr(mode, "name", "") == "skip"
+    same = dst.dtype == src.dtype
+    valid = None
+    if src.indirection is not None:
+        values, valid = gather(src, skip)
+    else:
+        values = src.load()
+    if not same:
+        values = values.astype(F32)
+    if dst.indirection is not None:
+        scatter(dst, values, skip)
+        return instruction
+    if valid is not None and not valid.all():
+        _store_rows(dst, values, valid, src)
+    else:
+        store(dst, values.reshape(dst.shape), same)
+    return instruction
+
+
+def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiTensor) -> None:
+    """Write the rows whose index was in bounds; the others keep what they had."""
+    rows = src.shape[0]
+    keep = np.repeat(valid, values.size // rows).reshape(dst.shape)
+    stored = cast(values.reshape(dst.shape), dst.dtype)
+    target = dst.array()
+    target[keep] = stored[keep]
+    mask = dst.unwritten_view()
+    if mask is not None:
+        storage = dst.storage
+        mask[keep] = False
+        assert storage.unwritten is not None
+        storage.missing = int(np.count_nonzero(storage.unwritten))
+        if storage.missing == 0:
+            storage.unwritten = None
+
+
+_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+
+
+def dma_transpose(
+    dst: Any,
+    src: Any,
+    axes: Any = None,
+    priority: Any = None,
+    dge_mode: Any = dge_mode.unknown,
+    oob_mode: Any = oob_mode.error,
+    name: str | None = None,
+) -> Instruction:
+    """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
+    machine = current()
+    writes = operand(machine, "dma_transpose", "dst", dst, SBUF + ("hbm",))
+    reads = operand(machine, "dma_transpose", "src", src, DMA_MEMORIES)
+    if writes.memory != "sbuf":
+        raise machine.error(
+            EngineRuleError,
+            f"nisa.dma_transpose: dst {dst.name!r} is in HBM; it must be in SBUF",
+        )
+    if machine.generation < 3:
+        machine.rule(
+            EngineRuleError,
+            f"nisa.dma_transpose needs trn2 or newer, the target is {machine.target.name}; use "
+            "nisa.nc_transpose",
+        )
+    rank = len(src.shape)
+    order = _AXES.get(rank)
+    if order is None or (axes is not None and tuple(axes) != order):
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.dma_transpose: src {src.shape} with axes {axes}; axes are (1, 0), (2, 1, 0) "
+            "or (3, 1, 2, 0) for 2, 3 or 4 dimensions",
+        )
+    expected = tuple(src.shape[a] for a in order)
+    if dst.shape != expected:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.dma_transpose: dst {dst.name!r} {dst.shape}, src {src.shape} transposes to "
+            f"{expected}",
+        )
+    if dst.dtype != src.dtype:
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.dma_transpose: dst is {dst.dtype}, src {src.dtype}; they must be the same",
+        )
+    mode = _MODES.get(dge_mode, "unknown")
+    indirect = src.indirection is not None and src.indirection.kind == "vector"
+    _check_transpose_mode(machine, src, mode, indirect)
+    instruction = machine.record(
+        "dma_transpose", "dma", (reads, *index_access(src)), (writes,),
+        _attributes("gpsimd" if indirect else "sync", mode, True, indirect), name,
+    )  # fmt: skip
+    if machine.data:
+        if src.indirection is not None:
+            skip = getattr(oob_mode, "name", "") == "skip"
+            values, valid = gather(src, skip)
+            if not valid.all():
+                values = np.where(
+                    valid.reshape((-1,) + (1,) * (rank - 1)),
+                    values,
+                    np.zeros((), values.dtype),
+                )
+        else:
+            values = src.load()
+        store(dst, values.transpose(order), True)
+    return instruction
+
+
+def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect: bool) -> None:
+    allowed = ("unknown", "swdge") if indirect else ("unknown", "hwdge")
+    if mode not in allowed:
+        raise machine.error(
+            EngineRuleError,
+            f"nisa.dma_transpose: dge_mode {mode}; {'indirect' if indirect else 'direct'} "
+            f"transposes take {' or '.join(allowed)}",
+        )
+    if indirect:
+        if src.dtype.item_bytes != 2 or src.shape[0] % 16 or src.shape[-1] > 128:
+            raise machine.error(
+                TensorShapeError,
+                f"nisa.dma_transpose (indirect): src {src.shape} {src.dtype}; 2-byte dtype, rows "
+                "a multiple of 16, last dimension at most 128",
+            )
+        return
+    if mode != "hwdge":
+        return
+    first, rank = src.shape[0], len(src.shape)
+    ok = src.dtype.item_bytes == 2 and src.shape[-1] <= 128
+    if rank == 2:
+        ok = ok and first == 16
+    else:
+        ok = ok and first in (1, 2, 4, 8, 16) and (first * src.shape[-2]) % 16 == 0
+    if not ok:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.dma_transpose(dge_mode=hwdge): src {src.shape} {src.dtype}; 2-byte dtype, last "
+            "dimension at most 128, and 16 rows (2-D) or rows in 1, 2, 4, 8, 16 with rows * "
+            "shape[-2] a multiple of 16 (3-D, 4-D)",
+        )
+
+
+def dma_compute(
+    dst: Any,
+    srcs: Any,
+    reduce_op: Any,
+    scales: Any = None,
+    unique_indices: bool = True,
+    oob_mode: Any = oob_mode.error,
+    name: str | None = None,
+) -> Instruction:
+    """dst = sum of srcs in float32, computed by the DMA engines."""
+    machine = current()
+    if find_op_name(machine, reduce_op, "dma_compute") != "add":
+        raise machine.error(
+            UnsupportedInstructionError, "nisa.dma_compute: reduce_op must be nl.add"
+        )
+    srcs = list(srcs)
+    if not 1 <= len(srcs) <= 16:
+        raise machine.error(
+            TensorShapeError, f"nisa.dma_compute: {len(srcs)} sources; it takes 1 to 16"
+        )
+    if scales is not None and any(s != 1.0 for s in scales):
+        raise machine.error(
+            UnsupportedInstructionError, f"nisa.dma_compute: scales {scales}; all must be 1.0"
+        )
+    writes = operand(machine, "dma_compute", "dst", dst, DMA_MEMORIES)
+    reads = [operand(machine, "dma_compute", "src", s, DMA_MEMORIES) for s in srcs]
+    for s in srcs:
+        if s.size != dst.size:
+            raise machine.error(
+                TensorShapeError,
+                f"nisa.dma_compute: src {s.shape} and dst {dst.shape} differ in size",
+            )
+        reads += index_access(s)
+    indirect = dst.indirection is not None or any(s.indirection is not None for s in srcs)
+    if indirect and not unique_indices:
+        raise machine.error(
+            UnsupportedInstructionError, "nisa.dma_compute: unique_indices must be True"
+        )
+    instruction = machine.record(
+        "dma_compute", "dma", tuple(reads), (writes, *()),
+        _attributes("gpsimd" if indirect else "sync", "swdge" if indirect else "none", False,
+                    indirect), name,
+    )  # fmt: skip
+    if machine.data:
+        skip = getattr(oob_mode, "name", "") == "skip"
+        total = None
+        for s in srcs:
+            values = gather(s, skip)[0] if s.indirection is not None else s.load()
+            part = values.astype(F32).reshape(dst.shape)
+            total = part if total is None else total + part
+        assert total is not None
+        if dst.indirection is not None:
+            scatter(dst, total, skip)
+        else:
+            store(dst, total, False)
+    return instruction

@@ -1,0 +1,177 @@
+"""MX instructions of trn3: quantize_mx and nc_matmul_mx.
+
+A packed element holds four values along the contraction; 8 partitions x 4 values share one
+power-of-two scale. Scales of a group of 8 partitions sit, inside each quadrant of 32
+partitions, in partitions 0..3 (one per group).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from nmm_compiler.errors import TensorDtypeError, TensorShapeError
+from nmm_compiler.simulator.isa.elementwise import NO_ATTRIBUTES
+from nmm_compiler.simulator.isa.operands import (
+    F32,
+    PSUM,
+    SBUF,
+    check_destination,
+    f32,
+    operand,
+    raw,
+    require_generation,
+)
+from nmm_compiler.simulator.isa.tensor_engine import _accumulate, _attributes, _check_bank
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Instruction
+
+_ELEMENT = {
+    "float8_e4m3fn_x4": (np.dtype(ml_dtypes.float8_e4m3fn), 8),
+    "float8_e5m2_x4": (np.dtype(ml_dtypes.float8_e5m2), 15),
+}
+_SCALES = ("float8_e8m0fnu", "uint8")
+
+
+def scale_rows(partitions: int) -> np.ndarray:
+    """Return the scale's partition for each group of 8 partitions."""
+    groups = np.arange(partitions // 8)
+    return groups // 4 * 32 + groups % 4
+
+
+def unpack(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 [P, F, 4] of packed [P, F]."""
+    if dtype == "float4_e2m1fn_x4":
+        nibbles = np.stack([(values >> (4 * i)) & 0xF for i in range(4)], axis=-1)
+        table = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(F32)
+        return np.asarray(table[nibbles])
+    element, _ = _ELEMENT[dtype]
+    return np.ascontiguousarray(values)[..., None].view(element).astype(F32)
+
+
+def _scales(view: NkiTensor) -> np.ndarray:
+    bits = raw(view).view(np.uint8).reshape(view.shape[0], -1)
+    return np.ldexp(F32(1.0), bits.astype(np.int32) - 127).astype(F32)
+
+
+def _check_scale(machine: Machine, op: str, role: str, view: NkiTensor) -> None:
+    if view.dtype not in _SCALES:
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.{op}: {role} is {view.dtype}; it must be float8_e8m0fnu (or uint8)",
+        )
+
+
+def quantize_mx(dst: Any, src: Any, dst_scale: Any, name: str | None = None) -> Instruction:
+    """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
+    machine = current()
+    op = "quantize_mx"
+    require_generation(machine, op, 4)
+    writes = operand(machine, op, "dst", dst, SBUF)
+    scale = operand(machine, op, "dst_scale", dst_scale, SBUF)
+    reads = operand(machine, op, "src", src, SBUF)
+    _check_scale(machine, op, "dst_scale", dst_scale)
+    if dst.dtype not in _ELEMENT or src.dtype not in ("float16", "bfloat16"):
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.{op}: src {src.dtype}, dst {dst.dtype}; src is float16 or bfloat16, dst "
+            "float8_e5m2_x4 or float8_e4m3fn_x4",
+        )
+    p = src.shape[0]
+    if p % 32 or src.free_size % 4 or dst.shape[0] != p or dst.free_size * 4 != src.free_size:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.{op}: src {src.shape}, dst {dst.shape}; partitions a multiple of 32, free size "
+            "a multiple of 4, dst a quarter of it",
+        )
+    rows = scale_rows(p)
+    if dst_scale.shape[0] <= rows.max() or dst_scale.free_size != dst.free_size:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.{op}: dst_scale {dst_scale.shape}; it needs partitions up to {rows.max()} and "
+            f"{dst.free_size} elements per partition",
+        )
+    check_destination(machine, op, dst)
+    instruction = machine.record(op, "vector", (reads,), (writes, scale), NO_ATTRIBUTES, name)
+    if machine.data:
+        element, top = _ELEMENT[dst.dtype]
+        values = f32(src).reshape(p // 8, 8, -1, 4)
+        largest = np.abs(values).max(axis=(1, 3))
+        exponent = np.frexp(largest)[1] - 1 - (top - 1)
+        exponent = np.where(largest == 0, -127, np.clip(exponent, -127, 127))
+        scaled = values * np.ldexp(F32(1.0), -exponent)[:, None, :, None].astype(F32)
+        packed = np.ascontiguousarray(scaled.astype(element)).view(np.uint32)
+        target = dst.array()
+        target[...] = packed.reshape(dst.shape)
+        dst.mark_written()
+        bits = (exponent + 127).astype(np.uint8)
+        for group, row in enumerate(rows):
+            view = dst_scale[int(row) : int(row) + 1]
+            view.array()[...] = bits[group].view(view.dtype.numpy).reshape(view.shape)
+            view.mark_written()
+    return instruction
+
+
+def nc_matmul_mx(
+    dst: Any,
+    stationary: Any,
+    moving: Any,
+    stationary_scale: Any,
+    moving_scale: Any,
+    tile_position: Any = None,
+    tile_size: Any = None,
+    accumulate: Any = None,
+    name: str | None = None,
+) -> Instruction:
+    """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
+    machine = current()
+    op = "nc_matmul_mx"
+    require_generation(machine, op, 4)
+    writes = operand(machine, op, "dst", dst, PSUM)
+    reads = tuple(
+        operand(machine, op, role, view, SBUF)
+        for role, view in (
+            ("stationary", stationary), ("moving", moving),
+            ("stationary_scale", stationary_scale), ("moving_scale", moving_scale),
+        )
+    )  # fmt: skip
+    packed = (*_ELEMENT, "float4_e2m1fn_x4")
+    for role, view in (("stationary", stationary), ("moving", moving)):
+        if view.dtype not in packed:
+            raise machine.error(
+                TensorDtypeError,
+                f"nisa.{op}: {role} is {view.dtype}; it must be one of {', '.join(packed)}",
+            )
+    _check_scale(machine, op, "stationary_scale", stationary_scale)
+    _check_scale(machine, op, "moving_scale", moving_scale)
+    k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
+    limit = 8192 if dst.dtype == "bfloat16" else 4096
+    if moving.shape[0] != k or k % 32 or k > 128 or m > 128 or m % 2 or n > limit:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.{op}: stationary {stationary.shape}, moving {moving.shape}; the same K, a "
+            f"multiple of 32 up to 128, M even up to 128, N up to {limit}",
+        )
+    if dst.shape[0] != m or dst.free_size != n or dst.dtype not in ("float32", "bfloat16"):
+        raise machine.error(
+            TensorShapeError, f"nisa.{op}: dst {dst.shape} {dst.dtype}; it must be ({m}, {n}) "
+            "float32 or bfloat16",
+        )  # fmt: skip
+    _check_bank(machine, op, dst, 8)
+    instruction = machine.record(
+        op, "tensor", reads, (writes,),
+        _attributes(k, m, n, False, "mx", stationary.dtype, None, False), name,
+    )  # fmt: skip
+    if machine.data:
+        rows = scale_rows(k)
+        sides = []
+        for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
+            values = unpack(raw(view).reshape(k, -1), view.dtype)
+            factor = np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
+            values = values * np.repeat(factor, 8, axis=0)[:, :, None]
+            sides.append(values.transpose(0, 2, 1).reshape(4 * k, -1))
+        _accumulate(machine, dst, sides[0].T @ sides[1], accumulate)
+    return instruction

@@ -1,0 +1,349 @@
+"""What all instructions share: operand checks, reading and writing values, hazards.
+
+An instruction is a function in one of the files beside this one: check the operands, record the
+instruction, and compute when there is data. The order matters: a refused instruction is never
+in the trace.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import (
+    EngineRuleError,
+    HazardError,
+    TargetRuleError,
+    TensorDtypeError,
+    TensorShapeError,
+)
+from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.dtypes import DType, cast, round_tfloat32
+from nmm_compiler.simulator.tensors.registers import VirtualRegister
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Access
+
+F32 = np.float32
+SBUF = ("sbuf",)
+PSUM = ("psum",)
+ON_CHIP = ("sbuf", "psum")
+DMA_MEMORIES = ("sbuf", "hbm")
+
+
+class engine(Enum):  # noqa: N801  (the name NKI gives it)
+    """Engines of a NeuronCore."""
+
+    tensor = 1
+    vector = 5
+    scalar = 2
+    gpsimd = 3
+    dma = 4
+    sync = 6
+    unknown = 0
+
+
+class reduce_cmd(Enum):  # noqa: N801
+    """What an instruction does with the accumulator registers."""
+
+    idle = 0
+    reset = 1
+    reduce = 2
+    reset_reduce = 3
+    load_reduce = 4
+
+
+class dge_mode(Enum):  # noqa: N801
+    """Who makes DMA descriptors."""
+
+    unknown = 0
+    swdge = 1
+    hwdge = 2
+    none = 3
+
+
+class oob_mode(Enum):  # noqa: N801
+    """What an out-of-bounds runtime index does."""
+
+    error = 0
+    skip = 1
+
+
+class matmul_perf_mode(Enum):  # noqa: N801
+    """TensorE performance mode."""
+
+    none = "none"
+    double_row = "double_row"
+
+
+class nc_version(Enum):  # noqa: N801
+    """NeuronCore generations; they compare as numbers."""
+
+    gen2 = 2
+    gen3 = 3
+    gen4 = 4
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.value < getattr(other, "value", other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self.value <= getattr(other, "value", other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self.value > getattr(other, "value", other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self.value >= getattr(other, "value", other))
+
+    __hash__ = Enum.__hash__
+
+
+class dma_engine(Enum):  # noqa: N801
+    """DMA transfer mechanism of sendrecv."""
+
+    dma = 1
+    gpsimd_dma = 2
+
+
+ENGINE_NAMES = {e: e.name for e in engine}
+
+
+def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str, ...]) -> Access:
+    """Check that `view` is a tensor in one of `memories` at a legal partition; its Access."""
+    if view.__class__ is not NkiTensor:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.{op}: {role} is {type(view).__name__} {view!r:.60}; pass a tensor",
+        )
+    access = view._access or view.access()
+    if access.memory not in memories:
+        raise machine.error(
+            EngineRuleError,
+            f"nisa.{op}: {role} {view.name!r} is in {access.memory.upper()}, it must be in "
+            f"{' or '.join(m.upper() for m in memories)}; copy it there first",
+        )
+    start = access.partition_start
+    if start and access.memory != "hbm" and "hbm" not in memories:
+        count = access.partition_stop - start
+        if start % 32 or (count > 32 and start % 64) or count > 64:
+            machine.rule(
+                EngineRuleError,
+                f"nisa.{op}: {role} {view.name!r} starts at partition {start} with {count} "
+                "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
+                "more at 0",
+            )
+    return access
+
+
+def same_elements(machine: Machine, op: str, first: NkiTensor, second: NkiTensor) -> None:
+    """Check equal partitions and equal elements per partition."""
+    if first.shape == second.shape:
+        return
+    if first.shape[0] != second.shape[0] or first.free_size != second.free_size:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.{op}: shapes {first.shape} ({first.name!r}) and {second.shape} "
+            f"({second.name!r}) differ; partitions and elements per partition must match",
+        )
+
+
+def require_dtype(
+    machine: Machine, op: str, role: str, view: NkiTensor, allowed: Any, hint: str = ""
+) -> None:
+    """Check that the view's dtype is one of `allowed`."""
+    if view.dtype not in allowed:
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.{op}: {role} {view.name!r} is {view.dtype}; it must be "
+            f"{', '.join(sorted(allowed))}{hint}",
+        )
+
+
+def require_generation(machine: Machine, op: str, generation: int) -> None:
+    """Check that the target has the instruction."""
+    if machine.generation < generation:
+        needed = {3: "trn2", 4: "trn3"}[generation]
+        machine.rule(
+            TargetRuleError,
+            f"nisa.{op} needs {needed} or newer, the target is {machine.target.name}; pass "
+            f'target="{needed}"',
+        )
+
+
+def choose_engine(
+    machine: Machine, op: str, given: Any, allowed: tuple[str, ...], default: str
+) -> str:
+    """Return the engine's name: the given one when the instruction runs on it, or the default."""
+    if given is None or given is engine.unknown:
+        return default
+    name = ENGINE_NAMES.get(given)
+    if name in allowed:
+        return name
+    raise machine.error(
+        EngineRuleError,
+        f"nisa.{op} cannot run on {getattr(given, 'name', given)}; use "
+        f"{', '.join(allowed)} or leave engine unset",
+    )
+
+
+def no_psum_on_gpsimd(machine: Machine, op: str, chosen: str, *views: Any) -> None:
+    """Check that GpSimd is not asked to reach PSUM."""
+    if chosen != "gpsimd":
+        return
+    for view in views:
+        if view.__class__ is NkiTensor and view.storage.memory == "psum":
+            raise machine.error(
+                EngineRuleError,
+                f"nisa.{op}: GpSimd cannot access PSUM, where {view.name!r} is; use the vector "
+                "engine or copy it to SBUF first",
+            )
+
+
+def _positions(view: NkiTensor) -> np.ndarray:
+    """Return the byte position of each element of the view, in stream order."""
+    item = view.dtype.item_bytes
+    positions = np.zeros((), np.int64)
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        positions = positions[..., None] + np.arange(size) * (stride * item)
+    return (positions + view.offset * item).reshape(view.shape[0], -1)
+
+
+def check_hazard(
+    machine: Machine, op: str, dst: NkiTensor, src: NkiTensor, reads_per_write: int = 1
+) -> None:
+    """Refuse an instruction that overwrites an element before it reads it.
+
+    Elements stream through an engine in order in all partitions at once; writing at or behind
+    the reading position is safe, ahead of it is not.
+    reads_per_write: elements that a reduction reads before it writes one.
+    """
+    if dst.storage is not src.storage:
+        return
+    if dst.offset == src.offset and dst.strides == src.strides and dst.shape == src.shape:
+        return
+    a, b = dst.access(), src.access()
+    if (
+        a.byte_stop <= b.byte_start
+        or b.byte_stop <= a.byte_start
+        or a.partition_stop <= b.partition_start
+        or b.partition_stop <= a.partition_start
+    ):
+        return
+    written, read = _positions(dst), _positions(src)
+    if written.shape[0] != read.shape[0] or written.shape[1] * reads_per_write != read.shape[1]:
+        hazard = bool(np.intersect1d(written, read).size)
+    else:
+        width = written.shape[1]
+        order = np.argsort(written, axis=None, kind="stable")
+        flat = written.reshape(-1)[order]
+        place = np.searchsorted(flat, read.reshape(-1))
+        place = np.minimum(place, flat.size - 1)
+        hit = flat[place] == read.reshape(-1)
+        write_step = (order % width)[place] * reads_per_write + reads_per_write - 1
+        read_step = np.arange(read.size) % (width * reads_per_write)
+        hazard = bool((hit & (write_step < read_step)).any())
+    if hazard:
+        machine.rule(
+            HazardError,
+            f"nisa.{op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements "
+            f"that it still has to read as {src.get_pattern()} at {src.offset}; write to "
+            "another tensor",
+        )
+
+
+def f32(view: NkiTensor) -> np.ndarray:
+    """Return the view's values as float32 (what engines compute with).
+
+    A tfloat32 view may lie over float32 data: an engine reads ten bits of its mantissas.
+    """
+    values = raw(view)
+    if view.dtype == "tfloat32":
+        return round_tfloat32(values)
+    return values if values.dtype == F32 else values.astype(F32)
+
+
+def raw(view: NkiTensor) -> np.ndarray:
+    """Return the view's values in their storage dtype."""
+    if view.indirection is not None:
+        from nmm_compiler.simulator.tensors.indirect import gather_columns
+
+        return gather_columns(view)
+    return view.load()
+
+
+def like(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return values in `shape` (same elements per partition)."""
+    return values if values.shape == shape else values.reshape(shape)
+
+
+def put(dst: NkiTensor, values: np.ndarray) -> None:
+    """Write computed values: cast to the dtype of dst, note that they are written."""
+    if dst.indirection is not None:
+        from nmm_compiler.simulator.tensors.indirect import scatter_columns
+
+        scatter_columns(dst, values)
+        return
+    shape = dst.shape
+    if values.shape != shape:
+        values = values.reshape(shape)
+    target = dst.array()
+    dtype: DType = dst.dtype
+    if dtype.kind == "float" and dtype != "tfloat32" and values.dtype == F32:
+        np.copyto(target, values, casting="unsafe")
+    else:
+        target[...] = cast(values, dtype)
+    if dst.storage.unwritten is not None:
+        dst.mark_written()
+
+
+def check_destination(machine: Machine, op: str, dst: NkiTensor) -> None:
+    """Refuse to write a constant.
+
+    A broadcast dst is legal: several elements go to one place and the last one stays.
+    """
+    if dst.storage.constant:
+        raise machine.error(
+            HazardError, f"nisa.{op}: dst {dst.name!r} is a shared constant; copy it first"
+        )
+
+
+def scalar_operand(
+    machine: Machine, op: str, role: str, value: Any, partitions: int, reads: list[Access]
+) -> bool:
+    """Check a number or a [P, 1] tensor; append its Access; return whether it is a tensor."""
+    kind = value.__class__
+    if kind is float or kind is int or kind is bool:
+        return False
+    if kind is NkiTensor:
+        access = operand(machine, op, role, value, ON_CHIP)
+        if value.shape[0] != partitions or value.free_size != 1:
+            raise machine.error(
+                TensorShapeError,
+                f"nisa.{op}: {role} {value.name!r} has shape {value.shape}; it must be a number "
+                f"or one element per partition, ({partitions}, 1)",
+            )
+        reads.append(access)
+        return True
+    if isinstance(value, (int, float, np.number, VirtualRegister)):
+        return False
+    raise machine.error(
+        TensorDtypeError,
+        f"nisa.{op}: {role} is {type(value).__name__}; pass a number or a ({partitions}, 1) tensor",
+    )
+
+
+def scalar_value(value: Any, rank: int) -> Any:
+    """Return a float32 scalar, or float32 [P, 1, ...] to broadcast over the free dimensions."""
+    if value.__class__ is NkiTensor:
+        return f32(value).reshape((value.shape[0],) + (1,) * (rank - 1))
+    if isinstance(value, VirtualRegister):
+        value = value.read()
+    return F32(value)
+
+
+def find_op_name(machine: Machine, op: Any, instruction: str) -> str:
+    """Return the name of an operator."""
+    from nmm_compiler.simulator.isa.operators import find_op
+
+    return find_op(machine, op, instruction).name

@@ -1,0 +1,436 @@
+"""Reductions and scans: tensor_reduce, *_reduce, cumulative, scan, bn_stats, max8 and kin."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import (
+    EngineRuleError,
+    TensorDtypeError,
+    TensorShapeError,
+    UnsupportedInstructionError,
+)
+from nmm_compiler.simulator.isa.activation import accumulate, reduce_result
+from nmm_compiler.simulator.isa.elementwise import (
+    NO_ATTRIBUTES,
+    apply_scalar,
+    attributes,
+    require_sbuf,
+    write,
+)
+from nmm_compiler.simulator.isa.operands import (
+    F32,
+    ON_CHIP,
+    check_destination,
+    check_hazard,
+    f32,
+    operand,
+    raw,
+    reduce_cmd,
+    same_elements,
+    scalar_operand,
+    scalar_value,
+)
+from nmm_compiler.simulator.isa.operators import Op, alu, reduction
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Instruction
+
+
+def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
+    """Reduce the last axis of [P, kept, reduced]."""
+    if function.name.startswith("logical"):
+        return np.asarray(function.reduce.reduce(values != 0, axis=-1)).astype(F32)
+    if function.name == "subtract":
+        first, rest = values[..., 0], values[..., 1:]
+        return np.asarray(first - rest.sum(axis=-1, dtype=F32))
+    if function.name == "average":
+        return np.asarray(values.mean(axis=-1, dtype=F32))
+    return np.asarray(function.reduce.reduce(values, axis=-1))
+
+
+def tensor_reduce(
+    dst: Any,
+    op: Any,
+    data: Any,
+    axis: Any,
+    negate: bool = False,
+    keepdims: bool = False,
+    name: str | None = None,
+) -> Instruction:
+    """Reduce the last contiguous free axes of data on VectorE, in float32."""
+    machine = current()
+    function = reduction(machine, op, "tensor_reduce")
+    writes = operand(machine, "tensor_reduce", "dst", dst, ON_CHIP)
+    reads = operand(machine, "tensor_reduce", "data", data, ON_CHIP)
+    rank = len(data.shape)
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(sorted(a + rank if a < 0 else a for a in given))
+    if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.tensor_reduce: axis {axis} of data {data.shape}; give the last contiguous free "
+            "axes, e.g. the last one (partitions: nisa.tensor_partition_reduce or a transpose)",
+        )
+    kept = math.prod(data.shape[1 : axes[0]])
+    if dst.shape[0] != data.shape[0] or dst.free_size != kept:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.tensor_reduce: dst {dst.shape}; reducing {axes} of {data.shape} leaves "
+            f"{data.shape[0]} partitions with {kept} elements",
+        )
+    bitvec = function.kind == "bitvec"
+    if bitvec and (dst.dtype.kind == "float" or data.dtype.kind == "float"):
+        raise machine.error(
+            TensorDtypeError, "nisa.tensor_reduce: bit operators need integer tensors"
+        )
+    check_destination(machine, "tensor_reduce", dst)
+    if dst.storage is data.storage:
+        check_hazard(machine, "tensor_reduce", dst, data, data.free_size // kept)
+    instruction = machine.record(
+        "tensor_reduce", "vector", (reads,), (writes,), attributes(function=function.name), name
+    )
+    if machine.data:
+        values = (raw(data) if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
+        result = _reduce(function, values)
+        write(machine, dst, -result if negate and not bitvec else result)
+    return instruction
+
+
+def tensor_partition_reduce(dst: Any, op: Any, data: Any, name: str | None = None) -> Instruction:
+    """Reduce across partitions on GpSimd; dst has one partition."""
+    machine = current()
+    function = reduction(machine, op, "tensor_partition_reduce")
+    access = require_sbuf(machine, "tensor_partition_reduce", dst=dst, data=data)
+    if dst.shape[0] != 1 or dst.free_size != data.free_size:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.tensor_partition_reduce: dst {dst.shape}, data {data.shape}; dst must be "
+            f"(1, {data.free_size})",
+        )
+    check_destination(machine, "tensor_partition_reduce", dst)
+    instruction = machine.record(
+        "tensor_partition_reduce", "gpsimd", (access["data"],), (access["dst"],),
+        attributes(function=function.name), name,
+    )  # fmt: skip
+    if machine.data:
+        values = raw(data) if function.kind == "bitvec" else f32(data)
+        flat = values.reshape(data.shape[0], -1).T
+        write(machine, dst, _reduce(function, flat[None]).reshape(dst.shape))
+    return instruction
+
+
+def tensor_scalar_reduce(
+    dst: Any,
+    data: Any,
+    op0: Any,
+    operand0: Any,
+    reduce_op: Any,
+    reduce_res: Any = None,
+    reverse0: bool = False,
+    reduce_cmd: Any = reduce_cmd.reset_reduce,
+    reduce_init: Any = None,
+    reduce_res_negate: bool = False,
+    name: str | None = None,
+) -> Instruction:
+    """dst = data <op0> operand0, and its reduction over the free axes, on VectorE."""
+    machine = current()
+    op = "tensor_scalar_reduce"
+    first, reducer = alu(machine, op0, op), reduction(machine, reduce_op, op)
+    writes = [operand(machine, op, "dst", dst, ON_CHIP)]
+    reads = [operand(machine, op, "data", data, ON_CHIP)]
+    same_elements(machine, op, dst, data)
+    partitions = data.shape[0]
+    if operand0 is not None:
+        scalar_operand(machine, op, "operand0", operand0, partitions, reads)
+    if reduce_init is not None:
+        scalar_operand(machine, op, "reduce_init", reduce_init, partitions, reads)
+    if reducer.name not in ("add", "multiply", "maximum", "minimum", "max", "min"):
+        raise machine.error(
+            UnsupportedInstructionError,
+            f"nisa.{op}: reduce_op nl.{reducer.name}; use nl.add, nl.multiply, nl.max or nl.min",
+        )
+    reduce_result(machine, op, reduce_res, partitions, writes)
+    check_destination(machine, op, dst)
+    check_hazard(machine, op, dst, data)
+    instruction = machine.record(
+        op, "vector", tuple(reads), tuple(writes),
+        attributes(function=first.name, reduces=True), name,
+    )  # fmt: skip
+    if machine.data:
+        result = apply_scalar(machine, first, f32(data), operand0, reverse0)
+        write(machine, dst, result)
+        total = accumulate(machine, "vector", reduce_cmd, reducer, result, reduce_init)
+        if reduce_res is not None:
+            total = -total if reduce_res_negate else total
+            write(machine, reduce_res, total.reshape(reduce_res.shape))
+    return instruction
+
+
+def tensor_scalar_cumulative(
+    dst: Any,
+    src: Any,
+    op0: Any,
+    op1: Any,
+    imm0: Any,
+    imm1: Any = None,
+    reduce_cmd: Any = reduce_cmd.reset_reduce,
+    name: str | None = None,
+) -> Instruction:
+    """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
+    machine = current()
+    op = "tensor_scalar_cumulative"
+    first, second = alu(machine, op0, op), reduction(machine, op1, op)
+    writes = operand(machine, op, "dst", dst, ON_CHIP)
+    reads = [operand(machine, op, "src", src, ON_CHIP)]
+    same_elements(machine, op, dst, src)
+    for view in (dst, src):
+        if view.dtype in ("int32", "uint32"):
+            raise machine.error(
+                TensorDtypeError, f"nisa.{op}: {view.name!r} is {view.dtype}; 32-bit integers "
+                "are not supported",
+            )  # fmt: skip
+    partitions = src.shape[0]
+    scalar_operand(machine, op, "imm0", imm0, partitions, reads)
+    if imm1 is not None:
+        scalar_operand(machine, op, "imm1", imm1, partitions, reads)
+    check_destination(machine, op, dst)
+    check_hazard(machine, op, dst, src)
+    instruction = machine.record(
+        op, "vector", tuple(reads), (writes,),
+        attributes(function=first.name, function1=second.name), name,
+    )  # fmt: skip
+    if machine.data:
+        values = apply_scalar(machine, first, f32(src), imm0, False).reshape(partitions, -1)
+        start = _start(machine, reduce_cmd, second, partitions, imm1)
+        result = np.empty_like(values)
+        register = start.astype(F32)
+        assert second.alu is not None
+        for i in range(values.shape[1]):
+            register = np.asarray(second.alu(values[:, i], register), F32)
+            result[:, i] = register
+        machine.accumulators["vector"] = register
+        write(machine, dst, result)
+    return instruction
+
+
+def _start(machine: Machine, command: Any, op: Op, partitions: int, initial: Any) -> np.ndarray:
+    name = getattr(command, "name", "")
+    if name == "load_reduce":
+        return np.broadcast_to(
+            np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,)
+        ).copy()
+    state = machine.accumulators.get("vector")
+    if name == "reduce" and state is not None and state.shape[0] == partitions:
+        return np.asarray(state)
+    return np.full(partitions, op.identity, F32)
+
+
+def tensor_tensor_scan(
+    dst: Any,
+    data0: Any,
+    data1: Any,
+    initial: Any,
+    op0: Any,
+    op1: Any,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> Instruction:
+    """dst[i] = op1(op0(data0[i], dst[i - 1]), data1[i]) along the free dimension, on VectorE."""
+    machine = current()
+    op = "tensor_tensor_scan"
+    first, second = alu(machine, op0, op), alu(machine, op1, op)
+    writes = operand(machine, op, "dst", dst, ON_CHIP)
+    a = operand(machine, op, "data0", data0, ON_CHIP)
+    b = operand(machine, op, "data1", data1, ON_CHIP)
+    same_elements(machine, op, data0, data1)
+    same_elements(machine, op, dst, data0)
+    reads = [a, b]
+    scalar_operand(machine, op, "initial", initial, data0.shape[0], reads)
+    if a.memory == "psum" and b.memory == "psum":
+        raise machine.error(
+            EngineRuleError, f"nisa.{op}: data0 and data1 are both in PSUM; copy one to SBUF"
+        )
+    if first.kind != "arith" or second.kind != "arith":
+        raise machine.error(
+            UnsupportedInstructionError, f"nisa.{op}: op0 and op1 must be binary and arithmetic"
+        )
+    check_destination(machine, op, dst)
+    check_hazard(machine, op, dst, data0)
+    check_hazard(machine, op, dst, data1)
+    instruction = machine.record(
+        op, "vector", tuple(reads), (writes,),
+        attributes(function=first.name, function1=second.name), name,
+    )  # fmt: skip
+    if machine.data:
+        partitions = data0.shape[0]
+        x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
+        state = np.broadcast_to(
+            np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,)
+        )
+        result = np.empty_like(x)
+        f, g = first.alu, second.alu
+        assert f is not None
+        assert g is not None
+        for i in range(x.shape[1]):
+            inner = f(state, x[:, i]) if reverse0 else f(x[:, i], state)
+            state = g(y[:, i], inner) if reverse1 else g(inner, y[:, i])
+            result[:, i] = state
+        write(machine, dst, result)
+    return instruction
+
+
+def bn_stats(dst: Any, data: Any, name: str | None = None) -> Instruction:
+    """dst = (count, mean, variance * count) of the even, then of the odd elements."""
+    machine = current()
+    writes = operand(machine, "bn_stats", "dst", dst, ON_CHIP)
+    reads = operand(machine, "bn_stats", "data", data, ON_CHIP)
+    if data.free_size > 512 or dst.shape[0] != data.shape[0] or dst.free_size != 6:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.bn_stats: dst {dst.shape}, data {data.shape}; data has at most 512 elements "
+            "per partition and dst 6",
+        )
+    check_destination(machine, "bn_stats", dst)
+    check_hazard(machine, "bn_stats", dst, data)
+    instruction = machine.record("bn_stats", "vector", (reads,), (writes,), NO_ATTRIBUTES, name)
+    if machine.data:
+        values = f32(data).reshape(data.shape[0], -1)
+        result = np.zeros((data.shape[0], 6), F32)
+        for start in (0, 1):
+            part = values[:, start::2].astype(np.float64)
+            count = part.shape[1]
+            if count:
+                average = part.mean(axis=1)
+                result[:, 3 * start] = count
+                result[:, 3 * start + 1] = average
+                result[:, 3 * start + 2] = ((part - average[:, None]) ** 2).sum(axis=1)
+        write(machine, dst, result)
+    return instruction
+
+
+def bn_aggr(dst: Any, data: Any, name: str | None = None) -> Instruction:
+    """dst = (mean, variance) from (count, mean, variance * count) triples."""
+    machine = current()
+    writes = operand(machine, "bn_aggr", "dst", dst, ON_CHIP)
+    reads = operand(machine, "bn_aggr", "data", data, ON_CHIP)
+    if data.free_size % 3 or dst.shape[0] != data.shape[0] or dst.free_size != 2:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.bn_aggr: dst {dst.shape}, data {data.shape}; data has triples, dst 2 elements "
+            "per partition",
+        )
+    check_destination(machine, "bn_aggr", dst)
+    check_hazard(machine, "bn_aggr", dst, data)
+    instruction = machine.record("bn_aggr", "vector", (reads,), (writes,), NO_ATTRIBUTES, name)
+    if machine.data:
+        triples = f32(data).reshape(data.shape[0], -1, 3).astype(np.float64)
+        count, average, spread = triples[..., 0], triples[..., 1], triples[..., 2]
+        total = count.sum(axis=1)
+        mean = (count * average).sum(axis=1) / total
+        apart = spread.sum(axis=1) + (count * (average - mean[:, None]) ** 2).sum(axis=1)
+        write(machine, dst, np.stack([mean, apart / total], axis=1).astype(F32))
+    return instruction
+
+
+def _eight(machine: Machine, op: str, data: NkiTensor, result: NkiTensor) -> None:
+    count = data.free_size
+    if not 8 <= count <= 16384 or data.shape[0] != result.shape[0] or result.free_size != 8:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.{op}: data {data.shape}, {result.name!r} {result.shape}; data has 8 to 16,384 "
+            "elements per partition, the other exactly 8",
+        )
+
+
+def max8(dst: Any, src: Any, name: str | None = None) -> Instruction:
+    """dst = the 8 largest values of each partition, descending."""
+    machine = current()
+    writes = operand(machine, "max8", "dst", dst, ON_CHIP)
+    reads = operand(machine, "max8", "src", src, ON_CHIP)
+    _eight(machine, "max8", src, dst)
+    check_destination(machine, "max8", dst)
+    check_hazard(machine, "max8", dst, src)
+    instruction = machine.record("max8", "vector", (reads,), (writes,), NO_ATTRIBUTES, name)
+    if machine.data:
+        values = f32(src).reshape(src.shape[0], -1)
+        top = np.sort(values, axis=1)[:, ::-1][:, :8]
+        write(machine, dst, np.ascontiguousarray(top))
+    return instruction
+
+
+def find_eight(
+    data: np.ndarray, wanted: np.ndarray, backwards: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (positions [P, 8], found [P, 8]); repeated values get successive occurrences.
+
+    Occurrences are given to equal values from the first to the last slot, or backwards.
+    """
+    partitions = data.shape[0]
+    places = np.zeros((partitions, 8), np.int64)
+    found = np.zeros((partitions, 8), np.bool_)
+    used = np.zeros(data.shape, np.bool_)
+    rows = np.arange(partitions)
+    for slot in range(7, -1, -1) if backwards else range(8):
+        match = (data == wanted[:, slot : slot + 1]) & ~used
+        hit = match.any(axis=1)
+        place = match.argmax(axis=1)
+        places[:, slot], found[:, slot] = place, hit
+        used[rows[hit], place[hit]] = True
+    return places, found
+
+
+def nc_find_index8(dst: Any, data: Any, vals: Any, name: str | None = None) -> Instruction:
+    """dst = positions of 8 values in each partition of data; all ones where absent."""
+    machine = current()
+    op = "nc_find_index8"
+    writes = operand(machine, op, "dst", dst, ON_CHIP)
+    reads = (operand(machine, op, "data", data, ON_CHIP), operand(machine, op, "vals", vals,
+             ON_CHIP))  # fmt: skip
+    _eight(machine, op, data, vals)
+    _eight(machine, op, data, dst)
+    if dst.dtype not in ("uint16", "uint32"):
+        raise machine.error(
+            TensorDtypeError, f"nisa.{op}: dst is {dst.dtype}; use uint16 or uint32"
+        )
+    check_destination(machine, op, dst)
+    instruction = machine.record(op, "vector", reads, (writes,), NO_ATTRIBUTES, name)
+    if machine.data:
+        places, found = find_eight(
+            f32(data).reshape(data.shape[0], -1), f32(vals).reshape(vals.shape[0], 8), False
+        )
+        write(machine, dst, np.where(found, places, dst.dtype.high))
+    return instruction
+
+
+def nc_match_replace8(
+    dst: Any, data: Any, vals: Any, imm: float, dst_idx: Any = None, name: str | None = None
+) -> Instruction:
+    """dst = data with the first occurrence of each of 8 values replaced by imm."""
+    machine = current()
+    op = "nc_match_replace8"
+    writes = [operand(machine, op, "dst", dst, ON_CHIP)]
+    reads = (operand(machine, op, "data", data, ON_CHIP), operand(machine, op, "vals", vals,
+             ON_CHIP))  # fmt: skip
+    _eight(machine, op, data, vals)
+    same_elements(machine, op, dst, data)
+    if dst_idx is not None:
+        writes.append(operand(machine, op, "dst_idx", dst_idx, ON_CHIP))
+        _eight(machine, op, data, dst_idx)
+    check_destination(machine, op, dst)
+    check_hazard(machine, op, dst, data)
+    instruction = machine.record(op, "vector", reads, tuple(writes), NO_ATTRIBUTES, name)
+    if machine.data:
+        values = f32(data).reshape(data.shape[0], -1)
+        places, found = find_eight(values, f32(vals).reshape(vals.shape[0], 8), True)
+        result = values.copy()
+        rows = np.broadcast_to(np.arange(values.shape[0])[:, None], places.shape)
+        result[rows[found], places[found]] = imm
+        write(machine, dst, result)
+        if dst_idx is not None:
+            write(machine, dst_idx, np.where(found, places, dst_idx.dtype.high))
+    return instruction

@@ -1,0 +1,443 @@
+"""TensorE instructions: nc_matmul, nc_matmul_mx and nc_transpose (also on VectorE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import (
+    EngineRuleError,
+    OperandValueError,
+    SimulationError,
+    TargetRuleError,
+    TensorDtypeError,
+    TensorShapeError,
+)
+from nmm_compiler.simulator.isa.operands import (
+    F32,
+    ON_CHIP,
+    PSUM,
+    SBUF,
+    check_destination,
+    check_hazard,
+    choose_engine,
+    engine,
+    f32,
+    matmul_perf_mode,
+    operand,
+    put,
+    raw,
+    require_generation,
+)
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.dtypes import FLOAT8
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Instruction
+
+_OPERANDS = frozenset(
+    {"float8_e4m3", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "tfloat32", "float32"}
+)
+_WIDE = frozenset({"float32", "tfloat32"})
+# Elements between the two rows of a double-row operand.
+_PAIR_STEP = 16
+_ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
+_NONE = matmul_perf_mode.none
+
+
+def _attributes(
+    k: int, m: int, n: int, is_transpose: bool, mode: str, dtype: str, tile: Any, onezero: bool
+) -> dict[str, Any]:
+    key = (k, m, n, is_transpose, mode, dtype, tile, onezero)
+    known = _ATTRIBUTES.get(key)
+    if known is None:
+        known = _ATTRIBUTES[key] = {
+            "k": k, "m": m, "n": n, "is_transpose": is_transpose, "perf_mode": mode,
+            "dtype": dtype, "tile": tile, "onezero": onezero,
+        }  # fmt: skip
+    return known
+
+
+def _check_tile(machine: Machine, position: Any, size: Any, k: int, m: int) -> Any:
+    """Check tile_position and tile_size of a tiled matmul; return them as one tuple."""
+    if not position and not size:
+        return None
+    if not position or not size:
+        raise machine.error(
+            TensorShapeError, "nisa.nc_matmul: set both tile_position and tile_size, or neither"
+        )
+    rows, columns = size
+    row, column = position
+    smallest = 32 if machine.generation >= 3 else 64
+    if rows not in (32, 64, 128) or columns not in (32, 64, 128) or min(size) < smallest:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.nc_matmul: tile_size {tuple(size)}; rows and columns are {smallest}..128, "
+            "powers of two",
+        )
+    if row % rows or column % columns or row + rows > 128 or column + columns > 128:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.nc_matmul: tile_position {tuple(position)} is no multiple of tile_size "
+            f"{tuple(size)} inside 128 x 128",
+        )
+    if k > rows or m > columns:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.nc_matmul: stationary [{k}, {m}] exceeds tile_size {tuple(size)}",
+        )
+    return (row, column, rows, columns)
+
+
+def _check_bank(machine: Machine, op: str, dst: NkiTensor, banks: int = 1) -> None:
+    bank = machine.target.psum_bank_bytes_per_partition
+    access = dst.access()
+    base = dst.storage.address[1] if dst.storage.address else 0
+    first = (base + access.byte_start) // bank
+    last = (base + access.byte_stop - 1) // bank
+    if last - first >= banks:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.{op}: dst {dst.name!r} covers bytes {access.byte_start}..{access.byte_stop} of "
+            f"its PSUM partition and so crosses a bank of {bank} B; write one bank at a time",
+        )
+
+
+def matmul_state(dst: NkiTensor) -> np.ndarray:
+    """Return the view of what wrote each PSUM element: 0 nothing, 1 TensorE, 2 another engine."""
+    storage = dst.storage
+    item = dst.dtype.item_bytes
+    storage.products = None
+    if storage.matmul is None:
+        size = storage.shape[0] * storage.bytes_per_partition
+        storage.matmul_granule = min(item, storage.dtype.item_bytes)
+        storage.matmul = np.zeros(size // storage.matmul_granule, np.uint8)
+    elif item < storage.matmul_granule:
+        storage.matmul = np.repeat(storage.matmul, storage.matmul_granule // item)
+        storage.matmul_granule = item
+    step = item // storage.matmul_granule
+    return np.ndarray(
+        dst.shape,
+        np.uint8,
+        storage.matmul,
+        dst.offset * step,
+        tuple([s * step for s in dst.strides]),
+    )
+
+
+def note_psum_write(dst: NkiTensor) -> None:
+    """Note that another engine than TensorE wrote a PSUM region."""
+    matmul_state(dst)[...] = 2
+
+
+def _accumulate(machine: Machine, dst: NkiTensor, product: np.ndarray, accumulate: Any) -> None:
+    if product.shape != dst.shape:
+        product = product.reshape(dst.shape)
+    storage = dst.storage
+    key = (dst.offset, dst.shape, dst.strides)
+    if storage.products == key and accumulate is not False and dst.dtype == "float32":
+        target = dst.array()  # the same region as the matmul before: nothing to find out
+        target += product
+        return
+    state = matmul_state(dst)
+    storage.products = key
+    if accumulate is False:
+        put(dst, product)
+        state[...] = 1
+        return
+    if accumulate:
+        if not state.all():
+            machine.rule(
+                SimulationError,
+                f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, where no matmul has written "
+                "yet: undefined on hardware; start with accumulate=False (or leave it unset)",
+            )
+            target = dst.array()
+            target[state == 0] = 0
+        elif machine.generation < 4 and state.max() == 2:
+            machine.rule(
+                SimulationError,
+                f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, which memset or another "
+                "engine wrote: undefined before trn3; start with accumulate=False",
+            )
+        put(dst, f32(dst) + product)
+        state[...] = 1
+        return
+    if state.any():
+        if state.max() == 2 and machine.generation < 4:
+            text = (
+                f"nisa.nc_matmul accumulates into {dst.name!r}, which memset or another engine "
+                "wrote: undefined before trn3; pass accumulate=False for the first matmul"
+            )
+            if (dst.array()[state == 2] == 0).all():
+                machine.warn(text)  # overwriting and adding to zeros are the same
+            else:
+                machine.rule(SimulationError, text)
+        if state.all():
+            target = dst.array()
+            if target.dtype == F32:
+                target += product
+            else:
+                put(dst, f32(dst) + product)
+        else:
+            old = np.where(state != 0, dst.array().astype(F32), F32(0))
+            put(dst, old + product)
+    else:
+        put(dst, product)
+    state[...] = 1
+
+
+def nc_matmul(
+    dst: Any,
+    stationary: Any,
+    moving: Any,
+    is_stationary_onezero: bool = False,
+    is_moving_onezero: bool = False,
+    is_transpose: bool = False,
+    accumulate: Any = None,
+    tile_position: Any = (),
+    tile_size: Any = (),
+    perf_mode: Any = _NONE,
+    name: str | None = None,
+) -> Instruction:
+    """dst [M, N] (+)= stationary [K, M].T @ moving [K, N], accumulated in float32."""
+    machine = current()
+    writes = operand(machine, "nc_matmul", "dst", dst, PSUM)
+    left = operand(machine, "nc_matmul", "stationary", stationary, SBUF)
+    right = operand(machine, "nc_matmul", "moving", moving, SBUF)
+    double = perf_mode is not _NONE and perf_mode is not None and perf_mode != "none"
+    k = stationary.shape[0]
+    m = stationary.shape[1] if len(stationary.shape) == 2 else stationary.free_size
+    n = moving.shape[1] if len(moving.shape) == 2 else moving.free_size
+    left_dtype, right_dtype = stationary.dtype, moving.dtype
+    if double:
+        m, n = _check_double_row(machine, stationary, moving, perf_mode)
+    if left_dtype != right_dtype or left_dtype not in _OPERANDS:
+        _check_operand_dtypes(machine, stationary, moving, is_transpose)
+    limit = machine.target.moving_free_max_elements
+    if machine.generation >= 4:
+        limit = 8192 if dst.dtype == "bfloat16" else 4096
+    if moving.shape[0] != k or m > 128 or n > limit:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.nc_matmul: stationary {stationary.shape} and moving {moving.shape}; both need "
+            f"the same K on partitions, M <= 128 and N <= {limit}",
+        )
+    if dst.shape[0] != m or dst.free_size != n:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.nc_matmul: dst {dst.name!r} {dst.shape}, but stationary {stationary.shape} and "
+            f"moving {moving.shape} give ({m}, {n})",
+        )
+    if is_transpose:
+        if dst.dtype != left_dtype and machine.generation >= 3 and dst.dtype != "float32":
+            raise machine.error(
+                TensorDtypeError,
+                f"nisa.nc_matmul(is_transpose=True): dst is {dst.dtype}, the data {left_dtype}; "
+                "use the same dtype",
+            )
+    elif dst.dtype != "float32" and not (machine.generation >= 4 and dst.dtype == "bfloat16"):
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.nc_matmul: dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
+            + (" (or bfloat16)" if machine.generation >= 4 else ""),
+        )
+    _check_bank(machine, "nc_matmul", dst, 1 if machine.generation < 4 else 8)
+    tile = _check_tile(machine, tile_position, tile_size, k, m) if tile_position or tile_size \
+        else None  # fmt: skip
+    if machine.data:
+        a, b = f32(stationary), f32(moving)
+        if is_stationary_onezero:
+            _check_onezero(machine, "stationary", a)
+        if is_moving_onezero:
+            _check_onezero(machine, "moving", b)
+        if is_transpose:
+            moved = _pass_through(machine, stationary, moving.name, b, k, m, n)
+    instruction = machine.record(
+        "nc_matmul", "tensor", (left, right), (writes,),
+        _attributes(
+            k, m, n, is_transpose, "double_row" if double else "none", left_dtype, tile,
+            is_stationary_onezero or is_moving_onezero,
+        ),
+        name,
+    )  # fmt: skip
+    if machine.data:
+        if is_transpose:
+            put(dst, moved)
+            matmul_state(dst)[...] = 1
+        else:
+            if double:
+                a, b = a.reshape(2 * k, m), b.reshape(2 * k, n)
+            elif a.ndim != 2 or b.ndim != 2:
+                a, b = a.reshape(k, m), b.reshape(k, n)
+            # one term is not summed: -0.0 stays -0.0
+            _accumulate(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
+    return instruction
+
+
+def _check_onezero(machine: Machine, role: str, values: np.ndarray) -> None:
+    """Refuse data that the fp32 fast path for ones and zeros would compute wrongly."""
+    other = (values != 0) & (values != 1)
+    if other.any():
+        where = [int(i) for i in np.argwhere(other)[0]]
+        raise machine.error(
+            OperandValueError,
+            f"nisa.nc_matmul(is_{role}_onezero=True): {role} holds {values[tuple(where)]!s} at "
+            f"{where}; it may hold ones and zeros only, leave the flag unset",
+        )
+
+
+def _pass_through(
+    machine: Machine,
+    stationary: NkiTensor,
+    moving: str,
+    selector: np.ndarray,
+    k: int,
+    m: int,
+    n: int,
+) -> np.ndarray:
+    """Return stationary.T with its columns placed by the one-hot moving matrix, bit for bit.
+
+    Transpose mode moves elements and multiplies nothing: each column of moving picks one row of
+    stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves).
+    """
+    selector = selector.reshape(k, n)
+    hot = selector != 0
+    if not ((hot.sum(axis=0) == 1).all() and (selector[hot] == 1).all()):
+        raise machine.error(
+            OperandValueError,
+            f"nisa.nc_matmul(is_transpose=True): moving {moving!r} is no identity matrix; each of "
+            "its columns must hold a single 1, use nl.shared_identity_matrix, or leave "
+            "is_transpose unset for a product",
+        )
+    return raw(stationary).reshape(k, m)[hot.argmax(axis=0), :].T.copy()
+
+
+def _check_double_row(
+    machine: Machine, stationary: NkiTensor, moving: NkiTensor, mode: Any
+) -> tuple[int, int]:
+    if mode is not matmul_perf_mode.double_row and mode != "double_row":
+        raise machine.error(
+            TensorDtypeError, f"nisa.nc_matmul: perf_mode {mode!r}; use nisa.matmul_perf_mode"
+        )
+    require_generation(machine, "nc_matmul(perf_mode=double_row)", 3)
+    for view in (stationary, moving):
+        if view.dtype not in FLOAT8:
+            raise machine.error(
+                TensorDtypeError,
+                f"nisa.nc_matmul(perf_mode=double_row): {view.name!r} is {view.dtype}; it takes "
+                "float8 operands",
+            )
+        if len(view.shape) < 3 or view.shape[1] != 2:
+            raise machine.error(
+                TensorShapeError,
+                f"nisa.nc_matmul(perf_mode=double_row): {view.name!r} {view.shape}; the first "
+                "free dimension must be 2",
+            )
+        if view.strides[1] % _PAIR_STEP:
+            # nki-library, output_projection_tkg.py and output_projection_cte_parameters.py: "double
+            # row stride access"; AWS's own test of the mode pads a tile of one column to 16.
+            machine.rule(
+                TensorShapeError,
+                f"nisa.nc_matmul(perf_mode=double_row): the two rows of {view.name!r} lie "
+                f"{view.strides[1]} elements apart; the distance must be a multiple of "
+                f"{_PAIR_STEP}, pad the tile's last dimension",
+            )
+    return stationary.free_size // 2, moving.free_size // 2
+
+
+def _check_operand_dtypes(
+    machine: Machine, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+) -> None:
+    left, right = stationary.dtype, moving.dtype
+    for view in (stationary, moving):
+        if view.dtype not in _OPERANDS and not (is_transpose and view.dtype.kind == "int"):
+            raise machine.error(
+                TensorDtypeError,
+                f"nisa.nc_matmul: {view.name!r} is {view.dtype}; operands are "
+                f"{', '.join(sorted(_OPERANDS))}",
+            )
+        if view.dtype == "float8_e4m3fn" and machine.generation < 4:
+            machine.rule(
+                TargetRuleError,
+                f"nisa.nc_matmul: float8_e4m3fn operands need trn3, the target is "
+                f"{machine.target.name}; use float8_e4m3",
+            )
+    if is_transpose:
+        return
+    if (left in _WIDE) != (right in _WIDE):
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.nc_matmul: stationary is {left} and moving {right}; a float32 operand needs "
+            "the other to be float32 too",
+        )
+    if {left, right} == {"float8_e4m3", "float8_e4m3fn"}:
+        raise machine.error(
+            TensorDtypeError, "nisa.nc_matmul: float8_e4m3 and float8_e4m3fn cannot be mixed"
+        )
+
+
+def nc_transpose(
+    dst: Any, data: Any, engine: Any = engine.unknown, name: str | None = None
+) -> Instruction:
+    """dst [F, P] = data [P, F].T on TensorE (up to 128 x 128) or VectorE (up to 32 x 32)."""
+    machine = current()
+    writes = operand(machine, "nc_transpose", "dst", dst, ON_CHIP)
+    reads = operand(machine, "nc_transpose", "data", data, ON_CHIP)
+    check_destination(machine, "nc_transpose", dst)
+    p, f = data.shape[0], data.free_size
+    small = p <= 32 and f <= 32
+    fits_tensor = writes.memory == "psum" and reads.memory == "sbuf"
+    default = "tensor" if fits_tensor and not (small and engine is None) else "vector"
+    chosen = choose_engine(machine, "nc_transpose", engine, ("tensor", "vector"), default)
+    if chosen == "tensor":
+        if not fits_tensor:
+            raise machine.error(
+                EngineRuleError,
+                f"nisa.nc_transpose on TensorE reads SBUF and writes PSUM; data {data.name!r} is "
+                f"in {reads.memory.upper()}, dst {dst.name!r} in {writes.memory.upper()}",
+            )
+        if p > 128 or f > 128:
+            raise machine.error(
+                TensorShapeError,
+                f"nisa.nc_transpose on TensorE: data {data.shape}; at most [128, 128]",
+            )
+    elif not small:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.nc_transpose on VectorE: data {data.shape} (in {reads.memory.upper()}, dst in "
+            f"{writes.memory.upper()}); at most [32, 32]; TensorE takes up to [128, 128] from "
+            "SBUF to PSUM",
+        )
+    if dst.dtype != data.dtype:
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.nc_transpose: dst {dst.name!r} is {dst.dtype}, data {data.dtype}; they must "
+            "be the same",
+        )
+    if dst.shape[0] != f or dst.free_size != p:
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.nc_transpose: dst {dst.shape}, data {data.shape} transposes to ({f}, {p})",
+        )
+    apart = dst.strides[-1]
+    spread = data.dtype in FLOAT8 and chosen == "tensor" and machine.generation >= 3
+    if spread and p > 1 and apart != 2:
+        # trainium2_arch, Built-in Transpose Support: fp8 data leaves 16-bit elements in PSUM
+        machine.rule(
+            TensorShapeError,
+            f"nisa.nc_transpose on TensorE: elements of dst {dst.name!r} ({dst.dtype}) lie "
+            f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
+            "of 2 and pass its element 0",
+        )
+    check_hazard(machine, "nc_transpose", dst, data)
+    instruction = machine.record(
+        "nc_transpose", chosen, (reads,), (writes,),
+        _attributes(p, f, p, True, "none", data.dtype, None, False),
+        name,
+    )  # fmt: skip
+    if machine.data:
+        put(dst, raw(data).reshape(p, f).T.copy())
+        if writes.memory == "psum":
+            matmul_state(dst)[...] = 1
+    return instruction

@@ -1,0 +1,1 @@
+"""The stand-in `nki.language`: functions that allocate tensors and issue instructions."""

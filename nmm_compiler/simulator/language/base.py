@@ -1,0 +1,381 @@
+"""`nki.language`: memory regions, tensor creation, ranges, programs, hardware constants."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import (
+    KernelArgumentError,
+    SimulationError,
+    TensorDtypeError,
+    TensorShapeError,
+)
+from nmm_compiler.simulator.machine import Machine, current, running
+from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
+from nmm_compiler.simulator.tensors.registers import VirtualRegister
+from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor, row_major
+
+
+class MemoryRegion(Enum):
+    """Where a tensor lives."""
+
+    sbuf = "sbuf"
+    psum = "psum"
+    private_hbm = "private_hbm"
+    shared_hbm = "shared_hbm"
+
+
+sbuf, psum = MemoryRegion.sbuf, MemoryRegion.psum
+private_hbm = hbm = MemoryRegion.private_hbm
+shared_hbm = MemoryRegion.shared_hbm
+_MEMORY = {sbuf: "sbuf", psum: "psum", private_hbm: "hbm", shared_hbm: "hbm"}
+
+
+def is_hbm(buffer: Any) -> bool:
+    """Return whether the region is HBM."""
+    return buffer in (private_hbm, shared_hbm)
+
+
+def is_on_chip(buffer: Any) -> bool:
+    """Return whether the region is SBUF or PSUM."""
+    return buffer in (sbuf, psum)
+
+
+def is_psum(buffer: Any) -> bool:
+    """Return whether the region is PSUM."""
+    return buffer is psum
+
+
+def is_sbuf(buffer: Any) -> bool:
+    """Return whether the region is SBUF."""
+    return buffer is sbuf
+
+
+class TileSize:
+    """`nl.tile_size`: constants of the target the kernel runs on (trn2 outside a run)."""
+
+    pmax = 128
+    psum_bank_fmax = 512
+    psum_fmax = 512
+    psum_bank_fmax_bytes = 2048
+    gemm_stationary_fmax = 128
+    gemm_moving_fmax = 512
+    bn_stats_fmax = 512
+    psum_min_align = 4
+    sbuf_min_align = 1
+
+    @property
+    def _target(self) -> Any:
+        machine = running()
+        if machine is not None:
+            return machine.target
+        from nmm_compiler.targets import get
+
+        return get("trn2")
+
+    @property
+    def psum_num_banks(self) -> int:
+        """PSUM banks per partition."""
+        return int(self._target.psum_banks)
+
+    @property
+    def sbuf_size_bytes(self) -> int:
+        """SBUF bytes of all partitions."""
+        target = self._target
+        return int(target.partitions * target.sbuf_bytes_per_partition)
+
+    @property
+    def sbuf_fmax_bytes(self) -> int:
+        """Usable SBUF bytes per partition."""
+        return int(self._target.sbuf_usable_bytes_per_partition)
+
+    @property
+    def sbuf_fmax(self) -> int:
+        """Usable float32 elements per SBUF partition."""
+        return self.sbuf_fmax_bytes // 4
+
+    total_available_sbuf_size = sbuf_fmax_bytes
+
+
+tile_size = TileSize()
+
+
+def dtype_of(machine: Machine, dtype: Any) -> DType:
+    """Return the DType of what a kernel gives as dtype."""
+    found = dtypes.find(dtype)
+    if found is None:
+        raise machine.error(
+            TensorDtypeError,
+            f"unknown dtype {dtype!r}; use nki.language dtypes such as nl.bfloat16",
+        )
+    return found
+
+
+def ndarray(
+    shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "", address: Any = None
+) -> NkiTensor:
+    """Allocate a tensor; its contents are undefined until written."""
+    machine = current()
+    kind = dtype if dtype.__class__ is DType else dtype_of(machine, dtype)
+    memory = _MEMORY.get(buffer) if buffer.__class__ is MemoryRegion else None
+    if memory is None:
+        if buffer is not None:
+            raise machine.error(
+                KernelArgumentError,
+                f"buffer {buffer!r}; use nl.sbuf, nl.psum, nl.hbm, nl.private_hbm or nl.shared_hbm",
+            )
+        buffer, memory = sbuf, "sbuf"
+    if shape.__class__ is not tuple:
+        shape = tuple(shape) if not isinstance(shape, int) else (shape,)
+    for size in shape:
+        if size.__class__ is not int or size < 1:
+            shape = _sizes(machine, name, shape)
+            break
+    if memory != "hbm":
+        if len(shape) == 1:
+            shape = (*shape, 1)
+        if address is not None:
+            address = tuple(int(a) for a in address)
+    elif not shape:
+        shape = (1,)
+    elif machine.grid > 1 and buffer is shared_hbm and machine.programs is not None:
+        return machine.programs.shared(machine, name or "shared", shape, kind, buffer)
+    storage = Storage(machine, name or memory, buffer, memory, shape, kind, address)
+    if memory != "hbm":
+        check_allocation(machine, storage)
+    return make_tensor(storage)
+
+
+def _sizes(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
+    sizes = tuple(_size(machine, s) for s in shape)
+    if any(s < 1 for s in sizes):
+        raise machine.error(
+            TensorShapeError, f"tensor {name!r} of shape {sizes}; every size must be at least 1"
+        )
+    return sizes
+
+
+def _size(machine: Machine, value: Any) -> int:
+    if value.__class__ is int:
+        return int(value)
+    try:
+        return int(value.__index__())
+    except (AttributeError, TypeError):
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        raise machine.error(
+            TensorShapeError, f"size {value!r} ({type(value).__name__}) in a shape; use an int"
+        ) from None
+
+
+def input_tensor(
+    machine: Machine, name: str, shape: tuple[int, ...], dtype: DType, raw: Any, region: Any
+) -> NkiTensor:
+    """Return an HBM tensor over the bytes of a kernel argument."""
+    storage = Storage(machine, name, region, "hbm", shape, dtype, None, raw)
+    storage.is_input = True
+    return make_tensor(storage)
+
+
+def shared_constant(constant: Any) -> NkiTensor:
+    """Return a tensor in shared HBM with constant data (an array or a .npy path)."""
+    machine = current()
+    array = np.load(constant, allow_pickle=False) if isinstance(constant, str) \
+        else np.asarray(constant)  # fmt: skip
+    kind = dtypes.find(array.dtype)
+    if kind is None:
+        raise machine.error(
+            TensorDtypeError, f"nl.shared_constant: dtype {array.dtype} is no NKI dtype"
+        )
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy() if machine.data else None
+    shape = array.shape or (1,)
+    storage = Storage(machine, "constant", shared_hbm, "hbm", shape, kind, None, raw)
+    storage.constant = True
+    storage.unwritten = None
+    return make_tensor(storage)
+
+
+def ds(start: Any, size: Any) -> DynamicSlice:
+    """Return a slice of `size` elements from `start`."""
+    return DynamicSlice(start, size)
+
+
+def affine_range(start: Any, stop: Any = None, step: int = 1) -> range:
+    """Return range(start, stop, step); the compiler unrolls the loop."""
+    return range(start) if stop is None else range(start, stop, step)
+
+
+sequential_range = static_range = affine_range
+
+
+def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
+    """Yield frozen registers of a loop on the device."""
+    machine = current()
+    if stop is None:
+        start, stop = 0, start
+    _check_loop(machine, "dynamic_range", step)
+    low, high = _bound(start), _bound(stop)
+    machine.loop_depth += 1
+    try:
+        for count, value in enumerate(range(low, high, step)):
+            machine.tick("nl.dynamic_range", count)
+            with _iteration(machine, count):
+                yield VirtualRegister(value, frozen=True)
+    finally:
+        machine.loop_depth -= 1
+
+
+@contextlib.contextmanager
+def _iteration(machine: Machine, count: int) -> Iterator[None]:
+    """Note which instructions a turn of a loop on the device runs."""
+    trace, first = machine.trace, len(machine.instructions)
+    trace.loop_edges.append(first)
+    yield
+    stop = len(machine.instructions)
+    trace.loop_edges.append(stop)
+    if count and stop > first:
+        trace.iterations.append((first, stop))
+
+
+def _bound(value: Any) -> int:
+    return value.read() if isinstance(value, VirtualRegister) else int(value)
+
+
+def _check_loop(machine: Machine, what: str, step: Any = 1) -> None:
+    if isinstance(step, VirtualRegister) or int(step) < 1:
+        raise machine.error(
+            SimulationError, f"nl.{what}: step {step!r}; use a positive compile-time integer"
+        )
+    if machine.no_reorder_depth:
+        raise machine.error(
+            SimulationError, f"nl.{what} inside nl.no_reorder() is not supported; move it out"
+        )
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 1) -> None:
+    """Run body_fun(i) for i in lower..upper on the device."""
+    machine = current()
+    _check_loop(machine, "fori_loop", step)
+    low, high = _bound(lower), _bound(upper)
+    machine.loop_depth += 1
+    try:
+        for count, value in enumerate(range(low, high, step)):
+            machine.tick("nl.fori_loop", count)
+            with _iteration(machine, count):
+                returned = body_fun(VirtualRegister(value))
+            if returned is not None:
+                raise machine.error(
+                    SimulationError, "the body of nl.fori_loop returned a value; it must not"
+                )
+    finally:
+        machine.loop_depth -= 1
+
+
+def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
+    """Run r = body_fun(r) on the device while the register r is not zero."""
+    machine = current()
+    _check_loop(machine, "while_loop")
+    register, count = init, 0
+    machine.loop_depth += 1
+    try:
+        while True:
+            if not isinstance(register, VirtualRegister):
+                raise machine.error(
+                    SimulationError,
+                    f"nl.while_loop: the condition is {type(register).__name__}; init and what "
+                    "the body returns must be registers",
+                )
+            if register.read() == 0:
+                return
+            count += 1
+            machine.tick("nl.while_loop", count)
+            with _iteration(machine, count - 1):
+                register = body_fun(VirtualRegister(register.read()))
+    finally:
+        machine.loop_depth -= 1
+
+
+@contextlib.contextmanager
+def no_reorder() -> Iterator[None]:
+    """Keep program order inside the block."""
+    machine = current()
+    start = len(machine.instructions)
+    machine.no_reorder_depth += 1
+    try:
+        yield
+    finally:
+        machine.no_reorder_depth -= 1
+        if not machine.no_reorder_depth:
+            machine.trace.ordered.append((start, len(machine.instructions)))
+
+
+def program_id(axis: int = 0) -> int:
+    """Return the index of this program."""
+    return current().program_id if axis == 0 else 0
+
+
+def num_programs(axes: Any = 0) -> int:
+    """Return the number of programs."""
+    return current().grid
+
+
+def program_ndim() -> int:
+    """Return the number of grid dimensions: 0 without a grid."""
+    return 1 if current().grid > 1 else 0
+
+
+def device_print(print_prefix: str, tensor: NkiTensor) -> None:
+    """Print a tensor's values at this point of the run."""
+    machine = current()
+    if machine.data:
+        print(print_prefix, tensor.load() if tensor.indirection is None else tensor)
+
+
+def identity(machine: Machine, n: int, kind: DType) -> NkiTensor:
+    """Return a constant [n, n] identity matrix in HBM."""
+    raw = None
+    if machine.data:
+        raw = np.eye(n, dtype=np.float32).astype(kind.numpy).reshape(-1).view(np.uint8)
+    storage = Storage(machine, "identity", shared_hbm, "hbm", (n, n), kind, None, raw)
+    storage.constant = True
+    return make_tensor(storage)
+
+
+def shared_identity_matrix(
+    n: int, dtype: Any = dtypes.uint8, dst: NkiTensor | None = None
+) -> NkiTensor:
+    """Return an [n, n] identity matrix in SBUF; one per size and dtype is shared."""
+    from nmm_compiler.simulator.isa.dma import dma_copy
+
+    machine = current()
+    kind = dtype_of(machine, dtype)
+    key = (n, str(kind))
+    known = machine.identities.get(key)
+    if known is None:
+        known = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
+        dma_copy(known, identity(machine, n, kind))
+        machine.identities[key] = known
+    if dst is not None:
+        from nmm_compiler.simulator.isa.elementwise import tensor_copy
+
+        tensor_copy(dst, known)
+        return dst
+    return known
+
+
+def as_view(tensor: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
+    """Return the whole storage of a dense tensor in another shape."""
+    return NkiTensor(tensor.storage, shape, row_major(shape), tensor.offset, tensor.dtype)
+
+
+def total(shape: tuple[int, ...]) -> int:
+    """Return the number of elements."""
+    return math.prod(shape)

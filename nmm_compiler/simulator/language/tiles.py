@@ -1,0 +1,191 @@
+"""`nki.language` functions that make, fill, move and multiply whole tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nmm_compiler.errors import TensorShapeError, UnsupportedInstructionError
+from nmm_compiler.simulator.isa import dma, elementwise, tensor_engine
+from nmm_compiler.simulator.isa.operands import engine as engines
+from nmm_compiler.simulator.language.base import (
+    MemoryRegion,
+    dtype_of,
+    ndarray,
+    psum,
+    sbuf,
+)
+from nmm_compiler.simulator.language.math import (
+    FUNCTIONS,
+    copy,
+    need_tile,
+    new_tile,
+    stretch,
+)
+from nmm_compiler.simulator.language.partition_broadcast import EXACT_DTYPES, spread_by_product
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.dtypes import float32
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+
+
+def load(src: Any, dtype: Any = None) -> NkiTensor:
+    """Return an SBUF copy of an HBM tensor."""
+    machine = current()
+    tile = need_tile(machine, "load", src)
+    shape = tile.shape if len(tile.shape) > 1 else (1, *tile.shape)
+    result = new_tile(machine, tile, shape, dtype)
+    dma.dma_copy(result, tile)
+    return result
+
+
+def store(dst: Any, value: Any) -> None:
+    """Copy an SBUF tile to an HBM tensor."""
+    dma.dma_copy(dst, value)
+
+
+def load_transpose2d(src: Any, dtype: Any = None) -> NkiTensor:
+    """Return an SBUF tile with the transpose of a 2-D HBM tensor."""
+    machine = current()
+    tile = need_tile(machine, "load_transpose2d", src)
+    if len(tile.shape) != 2:
+        raise machine.error(
+            TensorShapeError, f"nl.load_transpose2d: src {tile.shape}; it must be 2-D"
+        )
+    result = ndarray((tile.shape[1], tile.shape[0]), tile.dtype, sbuf, "")
+    dma.dma_transpose(result, tile, (1, 0))
+    if dtype is not None and dtype != tile.dtype:
+        return copy(result, dtype)
+    return result
+
+
+def transpose(x: Any, dtype: Any = None) -> NkiTensor:
+    """Return the transpose of a 2-D tile, in PSUM."""
+    machine = current()
+    tile = need_tile(machine, "transpose", x)
+    kind = tile.dtype if dtype is None else dtype_of(machine, dtype)
+    result = ndarray((tile.free_size, tile.shape[0]), tile.dtype, psum, "")
+    tensor_engine.nc_transpose(result, tile, engine=engines.tensor)
+    return result if kind == tile.dtype else copy(result, kind)
+
+
+def matmul(x: Any, y: Any, transpose_x: bool = False) -> NkiTensor:
+    """Return x @ y, or x.T @ y with transpose_x, in PSUM (float32)."""
+    machine = current()
+    need_tile(machine, "matmul", x)
+    need_tile(machine, "matmul", y)
+    if not transpose_x:
+        x = copy(transpose(x))
+    result = ndarray((x.free_size, y.free_size), float32, psum, "")
+    tensor_engine.nc_matmul(result, x, y)
+    return result
+
+
+def expand_dims(x: Any, axis: int) -> NkiTensor:
+    """Return a view with a dimension of size 1 at `axis`."""
+    return need_tile(current(), "expand_dims", x).expand_dim(axis)
+
+
+def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
+    """Return x broadcast to `shape`, in SBUF; over partitions by TensorE, other dtypes by DMA."""
+    machine = current()
+    tile = need_tile(machine, "broadcast_to", x)
+    shape = tuple(shape)
+    if len(shape) != len(tile.shape):
+        raise machine.error(
+            TensorShapeError, f"nl.broadcast_to: {tile.shape} to {shape}; keep the rank"
+        )
+    if tile.shape == shape and (dtype is None or dtype == tile.dtype):
+        return tile
+    if tile.shape[0] != shape[0]:
+        if tile.shape[0] != 1:
+            raise machine.error(
+                TensorShapeError, f"nl.broadcast_to: {tile.shape} to {shape} does not broadcast"
+            )
+        if tile.memory == "psum":
+            tile = copy(tile)
+        spread = ndarray((shape[0], *tile.shape[1:]), tile.dtype, sbuf, "")
+        on_chip = tile.memory == "sbuf" and tile.access().partition_start == 0
+        if on_chip and tile.dtype in EXACT_DTYPES:
+            spread_by_product(machine, spread, tile, FUNCTIONS["copy"])
+            if spread.shape == shape and (dtype is None or dtype == tile.dtype):
+                return spread
+        else:
+            for partition in range(shape[0]):
+                dma.dma_copy(spread[partition], tile)
+        tile = spread
+    view = stretch(machine, "broadcast_to", tile, shape)
+    result = new_tile(machine, tile, shape, dtype)
+    elementwise.tensor_copy(result, view)
+    return result
+
+
+def gather_flattened(data: Any, indices: Any, axis: int = 0, dtype: Any = None) -> NkiTensor:
+    """Return data gathered along its flattened free dimensions, per partition."""
+    from nmm_compiler.simulator.isa.gather import nc_n_gather
+
+    machine = current()
+    if axis not in (0, 1, -1):
+        raise machine.error(
+            UnsupportedInstructionError, f"nl.gather_flattened: axis {axis}; only the free axis"
+        )
+    wide = indices if indices.dtype == "uint32" else copy(indices, "uint32")
+    result = ndarray(indices.shape, data.dtype, sbuf, "")
+    nc_n_gather(result, data, wide)
+    return result if dtype is None or dtype == data.dtype else copy(result, dtype)
+
+
+def full(shape: Any, fill_value: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
+    """Return a tensor filled with a constant."""
+    machine = current()
+    tensor = ndarray(shape, dtype, buffer, name)
+    if tensor.memory != "hbm":
+        if tensor.dtype.kind in ("int", "bool"):
+            fill_value = int(fill_value)
+        elementwise.memset(tensor, fill_value)
+        return tensor
+    _fill_hbm(machine, tensor, fill_value)
+    return tensor
+
+
+def _fill_hbm(machine: Machine, tensor: NkiTensor, value: Any) -> None:
+    """Fill HBM from a constant tile, 128 partitions at a time."""
+    flat = tensor.reshape((tensor.size,))
+    width = min(tensor.size, 2048)
+    rows = min(128, max(tensor.size // width, 1))
+    tile = ndarray((rows, width), tensor.dtype, sbuf, "")
+    elementwise.memset(tile, int(value) if tensor.dtype.kind != "float" else value)
+    done = 0
+    while done < tensor.size:
+        left = tensor.size - done
+        if left >= rows * width:
+            count, source = rows * width, tile
+        else:
+            count = min(left, width)
+            source = tile[0:1, 0:count]
+        dma.dma_copy(flat[done : done + count], source)
+        done += count
+
+
+def zeros(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
+    """Return a tensor of zeros."""
+    return full(shape, 0, dtype, buffer, name)
+
+
+def ones(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
+    """Return a tensor of ones."""
+    return full(shape, 1, dtype, buffer, name)
+
+
+def _region(x: NkiTensor, buffer: Any) -> Any:
+    if buffer is not None:
+        return buffer
+    return x.buffer if isinstance(x.buffer, MemoryRegion) else sbuf
+
+
+def zeros_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
+    """Return zeros of the shape and dtype of x."""
+    return full(x.shape, 0, dtype or x.dtype, _region(x, buffer), name)
+
+
+def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
+    """Return an unwritten tensor of the shape and dtype of x."""
+    return ndarray(x.shape, dtype or x.dtype, _region(x, buffer), name)

@@ -1,0 +1,1 @@
+"""Tensors: dtypes, storage and its capacity, strided and indirect views, registers."""

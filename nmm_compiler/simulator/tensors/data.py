@@ -1,0 +1,196 @@
+"""What instructions use of a tensor: the record of its region, its NumPy view, what was written.
+
+Goes in: a storage with shape, strides and offset. Comes out: `Access` for the trace, an array over
+the storage's bytes, and the check that no element is read before it was written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import OutOfBoundsError, UninitializedReadError
+from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.memory import Storage
+from nmm_compiler.simulator.tensors.reshaping import Reshaping, fail
+from nmm_compiler.simulator.trace import Access
+
+_PATTERNS: dict[tuple[Any, ...], tuple[tuple[tuple[int, int], ...], int]] = {}
+
+
+def walk_pattern(
+    shape: tuple[int, ...], strides: tuple[int, ...], item: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Return (((step_bytes, count), ...) outermost first, extent in bytes) of some dimensions.
+
+    Dimensions of size 1 are dropped and those that continue each other merged.
+    """
+    key = (shape, strides, item)
+    known = _PATTERNS.get(key)
+    if known is not None:
+        return known
+    merged: list[list[int]] = []
+    extent = item
+    for size, stride in zip(shape, strides, strict=True):
+        extent += (size - 1) * stride * item
+        if size == 1:
+            continue
+        if merged and merged[-1][0] == stride * item * size:
+            merged[-1] = [stride * item, merged[-1][1] * size]
+        else:
+            merged.append([stride * item, size])
+    pattern = tuple((step, count) for step, count in merged) or ((item, 1),)
+    if len(_PATTERNS) > 100_000:
+        _PATTERNS.clear()
+    _PATTERNS[key] = pattern, extent
+    return pattern, extent
+
+
+class TensorData(Reshaping):
+    """The part of `NkiTensor` that reaches its storage."""
+
+    __slots__ = ("_access", "_array", "dtype", "offset", "storage")
+
+    storage: Storage
+    offset: int
+    dtype: DType
+    _access: Access | None
+    _array: np.ndarray | None
+
+    def get_pattern(self) -> list[list[int]]:
+        """Return [[stride, count], ...] of all dimensions."""
+        return [list(pair) for pair in zip(self.strides, self.shape, strict=True)]
+
+    def check_bounds(self) -> None:
+        """Raise when some element of the view is outside its storage, or its partition."""
+        storage = self.storage
+        item = self.dtype.item_bytes
+        whole = storage.bytes_per_partition
+        if storage.memory != "hbm":
+            within = self.offset * item % whole
+            low = within
+            high = within + item
+            for size, stride in zip(self.shape[1:], self.strides[1:], strict=True):
+                if stride >= 0:
+                    high += (size - 1) * stride * item
+                else:
+                    low += (size - 1) * stride * item
+            partitions = self.offset * item // whole + self.shape[0]
+            if low < 0 or high > whole or partitions > storage.shape[0] or self.offset < 0:
+                raise fail(
+                    OutOfBoundsError,
+                    f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor "
+                    f"{self.name!r} {storage.shape} {storage.dtype}",
+                )
+            return
+        low = self.offset * item
+        high = low + item
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if stride >= 0:
+                high += (size - 1) * stride * item
+            else:
+                low += (size - 1) * stride * item
+        if low < 0 or high > whole:
+            raise fail(
+                OutOfBoundsError,
+                f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor "
+                f"{self.name!r} {storage.shape} {storage.dtype} ({whole} B)",
+            )
+
+    def access(self) -> Access:
+        """Return the record of the region for the trace."""
+        access = self._access
+        if access is None:
+            storage = self.storage
+            item = self.dtype.item_bytes
+            if storage.memory == "hbm":
+                pattern, extent = walk_pattern(self.shape, self.strides, item)
+                start = self.offset * item
+                if self.indirection is not None:
+                    start, extent = 0, storage.bytes_per_partition
+                access = Access(
+                    storage.identity, "hbm", 0, 1, start, start + extent, pattern, self.dtype, item
+                )
+            else:
+                pattern, extent = walk_pattern(self.shape[1:], self.strides[1:], item)
+                partition, start = divmod(self.offset * item, storage.bytes_per_partition)
+                address = storage.address
+                if address is not None:
+                    partition += address[0]
+                if self.indirection is not None:
+                    start, extent = 0, storage.bytes_per_partition
+                access = Access(
+                    storage.identity, storage.memory, partition, partition + self.shape[0],
+                    start, start + extent, pattern, self.dtype, item,
+                )  # fmt: skip
+            self._access = access
+        return access
+
+    def array(self) -> np.ndarray:
+        """Return the NumPy view of the elements (storage dtype)."""
+        array = self._array
+        if array is None:
+            item = self.dtype.item_bytes
+            array = self._array = np.ndarray(
+                self.shape,
+                self.dtype.numpy,
+                self.storage.raw,
+                self.offset * item,
+                tuple([s * item for s in self.strides]),
+            )
+        return array
+
+    def unwritten_view(self) -> np.ndarray | None:
+        """Return the bool view of unwritten elements, or None when all are written."""
+        storage = self.storage
+        if storage.unwritten is None:
+            return None
+        item = self.dtype.item_bytes
+        if item < storage.granule:
+            storage.refine(item)
+        factor = item // storage.granule
+        shape, strides = self.shape, self.strides
+        if factor > 1:
+            return np.ndarray(
+                (*shape, factor), np.bool_, storage.unwritten, self.offset * factor,
+                (*(s * factor for s in strides), 1),
+            )  # fmt: skip
+        return np.ndarray(shape, np.bool_, storage.unwritten, self.offset, strides)
+
+    def check_written(self) -> None:
+        """Raise (strict) or warn when an element of the view was never written."""
+        mask = self.unwritten_view()
+        if mask is None or not mask.any():
+            return
+        where = [int(i) for i in np.argwhere(mask)[0][: len(self.shape)]]
+        storage = self.storage
+        storage.machine = current()
+        current().rule(
+            UninitializedReadError,
+            f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} "
+            f"{storage.shape} {storage.dtype} ({storage.memory}, allocated on line "
+            f"{storage.allocation.line}) are read but were never written, the first at "
+            f"{where} of the view {self.shape}; write them first (memset, dma_copy)",
+        )
+
+    def mark_written(self) -> None:
+        """Note that all elements of the view are written."""
+        storage = self.storage
+        if storage.unwritten is None:
+            return
+        mask = self.unwritten_view()
+        assert mask is not None
+        new = int(np.count_nonzero(mask))
+        if new:
+            mask[...] = False
+            storage.missing -= new
+            if storage.missing <= 0:
+                storage.unwritten = None
+
+    def load(self) -> np.ndarray:
+        """Return the stored elements after the check that they were written."""
+        if self.storage.unwritten is not None:
+            self.check_written()
+        return self.array()

@@ -1,0 +1,183 @@
+"""Indirect views: rows, offsets or columns that a tensor in SBUF chooses at run time.
+
+Gather and scatter by element positions in the flat storage. An index outside the tensor is an
+error, or skips its row with `oob_mode.skip`. In timing mode there are no indices and only the
+regions are recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import OutOfBoundsError, TensorShapeError, UninitializedReadError
+from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.tensors.dtypes import cast
+from nmm_compiler.simulator.tensors.registers import VirtualRegister
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Access
+
+
+def index_access(view: NkiTensor) -> tuple[Access, ...]:
+    """Return the Access of the index tensor of an indirect view, if it has one."""
+    indirection = view.indirection
+    if indirection is None or not isinstance(indirection.index, NkiTensor):
+        return ()
+    return (indirection.index.access(),)
+
+
+def _inner_positions(view: NkiTensor) -> np.ndarray:
+    """Return element positions of one row (dimensions after the first), without the offset."""
+    positions = np.zeros((), np.int64)
+    for size, stride in zip(view.shape[1:], view.strides[1:], strict=True):
+        positions = positions[..., None] + np.arange(size) * stride
+    return positions.reshape(-1)
+
+
+def _scalar_index(index: Any) -> int:
+    if isinstance(index, VirtualRegister):
+        return index.read()
+    values = index.load().reshape(-1)
+    if values.size != 1:
+        raise current().error(
+            TensorShapeError, f"a scalar offset tensor has {values.size} elements; it must have 1"
+        )
+    return int(values[0])
+
+
+def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return (positions [rows, elements], valid [rows]) of an indirect view in its storage.
+
+    Positions are elements of the view's dtype from the start of the storage. Rows that leave
+    the storage are not valid and their positions are 0.
+    """
+    indirection = view.indirection
+    assert indirection is not None
+    storage = view.storage
+    assert storage.raw is not None
+    total = storage.raw.size // view.dtype.item_bytes
+    rows = view.shape[0]
+    inner = _inner_positions(view)
+    if indirection.kind == "columns":
+        return _column_positions(view), np.ones(rows, np.bool_)
+    if indirection.kind == "scalar":
+        shift = _scalar_index(indirection.index) * indirection.step
+        starts = view.offset + shift + np.arange(rows) * view.strides[0]
+    else:
+        index = indirection.index.load()
+        flat = index.reshape(-1) if index.shape[-1] == 1 else index.reshape(index.shape[0], -1).T
+        flat = flat.reshape(-1)[:rows].astype(np.int64)
+        if flat.size < rows:
+            raise current().error(
+                TensorShapeError,
+                f"vector_offset has {flat.size} indices, the view of {view.name!r} {view.shape} "
+                f"needs {rows}",
+            )
+        starts = view.offset + flat * indirection.step
+    low = starts + (inner.min() if inner.size else 0)
+    high = starts + (inner.max() if inner.size else 0)
+    valid = (low >= 0) & (high < total)
+    if indirection.kind == "scalar" and storage.memory != "hbm":
+        row = storage.bytes_per_partition // view.dtype.item_bytes
+        valid &= (low // row) == (high // row)
+    table = starts[:, None] + inner[None, :]
+    table[~valid] = 0
+    return table, valid
+
+
+def _column_positions(view: NkiTensor) -> np.ndarray:
+    """Return positions of tensor indirection: offset i is index[i % 16, i // 16] of each group.
+
+    Groups of 16 partitions share their offsets.
+    """
+    indirection = view.indirection
+    assert indirection is not None
+    index = indirection.index.load().astype(np.int64)
+    index = index.reshape(index.shape[0], -1)
+    group = 16
+    count = view.shape[1]
+    table = np.zeros((view.shape[0], count), np.int64)
+    for start in range(0, view.shape[0], group):
+        part = index[start : start + group]
+        offsets = part.T.reshape(-1)[:count]
+        if offsets.size and (offsets.min() < 0 or offsets.max() >= indirection.column_count):
+            raise current().error(
+                OutOfBoundsError,
+                f"tensor indirection into {view.name!r}: offset {int(offsets.max())} of "
+                f"{indirection.column_count} elements",
+            )
+        partitions = np.arange(start, min(start + group, view.shape[0]))
+        table[partitions] = (
+            view.offset + partitions[:, None] * view.strides[0] + offsets * indirection.step
+        )
+    return table
+
+
+def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
+    if skip or valid.all():
+        return
+    indirection = view.indirection
+    assert indirection is not None
+    row = int(np.argmin(valid))
+    shown: Any = ""
+    if isinstance(indirection.index, NkiTensor):
+        values = indirection.index.array().reshape(-1)
+        shown = f" {int(values[min(row, values.size - 1)])}"
+    raise current().error(
+        OutOfBoundsError,
+        f"runtime index{shown} of row {row} leaves tensor {view.name!r} {view.storage.shape}; "
+        "keep indices inside, or pass oob_mode=nisa.oob_mode.skip",
+    )
+
+
+def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Return (values in the view's shape, valid rows) that an indirect view reads."""
+    table, valid = positions(view)
+    _check_valid(view, valid, skip)
+    storage = view.storage
+    assert storage.raw is not None
+    if storage.unwritten is not None:
+        _check_unwritten(view, table[valid])
+    values = storage.raw.view(view.dtype.numpy)[table]
+    return values.reshape(view.shape), valid
+
+
+def _check_unwritten(view: NkiTensor, table: np.ndarray) -> None:
+    storage = view.storage
+    assert storage.unwritten is not None
+    factor = max(view.dtype.item_bytes // storage.granule, 1)
+    missing = int(storage.unwritten[table * factor].sum())
+    if missing:
+        current().rule(
+            UninitializedReadError,
+            f"{missing} elements of tensor {storage.name!r} {storage.shape} are read through "
+            "runtime indices but were never written; write them first",
+        )
+
+
+def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False) -> None:
+    """Write values through an indirect view; rows out of bounds raise or are skipped."""
+    table, valid = positions(view)
+    _check_valid(view, valid, skip)
+    storage = view.storage
+    assert storage.raw is not None
+    stored = cast(values.reshape(table.shape), view.dtype)
+    storage.raw.view(view.dtype.numpy)[table[valid]] = stored[valid]
+    if storage.unwritten is not None:
+        factor = max(view.dtype.item_bytes // storage.granule, 1)
+        where = (table[valid][..., None] * factor + np.arange(factor)).reshape(-1)
+        storage.unwritten[where] = False
+        storage.missing = int(np.count_nonzero(storage.unwritten))
+        if storage.missing == 0:
+            storage.unwritten = None
+
+
+def gather_columns(view: NkiTensor) -> np.ndarray:
+    """Return what a compute instruction reads through an indirect view."""
+    return gather(view)[0]
+
+
+def scatter_columns(view: NkiTensor, values: np.ndarray) -> None:
+    """Write what a compute instruction computed through an indirect view."""
+    scatter(view, values)

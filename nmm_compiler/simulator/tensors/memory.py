@@ -1,0 +1,266 @@
+"""Tensors' storage, and the capacity of SBUF and PSUM over live ranges.
+
+A `Storage` is one allocation. Its data is a flat byte array, so that any view, also one with
+another dtype, is a NumPy array over the same bytes. Elements that were never written are
+tracked one by one until all are written; from then on the tracking costs nothing.
+
+The NKI compiler places on-chip tensors itself, so what has to fit is the sum over the tensors
+that are live at the same time; a tensor is live from the first to the last instruction that
+touches it. `check_capacity` is that sum, run once after the program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import HazardError, OnChipCapacityError, TensorShapeError
+from nmm_compiler.simulator.machine import Machine, kernel_frame
+from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.trace import Allocation
+
+
+class Storage:
+    """One allocation in HBM, SBUF or PSUM.
+
+    raw: the bytes (None in timing mode); unwritten: bool per `granule` bytes, None when all
+        are written.
+    """
+
+    __slots__ = (
+        "address", "allocation", "bytes_per_partition", "constant", "dtype", "granule",
+        "identity", "is_input", "machine", "matmul",
+        "matmul_granule", "memory", "missing", "name", "products",
+        "raw", "region", "shape", "unwritten",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        machine: Machine,
+        name: str,
+        region: Any,
+        memory: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        address: tuple[int, int] | None = None,
+        raw: np.ndarray | None = None,
+        keep: Allocation | None = None,
+    ) -> None:
+        self.machine = machine
+        self.name = name
+        self.region = region
+        self.memory = memory
+        self.shape = shape
+        self.dtype = dtype
+        self.address = address
+        self.constant = self.is_input = False
+        self.matmul: Any = None
+        self.matmul_granule = 1
+        self.products: Any = None
+        total = math.prod(shape)
+        item = dtype.item_bytes
+        row = total if memory == "hbm" else total // shape[0]
+        self.bytes_per_partition = row * item
+        self.granule = item
+        self.raw = raw
+        self.unwritten: np.ndarray | None = None
+        self.missing = 0
+        if machine.data and raw is None:
+            self.raw = np.empty(total * item, np.uint8)
+            if not machine.strict:
+                self.poison()
+            self.unwritten = np.ones(total, np.bool_)
+            self.missing = total
+        self.identity = identity = machine.storages + (machine.program_id << 40)
+        machine.storages += 1
+        self.allocation = machine.trace.allocations[identity] = Allocation(
+            identity, name, memory, shape, dtype, row * item, -1, -1, kernel_frame()[1], address
+        )
+
+    def poison(self) -> None:
+        """Fill with NaN (floats) or 4 (integers): values that show in a result."""
+        assert self.raw is not None
+        values = self.raw.view(self.dtype.numpy)
+        values.fill(np.nan if self.dtype.kind == "float" else 4)
+
+    def refine(self, granule: int) -> None:
+        """Track written elements at a finer size than the tensor's own dtype."""
+        if self.unwritten is not None and granule < self.granule:
+            factor = self.granule // granule
+            self.unwritten = np.repeat(self.unwritten, factor)
+            self.missing *= factor
+        self.granule = min(granule, self.granule)
+
+
+def check_allocation(machine: Machine, storage: Storage) -> None:
+    """Refuse at once what can never fit, and manual addresses outside their memory."""
+    target = machine.target
+    partitions, size = storage.shape[0], storage.bytes_per_partition
+    if (
+        storage.address is None
+        and partitions <= target.partitions
+        and size <= target.psum_bank_bytes_per_partition
+    ):
+        return
+    start_partition, start = storage.address or (0, 0)
+    if partitions + start_partition > target.partitions:
+        raise machine.error(
+            TensorShapeError,
+            f"tensor {storage.name!r} {storage.shape} takes partitions {start_partition}.."
+            f"{start_partition + partitions - 1}, {target.name} has {target.partitions}; "
+            "the first dimension is the partition dimension, tile it",
+        )
+    if storage.memory == "sbuf":
+        limit, what = target.sbuf_bytes_per_partition, "SBUF"
+    else:
+        limit, what = target.psum_banks * target.psum_bank_bytes_per_partition, "PSUM"
+    if start + size > limit or start < 0:
+        at = f" at address {storage.address}" if storage.address else ""
+        raise machine.error(
+            OnChipCapacityError,
+            f"tensor {storage.name!r} {storage.shape} {storage.dtype}{at} needs {start + size:,} "
+            f"B per {what} partition, {target.name} has {limit:,}; make the tile smaller",
+        )
+    bank = target.psum_bank_bytes_per_partition
+    if storage.memory == "psum" and storage.address is not None and start % bank and size > 0:
+        first, last = start // bank, (start + size - 1) // bank
+        if first != last:
+            raise machine.error(
+                OnChipCapacityError,
+                f"PSUM tensor {storage.name!r} at byte {start} crosses a bank of {bank} B; "
+                "start it on a bank boundary",
+            )
+
+
+def _describe(allocations: Iterable[Allocation], unit: str, limit: int = 12) -> str:
+    ranked = sorted(allocations, key=lambda a: -a.bytes_per_partition)
+    shown = [
+        f"  {a.name} {a.shape} {a.dtype}: {a.bytes_per_partition:,} {unit}, allocated on line "
+        f"{a.line}, live in instructions {a.first_index}..{a.last_index}"
+        for a in ranked[:limit]
+    ]
+    if len(ranked) > limit:
+        rest = sum(a.bytes_per_partition for a in ranked[limit:])
+        shown.append(f"  and {len(ranked) - limit} more, {rest:,} {unit} together")
+    return "\n".join(shown)
+
+
+def _peak(items: list[tuple[Allocation, int]]) -> tuple[int, int]:
+    """Return (largest sum of sizes live at once, an instruction where it is reached)."""
+    events: list[tuple[int, int, int]] = []
+    for allocation, size in items:
+        if allocation.first_index >= 0:
+            events.append((allocation.first_index, 1, size))
+            events.append((allocation.last_index, 2, -size))
+    events.sort()
+    total = best = at = 0
+    for index, _, size in events:
+        total += size
+        if total > best:
+            best, at = total, index
+    return best, at
+
+
+def check_capacity(machine: Machine) -> None:
+    """Compute peak SBUF bytes and PSUM banks over live ranges; refuse an overflow."""
+    target, trace = machine.target, machine.trace
+    bank = target.psum_bank_bytes_per_partition
+    chosen = {"sbuf": [], "psum": []}  # type: dict[str, list[tuple[Allocation, int]]]
+    for a in trace.allocations.values():
+        if a.first_index < 0 or a.memory == "hbm":
+            continue
+        if a.memory == "sbuf":
+            chosen["sbuf"].append((a, a.bytes_per_partition))
+        else:
+            chosen["psum"].append((a, -(-a.bytes_per_partition // bank)))
+    file = machine.instructions[0].file if machine.instructions else ""
+    for memory in ("sbuf", "psum"):
+        placed = [a for a, _ in chosen[memory] if a.address is not None]
+        floating = [(a, size) for a, size in chosen[memory] if a.address is None]
+        _check_addresses(machine, placed, memory)
+        peak, at = _peak(floating)
+        if memory == "sbuf":
+            limit, unit = target.sbuf_usable_bytes_per_partition, "B"
+            if placed:
+                top = max(a.address[1] + a.bytes_per_partition for a in placed if a.address)
+                peak = peak if not floating else _peak(chosen[memory])[0]
+                peak = max(peak, top) if not floating else peak
+            trace.sbuf_peak_bytes = peak
+        else:
+            limit, unit = target.psum_banks, "banks"
+            if placed:
+                peak = max(peak, _banks_in_use(placed, bank, floating))
+            trace.psum_peak_banks = peak
+        if peak > limit and not (placed and not floating):
+            live = [a for a, _ in chosen[memory] if a.first_index <= at <= a.last_index]
+            what = "SBUF bytes per partition" if memory == "sbuf" else "PSUM banks"
+            message = (
+                f"{peak:,} {what} are live at once at instruction {at}, {target.name} has "
+                f"{limit:,}; use smaller or fewer tiles. Live tensors ({unit} per partition):\n"
+                + _describe(live, "B")
+            )
+            if machine.strict:
+                line = machine.instructions[at].line if machine.instructions else 0
+                raise OnChipCapacityError(message, file, line)
+            machine.warnings.append(message)
+
+
+def _banks_in_use(
+    placed: list[Allocation], bank: int, floating: list[tuple[Allocation, int]]
+) -> int:
+    """Return the most PSUM banks in use at once, counting banks that placed tensors share once."""
+    events: list[tuple[int, int, Allocation]] = []
+    for a in placed + [a for a, _ in floating]:
+        events += [(a.first_index, 0, a), (a.last_index, 1, a)]
+    events.sort(key=lambda e: (e[0], e[1]))
+    used: dict[int, int] = {}
+    free = best = 0
+    for _, end, a in events:
+        step = -1 if end else 1
+        size = -(-a.bytes_per_partition // bank)
+        if a.address is None:
+            free += step * size
+        else:
+            first = a.address[1] // bank
+            last = (a.address[1] + max(a.bytes_per_partition, 1) - 1) // bank
+            for number in range(first, last + 1):
+                used[number] = used.get(number, 0) + step
+                if not used[number]:
+                    del used[number]
+        best = max(best, free + len(used))
+    return best
+
+
+def _check_addresses(machine: Machine, placed: list[Allocation], memory: str) -> None:
+    """Refuse two placed tensors that share bytes while both are live."""
+    placed = sorted(placed, key=lambda a: a.first_index)
+    active: list[Allocation] = []
+    for a in placed:
+        assert a.address is not None
+        active = [b for b in active if b.last_index > a.first_index]
+        for b in active:
+            assert b.address is not None
+            bytes_meet = (
+                a.address[1] < b.address[1] + b.bytes_per_partition
+                and b.address[1] < a.address[1] + a.bytes_per_partition
+            )
+            partitions_meet = (
+                a.address[0] < b.address[0] + b.shape[0]
+                and b.address[0] < a.address[0] + a.shape[0]
+            )
+            if bytes_meet and partitions_meet:
+                message = (
+                    f"{memory.upper()} tensors {a.name!r} (line {a.line}, address {a.address}, "
+                    f"{a.bytes_per_partition} B) and {b.name!r} (line {b.line}, address "
+                    f"{b.address}, {b.bytes_per_partition} B) overlap while both are live "
+                    f"(instruction {a.first_index}); move one or end its use earlier"
+                )
+                if machine.strict:
+                    instruction = machine.instructions[a.first_index]
+                    raise HazardError(message, instruction.file, instruction.line)
+                machine.warnings.append(message)
+                return
+        active.append(a)

@@ -1,0 +1,156 @@
+"""Write a timeline as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
+
+One row per compute engine, per DMA queue (issuing) and per DMA engine (moving bytes); counters for
+live SBUF and PSUM. Times are microseconds, as the format wants; a slice lasts as long as it keeps
+its row busy, and its full latency is among its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.report.trace import (
+    Event,
+    counter,
+    process_name,
+    row_name,
+    trace_slice,
+    write_events,
+)
+from nmm_compiler.simulator.timing.timeline import Timeline
+
+_ROWS = {"tensor": 1, "vector": 2, "scalar": 3, "gpsimd": 4, "sync": 5}
+_TITLES = {
+    "tensor": "TensorE",
+    "vector": "VectorE",
+    "scalar": "ScalarE",
+    "gpsimd": "GpSimd",
+    "sync": "SyncE",
+}
+_FIRST_QUEUE_ROW = 10
+_FIRST_ENGINE_ROW = 100
+_CORE, _DMA = 1, 2
+_PROCESSES_EACH = 10
+
+
+def write_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
+    """Write `timeline` to `path`; return the path. Raises OutputError if it cannot be written."""
+    return write_events(chrome_events(timeline), path)
+
+
+def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> Path:
+    """Write several timelines, the cores of a grid or rival schedules, below each other.
+
+    Each has processes of its own, named after its key. Raises OutputError.
+    """
+    return write_events(_side_by_side(timelines), path)
+
+
+def _side_by_side(timelines: Mapping[str, Timeline]) -> Iterator[Event]:
+    for number, (name, timeline) in enumerate(timelines.items()):
+        for event in chrome_events(timeline):
+            event["pid"] += number * _PROCESSES_EACH
+            if event["name"] == "process_name":
+                event["args"]["name"] = f"{name}: {event['args']['name']}"
+            yield event
+
+
+def chrome_events(timeline: Timeline) -> Iterator[Event]:
+    """Yield the events: names of the rows, slices, counters."""
+    queues = sorted({transfer.queue for transfer in timeline.transfers})
+    used = sorted({part[0] for transfer in timeline.transfers for part in transfer.parts})
+    engines = {instruction.engine for instruction in timeline.trace.instructions}
+    yield process_name(_CORE, f"NeuronCore {timeline.target.name} (simulated)")
+    yield process_name(_DMA, "DMA (simulated)")
+    for engine, row in _ROWS.items():
+        if engine in engines or engine != "sync":
+            yield row_name(_CORE, row, _TITLES[engine])
+    queue_rows = {queue: _FIRST_QUEUE_ROW + at for at, queue in enumerate(queues)}
+    for queue, row in queue_rows.items():
+        yield row_name(_DMA, row, f"queue {queue} (issue)")
+    for engine_number in used:
+        title = "DMA engines, all alike" if engine_number < 0 else f"DMA engine {engine_number}"
+        yield row_name(_DMA, _engine_row(engine_number), title)
+    yield from _compute_slices(timeline)
+    yield from _dma_slices(timeline, queue_rows)
+    yield from _counters(timeline)
+
+
+def _engine_row(number: int) -> int:
+    return _FIRST_ENGINE_ROW + number + 1
+
+
+def _arguments(timeline: Timeline, index: int) -> dict[str, Any]:
+    instruction = timeline.trace.instructions[index]
+    args: dict[str, Any] = {
+        "op": instruction.op,
+        "source": f"{instruction.file}:{instruction.line}",
+        "index": index,
+        "latency_us": round(timeline.end[index] - timeline.start[index], 4),
+    }
+    for key, value in instruction.attributes.items():
+        if value is not None and value is not False:
+            args[key] = value if isinstance(value, (int, float, str)) else str(value)
+    return args
+
+
+def _compute_slices(timeline: Timeline) -> Iterator[Event]:
+    for index, instruction in enumerate(timeline.trace.instructions):
+        if instruction.engine == "dma" or index in timeline.repeated:
+            continue
+        yield trace_slice(
+            instruction.name or instruction.op,
+            _CORE,
+            _ROWS[instruction.engine],
+            timeline.start[index],
+            timeline.interval_end[index],
+            _arguments(timeline, index),
+        )
+    for start, stop in timeline.table_loads:
+        yield trace_slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})
+
+
+def _dma_slices(timeline: Timeline, queue_rows: dict[str, int]) -> Iterator[Event]:
+    for transfer in timeline.transfers:
+        instruction = timeline.trace.instructions[transfer.index]
+        name = instruction.name or instruction.op
+        args = _arguments(timeline, transfer.index)
+        args |= {
+            "descriptors": transfer.descriptors,
+            "hbm_read_bytes": transfer.hbm_read_bytes,
+            "hbm_write_bytes": transfer.hbm_write_bytes,
+        }
+        row = queue_rows[transfer.queue]
+        yield trace_slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
+        for engine, start, stop in transfer.parts:
+            yield trace_slice(
+                name, _DMA, _engine_row(engine), start, stop, {"index": transfer.index}
+            )
+
+
+def _counters(timeline: Timeline) -> Iterator[Event]:
+    """Live bytes per partition, from the first write that starts to the last use that ends."""
+    trace = timeline.trace
+    spans: dict[int, tuple[float, float]] = {}
+    for index, instruction in enumerate(trace.instructions):
+        for access in (*instruction.reads, *instruction.writes):
+            if access.memory == "hbm":
+                continue
+            start, stop = spans.get(access.storage, (timeline.start[index], 0.0))
+            spans[access.storage] = (
+                min(start, timeline.start[index]),
+                max(stop, timeline.end[index]),
+            )
+    for memory in ("sbuf", "psum"):
+        changes: list[tuple[float, int]] = []
+        for storage, (start, stop) in spans.items():
+            allocation = trace.allocations.get(storage)
+            if allocation is not None and allocation.memory == memory:
+                size = allocation.bytes_per_partition
+                changes += [(start, size), (stop, -size)]
+        live = 0
+        for when, size in sorted(changes):
+            live += size
+            yield counter(f"{memory.upper()} bytes per partition", _CORE, when, live)

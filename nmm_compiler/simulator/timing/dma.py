@@ -1,0 +1,239 @@
+"""What one DMA costs: how long its queue needs to issue it, and each DMA engine to carry it.
+
+A transfer is split over the 16 DMA engines by SBUF partition, eight to an engine. Each engine
+walks its descriptors, one per contiguous run: a fixed time each plus bytes over rate, so short
+rows waste the engine. Issuing is paid per instruction by the queue that triggers it, and where the
+device itself writes the descriptors also per descriptor. Both are per instruction, however large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nmm_compiler.simulator.timing.regions import contiguous_run
+from nmm_compiler.simulator.timing.resources import Slots
+from nmm_compiler.simulator.trace import Access, Instruction
+from nmm_compiler.targets import Target
+
+_LARGEST_DESCRIPTOR_BYTES = 65536
+_US = 1e6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DmaCost:
+    """One transfer.
+
+    shares: (engine, microseconds) of every engine that carries a part.
+    uniform_us: the share of each engine when all carry the same, else 0.
+    """
+
+    read_bytes: int
+    write_bytes: int
+    hbm_read_bytes: int
+    hbm_write_bytes: int
+    descriptors: int
+    run_bytes: int
+    issue_us: float
+    queue: str
+    shares: tuple[tuple[int, float], ...]
+    uniform_us: float
+
+
+def _bytes(access: Access) -> int:
+    return access.elements_per_partition * access.partitions * access.item_bytes
+
+
+def _run(access: Access) -> int:
+    """Return contiguous bytes on the side of `access`; rows of one partition end a run on chip."""
+    return contiguous_run(access.pattern, access.item_bytes)
+
+
+class DmaCosts:
+    """Costs of transfers on one target, remembered by geometry."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._memory: dict[tuple[object, ...], DmaCost] = {}
+
+    def cost(self, instruction: Instruction) -> DmaCost:
+        """Return what `instruction` (any op of engine "dma") costs."""
+        attributes = instruction.attributes
+        mode = attributes.get("dge_mode")
+        transpose = bool(attributes.get("transpose"))
+        issuer = attributes.get("issuer")
+        key: tuple[object, ...] = (
+            mode,
+            transpose,
+            issuer,
+            tuple(_geometry(a) for a in instruction.reads),
+            tuple(_geometry(a) for a in instruction.writes),
+        )
+        known = self._memory.get(key)
+        if known is None:
+            known = self._compute(instruction, _plain(mode), transpose, _plain(issuer))
+            self._memory[key] = known
+        return known
+
+    def _compute(
+        self, instruction: Instruction, mode: str, transpose: bool, issuer: str
+    ) -> DmaCost:
+        target = self.target
+        reads = [a for a in instruction.reads if not _is_index(a, instruction)]
+        writes = list(instruction.writes)
+        read_bytes = sum(_bytes(a) for a in reads)
+        write_bytes = sum(_bytes(a) for a in writes)
+        hbm_read = sum(_bytes(a) for a in reads if a.memory == "hbm")
+        hbm_write = sum(_bytes(a) for a in writes if a.memory == "hbm")
+        moved = max(read_bytes, write_bytes, 1)
+        run = min([_run(a) for a in (*reads, *writes)], default=1)
+        run = max(1, min(run, _LARGEST_DESCRIPTOR_BYTES))
+        descriptors = max(1, -(-moved // run))
+        rate = target.dma_bytes_per_second_per_engine
+        if hbm_read or hbm_write:
+            passes = 2 if hbm_read and hbm_write else 1
+            rate = min(rate, target.hbm_bytes_per_second / target.dma_engines / passes)
+        if transpose:
+            rate *= self._transpose_fraction(reads, writes)
+            each = 0.0
+            run = min(moved, _LARGEST_DESCRIPTOR_BYTES)
+            descriptors = max(1, min(128, moved // 2))
+        else:
+            each = target.dma_descriptor_seconds
+        per_run = max(target.dma_descriptor_min_seconds, each + run / rate)
+        runs = -(-moved // run)
+        shares = _split(target, reads, writes, transpose)
+        total = sum(weight for _, weight in shares)
+        timed = tuple(
+            (engine, max(1.0, runs * weight / total) * per_run * _US)
+            if not transpose
+            else (engine, moved * weight / total / rate * _US)
+            for engine, weight in shares
+        )
+        same = len(timed) == target.dma_engines and len({us for _, us in timed}) == 1
+        queue, issue = self._issue(mode, issuer, descriptors)
+        return DmaCost(
+            read_bytes=read_bytes,
+            write_bytes=write_bytes,
+            hbm_read_bytes=hbm_read,
+            hbm_write_bytes=hbm_write,
+            descriptors=descriptors,
+            run_bytes=run,
+            issue_us=issue * _US,
+            queue=queue,
+            shares=timed,
+            uniform_us=timed[0][1] if same else 0.0,
+        )
+
+    def _issue(self, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
+        """Return the queue that issues and the seconds it needs."""
+        target = self.target
+        if mode == "hwdge":
+            queue = issuer if issuer in ("scalar", "sync") else "sync"
+            return f"hwdge-{queue}", target.dma_hardware_issue_seconds
+        software = target.dma_issue_seconds + descriptors * target.dma_issue_descriptor_seconds
+        if mode == "swdge":
+            return "swdge-gpsimd", software
+        if mode == "none" or not target.dma_generates_descriptors:
+            return "static", target.dma_static_issue_seconds
+        return "dynamic", software
+
+    def _transpose_fraction(self, reads: list[Access], writes: list[Access]) -> float:
+        """Return the part of the copy rate that a DMA transpose reaches."""
+        target = self.target
+        on_chip = all(a.memory == "sbuf" for a in reads)
+        fraction = target.dma_transpose_sbuf_fraction if on_chip else target.dma_transpose_fraction
+        if any(a.item_bytes != 2 for a in writes):
+            fraction = min(fraction, target.dma_transpose_wide_fraction)
+        out = writes[0]
+        fraction *= min(1.0, out.partitions / target.partitions)
+        inner = next((count for _, count in reversed(out.pattern) if count > 1), 1)
+        return fraction if inner % 16 == 0 else fraction * inner / (16 * -(-inner // 16))
+
+
+def _plain(value: object) -> str:
+    """Return the name of an engine or mode given as text, as enum or as None."""
+    name = getattr(value, "name", value)
+    return "unknown" if name is None else str(name).rsplit(".", 1)[-1]
+
+
+def _is_index(access: Access, instruction: Instruction) -> bool:
+    """Tell whether `access` is a runtime index, one or one per row, and not moved data."""
+    one = access.elements_per_partition == 1 and access.partitions == 1
+    return (
+        (one or bool(instruction.attributes.get("indirect")))
+        and access is not instruction.reads[0]
+        and access.memory == "sbuf"
+        and access.dtype in ("int32", "uint32")
+    )
+
+
+def _geometry(access: Access) -> tuple[object, ...]:
+    if access.memory == "hbm":
+        return "hbm", access.pattern, access.item_bytes
+    start, stop = access.partition_start, access.partition_stop
+    return start, stop, access.pattern, access.item_bytes
+
+
+def _split(
+    target: Target, reads: list[Access], writes: list[Access], transpose: bool
+) -> list[tuple[int, float]]:
+    """Return (engine, weight): by partition of the on-chip side, else evenly."""
+    engines = target.dma_engines
+    chip = [a for a in (*writes, *reads) if a.memory != "hbm"]
+    if transpose or not chip:
+        return [(engine, 1.0) for engine in range(engines)]
+    per_engine = target.partitions // engines
+    start, stop = chip[0].partition_start, chip[0].partition_stop
+    first, last = start // per_engine, (stop - 1) // per_engine
+    return [
+        (
+            engine % engines,
+            float(min(stop, (engine + 1) * per_engine) - max(start, engine * per_engine)),
+        )
+        for engine in range(first, last + 1)
+    ]
+
+
+class DmaEngines:
+    """The DMA engines of a core; kept as one while all are booked alike.
+
+    A transfer is started on one engine after another: each begins `step_us` after the one before.
+    """
+
+    __slots__ = ("alike", "count", "engines", "step_us")
+
+    def __init__(self, target: Target) -> None:
+        self.count = target.dma_engines
+        self.step_us = target.dma_stagger_seconds * _US / max(1, self.count - 1)
+        self.alike: Slots | None = Slots()
+        self.engines: list[Slots] = []
+
+    def place(self, cost: DmaCost, ready: float) -> list[tuple[int, float, float]]:
+        """Book a transfer; return (engine, start, end) of each engine.
+
+        While all engines are booked alike there is one row, with engine -1 and the times of
+        engine 0; engine e is e steps later.
+        """
+        if self.alike is not None:
+            if cost.uniform_us:
+                start = self.alike.place(ready, cost.uniform_us)
+                return [(-1, start, start + cost.uniform_us)]
+            self.engines = [self.alike.later(e * self.step_us) for e in range(self.count)]
+            self.alike = None
+        placed = []
+        for rank, (engine, duration) in enumerate(cost.shares):
+            start = self.engines[engine].place(ready + rank * self.step_us, duration)
+            placed.append((engine, start, start + duration))
+        return placed
+
+    def end(self, parts: list[tuple[int, float, float]]) -> float:
+        """Return when the last engine has carried its part."""
+        if parts[0][0] < 0:
+            return parts[0][2] + (self.count - 1) * self.step_us
+        return max(part[2] for part in parts)
+
+    def spans(self, parts: list[tuple[int, float, float]]) -> list[tuple[float, float]]:
+        """Return the (start, end) in which at least one engine is at work on a transfer."""
+        if parts[0][0] < 0:
+            return [(parts[0][1], self.end(parts))]
+        return [(start, stop) for _, start, stop in parts]
