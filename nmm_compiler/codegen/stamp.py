@@ -42,7 +42,7 @@ def source_stamp() -> str:
 @functools.lru_cache(maxsize=1)
 def search_stamp() -> str:
     """Return the digest of what ranks schedules: the simulator and the targets."""
-    files = sorted((_PACKAGE / "simulator").glob("*.py")) + sorted(
+    files = sorted((_PACKAGE / "simulator").rglob("*.py")) + sorted(
         (_PACKAGE / "targets").glob("*.py")
     )
     return _digest(path.read_bytes() for path in files)

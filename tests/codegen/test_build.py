@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from nmm_compiler.codegen import build
+from nmm_compiler.codegen import build, stamp
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.errors import CapacityError, SpecError, UnknownNameError
@@ -168,3 +168,14 @@ def test_schedule_of_another_family():
 def test_unknown_target():
     with pytest.raises(UnknownNameError, match="did you mean 'trn2'"):
         build_kernel(SPEC, "trn22")
+
+
+def test_a_change_in_any_folder_of_the_simulator_changes_the_key(tmp_path, monkeypatch):
+    cost = tmp_path / "simulator" / "timing" / "costs.py"
+    cost.parent.mkdir(parents=True)
+    monkeypatch.setattr(stamp, "_PACKAGE", tmp_path)
+    digests = set()
+    for text in ("CYCLES = 64\n", "CYCLES = 65\n"):
+        cost.write_text(text)
+        digests.add(stamp.search_stamp.__wrapped__())
+    assert len(digests) == 2
