@@ -51,7 +51,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     "compress": {"torch", "numpy", "safetensors", "rich"},
     "runtime": {"torch", *NUMERIC},
     "report": set(),
-    "nki_api": {"libcst"},
     "prediction": set(),
     "backend": {"torch"},
     "mlir": {"torch", "numpy"},
