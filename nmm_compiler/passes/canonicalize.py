@@ -88,7 +88,7 @@ class Canonical:
             value = self.tensor(key)
             if value is None:
                 return None
-            found = self._shapes[key] = tuple(views.as_size(s) for s in value.shape)
+            found = self._shapes[key] = views.sizes_of(value)
         return found
 
     def dtype(self, key: Key) -> torch.dtype | None:
@@ -263,9 +263,9 @@ class Canonical:
             return None
         dims = views.from_strides(
             self.shape(source) or (),
-            [views.as_size(s) for s in old.stride()],
+            views.strides_of(old),
             self.shape(node) or (),
-            [views.as_size(s) for s in new.stride()],
+            views.strides_of(new),
         )
         return None if dims is None else (source, dims)
 
@@ -286,6 +286,17 @@ class Canonical:
             return False
         both = own | old | ANYTHING
         return any(write.storages & both for write in self.effects.writes)
+
+    def is_view_of(self, node: fx.Node, value: Key) -> bool:
+        """Say whether `node` rearranges `value` itself.
+
+        A node of several operands rearranges one of them at most: `w.view_as(y)` and `w.to(y)` are
+        views of w, and computations for whoever asks about y.
+        """
+        key = self.sources.get(node)
+        while isinstance(key, Virtual) and key in self.sources:
+            key = self.sources[key]  # a step that the node makes on its way
+        return key is value
 
     def through(self, key: Key) -> list[Key]:
         """Return the value and the rearrangements below it, down to but without its base."""

@@ -133,8 +133,8 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     if name is None:
         return inputs
     written: list[fx.Node] = []
-    if (is_inplace_name(name) or inplace_flag(node)) and isinstance(_first(node), fx.Node):
-        written.append(_first(node))
+    if is_inplace_name(name) or inplace_flag(node):  # `_foreach_add_` takes a list
+        written.extend(a for a in _flatten(_first(node)) if isinstance(a, fx.Node))
     out = node.kwargs.get("out")
     if out is not None:
         written.extend(a for a in _flatten(out) if isinstance(a, fx.Node))

@@ -193,7 +193,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
     passed: list[fx.Node] = []
     while True:
         users = real_users(node)
-        if len(users) != 1 or users[0] not in c.sources or c.sources[users[0]] is not node:
+        if len(users) != 1 or not c.is_view_of(users[0], node):
             return
         node = users[0]
         passed.append(node)

@@ -171,7 +171,7 @@ def readings(c: Canonical, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     while queue:
         value = queue.pop()
         for user in real_users(value):
-            if user in c.sources:
+            if c.is_view_of(user, value):
                 queue.append(user)
             else:
                 yield value, user
@@ -213,7 +213,8 @@ def _read(c: Canonical, made: Call | Pointwise, operand: fx.Node, user: fx.Node)
     if not tokens or (feature == 0 and len(shape) != 2):
         return None
     operands: dict[fx.Node, Dims] = {}
-    for node in user.all_input_nodes:
+    # A cast may ask another tensor for its dtype (`y.type_as(w)`): that one is no operand.
+    for node in (owner_of(form.value),) if isinstance(form, Cast) else user.all_input_nodes:
         own = c.shape(node)
         if own is None or len(own) > len(shape):
             return None

@@ -16,6 +16,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 aten = torch.ops.aten
+# Views and casts that read a second tensor for its shape or dtype only.
+TWO_TENSOR = (
+    *((name, "call_method") for name in ("view_as", "reshape_as", "expand_as", "type_as", "to")),
+    *((name, "call_function") for name in ("view_as", "reshape_as", "expand_as", "type_as")),
+    ("reshape of size", "call_method"),
+)
 
 
 @dataclass
@@ -33,6 +39,9 @@ class Builder:
     def __init__(self, seed: int, stored: torch.dtype, computed: torch.dtype) -> None:
         self.stored, self.computed = stored, computed
         self.rng = random.Random(seed)
+        # Drawn apart, so that a seed's other choices stay what they were before these existed.
+        self.others = random.Random(~seed)
+        self.outputs: list[fx.Node] = []
         self.generator = torch.Generator().manual_seed(seed)
         self.root = nn.Module()
         self.graph = fx.Graph()
@@ -162,7 +171,33 @@ class Builder:
             return self.f(operator.mul, x, self.m("sigmoid", x))
         if pick == 21:
             return self.f(torch.sub, x, self.parameter(n), alpha=2)
+        return self.two_tensor(x)
+
+    def two_tensor(self, x: fx.Node) -> fx.Node:
+        """Add a view or a cast of one tensor as another, x being either; return what follows x."""
+        rng, shape = self.others, self.shape(x)
+        kinds = [*TWO_TENSOR, *TWO_TENSOR]  # each also with a tensor of another dtype
+        index = rng.randrange(len(kinds))
+        name, kind = kinds[index]
+        spread = "expand" in name and len(shape) > 1 and shape[0] > 1
+        w = self.parameter(*((1, *shape[1:]) if spread else shape))
+        if index >= len(TWO_TENSOR):
+            w = self.m("double", w)
+        if rng.random() < 0.5 and not spread:  # x as w is, and back to x's own dtype
+            return self.m("type_as", self.two(kind, name, x, w), x)
+        y = self.two(kind, name, w, x)
+        if rng.random() < 0.7:  # both turned, so that "col" is worth while for x
+            y, turned = (self.m("cumsum", self.m("transpose", v, 0, -1), 0) for v in (y, x))
+            self.outputs.append(turned)
+        self.outputs.append(y)
         return x
+
+    def two(self, kind: str, name: str, a: fx.Node, b: fx.Node) -> fx.Node:
+        if kind == "call_function":
+            return self.f(getattr(aten, name).default, a, b)
+        if name == "reshape of size":
+            return self.m("reshape", a, self.m("size", b))
+        return self.m(name, a, b)
 
     def lora(self, x: fx.Node, n: int) -> fx.Node:
         base = self.product(x, n)
@@ -250,6 +285,6 @@ def build(
             continue  # shapes did not fit: the nodes so far stay, unused
         pool.append(new)
     outputs = [pool[-1]] + [p for p in pool[:-1] if rng.random() < 0.2]
-    b.graph.output(tuple(outputs))
+    b.graph.output((*outputs, *dict.fromkeys(b.outputs)))
     module = fx.GraphModule(b.root, b.graph)
     return Program(module, x, b.length)

@@ -223,11 +223,37 @@ def jamba():
     )  # fmt: skip
 
 
+def llama4():
+    return _text(
+        "Llama4TextConfig", "Llama4TextModel", head_dim=8, num_local_experts=2,
+        num_experts_per_tok=1, intermediate_size_mlp=I, interleave_moe_layer_step=2,
+        pad_token_id=0, attention_chunk_size=8,
+    )  # fmt: skip
+
+
+_LINEAR_ATTENTION = {
+    "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+def qwen3_next():
+    return _text(
+        "Qwen3NextConfig", "Qwen3NextModel", num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=32, **_LINEAR_ATTENTION,
+    )  # fmt: skip
+
+
+def qwen3_5():
+    return _text("Qwen3_5TextConfig", "Qwen3_5TextModel", **_LINEAR_ATTENTION)
+
+
 MODELS = {
     f.__name__: f
     for f in (
         llama, qwen3, mistral, gemma, phi, gpt2, opt, bert, vit, t5, whisper_encoder,
         deepseek_v3, mixtral, t5_gated, mamba, phi3, qwen2_moe, bloom, clip_vision, modernbert,
-        jamba,
+        jamba, llama4, qwen3_next, qwen3_5,
     )
 }  # fmt: skip

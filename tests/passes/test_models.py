@@ -32,6 +32,9 @@ EXPECTED = {
     "clip_vision": {"shared_x": 2, "lowrank": 6, "chains": 12},
     "modernbert": {"lowrank": 8, "chains": 8},
     "jamba": {"shared_x": 1, "gated_mlp": 1, "lowrank": 4, "chains": 10},
+    "llama4": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 14},
+    "qwen3_next": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 13},
+    "qwen3_5": {"shared_x": 1, "gated_mlp": 2, "lowrank": 4, "chains": 13},
 }
 QUICK = ("llama", "gpt2", "bert", "deepseek_v3")
 

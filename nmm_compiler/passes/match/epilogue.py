@@ -48,13 +48,13 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
         reader = _reader(c, key)
         if reader is None or reader in c.effects.writers:
             return chain
-        if reader in c.sources:
+        if c.is_view_of(owner_of(reader), key):
             if c.base(reader)[0] != base:
                 return chain
             pending.add(owner_of(reader))
             key = reader
             continue
-        form = c.forms[reader]
+        form = c.forms.get(reader)  # none for a view of another value that asks for this one
         dims = views.compose(c.base(key)[1], base_dims)
         if dims is None:
             return chain

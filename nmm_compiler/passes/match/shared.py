@@ -80,8 +80,9 @@ def _readers(c: Canonical, key: Key) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     queue = [owner_of(key)]
     while queue:
-        for user in real_users(queue.pop()):
-            if user in c.sources and c.base(user)[0] is key:
+        value = queue.pop()
+        for user in real_users(value):
+            if c.is_view_of(user, value) and c.base(user)[0] is key:
                 queue.append(user)
             else:
                 found[user] = None
