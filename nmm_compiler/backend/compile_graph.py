@@ -265,6 +265,9 @@ def _specs(work: _Work, node: fx.Node) -> list[Any]:
     target, ladder = work.options.target, work.options.buckets
     static = isinstance(m, int)
     count = m if static else _hint(m)
+    if count is None:
+        work.notes.append("a token count depends on data: its kernels are built when a call runs")
+        return []
     if not static:
         work.notes.append("the token count is symbolic: kernels are built per bucket")
     if count == 0:
@@ -284,9 +287,9 @@ def _value(node: fx.Node) -> Any:
     return meta["example_value"] if "example_value" in meta else meta["val"]
 
 
-def _hint(size: Any) -> int:
-    """Return the value a symbolic size has in this call, without guarding on it."""
-    return int(size.node.hint)
+def _hint(size: Any) -> int | None:
+    """Return the value a symbolic size has in this call, without guarding on it; None for none."""
+    return int(size.node.hint) if size.node.has_hint() else None
 
 
 def _compile_inner(work: _Work, rewritten: fx.GraphModule, mode: str | None) -> Callable[..., Any]:

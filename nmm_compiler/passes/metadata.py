@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nmm_compiler.errors import NoShapesError
 from nmm_compiler.passes.effects import fetch_attribute, region_edge
@@ -89,7 +90,8 @@ class _Propagation(fx.Interpreter):
         self.silent = silent
         fake = (v for v in _leaves([*known.values(), *inputs]) if isinstance(v, FakeTensor))
         mode = next((v.fake_mode for v in fake), None)
-        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        # Sizes that depend on data (x[mask]) become symbols of the environment.
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         with self.mode, torch.no_grad():
             self.run(*map(self._fake, inputs), initial_env=dict(known))
 

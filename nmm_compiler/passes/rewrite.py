@@ -111,7 +111,7 @@ class Editor:
 
     def shape(self, node: fx.Node) -> tuple[Size, ...]:
         """Return a node's shape from its metadata."""
-        return tuple(views.as_size(s) for s in self.c.values[node].shape)
+        return views.sizes_of(self.c.values[node])
 
     # -- sizes ----------------------------------------------------------------------------
 
@@ -204,14 +204,14 @@ class Editor:
             target_name(user) in STRIDE_READERS or (user.op == "call_module")
             for user in original.users
         ) or self.c.effects.is_written(original)
-        if not strict and (new.is_contiguous() or not old.is_contiguous()):
+        if not strict and (views.is_contiguous(new) or not views.is_contiguous(old)):
             self.restrided[node] = old
             return node
         return self.restride(node, old)
 
     def restride(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
         """Copy a value into the memory order of another of its shape."""
-        order = sorted(range(old.dim()), key=lambda d: -int(_hint(old.stride()[d])))
+        order = sorted(range(old.dim()), key=lambda d: -_magnitude(old.stride()[d]))
         node = self.permute(node, order)
         node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
         return self.permute(node, [order.index(d) for d in range(old.dim())])
@@ -241,18 +241,24 @@ class Editor:
         return gone
 
 
-def _hint(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        hint = value.node.hint
-        return hint if hint is not None else 1 << 30
-    return value
+# What a data-dependent size counts as where strides are put in order: longer than any other.
+_LONG = 1 << 30
+
+
+def _magnitude(stride: Any) -> int:
+    """Return a stride as a number to sort by; a symbolic one is asked for no guard."""
+    if not isinstance(stride, torch.SymInt):
+        return int(stride)
+    if stride.node.has_hint():
+        return int(stride.node.hint)
+    expression = stride.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, _LONG)))
 
 
 def stride_key(value: torch.Tensor) -> tuple[Any, ...]:
     """Return the strides that tell, those of dimensions longer than 1."""
-    return tuple(
-        views.as_size(st) for s, st in zip(value.shape, value.stride(), strict=True) if s != 1
-    )
+    pairs = zip(views.sizes_of(value), views.strides_of(value), strict=True)
+    return tuple(stride for size, stride in pairs if size != 1)
 
 
 def _refine(have: Dims, want: Dims) -> tuple[Dims, Dims]:

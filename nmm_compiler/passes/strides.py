@@ -16,6 +16,7 @@ from torch import fx
 
 from nmm_compiler.passes.rewrite import STRIDE_READERS, Editor, stride_key
 from nmm_compiler.passes.spellings import target_name
+from nmm_compiler.passes.views import is_contiguous
 
 
 def settle_strides(editor: Editor) -> int:
@@ -72,8 +73,10 @@ def _again(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return None
     given: Any = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n))
     args, kwargs = given
-    if target_name(node) in STRIDE_READERS and not args[0].is_contiguous():
-        return None
+    if target_name(node) in STRIDE_READERS:
+        viewed = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
+        if viewed is None or not is_contiguous(viewed):
+            return None
     try:
         with torch.no_grad():
             if node.op == "call_method":

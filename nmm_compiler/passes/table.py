@@ -178,7 +178,7 @@ def _to(c: Canonical, call: Call) -> Result:
     old, new = c.tensor(source), c.tensor(call.node)
     if old is None or new is None or old.device != new.device or type(old) is not type(new):
         return None
-    if old.shape != new.shape:
+    if c.shape(source) != c.shape(call.node):
         return None
     return _same(c, source) if old.dtype == new.dtype else Cast(source, new.dtype)
 

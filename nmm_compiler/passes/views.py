@@ -51,6 +51,24 @@ def is_static(value: Size) -> bool:
     return isinstance(value, int)
 
 
+def sizes_of(tensor: torch.Tensor) -> tuple[Size, ...]:
+    """Return a tensor's shape; two of them compare as expressions, which adds no guard."""
+    return tuple(as_size(s) for s in tensor.shape)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[Size, ...]:
+    """Return a tensor's strides, in elements; they compare as expressions."""
+    return tuple(as_size(s) for s in tensor.stride())
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is certainly row-major, without a guard on a symbolic size."""
+    sizes = sizes_of(tensor)
+    real = [i for i, size in enumerate(sizes) if size != 1]
+    strides, wanted = strides_of(tensor), row_major(sizes)
+    return 0 in sizes or all(strides[i] == wanted[i] for i in real)
+
+
 def times(a: Size, b: Size) -> Size:
     """Return the product of two sizes."""
     return as_size(a * b)
@@ -180,13 +198,13 @@ def coalesce(atoms: Sequence[Atom]) -> Dim:
     return tuple(out)
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[Size]) -> tuple[Size, ...]:
     """Return the strides, in elements, of a contiguous array of this shape."""
-    strides: list[int] = []
-    total = 1
+    strides: list[Size] = []
+    total: Size = 1
     for size in reversed(shape):
         strides.append(total)
-        total *= size
+        total = times(total, size)
     return tuple(reversed(strides))
 
 

@@ -1,0 +1,90 @@
+"""Token counts that depend on data (x[mask]): chains fuse and no size is ever guarded on."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nmm_compiler import backend
+from nmm_compiler.options import Options
+from nmm_compiler.passes import views
+from nmm_compiler.passes.pipeline import rewrite, run
+
+MASKS = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1, 0, 1], [0] * 6, [1] + [0] * 5)]
+
+
+class Masked(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
+        self.c, self.d = nn.Linear(48, 8, bias=False), nn.Linear(8, 64)
+        self.w = nn.Parameter(torch.randn(48))
+        self.function = function
+
+    def forward(self, x, mask):
+        return self.function(self, x[mask])
+
+
+FUNCTIONS = {
+    "chain": lambda p, x: p.b(p.a(x)),
+    "activation": lambda p, x: F.silu(p.b(p.a(x))),
+    "turned": lambda p, x: F.silu(p.b(p.a(x))).t().cumsum(0),
+    "two chains": lambda p, x: p.d(p.c((p.b(p.a(x)) * p.w).sigmoid())),
+    "column": lambda p, x: p.b(p.a(x.view(-1, 1, 64).transpose(0, 1))),
+    "cast": lambda p, x: p.b(p.a(x)).to(x.dtype).type_as(p.w),
+    "transposed": lambda p, x: (p.b.weight @ (p.a.weight @ x.t())).t().contiguous(),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_data_dependent_token_counts_fuse(name, dynamic):
+    model, found = Masked(FUNCTIONS[name]).eval(), []
+
+    def compiler(module, inputs):
+        values = [n.meta.get("example_value") for n in module.graph.nodes]
+        environment = next(v.fake_mode.shape_env for v in values if isinstance(v, torch.Tensor))
+        guards = len(environment.guards)
+        found.append(run(module, inputs, {"strict": True}))
+        assert len(environment.guards) == guards
+        return found[-1].graph_module
+
+    torch._dynamo.reset()
+    x = torch.randn(6, 64)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        compiled = torch.compile(model, backend=compiler, dynamic=dynamic, fullgraph=True)
+        for mask in MASKS:
+            torch.testing.assert_close(compiled(x, mask), model(x, mask), rtol=1e-5, atol=1e-5)
+    assert len(found) == 1
+    assert len(found[0].rewritten) == (2 if name == "two chains" else 1)
+    assert "u0" in str(found[0].rewritten[0].info["m"])
+
+
+def test_data_dependent_counts_of_exported_and_of_symbolically_traced_graphs():
+    model, x = Masked(FUNCTIONS["chain"]), torch.randn(6, 64)
+    for graph in (model, torch.fx.symbolic_trace(model)):
+        result = rewrite(graph, (x, MASKS[0]), options={"strict": True})
+        assert [m.kind for m in result.rewritten] == ["lowrank"]
+        for mask in MASKS:
+            got = result.graph_module(x, mask)
+            torch.testing.assert_close(got, model(x, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["lazy", "build"])
+def test_data_dependent_counts_through_the_backend(kernels):
+    model, x = Masked(FUNCTIONS["activation"]).eval(), torch.randn(6, 64)
+    torch._dynamo.reset()
+    options = Options(inner="aot_eager", kernels=kernels, strict=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        compiled = torch.compile(model, backend="nmm", options=options)
+        for mask in MASKS:
+            torch.testing.assert_close(compiled(x, mask), model(x, mask), rtol=1e-5, atol=1e-5)
+    report = backend.last_report()
+    assert report.chains == 1
+    assert ("a token count depends on data" in str(report)) == (kernels == "build")
+
+
+def test_contiguity_is_that_of_torch():
+    t = torch.empty(2, 3, 4)
+    for value in (t, t.transpose(0, 1), t[:, :1], t[:1], t[:, :0], torch.empty(()), t.mT):
+        assert views.is_contiguous(value) == value.is_contiguous()
