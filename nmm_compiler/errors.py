@@ -273,3 +273,16 @@ class BrokenRuleError(NmmError):
             f"rule {rule!r} failed on node {node!r}: {shown}; the graph is unchanged. Fix "
             f"the rule, or leave it out with Options(disable=({rule!r},))"
         )
+
+
+class InternalFaultError(NmmError):
+    """A fault of this package's own, met under strict; the original exception is the `__cause__`.
+
+    Without strict, the place that met it stays as it was.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"a fault in nmm_compiler, {what}; please report it with the traceback. Without "
+            "options={'strict': True} the place is left alone and the rest is rewritten"
+        )

@@ -20,6 +20,7 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes import views
 from nmm_compiler.passes.activations import Spelled
 from nmm_compiler.passes.effects import ANYTHING, Effects, fetch_attribute, storages_of
+from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.forms import Form, Key, Leaf, Opaque, Virtual
 from nmm_compiler.passes.spellings import Call, changes_gradient, is_inplace_name, target_name
 from nmm_compiler.passes.views import Dims, Size
@@ -45,8 +46,10 @@ class Canonical:
         values: dict[fx.Node, Any],
         sources: dict[str, str] | None = None,
         options: Options | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.module, self.graph, self.values = module, module.graph, values
+        self.faults = faults or Faults()
         self.options = options or Options()
         self.forms: dict[Key, Form] = {}
         self.views: dict[Key, View] = {}
@@ -120,23 +123,27 @@ class Canonical:
             if isinstance(self.values.get(node), (tuple, list)) and self._shares_constant(node):
                 self.constant.add(node)
             return
-        result = self._read(node)
+        result: Result = None
+        understood = False
+        with self.faults.guard("reading", node):
+            result = self._read(node)
+            if isinstance(result, tuple):
+                source = result[0]
+                result = self._over_base(node, *result)
+            understood = True
+        if not understood:
+            result = None
+            self.virtuals.pop(node, None)
+            self.helpers.pop(node, None)
         inputs = node.all_input_nodes
         if inputs and all(n in self.constant or n in self.derived for n in inputs):
             self.derived.add(node)
         if isinstance(result, tuple):
-            source, dims = result
-            base, inner = self.views[source]
-            composed = views.compose(dims, inner)
-            if self._is_written_copy(node, source):
-                composed = None
-            if composed is not None and len(dims) == len(shape):
-                self.views[node] = (base, composed)
-                self.sources[node] = source
-                if source in self.constant:
-                    self.constant.add(node)
-                return
-            result = None
+            self.views[node] = result
+            self.sources[node] = source
+            if source in self.constant:
+                self.constant.add(node)
+            return
         if result is None and self._shares_constant(node):
             result = Leaf("part of a weight")
         if result is None:
@@ -145,6 +152,14 @@ class Canonical:
         stored = isinstance(result, Leaf) and result.source != "input"
         if stored or (isinstance(result, Leaf) and self.inputs_are_weights):
             self.constant.add(node)
+
+    def _over_base(self, node: fx.Node, source: Key, dims: Dims) -> View | None:
+        """Return a rearrangement of `source` as one of its base, None where it is no such view."""
+        base, inner = self.views[source]
+        composed = views.compose(dims, inner)
+        if composed is None or len(dims) != len(self.shape(node) or ()):
+            return None
+        return None if self._is_written_copy(node, source) else (base, composed)
 
     def read_added(self) -> None:
         """Read the nodes that a rewrite has added since; what stood before keeps its form."""

@@ -27,6 +27,7 @@ from nmm_compiler.passes.match.base import Match
 from nmm_compiler.passes.match.obstacles import real_users
 from nmm_compiler.passes.match.stages import is_whole_feature
 from nmm_compiler.passes.regions import (
+    LAYOUT,
     Pointwise,
     Region,
     grow_regions,
@@ -84,18 +85,45 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
             readers.setdefault(base, []).append(call)
     for match in matches:
         if match.rewritten and isinstance(match.data, Call) and match.data.final not in readers:
-            _absorb_transpose(c, match)
+            with c.faults.guard("absorbing a transpose into", match.node, LAYOUT):
+                _absorb_transpose(c, match)
     layouts = Layouts([], [])
     for region in grow_regions(c, [one for call in calls for one in call.results()]):
-        _assign(c, region, readers, layouts)
+        # Decided first and then done: a fault leaves the whole region at row order.
+        with c.faults.guard("laying out", region.values[0].final, LAYOUT):
+            decision = _decide(c, region, readers)
+            if decision is not None:
+                decision.carry_out(region, layouts)
     layouts.turned.sort(key=lambda made: c.effects.position[made.node])
     return layouts
 
 
-def _assign(
-    c: Canonical, region: Region, readers: dict[fx.Node, list[Call]], layouts: Layouts
-) -> None:
-    """Give a region the cheaper layout."""
+@dataclass(frozen=True)
+class _Decision:
+    """The layout of a region; in "col", who reads x so, direct views, and who is not read at all.
+
+    direct and unread have one entry per value of the region.
+    """
+
+    choice: Choice
+    turned_readers: list[Call]
+    direct: list[tuple[tuple[fx.Node, Dims], ...]]
+    unread: list[bool]
+
+    def carry_out(self, region: Region, layouts: Layouts) -> None:
+        """Give the region its layout."""
+        layouts.choices.append(self.choice)
+        if self.choice.layout == "row":
+            return
+        for reader in self.turned_readers:
+            reader.x_layout = "col"
+        for made, direct, unread in zip(region.values, self.direct, self.unread, strict=True):
+            made.out_layout, made.direct, made.unread = "col", direct, unread
+        layouts.turned.extend(region.pointwise)
+
+
+def _decide(c: Canonical, region: Region, readers: dict[fx.Node, list[Call]]) -> _Decision | None:
+    """Return the cheaper layout of a region, None where there is nothing to choose."""
     row = col = 0
     linked = [(made, reader) for made in region.values for reader in readers.get(made.final, [])]
     fitting = [(made, reader) for made, reader in linked if takes_col(c, made, reader)]
@@ -128,23 +156,17 @@ def _assign(
             else:
                 col += GRAPH_TRANSPOSE * operation.n
     if not linked and not row:
-        return
+        return None
     chosen = "col" if col < row and not is_written(c, own) else "row"
+    choice = Choice(region.values[0].final.name, chosen, row, col, len(region.pointwise))
+    direct, unread = [], []
     for made in region.values:
-        made.out_layout = chosen
-    if chosen == "col":
-        for _, reader in fitting:
-            reader.x_layout = "col"
-        for made in region.values:
-            own_reads = outside[made.final]
-            made.direct = tuple({v: d for v, d in own_reads if is_col(d, made.n)}.items())
-            made.direct = tuple((v, d) for v, d in made.direct if v is not made.final)
-            met = all(v is not made.final and is_col(d, made.n) for v, d in own_reads)
-            here = [entry for entry in linked if entry[0] is made]
-            made.unread = met and all(entry in fitting for entry in here)
-        layouts.turned.extend(region.pointwise)
-    first = region.values[0].final.name
-    layouts.choices.append(Choice(first, chosen, row, col, len(region.pointwise)))
+        reads = outside[made.final]
+        turned_views = {v: d for v, d in reads if v is not made.final and is_col(d, made.n)}
+        direct.append(tuple(turned_views.items()))
+        met = all(v is not made.final and is_col(d, made.n) for v, d in reads)
+        unread.append(met and all(entry in fitting for entry in linked if entry[0] is made))
+    return _Decision(choice, [reader for _, reader in fitting], direct, unread)
 
 
 def _outside_reads(

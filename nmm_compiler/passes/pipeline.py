@@ -1,10 +1,11 @@
 """START HERE: the passes, in order.
 
-    copy -> values -> canonicalize -> match (rules in order) -> assign layouts -> rewrite -> lint
+    copy -> values -> canonicalize -> match (rules in order) -> assign layouts -> emit -> lint
 
 `run` is a pure function on a GraphModule: it works on a copy of the graph that shares the
 parameters, recurses into the graphs of higher-order operators (a shared one once), and returns a
-RewriteResult. A rule that fails leaves the caller's graph as it was.
+RewriteResult. A rule that fails leaves the caller's graph as it was; a fault of our own loses the
+place that met it (`faults`), under strict it raises. From the second step on it is `attempt`'s.
 """
 
 from __future__ import annotations
@@ -16,33 +17,26 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import (
-    BrokenRuleError,
     CaptureError,
     OptionTypeError,
     UnknownNameError,
 )
 from nmm_compiler.options import Options
-from nmm_compiler.passes.calls import Call
+from nmm_compiler.passes.attempt import Attempt
 from nmm_compiler.passes.canonicalize import PLAIN, Canonical
 from nmm_compiler.passes.capture import all_graphs, to_graph
 from nmm_compiler.passes.effects import fetch_attribute
-from nmm_compiler.passes.forms import Leaf, owner_of
-from nmm_compiler.passes.layout import assign_layouts, count_transposes
-from nmm_compiler.passes.match.base import Declined, Match, Rule, module_path
+from nmm_compiler.passes.faults import Fault, Faults
+from nmm_compiler.passes.match.base import Declined, Rule, module_path
 from nmm_compiler.passes.match.chain import Association
 from nmm_compiler.passes.match.gated_mlp import GatedMLPUp
 from nmm_compiler.passes.match.lora import LoRA
-from nmm_compiler.passes.match.lowrank import LowRank, products_at
+from nmm_compiler.passes.match.lowrank import LowRank
 from nmm_compiler.passes.match.mla import MLA
-from nmm_compiler.passes.match.obstacles import in_transform
 from nmm_compiler.passes.match.shared import SharedU, SharedX
-from nmm_compiler.passes.match.stages import Refusal
 from nmm_compiler.passes.match.whole_mlp import GatedMLP
-from nmm_compiler.passes.metadata import collect_values, value_key
-from nmm_compiler.passes.regions import Pointwise
-from nmm_compiler.passes.result import Explanation, Opportunity, RewriteResult
-from nmm_compiler.passes.rewrite import Editor
-from nmm_compiler.passes.strides import settle_strides
+from nmm_compiler.passes.metadata import collect_values
+from nmm_compiler.passes.result import Explanation, RewriteResult
 
 RULES: tuple[Rule, ...] = (
     MLA(),
@@ -66,15 +60,18 @@ def run(
     """Rewrite a copy of the graph and return it with all that was found.
 
     Raises NoShapesError for a graph without shapes and without inputs, BrokenRuleError for a rule
-    that fails, UnknownNameError for a rule name that is not known.
+    of the user that fails, UnknownNameError for a rule name that is not known, and under strict
+    InternalFaultError.
     """
     options = Options.make(options)
     order = rule_order(options, rules)
     import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 
-    done: dict[int, fx.GraphModule] = {}
     result = RewriteResult(None, [], [], original=graph_module)
-    result.graph_module = _run_graph(graph_module, example_inputs, options, order, result, done, "")
+    work = _Run(options, order, result)
+    result.graph_module = work.graph(graph_module, example_inputs)
+    result.declined += map(_internal, work.faults.found)
+    work.faults.warn(graph_module, example_inputs, options)
     return result
 
 
@@ -183,29 +180,63 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _run_graph(
-    original: fx.GraphModule,
-    example_inputs: Sequence[Any] | None,
-    options: Options,
-    order: tuple[Rule, ...],
-    result: RewriteResult,
-    done: dict[int, fx.GraphModule],
-    path: str,
-    sources: dict[str, str] | None = None,
-) -> fx.GraphModule:
-    if id(original) in done:
-        return done[id(original)]
-    module = done[id(original)] = copy_graph(original)
-    values = collect_values(module, example_inputs)
-    for name, child, inputs, kinds in _children(module, values, sources):
-        new = _run_graph(child, inputs, options, order, result, done, f"{path}{name}.", kinds)
-        _set_attribute(module, name, new)
-    odd = _subclasses(module, example_inputs)
-    for segment in _segments(order):
-        _apply(module, values, options, segment, result, path, sources, odd)
-        values = {n: v for n, v in values.items() if n.graph is module.graph}
-    module.recompile()
-    return module
+def _internal(fault: Fault) -> Declined:
+    """Return a fault of ours as a refusal, which reports show."""
+    remedy = "report it with the command that the warning names"
+    reason = f"a fault in nmm_compiler, {fault}"
+    where = (fault.at.name, remedy, fault.at.name, module_path(fault.at), fault.graph)
+    return Declined(fault.rule or "reading", "internal", reason, *where)
+
+
+class _Run:
+    """One rewrite: what all of its graphs share. A graph met twice is rewritten once."""
+
+    def __init__(self, options: Options, order: tuple[Rule, ...], result: RewriteResult) -> None:
+        self.options, self.order, self.result = options, order, result
+        self.faults = Faults(options.strict, RULES)
+        self.done: dict[int, fx.GraphModule] = {}
+
+    def graph(
+        self,
+        original: fx.GraphModule,
+        example_inputs: Sequence[Any] | None,
+        path: str = "",
+        sources: dict[str, str] | None = None,
+    ) -> fx.GraphModule:
+        """Return a rewritten copy of a graph and of the graphs in it.
+
+        Each attempt starts from a fresh copy. One that has to drop a place is followed by one
+        without it; a fault that no place can be blamed for, by a careful one and then by none.
+        """
+        if id(original) in self.done:
+            return self.done[id(original)]
+        children: dict[str, fx.GraphModule] = {}
+        modes = iter(("quick", "careful", "none"))
+        mode = next(modes)
+        while True:
+            module = copy_graph(original)
+            values = collect_values(module, example_inputs)
+            for name, child, inputs, kinds in _children(module, values, sources):
+                if name not in children:
+                    children[name] = self.graph(child, inputs, f"{path}{name}.", kinds)
+                _set_attribute(module, name, children[name])
+            found = RewriteResult(None, [], [])
+            self.faults.graph = path.rstrip(".")
+            odd = _subclasses(module, example_inputs)
+            attempt = Attempt(
+                module, values, self.options, self.faults, path, sources, odd, mode, found
+            )
+            whole = None
+            last = next(iter(reversed(module.graph.nodes)))
+            with self.faults.guard("rewriting the graph that ends at", last):
+                whole = mode == "none" or all(map(attempt.apply, _segments(self.order)))
+            if whole:
+                break
+            mode = mode if whole is False else next(modes)
+        self.result.add(found)
+        module.recompile()
+        self.done[id(original)] = module
+        return module
 
 
 def _subclasses(module: fx.GraphModule, example_inputs: Sequence[Any] | None) -> dict[fx.Node, str]:
@@ -229,148 +260,6 @@ def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
         else:
             segments.append((rule,))
     return segments
-
-
-def _apply(
-    module: fx.GraphModule,
-    values: dict[fx.Node, Any],
-    options: Options,
-    rules: tuple[Rule, ...],
-    result: RewriteResult,
-    path: str,
-    sources: dict[str, str] | None,
-    odd: dict[fx.Node, str],
-) -> None:
-    c = Canonical(module, values, sources, options)
-    c.subclasses.update(odd)
-    matches, declined = find_matches(c, rules)
-    for entry in declined:
-        result.declined.append(_placed(entry, path))
-    turned: list[Pointwise] = []
-    if rules[0] in RULES:
-        layouts = assign_layouts(c, matches)
-        result.layouts.extend(layouts.choices)
-        turned = layouts.turned
-        result.transposes_before += count_transposes(c)
-    editor = Editor(c, value_key(module.graph), options)
-    taken: set[fx.Node] = set()
-    seen = {n for n in c.sources if isinstance(n, fx.Node) and n.users}
-    by_name = {rule.name: rule for rule in rules}
-    for match in matches:
-        match.graph = path.rstrip(".")
-        result.matches.append(match)
-        taken |= match.nodes
-    covered = {n for m in matches for n in m.nodes}
-    if rules[0] in RULES:
-        result.opportunities.extend(opportunities(c, covered))
-    position = c.effects.position
-    steps: list[Match | Pointwise] = [*matches, *turned]
-    for step in sorted(steps, key=lambda step: position[step.node]):
-        editor.at = step.node
-        if isinstance(step, Pointwise):
-            new = step.emit(c, editor)
-            if not step.unread:
-                editor.replace(step.node, new)
-        elif step.rewritten:
-            _emit(c, editor, step, by_name[step.rule])
-    taken |= {operation.node for operation in turned}
-    editor.erase(taken | seen | set(editor.added))
-    settle_strides(editor)
-    if rules[0] in RULES:
-        c.read_added()
-        result.transposes_after += count_transposes(c)
-    try:
-        module.graph.lint()
-    except RuntimeError as error:
-        raise BrokenRuleError(", ".join(by_name), "graph", error) from error
-
-
-def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
-    """Let a rule emit what replaces its match."""
-    call = match.data
-    try:
-        new = rule.rewrite(c, match, editor)
-        if not isinstance(call, Call) or not call.unread:  # else nothing reads it in this order
-            _check_replacement(c, match.node, new)
-            editor.replace(match.node, new)
-    except Exception as error:  # any failure of a rule is reported as the rule's
-        raise BrokenRuleError(match.rule, match.name, error) from error
-    if isinstance(call, Call):
-        made = dict.fromkeys(one.out_layout for one in call.results())
-        match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
-
-
-def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:
-    """Raise TypeError or ValueError unless `new` is a node with the shape and dtype of `old`."""
-    if not isinstance(new, fx.Node):
-        raise TypeError(f"rewrite returned {new!r}; return the node that takes the match's place")
-    have, want = (
-        (tuple(c.shape(node) or ()), c.dtype(node)) if c.tensor(node) is not None else None
-        for node in (new, old)
-    )
-    if have is not None and want is not None and have != want:
-        raise ValueError(
-            f"rewrite returned {have[1]} {list(have[0])} in place of {want[1]} {list(want[0])}; "
-            "return a value of the same shape and dtype"
-        )
-
-
-def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], list[Declined]]:
-    """Ask each rule, in order, at each node from the last to the first; the first match stays."""
-    taken: set[fx.Node] = set()
-    matches: list[Match] = []
-    declined: list[Declined] = []
-    told: list[Declined] = []
-    nodes = list(c.graph.nodes)
-    for rule in rules:
-        for node in reversed(nodes):
-            if node in taken:
-                continue
-            try:
-                for candidate in rule.pattern(c, node):
-                    found = _checked(rule, rule.check(c, candidate))
-                    if found is None:
-                        continue
-                    if isinstance(found, Refusal):
-                        if found.reason:
-                            declined.append(Declined.of(rule.name, found, node))
-                            told += declined[-1:] if found.told else []
-                        continue
-                    moving = {n for n in found.nodes if not isinstance(c.forms.get(n), Leaf)}
-                    places = [c.effects.position[n] for n in (*moving, found.node)]
-                    inside = c.effects.crossed_transform(min(places), max(places))
-                    if found.rewritten and inside:
-                        declined.append(Declined.of(rule.name, in_transform(node), node))
-                        continue
-                    if found.rewritten and moving & taken:
-                        continue
-                    if found.rewritten:
-                        taken |= {n for n in moving if n not in c.constant}
-                    matches.append(found)
-                    break
-            except Exception as error:  # any failure of a rule is reported as the rule's
-                raise BrokenRuleError(rule.name, node.name, error) from error
-    for rule in rules:
-        matches = rule.combine(c, matches)
-    names = {node.name for node in taken}
-    position = c.effects.position
-    matches.sort(key=lambda m: position[m.node])
-    return matches, [d for d in declined if d.at not in names or d in told]
-
-
-def _checked(rule: Rule, found: Any) -> Match | Refusal | None:
-    """Return what a rule's check returned; raise TypeError for what is no answer."""
-    if isinstance(found, Match) and found.rule != rule.name:
-        raise TypeError(f"check returned a match of rule {found.rule!r}; pass rule=self.name")
-    if found is not None and not isinstance(found, (Match, Refusal)):
-        raise TypeError(f"check returned {found!r}; return a Match, a Refusal, or None for no")
-    return found
-
-
-def _placed(declined: Declined, path: str) -> Declined:
-    import dataclasses
-
-    return dataclasses.replace(declined, graph=path.rstrip("."))
 
 
 Child = tuple[str, fx.GraphModule, list[Any] | None, dict[str, str]]
@@ -431,42 +320,3 @@ def _set_attribute(module: torch.nn.Module, path: str, value: Any) -> None:
     for part in parents:
         module = getattr(module, part)
     setattr(module, last, value)
-
-
-def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
-    """Return the dense products with a constant 2-D weight that factors would make smaller."""
-    from nmm_compiler.passes.match.stages import read_stage
-
-    found: list[Opportunity] = []
-    for node in c.graph.nodes:
-        if node in covered:
-            continue
-        for key, form in products_at(c, node):
-            rhs = c.is_constant(form.rhs)
-            data = form.lhs if rhs else form.rhs
-            if c.is_constant(data) or not c.is_constant(form.rhs if rhs else form.lhs):
-                continue
-            stage = read_stage(c, key, form, rhs)
-            if isinstance(stage, Refusal):
-                continue
-            k, n = stage.weight.k, stage.weight.n
-            r = int(0.8 * k * n / (k + n))
-            if r < 1 or min(k, n) < 2:
-                continue
-            saved = k * n - r * (k + n)
-            dtype = c.dtype(key)
-            size = dtype.itemsize if dtype is not None else 2
-            break_even = -(-k * n // (k + n))
-            found.append(
-                Opportunity(
-                    node=owner_of(key).name,
-                    module=module_path(node),
-                    k=k,
-                    n=n,
-                    r=r,
-                    break_even=break_even,
-                    saved_bytes=saved * size,
-                    saved_flops_per_token=2 * saved,
-                )
-            )
-    return found

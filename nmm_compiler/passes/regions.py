@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -31,6 +30,9 @@ from nmm_compiler.passes.sources import (
 )
 from nmm_compiler.passes.spellings import target_name
 from nmm_compiler.passes.views import FEATURE, Atom, Dims
+
+# The name under which faults of layouts are reported and pointwise operations are left alone.
+LAYOUT = "layout"
 
 # Element by element, with a form of its own or not; none draws random numbers.
 _NAMES = frozenset(
@@ -82,6 +84,12 @@ class Pointwise:
     def col_dims(self) -> Dims:
         """Return the dimensions of the value as [features, tokens]."""
         return (feature_axis(self.n), tuple(a for d in self.lead for a in d))
+
+    def replace(self, c: Canonical, editor: Editor) -> None:
+        """Emit the operation; readers of its value read what was emitted."""
+        new = self.emit(c, editor)
+        if not self.unread:
+            editor.replace(self.node, new)
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the operation on [features, tokens] operands; return what replaces its value."""
@@ -147,8 +155,12 @@ def grow_regions(c: Canonical, calls: list[Call]) -> list[Region]:
             if user in covered or user in c.effects.writers:
                 continue
             known = made.get(user)
-            found = known if known is not None else _read(c, value, operand, user)
-            if not isinstance(found, Pointwise) or not _reads_raw(c, value, found, operand):
+            found = None
+            with c.faults.guard("reading the region of", user, LAYOUT):
+                read = known if known is not None else _read(c, value, operand, user)
+                if isinstance(read, Pointwise) and _reads_raw(c, value, read, operand):
+                    found = read
+            if found is None or c.faults.is_dropped(LAYOUT, user.name):
                 continue
             above[top(user)] = top(value.final)
             if known is None:
@@ -190,7 +202,9 @@ def over_value(c: Canonical, made: Call | Pointwise, value: fx.Node) -> Dims | N
     return views.compose(c.base(value)[1], made.out_dims)
 
 
-def _read(c: Canonical, made: Call | Pointwise, operand: fx.Node, user: fx.Node) -> Any:
+def _read(
+    c: Canonical, made: Call | Pointwise, operand: fx.Node, user: fx.Node
+) -> Pointwise | None:
     """Read a user of a result as a pointwise operation of its region; None when it is none."""
     form = c.forms.get(user)
     if not isinstance(form, (Scale, Add, Activation, Cast)) and target_name(user) not in _NAMES:

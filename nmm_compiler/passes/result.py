@@ -52,6 +52,15 @@ class RewriteResult:
     transposes_before: int = 0
     transposes_after: int = 0
 
+    def add(self, part: RewriteResult) -> None:
+        """Add what was found in one of the graphs."""
+        self.matches += part.matches
+        self.declined += part.declined
+        self.opportunities += part.opportunities
+        self.layouts += part.layouts
+        self.transposes_before += part.transposes_before
+        self.transposes_after += part.transposes_after
+
     @property
     def rewritten(self) -> list[Match]:
         """Return the matches that changed the graph."""

@@ -1,0 +1,160 @@
+"""Faults of our own: an exception at one place of a graph drops that place, not the graph.
+
+`Faults.guard` stands around each reading of a node, each question to a rule, the layout of each
+region and each emission. Under `strict` it raises; otherwise the fault is kept, the caller goes on
+without the place, and `warn` says once, at the end, how to reproduce it. A rule that a user wrote
+is the user's to mend: its exceptions are raised as BrokenRuleError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from nmm_compiler.errors import BrokenRuleError, InternalFaultError
+
+# A built-in rule that fails at more places than this is left out of the graph.
+_MOST_PLACES = 8
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception of ours: what was being done, for which rule, at which node of which graph."""
+
+    stage: str
+    rule: str
+    at: fx.Node
+    graph: str
+    error: Exception
+
+    def __str__(self) -> str:
+        rule = f" for rule {self.rule!r}" if self.rule else ""
+        return (
+            f"{type(self.error).__name__} while {self.stage} {self.at.name!r}{rule}: {self.error}"
+        )
+
+
+class Faults:
+    """The faults of one rewrite, and the places that its next attempt leaves alone."""
+
+    def __init__(self, strict: bool = True, built_in: Sequence[Any] = ()) -> None:
+        self.strict, self.built_in = strict, tuple(built_in)
+        self.graph = ""
+        self.found: list[Fault] = []
+        self._dropped: set[tuple[str, str, str]] = set()
+
+    def is_built_in(self, rule: Any) -> bool:
+        """Say whether a rule is one of the package's own."""
+        return any(rule is own for own in self.built_in)
+
+    @contextlib.contextmanager
+    def guard(self, stage: str, node: fx.Node, rule: Any = "") -> Iterator[None]:
+        """Keep an exception of the block as a fault; raise it under strict, or of a user's rule.
+
+        rule: a rule, or the name of what else is at work.
+        Raises InternalFaultError under strict, BrokenRuleError for a rule that is not built in.
+        """
+        try:
+            yield
+        except (InternalFaultError, BrokenRuleError):
+            raise
+        except Exception as error:  # whatever it is, only this place is lost; `warn` tells
+            if not isinstance(rule, str) and not self.is_built_in(rule):
+                raise BrokenRuleError(rule.name, node.name, error) from error
+            name = rule if isinstance(rule, str) else rule.name
+            fault = Fault(stage, name, node, self.graph, error)
+            if self.strict:
+                raise InternalFaultError(str(fault)) from error
+            if not any(_same(fault, known) for known in self.found):
+                self.found.append(fault)
+
+    def drop(self, rule: str, *names: str) -> None:
+        """Leave a rule's match at these nodes alone from now on; all of them after many faults."""
+        self._dropped.update((self.graph, rule, name) for name in names)
+        places = Counter((graph, own) for graph, own, _ in self._dropped)
+        if places[self.graph, rule] > _MOST_PLACES:
+            self._dropped.add((self.graph, rule, ""))
+
+    def is_dropped(self, rule: str, name: str) -> bool:
+        """Say whether a rule's match at a node is to be left alone."""
+        return any((self.graph, rule, at) in self._dropped for at in (name, ""))
+
+    def warn(self, module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any) -> None:
+        """Warn of all faults at once, with the command that reproduces the first."""
+        if not self.found:
+            return
+        more = f" (and {len(self.found) - 1} more)" if len(self.found) > 1 else ""
+        warnings.warn(
+            f"nmm: a fault in nmm_compiler, {self.found[0]}{more}. What it met stays as it was; "
+            "everything else is rewritten, and results are right. To reproduce it run: "
+            f"{_command(module, inputs, options)} ; please report it with what that prints",
+            stacklevel=4,
+        )
+
+
+def _same(one: Fault, two: Fault) -> bool:
+    left, right = ((f.stage, f.rule, f.at.name, f.graph) for f in (one, two))
+    return left == right
+
+
+def _command(module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any) -> str:
+    """Write a program that compiles the graph alone under strict; return how to run it."""
+    try:
+        text = program_text(module, inputs, options.target)
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="nmm_fault_", suffix=".py", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+    except Exception:  # a graph that has no text, or no place to write it: the user's program has
+        return "your program with options={'strict': True}"
+    return f"python {Path(file.name)}"
+
+
+def program_text(module: fx.GraphModule, inputs: Sequence[Any] | None, target: str) -> str:
+    """Return a program that compiles a graph, with random weights and inputs, under strict.
+
+    Raises ValueError for a graph whose modules cannot be written down.
+    """
+    from torch._dynamo.debug_utils import NNModuleToString
+
+    if not NNModuleToString.can_convert_to_string(module):
+        raise ValueError("the graph calls modules that cannot be written down")
+    holders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    if inputs is None:
+        inputs = [n.meta.get("example_value", n.meta.get("val")) for n in holders]
+    lines = ",\n    ".join(_literal(value) for value in inputs)
+    return (
+        '"""A fault of nmm_compiler: running this shows it. Written by nmm_compiler."""\n'
+        "import torch\nimport torch.fx\nfrom torch import device, inf, nan, tensor\n\n"
+        f"{NNModuleToString.convert(module)}\n\n"
+        f"inputs = (\n    {lines},\n)\n"
+        f"options = {{'inner': 'eager', 'strict': True, 'target': {target!r}}}\n"
+        "with torch.no_grad():\n"
+        "    torch.compile(Repro(), backend='nmm', options=options)(*inputs)\n"
+        "print('no fault')\n"
+    )
+
+
+def _literal(value: Any) -> str:
+    """Return Python that makes an input like this one: its shape and dtype, random numbers."""
+    if isinstance(value, torch.Tensor):
+        size, stride = ([_number(n) for n in part] for part in (value.shape, value.stride()))
+        made = f"torch.empty_strided({size}, {stride}, dtype={value.dtype})"
+        return f"{made}.normal_()" if value.is_floating_point() else f"{made}.zero_()"
+    return repr(_number(value) if isinstance(value, torch.SymInt) else value)
+
+
+def _number(size: Any) -> int:
+    """Return a size; one that depends on data counts as 4."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 4
+    return int(size)

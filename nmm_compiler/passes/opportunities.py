@@ -1,0 +1,49 @@
+"""What factorizing would save: the dense products of a graph with constant weights."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from nmm_compiler.passes.canonicalize import Canonical
+from nmm_compiler.passes.forms import owner_of
+from nmm_compiler.passes.match.base import module_path
+from nmm_compiler.passes.match.lowrank import products_at
+from nmm_compiler.passes.match.stages import Refusal, read_stage
+from nmm_compiler.passes.result import Opportunity
+
+
+def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
+    """Return the dense products with a constant 2-D weight that factors would make smaller."""
+    found: list[Opportunity] = []
+    for node in c.graph.nodes:
+        if node in covered:
+            continue
+        for key, form in products_at(c, node):
+            rhs = c.is_constant(form.rhs)
+            data = form.lhs if rhs else form.rhs
+            if c.is_constant(data) or not c.is_constant(form.rhs if rhs else form.lhs):
+                continue
+            stage = read_stage(c, key, form, rhs)
+            if isinstance(stage, Refusal):
+                continue
+            k, n = stage.weight.k, stage.weight.n
+            r = int(0.8 * k * n / (k + n))
+            if r < 1 or min(k, n) < 2:
+                continue
+            saved = k * n - r * (k + n)
+            dtype = c.dtype(key)
+            size = dtype.itemsize if dtype is not None else 2
+            break_even = -(-k * n // (k + n))
+            found.append(
+                Opportunity(
+                    node=owner_of(key).name,
+                    module=module_path(node),
+                    k=k,
+                    n=n,
+                    r=r,
+                    break_even=break_even,
+                    saved_bytes=saved * size,
+                    saved_flops_per_token=2 * saved,
+                )
+            )
+    return found

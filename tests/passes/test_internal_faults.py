@@ -1,0 +1,184 @@
+"""An internal fault drops the match or the region that met it; the rest is rewritten."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler import backend
+from nmm_compiler.errors import InternalFaultError
+from nmm_compiler.passes import attempt, calls, layout, regions, table
+from nmm_compiler.passes.match.lowrank import LowRank
+from nmm_compiler.passes.match.shared import SharedX
+from nmm_compiler.passes.pipeline import run
+
+
+class Three(nn.Module):
+    """Two chains of x joined by a sum, and a third that reads it [features, tokens]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, (k, n) in {"p": (32, 24), "q": (32, 24), "s": (24, 32)}.items():
+            setattr(self, name + "a", nn.Linear(k, 3, bias=False))
+            setattr(self, name + "b", nn.Linear(3, n))
+
+    def forward(self, x):
+        h = torch.tanh(self.pb(self.pa(x)) + self.qb(self.qa(x)))
+        return self.sb(self.sa(h)), h.t().cumsum(0)
+
+
+X = torch.randn(6, 32)
+
+
+def traced():
+    return fx.symbolic_trace(Three())
+
+
+def breaks(function, when=lambda *args: True, at="before"):
+    """Return a function that raises before or after its work, when its arguments say so."""
+
+    def broken(*args, **kwargs):
+        hit = when(*args)
+        if at == "after" and hit:
+            function(*args, **kwargs)
+        if hit:
+            raise IndexError("boom")
+        return function(*args, **kwargs)
+
+    return broken
+
+
+def final(name):
+    """Say whether a call or a region ends at a node."""
+
+    def hit(call, *_):
+        value = call.values[0] if isinstance(call, regions.Region) else call
+        return getattr(value, "final", value).name == name
+
+    return hit
+
+
+def second(hit):
+    return lambda first, *rest: hit(*rest)
+
+
+# What breaks, and the kinds of the matches that are left: all three chains but for what is said.
+FAULTS = {
+    "reading a node": (table.TABLE, "tanh", {}, ["shared_x", "lowrank"]),
+    "matching": (LowRank, "check", {"when": lambda r, c, k: k[0].name[:2] == "sb"}, ["shared_x"]),
+    "matching one of a group": (
+        LowRank, "check", {"when": lambda r, c, k: k[0].name[:2] == "qb"}, ["lowrank"] * 2,
+    ),
+    "joining": (SharedX, "combine", {}, ["lowrank"] * 3),
+    "growing regions": (regions, "_read", {}, ["shared_x", "lowrank"]),
+    "absorbing": (layout, "_absorb_transpose", {}, ["shared_x", "lowrank"]),
+    "layout": (layout, "_decide", {"when": second(final("pb"))}, ["shared_x", "lowrank"]),
+    "emission": (calls.LowRankCall, "emit", {"when": final("sb"), "at": "after"}, ["shared_x"]),
+    "emission of a group": (calls.SharedCall, "emit", {"at": "after"}, ["lowrank"] * 3),
+    "emission before": (calls.LowRankCall, "emit", {}, ["shared_x"]),
+    "emission of a pointwise operation": (
+        regions.Pointwise, "emit", {"when": final("tanh"), "at": "after"}, ["shared_x", "lowrank"],
+    ),
+    "strides": (
+        attempt, "settle_strides", {"when": lambda e: e.restrided}, ["shared_x", "lowrank"],
+    ),
+    "lint": (fx.Graph, "lint", {"when": lambda g: _rewritten(g) > 1}, ["shared_x"]),
+}  # fmt: skip
+
+
+def _rewritten(graph):
+    return sum(str(n.target).startswith("nmm.") for n in graph.nodes)
+
+
+@pytest.fixture
+def broken(monkeypatch, request):
+    owner, name, how, kinds = FAULTS[request.param]
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, name, breaks(owner[name], **how))
+    else:
+        monkeypatch.setattr(owner, name, breaks(getattr(owner, name), **how))
+    return kinds
+
+
+@pytest.mark.parametrize("broken", FAULTS, indirect=True)
+def test_internal_fault_drops_one_place(broken):
+    module = traced()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run(module, (X,))
+    ours = [str(w.message) for w in caught if str(w.message).startswith("nmm: ")]
+    places = {d.at for d in result.declined if d.code == "internal"}
+    assert places
+    (text,) = ours
+    assert "a fault in nmm_compiler, IndexError while" in text
+    assert "please report it" in text
+    assert "ix the rule" not in text
+    assert sorted(m.kind for m in result.rewritten) == sorted(broken)
+    for got, want in zip(result.graph_module(X), module(X), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert got.stride() == want.stride()
+    # Nothing of a half-made emission is left: every node is read.
+    loose = [n for n in result.graph_module.graph.nodes if not n.users and n.op != "output"]
+    assert not loose
+
+
+@pytest.mark.parametrize("broken", FAULTS, indirect=True)
+@pytest.mark.usefixtures("broken")
+def test_internal_fault_is_raised_under_strict():
+    with pytest.raises(InternalFaultError, match="a fault in nmm_compiler, IndexError while") as e:
+        run(traced(), (X,), {"strict": True})
+    assert isinstance(e.value.__cause__, IndexError)
+
+
+def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
+    def boom(*_):
+        raise IndexError("boom")
+
+    monkeypatch.setattr(calls.Call, "prepare_x", boom)
+    layers = nn.Sequential(*(Chain() for _ in range(20)))
+    module = fx.symbolic_trace(layers)
+    with pytest.warns(UserWarning, match=r"a fault in nmm_compiler.*and \d+ more"):
+        result = run(module, (X,))
+    assert not result.rewritten
+    assert result.graph_module.code == module.code
+    assert sum(d.code == "internal" for d in result.declined) <= 9
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 3, bias=False), nn.Linear(3, 32)
+
+    def forward(self, x):
+        return F.relu(self.b(self.a(x)))
+
+
+def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypatch):
+    def boom(*_):
+        raise IndexError("boom")
+
+    monkeypatch.setattr(calls.SharedCall, "emit", boom)
+    options = {"inner": "eager", "kernels": "lazy"}
+    model = Three()
+    torch._dynamo.reset()
+    backend.reset()
+    compiled = torch.compile(model, backend="nmm", options=options)
+    with pytest.warns(UserWarning, match="a fault in nmm_compiler") as caught:
+        got = compiled(X)
+    torch.testing.assert_close(got, model(X), rtol=1e-5, atol=1e-5)
+    report = backend.last_report()
+    assert report.chains == 3
+    assert report.fallback is None
+    assert "a fault in nmm_compiler, IndexError while emitting" in str(report.declined)
+    (text,) = [str(w.message) for w in caught if "a fault in nmm_compiler" in str(w.message)]
+    program = text.partition("run: python ")[2].partition(" ; ")[0]
+    # The program rewrites the same graph; in a process of its own nothing is broken.
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "no fault", done.stderr
+    assert "'strict': True" in Path(program).read_text(encoding="utf-8")
