@@ -286,3 +286,24 @@ class InternalFaultError(NmmError):
             f"a fault in nmm_compiler, {what}; please report it with the traceback. Without "
             "options={'strict': True} the place is left alone and the rest is rewritten"
         )
+
+
+class VerificationError(NmmError, AssertionError):
+    """A rewritten graph that does not compute what the graph did; names the match."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the rewritten graph is wrong: {what}. Leave the rule out with "
+            "options={'disable': [its name]}; a built-in rule that is wrong is a fault in "
+            "nmm_compiler, please report it"
+        )
+
+
+class NoRealInputsError(NmmError, ValueError):
+    """Verification of a rewrite without inputs that hold data."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(
+            f"verify=True runs the graph and needs inputs with data, got {given!r:.80}; pass real "
+            "example_inputs, or call result.check(*inputs) later"
+        )

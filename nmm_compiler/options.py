@@ -47,6 +47,7 @@ class Options:
     buckets: increasing token counts that kernels are built for; None uses the default ladder.
     reassociate: permit rewrites that change where the intermediate result is rounded.
     strict: raise on an internal failure where the default is a warning and the plain graph.
+    verify: run each graph before and after the rewrite on its inputs and raise where they differ.
     report: called with the CompileReport of each graph; True prints it.
     disable: names of rewrite rules to leave out.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
@@ -63,6 +64,7 @@ class Options:
     buckets: tuple[int, ...] | None = None
     reassociate: bool = False
     strict: bool = False
+    verify: bool = False
     report: bool | Callable[[Any], None] = False
     disable: tuple[str, ...] = ()
     instruction_budget: int = INSTRUCTION_BUDGET
@@ -79,7 +81,7 @@ class Options:
             _one_of("cache", self.cache, CACHE_MODES)
         if not isinstance(self.inner, str):
             raise OptionTypeError("inner", self.inner, "the name of a torch.compile backend")
-        for name in ("freeze", "strict", "reassociate"):
+        for name in ("freeze", "strict", "verify", "reassociate"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionTypeError(name, getattr(self, name), "True or False")
         if not (isinstance(self.disable, tuple) and all(isinstance(n, str) for n in self.disable)):

@@ -63,6 +63,8 @@ def nmm(
             _build_all(work, rewritten)
     with work.phase("inner"):
         compiled = _compile_inner(work, rewritten, mode)
+    if work.unverified is not None:
+        compiled = _verified_at_first_call(work.unverified, compiled)
     _publish(work.report(), chosen)
     return compiled
 
@@ -104,6 +106,7 @@ class _Work:
         self.built: list[Any] = []
         self.phases_ms: dict[str, float] = {}
         self.fallback: str | None = None
+        self.unverified: Any = None
         self.notes: list[str] = []
 
     @contextlib.contextmanager
@@ -147,9 +150,11 @@ class _Work:
 def _rewrite(work: _Work) -> fx.GraphModule:
     """Return the rewritten graph, or the graph itself when nothing was found or passes failed."""
     from nmm_compiler.passes import pipeline
+    from nmm_compiler.passes.verify import is_real
 
     try:
-        result = pipeline.run(work.gm, work.example_inputs, work.options)
+        options = dataclasses.replace(work.options, verify=False)
+        result = pipeline.run(work.gm, work.example_inputs, options)
     except Exception as error:  # a fault in a pass must not break the user's model
         work.give_up("the passes", error)
         return work.gm
@@ -169,7 +174,25 @@ def _rewrite(work: _Work) -> fx.GraphModule:
         node.kwargs = {**node.kwargs, "executor": executor}
     for child in _graphs(rewritten):
         child.recompile()
+    if work.options.verify and all(map(is_real, work.example_inputs)):
+        result.check(*work.example_inputs)
+    elif work.options.verify:
+        work.unverified = result
+        work.notes.append("the inputs hold no data: the first call verifies the rewrite")
     return rewritten
+
+
+def _verified_at_first_call(result: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled graph, with a check of the rewrite on the inputs of its first call."""
+    left = [result]
+
+    def call(*inputs: Any) -> Any:
+        if left:
+            left[0].check(*inputs)
+            left.clear()
+        return compiled(*inputs)
+
+    return call
 
 
 def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:

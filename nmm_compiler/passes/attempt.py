@@ -17,8 +17,9 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes.calls import Call
 from nmm_compiler.passes.canonicalize import Canonical
 from nmm_compiler.passes.faults import Faults
-from nmm_compiler.passes.forms import Leaf
+from nmm_compiler.passes.forms import Leaf, Product
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
+from nmm_compiler.passes.match.association import TYPICAL_TOKENS
 from nmm_compiler.passes.match.base import Declined, Match, Rule
 from nmm_compiler.passes.match.obstacles import in_transform
 from nmm_compiler.passes.match.stages import Refusal
@@ -66,7 +67,7 @@ class Attempt:
             turned = layouts.turned
             self.result.transposes_before += count_transposes(c)
         for match in matches:
-            match.graph = graph
+            match.graph, match.length = graph, _terms(c, match.nodes)
         self.result.matches += matches
         taken = {n for match in matches for n in match.nodes}
         if built_in:
@@ -129,6 +130,18 @@ def _place(step: Match | Pointwise) -> tuple[str, ...]:
     return (step.rule, step.name, *(one.final.name for one in results))
 
 
+def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
+    """Return how many terms the products of some nodes sum up, one product after the other."""
+    total = 0
+    for key in (key for node in nodes for key in (node, *c.virtuals.get(node, ()))):
+        form = c.forms.get(key)
+        if isinstance(form, Product):
+            labelled = zip(form.lhs_labels, c.shape(form.lhs) or (), strict=False)
+            sizes = [size for label, size in labelled if label not in form.out_labels]
+            total += sum(size if isinstance(size, int) else TYPICAL_TOKENS for size in sizes)
+    return total
+
+
 def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     """Let a rule emit what replaces its match."""
     call = match.data
@@ -136,6 +149,9 @@ def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     if not isinstance(call, Call) or not call.unread:  # else nothing reads it in this order
         _check_replacement(c, match.node, new)
         editor.replace(match.node, new)
+    finals = [one.final for one in call.results()] if isinstance(call, Call) else [match.node]
+    replaced = editor.replaced
+    match.emitted = tuple((old.name, replaced[old].name) for old in finals if old in replaced)
     if isinstance(call, Call):
         made = dict.fromkeys(one.out_layout for one in call.results())
         match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}

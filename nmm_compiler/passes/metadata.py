@@ -111,6 +111,14 @@ class _Propagation(fx.Interpreter):
         self.values[node] = result
         return result
 
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module on fake buffers: batch norm counts its calls in one."""
+        module = super().fetch_attr(target)
+        buffers = {name: self._fake(value) for name, value in module.named_buffers()}
+        if not buffers:
+            return module(*args, **kwargs)
+        return torch.func.functional_call(module, buffers, args, kwargs)
+
     def fetch_attr(self, target: str) -> Any:
-        """Return parameters as fake tensors, submodules as they are."""
+        """Return parameters as fake tensors, other attributes as they are."""
         return self._fake(super().fetch_attr(target))

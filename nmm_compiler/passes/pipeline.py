@@ -10,6 +10,7 @@ place that met it (`faults`), under strict it raises. From the second step on it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,14 @@ from torch import fx
 
 from nmm_compiler.errors import (
     CaptureError,
+    NoRealInputsError,
     OptionTypeError,
     UnknownNameError,
 )
 from nmm_compiler.options import Options
 from nmm_compiler.passes.attempt import Attempt
 from nmm_compiler.passes.canonicalize import PLAIN, Canonical
-from nmm_compiler.passes.capture import all_graphs, to_graph
+from nmm_compiler.passes.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.effects import fetch_attribute
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.match.base import Declined, Rule, module_path
@@ -72,6 +74,10 @@ def run(
     result.graph_module = work.graph(graph_module, example_inputs)
     result.declined += map(_internal, work.faults.found)
     work.faults.warn(graph_module, example_inputs, options)
+    if options.verify:
+        if example_inputs is None:
+            raise NoRealInputsError(None)
+        result.check(*example_inputs)
     return result
 
 
@@ -81,20 +87,32 @@ def rewrite(
     *,
     options: Options | Mapping[str, Any] | None = None,
     rules: Sequence[Rule | str] | None = None,
+    verify: bool = False,
 ) -> RewriteResult:
     """Rewrite a model's graph: find the low-rank chains, fuse them, say what was left and why.
 
     model_or_graph: an nn.Module or function (traced with torch.export), a GraphModule of Dynamo,
     torch.export or symbolic_trace, or an ExportedProgram. example_inputs: positional arguments as
     a tuple, keywords as a dict; needed unless the graph carries shapes. rules: see `rule_order`.
+    verify: run the graph before and after on the example inputs and compare (`result.check`).
 
     The original is not changed; the result's graph_module shares its parameters. Raises
-    CaptureError, NoShapesError, BrokenRuleError, UnknownNameError.
+    CaptureError, NoShapesError, BrokenRuleError, UnknownNameError, VerificationError and
+    NoRealInputsError.
     """
     captured = to_graph(model_or_graph, example_inputs)
-    result = run(captured.module, captured.inputs, Options.make(options), rules)
+    made = Options.make(options)
+    verify, made = verify or made.verify, dataclasses.replace(made, verify=False)
+    result = run(captured.module, captured.inputs, made, rules)
     if captured.program is not None:
         result.program = captured.program
+    if verify:
+        given = None if example_inputs is None else arguments(example_inputs)
+        given = given or getattr(captured.program, "example_inputs", None)
+        if given is None:
+            raise NoRealInputsError(None)
+        args, kwargs = given
+        result.check(*args, **kwargs)
     return result
 
 

@@ -52,6 +52,16 @@ class RewriteResult:
     transposes_before: int = 0
     transposes_after: int = 0
 
+    def check(self, *inputs: Any, **keywords: Any) -> float:
+        """Run the graph before and after on real inputs; raise where the results differ.
+
+        Return the largest error as a fraction of the bound, which is derived from dtypes and
+        contraction lengths (`verify`). Raises VerificationError, NoRealInputsError.
+        """
+        from nmm_compiler.passes.verify import check
+
+        return check(self, inputs, keywords)
+
     def add(self, part: RewriteResult) -> None:
         """Add what was found in one of the graphs."""
         self.matches += part.matches

@@ -80,7 +80,8 @@ class Match:
     rule and kind name it; node is the last node of the pattern, whose value the rewrite replaces;
     nodes are all it takes over. data is the rule's own. notes say what a reader should know
     (rounding that moved, weights computed per call). rewritten is False for kinds that are
-    reported but have no kernel.
+    reported but have no kernel. length is the number of terms of its contractions; emitted has, for
+    each result, the name of the node that was replaced and of the one that took its place.
     """
 
     rule: str
@@ -94,6 +95,8 @@ class Match:
     module: str = ""
     graph: str = ""
     name: str = ""
+    length: int = 0
+    emitted: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         self.kind = self.kind or self.rule

@@ -1,0 +1,327 @@
+"""Runs a graph before and after its rewrite on real inputs and raises where the results differ.
+
+What may differ is measured in the graph itself. A match may move roundings: its result gets noise
+of that size, u = half an ulp of its dtype per operation and half an ulp of float32 per term of its
+contractions, times its largest element. The original runs again with the noise, and outputs may
+move by `_MARGIN` times what it moves them. So a deep or badly conditioned graph gets the tolerance
+that it needs, and a flat one none that it does not need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from nmm_compiler.errors import NoRealInputsError, VerificationError
+from nmm_compiler.passes.effects import fetch_attribute, graph_writes
+from nmm_compiler.passes.match.base import Match
+
+if TYPE_CHECKING:
+    from nmm_compiler.passes.result import RewriteResult
+
+# The noise is drawn twice; the largest of two draws of many elements is a third below the bound at
+# most, and results may sit on one side of it where two runs are compared.
+_TRIALS = 2
+_MARGIN = 8.0
+_FP32_UNIT = 2.0**-24
+
+
+def is_real(value: Any) -> bool:
+    """Say whether an input holds data: no fake, no meta tensor."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return type(value).__name__ != "FakeTensor" and value.device.type != "meta"
+
+
+def check(result: RewriteResult, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Compare both graphs; return the largest error as a fraction of what is allowed.
+
+    Inputs, parameters and buffers are as before when it returns, random numbers too. Raises
+    VerificationError for a difference, NoRealInputsError for inputs without data.
+    """
+    before, after = result.original, result.graph_module
+    inputs = [_concrete(value) for value in _flat(before, args, kwargs)]
+    if not all(map(is_real, inputs)):
+        raise NoRealInputsError(next(v for v in inputs if not is_real(v)))
+    places = _places(result, before.graph)
+    wanted = {name: name for name in places}
+    emitted = {old: new for match in result.rewritten for old, new in match.emitted}
+    writes = any(graph_writes(graph) or _counts(graph) for graph in (before, after))
+    first = _run(before, inputs, wanted, writes)
+    noisy = [
+        _run(before, inputs, wanted, writes, _Noise(places, torch.Generator().manual_seed(trial)))
+        for trial in range(_TRIALS)
+    ]
+    try:
+        second = _run(after, inputs, {new: old for old, new in emitted.items()}, writes)
+    except Exception as error:
+        raise VerificationError(f"the rewritten graph raised {error!r}") from error
+    worst = 0.0
+    for name, want in first.seen.items():
+        got = second.seen.get(name)
+        bound = _bound(want, [run.seen.get(name) for run in noisy])
+        ratio, why = _compare(want, got, bound)
+        if why is not None:
+            raise VerificationError(f"{name} {why}. {_blame(result, first, second, noisy, name)}")
+        worst = max(worst, ratio)
+    return worst
+
+
+@dataclass
+class _Seen:
+    """What a run leaves: outputs and written state by name, and values of matches by their node."""
+
+    seen: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class _Noise:
+    """Noise of the size of the roundings that a match may move, for nodes by name."""
+
+    def __init__(self, places: dict[str, tuple[int, int]], generator: torch.Generator) -> None:
+        self.places, self.generator = places, generator
+
+    def add(self, name: str, value: Any) -> Any:
+        """Return the value with noise, in the same memory where elements do not overlap."""
+        if isinstance(value, (tuple, list)):
+            return type(value)([self.add(name, item) for item in value])
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        steps, length = self.places[name]
+        finite = value[value.isfinite()]
+        if not finite.numel():
+            return value
+        unit = steps * torch.finfo(value.dtype).eps / 2 + length * _FP32_UNIT
+        size = unit * float(finite.abs().max())
+        drawn = torch.rand(value.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        noise = (drawn * size).to(value.device, value.dtype)
+        overlaps = any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
+        return value + noise if overlaps else value.add_(noise)
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph, adds noise, and keeps copies of the values of some nodes."""
+
+    def __init__(self, module: fx.GraphModule, wanted: dict[str, str], noise: _Noise | None):
+        super().__init__(module)
+        self.wanted, self.noise = wanted, noise
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        """Run a node, with noise where a match ends."""
+        value = super().run_node(node)
+        if self.noise is not None and node.name in self.noise.places:
+            value = self.noise.add(node.name, value)
+        if node.name in self.wanted:
+            self.values[self.wanted[node.name]] = _copies(value)
+        return value
+
+
+def _run(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    wanted: dict[str, str],
+    writes: bool,
+    noise: _Noise | None = None,
+) -> _Seen:
+    """Run a graph from the present state of random numbers, inputs and parameters."""
+    own = _clones(inputs) if writes else inputs
+    recorder = _Recorder(module, wanted, noise)
+    with torch.no_grad(), torch.random.fork_rng(), _restored(module, writes) as state:
+        outputs = recorder.run(*own, enable_io_processing=False)
+        left = _Seen(values=recorder.values)
+        flat = pytree.tree_leaves(outputs)
+        left.seen.update({f"output {i}": v for i, v in enumerate(flat)})
+        if writes:
+            left.seen.update({f"input {i}, after the call,": v for i, v in enumerate(own)})
+            left.seen.update({f"{n}, after the call,": _copies(t) for n, t in state.items()})
+        return left
+
+
+@contextlib.contextmanager
+def _restored(module: fx.GraphModule, writes: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors that a graph holds, and give them their contents back afterwards."""
+    state: dict[str, torch.Tensor] = {}
+    for path, child in module.named_modules() if writes else ():
+        if not isinstance(child, fx.GraphModule):
+            state |= {f"{path}.{n}": t for n, t in child.named_buffers(recurse=False)}
+            continue
+        for node in child.graph.find_nodes(op="get_attr"):
+            value = fetch_attribute(child, str(node.target))
+            if isinstance(value, torch.Tensor):
+                state[f"{path}.{node.target}".strip(".")] = value
+    kept = {name: value.detach().clone() for name, value in state.items()}
+    try:
+        yield state
+    finally:
+        for name, value in kept.items():
+            state[name].detach().copy_(value)
+
+
+def _counts(module: fx.GraphModule) -> bool:
+    """Say whether a module that the graph calls may update buffers, as batch norm does."""
+    called = [m for m in module.modules() if not isinstance(m, fx.GraphModule)]
+    return any(m.training and dict(m.named_buffers(recurse=False)) for m in called)
+
+
+def _copies(value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
+
+
+def _clones(inputs: list[Any]) -> list[Any]:
+    """Return copies of the inputs that share memory and lie in it as the inputs do."""
+    memory: dict[int, torch.UntypedStorage] = {}
+    made: list[Any] = []
+    for value in inputs:
+        if not isinstance(value, torch.Tensor):
+            made.append(value)
+            continue
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            made.append(value.detach().clone())
+            continue
+        storage = value.untyped_storage()
+        copy = memory.setdefault(storage.data_ptr(), storage.clone())
+        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
+        made.append(fresh.set_(copy, value.storage_offset(), value.shape, value.stride()))
+    return made
+
+
+def _concrete(value: Any) -> Any:
+    """Return the number that a symbolic input has in this call."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.hint
+    return value
+
+
+def _flat(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return a call's arguments, one per placeholder."""
+    holders = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
+    codegen = module.graph._codegen
+    if isinstance(codegen, fx.graph._PyTreeCodeGen):
+        parts = codegen.pytree_info.in_spec.children()
+        names = list(parts[1].context) if len(parts) == 2 and parts[1].type is dict else []
+        if set(names) == set(kwargs):
+            return pytree.tree_leaves((tuple(args), {name: kwargs[name] for name in names}))
+    return [*args, *(kwargs[name] for name in holders[len(args) :] if name in kwargs)]
+
+
+def _places(result: RewriteResult, graph: fx.Graph) -> dict[str, tuple[int, int]]:
+    """Return where matches end in the graph: operations and terms, by the name of the node.
+
+    A match inside a graph of a higher-order operator ends where that operator stands.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    for match in result.rewritten:
+        names = [old for old, _ in match.emitted] or [match.name]
+        if match.graph:
+            names = [node.name for node in _callers(graph, match.graph.split(".")[0])]
+        for name in names:
+            steps, length = places.get(name, (0, 0))
+            places[name] = (steps + len(match.nodes) + 1, length + match.length)
+    return places
+
+
+def _callers(graph: fx.Graph, name: str) -> list[fx.Node]:
+    def runs(node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return str(node.target) == name
+        return any(a.op == "get_attr" and str(a.target) == name for a in node.all_input_nodes)
+
+    return [node for node in graph.nodes if runs(node)]
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare strides; of a view with gaps (a slice) only their order."""
+    real = [d for d in range(a.dim()) if a.shape[d] != 1]
+    order = sorted(real, key=lambda d: -a.stride()[d])
+    if a.squeeze().permute([real.index(d) for d in order]).is_contiguous():
+        return all(a.stride()[d] == b.stride()[d] for d in real)
+    return order == sorted(real, key=lambda d: -b.stride()[d])
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference; equal infinities and NaNs in one place are none."""
+    if not a.numel():
+        return 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    left, right = a.detach().to("cpu", wide), b.detach().to("cpu", wide)
+    same = (left == right) | (left.isnan() & right.isnan())
+    off = torch.where(same, 0.0, (left - right).abs())
+    return float(torch.where(off.isnan(), torch.inf, off).max())
+
+
+def _bound(want: Any, moved: Sequence[Any]) -> float:
+    """Return how far a value may be off: what noise does to it, and a few of its own roundings."""
+    if not isinstance(want, torch.Tensor) or not want.numel():
+        return 0.0
+    noise = [
+        _distance(want, other) if isinstance(other, torch.Tensor) and other.shape == want.shape
+        else torch.inf
+        for other in moved
+    ]  # fmt: skip
+    own = 0.0
+    if want.is_floating_point():
+        finite = want[want.isfinite()]
+        largest = float(finite.abs().max()) if finite.numel() else 0.0
+        own = torch.finfo(want.dtype).eps * largest
+    return _MARGIN * max(noise) + own
+
+
+def _compare(want: Any, got: Any, bound: float) -> tuple[float, str | None]:
+    """Return error / bound, and what is wrong, None when nothing is."""
+    if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
+        return 0.0, None if want is got or want == got else f"is {got!r} in place of {want!r}"
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        return 0.0, f"is {got.dtype} {list(got.shape)}, was {want.dtype} {list(want.shape)}"
+    if not _same_strides(want, got):
+        return 0.0, f"has strides {got.stride()}, had {want.stride()}"
+    error = _distance(want, got)
+    if error > bound:
+        return torch.inf, f"is off by {error:.3g}, where rounding explains {bound:.3g}"
+    return error / bound if 0.0 < bound < torch.inf else 0.0, None
+
+
+def _blame(
+    result: RewriteResult, first: _Seen, second: _Seen, noisy: list[_Seen], name: str
+) -> str:
+    """Name the match that a wrong value depends on: the first whose own result is wrong."""
+    behind = _behind(result.original.graph, name)
+    found = [m for m in result.rewritten if m.graph or behind & {n for n, _ in m.emitted}]
+    found = found or result.rewritten
+    for match in found:
+        for old, _ in match.emitted:
+            if match.graph or old not in second.values or old not in first.values:
+                continue
+            want = first.values[old]
+            bound = _bound(want, [run.values.get(old) for run in noisy])
+            if _compare(want, second.values[old], bound)[1] is not None:
+                return f"The first match with a wrong result is {_described(match)}"
+    shown = "; ".join(map(_described, found[:3])) + ("; ..." if len(found) > 3 else "")
+    return f"It depends on {shown}" if found else "No match explains it: a fault in nmm_compiler"
+
+
+def _described(match: Match) -> str:
+    place = f" in {match.module}" if match.module else ""
+    return f"{match} of rule {match.rule!r}{place}"
+
+
+def _behind(graph: fx.Graph, name: str) -> set[str]:
+    """Return the names of the nodes that an output is computed from; of any value, all nodes."""
+    output = next(iter(reversed(graph.nodes)))
+    leaves = pytree.tree_leaves(output.args)
+    kind, _, index = name.partition(" ")
+    if kind != "output" or not isinstance(leaves[int(index)], fx.Node):
+        return {node.name for node in graph.nodes}
+    queue, seen = [leaves[int(index)]], set()
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue += node.all_input_nodes
+    return {node.name for node in seen}

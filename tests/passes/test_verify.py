@@ -1,0 +1,266 @@
+"""verify=True and result.check: wrong rewrites are named, and nothing is left changed."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import nmm_compiler as nmm
+from nmm_compiler import backend
+from nmm_compiler.errors import NoRealInputsError, VerificationError
+from nmm_compiler.passes.match import Match, rule
+from nmm_compiler.passes.pipeline import explain, rewrite, run
+
+X = torch.randn(6, 64)
+
+
+class Layers(nn.Module):
+    def __init__(self, between=torch.relu):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("p", "q"):
+            setattr(self, name + "a", nn.Linear(64, 8, bias=False))
+            setattr(self, name + "b", nn.Linear(8, 64))
+        self.between = between
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        h = self.between(self.pb(self.pa(x)))
+        return h, self.qb(self.qa(h))
+
+
+def wrong_rule(change, name="mine"):
+    """Return a rule that takes each relu and emits `change` of it."""
+
+    def check(graph, node):
+        return Match(rule=name, node=node, nodes=frozenset({node}))
+
+    @rule(name, targets="relu", check=check)
+    def made(graph, match, editor):
+        return change(editor, match.node.args[0])
+
+    return made
+
+
+def relu(editor, x):
+    return editor.call(torch.ops.aten.clamp_min.default, x, 0.0)
+
+
+def slightly_wrong(editor, x):
+    return editor.call(torch.ops.aten.mul.Tensor, relu(editor, x), 1.001)
+
+
+def transposed(editor, x):
+    y = editor.call(torch.ops.aten.t.default, relu(editor, x))
+    y = editor.call(torch.ops.aten.clone.default, y, memory_format=torch.contiguous_format)
+    return editor.call(torch.ops.aten.t.default, y)
+
+
+def raises(editor, x):
+    y = relu(editor, x)
+    index = editor.call(torch.ops.aten.select.int, y, 0, 7, meta_value=editor.c.values[y][0])
+    return editor.call(torch.ops.aten.add.Tensor, y, index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_verify_passes_a_right_rewrite(dtype):
+    model, x = Layers().to(dtype), X.to(dtype)
+    result = rewrite(model, (x,), rules=[wrong_rule(relu), "..."], verify=True)
+    assert len(result.rewritten) == 3
+    assert 0.0 <= result.check(x) < 1.0
+    assert result.check(x=x) == result.check(x)
+    assert rewrite(torch.export.export(model, (x,)), verify=True).rewritten
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (slightly_wrong, r"output 0 is off by .*, where rounding explains"),
+        (transposed, r"output 0 has strides \(1, 6\), had \(64, 1\)"),
+        (raises, r"the rewritten graph raised IndexError"),
+    ],
+)
+def test_verify_names_an_own_rule_that_is_wrong(change, said):
+    with pytest.raises(VerificationError, match=said) as caught:
+        rewrite(Layers(), (X,), rules=[wrong_rule(change), "..."], options={"verify": True})
+    if change is not raises:
+        assert "first match with a wrong result is mine at relu of rule 'mine'" in str(caught.value)
+
+
+def test_verify_names_the_first_of_the_matches_that_an_output_depends_on():
+    class Only(Layers):
+        def forward(self, x):
+            return self.pb(self.pa(x)), torch.relu(x).sigmoid()
+
+    with pytest.raises(VerificationError, match=r"output 1 .*wrong result is mine at relu"):
+        rewrite(Only(), (X,), rules=[wrong_rule(slightly_wrong), "..."], verify=True)
+
+
+def test_verify_finds_a_built_in_rule_that_is_wrong(monkeypatch):
+    from nmm_compiler.passes import calls, folding
+
+    def wrong(editor, chain):
+        factors = folding.fold_chain(editor, chain)
+        return folding.Factors(chain, factors.u, factors.v, 1.01 * factors.scale, factors.bias)
+
+    monkeypatch.setattr(calls, "fold_chain", wrong)
+    with pytest.raises(VerificationError, match=r"wrong result is lowrank at linear_1 .*in pb"):
+        rewrite(Layers(between=torch.tanh), (X,), verify=True)
+
+
+def test_verify_sees_a_small_error_that_a_fixed_tolerance_would_not():
+    """1e-4 of a tanh behind one product: rounding explains about 1e-5 here."""
+
+    def off(editor, x):
+        return editor.call(torch.ops.aten.mul.Tensor, relu(editor, x), 1.0001)
+
+    with pytest.raises(VerificationError):
+        rewrite(Layers(), (X,), rules=[wrong_rule(off), "..."], verify=True)
+
+
+def test_verify_leaves_inputs_buffers_and_random_numbers_as_they_were():
+    class Changing(Layers):
+        def forward(self, x):
+            self.count.add_(1.0)
+            y = F.dropout(self.pb(self.pa(x)), 0.5, True) + torch.rand_like(x)
+            x.mul_(2.0)
+            return self.norm(y), self.qb(self.qa(x)) * self.count
+
+    model, x = Changing(), X.clone()
+    module = fx.symbolic_trace(model)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    result = run(module, (x,), {"verify": True})
+    assert len(result.rewritten) == 2
+    assert torch.equal(x, X)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_verify_compares_what_a_graph_writes():
+    class Writes(nn.Module):
+        def forward(self, x, y):
+            y.copy_(torch.relu(x))
+            return x + 1.0
+
+    module = fx.symbolic_trace(Writes())
+    with pytest.raises(VerificationError, match=r"input 1, after the call, is off .*mine at relu"):
+        run(module, (X, X.clone()), {"verify": True}, [wrong_rule(slightly_wrong), "..."])
+
+
+def test_verify_keeps_inputs_that_share_memory():
+    def f(x, y):
+        x.add_(1.0)
+        return torch.relu(y)
+
+    shared = torch.randn(8, 6)
+    module = fx.symbolic_trace(f)
+    run(module, (shared[:4], shared.t()), {"verify": True}, [wrong_rule(relu), "..."])
+    with pytest.raises(VerificationError):
+        run(module, (shared[:4], shared.t()), {"verify": True}, [wrong_rule(slightly_wrong), "..."])
+
+
+def test_verify_accepts_integers_that_rounding_may_flip_and_no_others():
+    def f(x, u, v):
+        return torch.relu(x @ u @ v).argmax(-1), x.argmax(-1)
+
+    u, v = torch.randn(64, 8), torch.randn(8, 48)
+    assert rewrite(f, (X, u, v), rules=[wrong_rule(relu), "..."], verify=True).rewritten
+
+    def flipped(editor, x):
+        return editor.call(torch.ops.aten.neg.default, relu(editor, x))
+
+    with pytest.raises(VerificationError, match="output 0 is off"):
+        rewrite(f, (X, u, v), rules=[wrong_rule(flipped), "..."], verify=True)
+
+
+def test_verify_without_data_says_what_to_do():
+    program = torch.export.export(Layers(), (X,))
+    with pytest.raises(NoRealInputsError, match=r"result\.check"):
+        rewrite(program.module(), verify=True)
+    with pytest.raises(NoRealInputsError, match="meta"):
+        rewrite(Layers().to("meta"), (X.to("meta"),), verify=True)
+
+
+def test_verify_in_explain_and_through_the_door():
+    assert nmm.rewrite(Layers(), (X,), verify=True).rewritten
+    assert explain(Layers(), X, options={"verify": True}).matches
+    with pytest.raises(VerificationError):
+        explain(Layers(), X, options={"verify": True}, rules=[wrong_rule(slightly_wrong), "..."])
+
+
+def test_verify_in_graphs_of_higher_order_operators():
+    from torch.utils.checkpoint import checkpoint
+
+    class Held(Layers):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)[1]
+
+    x = X.clone().requires_grad_()
+    found = []
+
+    def compiler(rules):
+        def compile_(module, inputs):
+            found.append(run(module, inputs, {"verify": True}, rules))
+            return found[-1].graph_module.forward
+
+        torch._dynamo.reset()
+        return torch.compile(Held(), backend=compile_)
+
+    compiler([wrong_rule(relu), "..."])(x)
+    assert len(found[0].rewritten) == 3
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"It depends on .*'mine'"):
+        compiler([wrong_rule(slightly_wrong), "..."])(x)
+
+
+# -- the backend ------------------------------------------------------------------------------
+
+OPTIONS = {"inner": "eager", "kernels": "lazy", "verify": True}
+
+
+def test_verify_by_the_backend():
+    torch._dynamo.reset()
+    model = Layers()
+    for tokens in (6, 7, 9):
+        torch.compile(model, backend="nmm", options=OPTIONS)(torch.randn(tokens, 64))
+    assert backend.last_report().chains == 2
+
+
+def test_verify_by_the_backend_raises(monkeypatch):
+    from nmm_compiler.passes import pipeline
+
+    real = pipeline.run
+
+    def wrong(module, inputs, options):
+        return real(module, inputs, options, [wrong_rule(slightly_wrong), "..."])
+
+    monkeypatch.setattr(pipeline, "run", wrong)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="of rule 'mine'"):
+        torch.compile(Layers(), backend="nmm", options=OPTIONS)(X)
+    # Inputs without data: the first call with data verifies, and only that one.
+    module, fake = fx.symbolic_trace(Layers()), FakeTensorMode(allow_non_fake_inputs=True)
+    compiled = backend.nmm(module, [fake.from_tensor(X)], options=OPTIONS)
+    assert "the first call verifies" in str(backend.last_report())
+    with pytest.raises(VerificationError, match="of rule 'mine'"):
+        compiled(X)
+    monkeypatch.setattr(pipeline, "run", real)
+    compiled = backend.nmm(module, [fake.from_tensor(X)], options=OPTIONS)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X), module(X), rtol=1e-5, atol=1e-5)
+
+
+def test_verify_of_a_sum_in_place():
+    def f(x, w, a, b):
+        y = x @ w
+        y += (x @ a) @ b
+        return operator.iadd(y, 1.0)
+
+    given = (X, torch.randn(64, 48), torch.randn(64, 4), torch.randn(4, 48))
+    assert [m.kind for m in rewrite(f, given, verify=True).rewritten]
