@@ -36,6 +36,7 @@ EXPECTED = {
     "qwen3_next": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 13},
     "qwen3_5": {"shared_x": 1, "gated_mlp": 2, "lowrank": 4, "chains": 13},
 }
+VERIFIED = {"verify": True, "strict": True}
 QUICK = ("llama", "gpt2", "bert", "deepseek_v3")
 
 
@@ -48,7 +49,7 @@ def compile_and_count(name: str, rank: int = 4, exclude=("lm_head",)):
     results = []
 
     def backend(module, example_inputs):
-        results.append(run(module, example_inputs))
+        results.append(run(module, example_inputs, VERIFIED))
         return results[-1].graph_module.forward
 
     torch._dynamo.reset()
@@ -121,7 +122,7 @@ def test_two_peft_adapters_are_one_call_each():
     found = []
 
     def backend(module, example_inputs):
-        found.append(run(module, example_inputs))
+        found.append(run(module, example_inputs, VERIFIED))
         return found[-1].graph_module.forward
 
     torch._dynamo.reset()
@@ -146,7 +147,7 @@ def test_peft_lora_model():
     found = []
 
     def backend(module, example_inputs):
-        found.append(run(module, example_inputs))
+        found.append(run(module, example_inputs, VERIFIED))
         return found[-1].graph_module.forward
 
     torch._dynamo.reset()
