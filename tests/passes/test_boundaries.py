@@ -1,0 +1,175 @@
+"""Numbers and conditions that decide: each test fails when the one that it names is off by one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nmm_compiler.passes.effects import ANYTHING, Effects
+from nmm_compiler.passes.layout import DMA_TRANSPOSE, GRAPH_TRANSPOSE
+from nmm_compiler.passes.match.association import Cost
+from nmm_compiler.passes.pipeline import run
+
+
+def graph_of(function, **weights):
+    """Return the symbolic trace of a function of (parameters, x)."""
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, shape in weights.items():
+                setattr(self, name, nn.Parameter(torch.randn(*shape)))
+
+        def forward(self, x):
+            return function(self, x)
+
+    return fx.symbolic_trace(Holder())
+
+
+def pair(x, a, b):
+    return F.linear(F.linear(x, a), b)
+
+
+# -- layouts: a transpose in the graph costs three of the DMA's ---------------------------------
+
+
+def test_two_readers_by_dma_are_cheaper_than_one_transpose_in_the_graph():
+    """Two chains read y transposed by their DMA (2 n); y in "col" leaves a transpose (3 n)."""
+
+    def f(p, x):
+        y = pair(x, p.a, p.b)
+        return pair(y, p.c, p.d), pair(y, p.e, p.f).relu(), y.cumsum(-1)
+
+    shapes = {"a": (3, 32), "b": (24, 3), "c": (3, 24), "d": (16, 3), "e": (2, 24), "f": (40, 2)}
+    result = run(graph_of(f, **shapes), (torch.randn(6, 32),), {"disable": ("shared_x",)})
+    assert len(result.rewritten) == 3
+    choice = next(c for c in result.layouts if c.col_cost)
+    assert (choice.layout, choice.row_cost, choice.col_cost) == ("row", 2 * 24, 3 * 24)
+    assert result.transposes_after == 0
+
+
+def test_a_transpose_in_the_graph_reads_and_writes_hbm_besides():
+    assert (DMA_TRANSPOSE, GRAPH_TRANSPOSE) == (1, 3)
+
+
+# -- cost: factors that are as large as the dense matrix are none -------------------------------
+
+
+@pytest.mark.parametrize(("r", "kinds"), [(7, ["lowrank"]), (8, [])])
+def test_factors_of_break_even_rank_are_left_alone(r, kinds):
+    module = graph_of(lambda p, x: pair(x, p.a, p.b), a=(r, 16), b=(16, r))  # r 32 against 256
+    result = run(module, (torch.randn(6, 16),))
+    assert [m.kind for m in result.rewritten] == kinds
+    assert [d.code for d in result.declined] == ([] if kinds else ["rank_too_large"])
+
+
+@pytest.mark.parametrize(("r", "kinds"), [(7, ["shared_u"]), (8, [])])
+def test_shared_factors_of_break_even_rank_are_left_alone(r, kinds):
+    def f(p, x):
+        h = F.linear(x, p.a)
+        return F.linear(h, p.b), F.linear(h, p.c)
+
+    module = graph_of(f, a=(r, 16), b=(8, r), c=(8, r))
+    result = run(module, (torch.randn(6, 16),))
+    assert [m.kind for m in result.rewritten] == kinds
+
+
+@pytest.mark.parametrize(("r", "told"), [(7, 1), (8, 0)])
+def test_only_a_chain_that_would_save_is_worth_a_refusal(r, told):
+    module = graph_of(lambda p, x: F.linear(F.linear(x, p.a).relu(), p.b), a=(r, 16), b=(16, r))
+    assert len(run(module, (torch.randn(6, 16),)).declined) == told
+
+
+@pytest.mark.parametrize(("r", "found"), [(7, 1), (8, 0)])
+def test_only_a_latent_that_saves_is_an_mla(r, found):
+    def f(p, x):
+        return F.linear(F.rms_norm(F.linear(x, p.a), (r,), p.g), p.b)
+
+    result = run(graph_of(f, a=(r, 16), b=(16, r), g=(r,)), (torch.randn(6, 16),))
+    assert len(result.matches) == found
+
+
+def test_the_written_order_fuses_two_matrices_only_where_that_saves():
+    cost = Cost(1e12, 1e9, 2)
+    assert cost.as_written(4, [(16, 7), (7, 16)]) == cost.fused(4, 16, 7, 16)
+    separate = cost.product(4, 16, 8) + cost.product(4, 8, 16)
+    assert cost.as_written(4, [(16, 8), (8, 16)]) == separate != cost.fused(4, 16, 8, 16)
+
+
+# -- effects: memory of which nothing is known may be any --------------------------------------
+
+
+def unknown_write(written_first):
+    """Return a graph that hands something without metadata to a function that may write."""
+
+    def touch(thing):
+        return None
+
+    root = nn.Module()
+    root.a, root.b = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.randn(32, 4))
+    graph = fx.Graph()
+    x, box = graph.placeholder("x"), graph.placeholder("box")
+    a, b = graph.get_attr("a"), graph.get_attr("b")
+    if written_first:
+        graph.call_function(touch, (box,))
+    h = graph.call_function(F.linear, (x, a))
+    if not written_first:
+        graph.call_function(touch, (box,))
+    graph.output(graph.call_function(F.linear, (h, b)))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize(("written_first", "codes"), [(True, []), (False, ["mutation"])])
+def test_a_write_to_unknown_memory_between_the_products_is_refused(written_first, codes):
+    module = unknown_write(written_first)
+    result = run(module, (torch.randn(6, 32), object()))
+    assert [d.code for d in result.declined] == codes
+    assert len(result.rewritten) == (not codes)
+
+
+def test_a_write_to_unknown_memory_writes_everything():
+    module = unknown_write(False)
+    x = next(iter(module.graph.nodes))
+    effects = Effects(module, {x: torch.randn(6, 32)})
+    (write,) = effects.writes
+    assert write.storages == ANYTHING
+    assert effects.is_written(x)
+    last = len(module.graph.nodes)
+    assert effects.crossed_write(0, last, [x]) is write
+    assert effects.crossed_write(0, last, [x], allowed=[write.node]) is None
+    assert effects.crossed_write(write.position, last, [x]) is None
+
+
+def test_a_write_to_a_list_of_tensors_is_one_to_each():
+    def f(p, x):
+        h = F.linear(x, p.a)
+        torch._foreach_mul_([h], 2.0)
+        return F.linear(h, p.b)
+
+    module = graph_of(f, a=(4, 32), b=(32, 4))
+    assert [d.code for d in run(module, (torch.randn(6, 32),)).declined] == ["mutation"]
+
+
+# -- devices ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", ["x", "a", "b", "bias", None])
+def test_operands_on_two_devices_are_refused(odd):
+    graph = fx.Graph()
+    shapes = {"x": (6, 32), "a": (4, 32), "b": (32, 4), "bias": (32,)}
+    nodes = {}
+    with FakeTensorMode():
+        for name, shape in shapes.items():
+            title = name if name == "x" else f"l_self_parameters_{name}_"
+            nodes[name] = graph.placeholder(title)
+            device = "meta" if name == odd else "cpu"
+            nodes[name].meta["example_value"] = torch.empty(shape, device=device)
+        h = graph.call_function(F.linear, (nodes["x"], nodes["a"]))
+        y = graph.call_function(F.linear, (h, nodes["b"], nodes["bias"]))
+        h.meta["example_value"] = torch.empty(6, 4)
+        y.meta["example_value"] = torch.empty(6, 32)
+    graph.output(y)
+    result = run(fx.GraphModule(nn.Module(), graph), None)
+    assert [d.code for d in result.declined] == (["device"] if odd else [])
+    assert [m.kind for m in result.rewritten] == ([] if odd else ["lowrank"])
