@@ -15,10 +15,10 @@ import torch
 from torch import fx, nn
 
 import nmm_compiler
-from nmm_compiler.passes.canonicalize import Canonical
-from nmm_compiler.passes.forms import Add, Scale
-from nmm_compiler.passes.match import Match, Refusal, Rule
-from nmm_compiler.passes.rewrite import Editor
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Add, Scale
+from nmm_compiler.passes.rules import Match, Refusal, Rule
 
 LOWRANK = "nmm::lowrank_matmul"
 

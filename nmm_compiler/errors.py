@@ -1,7 +1,7 @@
 """The catalogue of errors: one class per mistake a user can make.
 
 Every message names the thing, gives the values, and ends with the way out. A pattern that the
-compiler leaves alone is not an error but a value (`nmm_compiler.passes.match.Declined`).
+compiler leaves alone is not an error but a value (`nmm_compiler.passes.rules.Declined`).
 Rooms add their own classes here, so that the whole catalogue can be read in one place.
 """
 

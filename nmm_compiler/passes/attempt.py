@@ -14,21 +14,21 @@ from torch import fx
 
 from nmm_compiler.errors import BrokenRuleError
 from nmm_compiler.options import Options
-from nmm_compiler.passes.calls import Call
-from nmm_compiler.passes.canonicalize import Canonical
+from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
+from nmm_compiler.passes.chains.safety import in_transform
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.fused_calls import Call
+from nmm_compiler.passes.emit.strides import settle_strides
 from nmm_compiler.passes.faults import Faults
-from nmm_compiler.passes.forms import Leaf, Product
-from nmm_compiler.passes.layout import assign_layouts, count_transposes
-from nmm_compiler.passes.match.association import TYPICAL_TOKENS
-from nmm_compiler.passes.match.base import Declined, Match, Rule
-from nmm_compiler.passes.match.obstacles import in_transform
-from nmm_compiler.passes.match.stages import Refusal
-from nmm_compiler.passes.metadata import value_key
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Leaf, Product
+from nmm_compiler.passes.graph.metadata import value_key
+from nmm_compiler.passes.layout.assignment import assign_layouts, count_transposes
+from nmm_compiler.passes.layout.regions import LAYOUT, Pointwise
 from nmm_compiler.passes.opportunities import opportunities
-from nmm_compiler.passes.regions import LAYOUT, Pointwise
 from nmm_compiler.passes.result import RewriteResult
-from nmm_compiler.passes.rewrite import Editor
-from nmm_compiler.passes.strides import settle_strides
+from nmm_compiler.passes.rules.base import Declined, Match, Rule
 
 
 @dataclasses.dataclass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from nmm_compiler.passes.canonicalize import Canonical
-from nmm_compiler.passes.forms import owner_of
-from nmm_compiler.passes.match.base import module_path
-from nmm_compiler.passes.match.lowrank import products_at
-from nmm_compiler.passes.match.stages import Refusal, read_stage
+from nmm_compiler.passes.chains.linear_map import Refusal, read_stage
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import owner_of
 from nmm_compiler.passes.result import Opportunity
+from nmm_compiler.passes.rules.base import module_path
+from nmm_compiler.passes.rules.lowrank import products_at
 
 
 def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:

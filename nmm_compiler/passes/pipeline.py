@@ -25,20 +25,20 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.options import Options
 from nmm_compiler.passes.attempt import Attempt
-from nmm_compiler.passes.canonicalize import PLAIN, Canonical
-from nmm_compiler.passes.capture import all_graphs, arguments, to_graph
-from nmm_compiler.passes.effects import fetch_attribute
 from nmm_compiler.passes.faults import Fault, Faults
-from nmm_compiler.passes.match.base import Declined, Rule, module_path
-from nmm_compiler.passes.match.chain import Association
-from nmm_compiler.passes.match.gated_mlp import GatedMLPUp
-from nmm_compiler.passes.match.lora import LoRA
-from nmm_compiler.passes.match.lowrank import LowRank
-from nmm_compiler.passes.match.mla import MLA
-from nmm_compiler.passes.match.shared import SharedU, SharedX
-from nmm_compiler.passes.match.whole_mlp import GatedMLP
-from nmm_compiler.passes.metadata import collect_values
+from nmm_compiler.passes.graph.canonical import PLAIN, Canonical
+from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
+from nmm_compiler.passes.graph.effects import fetch_attribute
+from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.result import Explanation, RewriteResult
+from nmm_compiler.passes.rules.base import Declined, Rule, module_path
+from nmm_compiler.passes.rules.gated_mlp import GatedMLP
+from nmm_compiler.passes.rules.gated_mlp_up import GatedMLPUp
+from nmm_compiler.passes.rules.lora import LoRA
+from nmm_compiler.passes.rules.lowrank import LowRank
+from nmm_compiler.passes.rules.mla import MLA
+from nmm_compiler.passes.rules.reassociate import Association
+from nmm_compiler.passes.rules.shared import SharedU, SharedX
 
 RULES: tuple[Rule, ...] = (
     MLA(),

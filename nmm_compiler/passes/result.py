@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.match.base import Declined, Match
+from nmm_compiler.passes.rules.base import Declined, Match
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class RewriteResult:
 
     def table(self, width: int | None = None) -> str:
         """Return the report as text of at most `width` columns; by default the terminal's."""
-        from nmm_compiler.passes.table_text import render
+        from nmm_compiler.passes.result_text import render
 
         return render(self, width)
 

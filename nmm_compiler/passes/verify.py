@@ -19,8 +19,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nmm_compiler.errors import NoRealInputsError, VerificationError
-from nmm_compiler.passes.effects import fetch_attribute, graph_writes
-from nmm_compiler.passes.match.base import Match
+from nmm_compiler.passes.graph.effects import fetch_attribute, graph_writes
+from nmm_compiler.passes.rules.base import Match
 
 if TYPE_CHECKING:
     from nmm_compiler.passes.result import RewriteResult

@@ -17,8 +17,8 @@ from nmm_compiler.errors import (
     UnknownNameError,
 )
 from nmm_compiler.options import Options
-from nmm_compiler.passes.match import Match, Refusal, Rule, rule
 from nmm_compiler.passes.pipeline import RULES, explain, rewrite, run
+from nmm_compiler.passes.rules import Match, Refusal, Rule, rule
 
 X = torch.randn(3, 64)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from nmm_compiler.passes.match.association import Cost, order
+from nmm_compiler.passes.chains.product_order import Cost, order
 from nmm_compiler.passes.pipeline import run
 
 COST = Cost(flops_per_second=2e4, bytes_per_second=1e2, itemsize=2)

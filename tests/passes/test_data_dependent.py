@@ -7,7 +7,7 @@ from torch import nn
 
 from nmm_compiler import backend
 from nmm_compiler.options import Options
-from nmm_compiler.passes import views
+from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.pipeline import rewrite, run
 
 MASKS = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1, 0, 1], [0] * 6, [1] + [0] * 5)]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from nmm_compiler.passes.activations import _FINGERPRINTS, _SAME
+from nmm_compiler.passes.graph.activations import _FINGERPRINTS, _SAME
 from nmm_compiler.passes.pipeline import run
 
 K, R, N = 64, 8, 48

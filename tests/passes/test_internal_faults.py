@@ -12,10 +12,14 @@ from torch import fx, nn
 
 from nmm_compiler import backend
 from nmm_compiler.errors import InternalFaultError
-from nmm_compiler.passes import attempt, calls, layout, regions, table
-from nmm_compiler.passes.match.lowrank import LowRank
-from nmm_compiler.passes.match.shared import SharedX
+from nmm_compiler.passes import attempt
+from nmm_compiler.passes.emit import fused_calls as calls
+from nmm_compiler.passes.graph import read_operations as table
+from nmm_compiler.passes.layout import assignment as layout
+from nmm_compiler.passes.layout import regions
 from nmm_compiler.passes.pipeline import run
+from nmm_compiler.passes.rules.lowrank import LowRank
+from nmm_compiler.passes.rules.shared import SharedX
 
 
 class Three(nn.Module):

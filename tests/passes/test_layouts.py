@@ -8,7 +8,7 @@ from torch import fx, nn
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.ops.lower import lower, op_name, tokens
 from nmm_compiler.options import Options
-from nmm_compiler.passes.metadata import collect_values
+from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import run
 
 K, R, N = 64, 8, 48

@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nmm_compiler.errors import NoShapesError
-from nmm_compiler.passes.metadata import collect_values
+from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import run
 
 SAID = []

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nmm_compiler.options import LARGEST_BUCKET
-from nmm_compiler.passes.match.whole_mlp import decide
 from nmm_compiler.passes.pipeline import rewrite, run
+from nmm_compiler.passes.rules.gated_mlp import decide
 
 
 class Projection(nn.Module):
@@ -140,7 +140,7 @@ def test_two_kernels_where_they_are_predicted_to_be_faster():
 
 
 def test_a_symbolic_count_is_judged_by_the_largest_bucket(monkeypatch):
-    from nmm_compiler.passes.match import whole_mlp
+    from nmm_compiler.passes.rules import gated_mlp as whole_mlp
 
     asked = []
     monkeypatch.setattr(

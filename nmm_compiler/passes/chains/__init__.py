@@ -1,0 +1,1 @@
+"""Linear maps, chains of them, and what may move past what."""

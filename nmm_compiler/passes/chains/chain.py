@@ -1,0 +1,474 @@
+"""Two products with constant matrices and only foldable things between: the low-rank chain.
+
+`trace_back` walks from a product's data operand to the product that made it, through views and the
+affine steps a kernel can absorb, and `read_chain` joins the two. The steps between the products:
+numbers, constant vectors over the rank, diagonal matrices and constant biases. What comes after the
+products is `epilogue`'s, what forbids moving them is `obstacles`'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from nmm_compiler.passes.chains.linear_map import (
+    Refusal,
+    Stage,
+    Weight,
+    is_whole_feature,
+    part_of_one,
+    path_nodes,
+    read_stage,
+)
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import (
+    Activation,
+    Add,
+    Cast,
+    Diagonal,
+    Form,
+    Key,
+    Leaf,
+    Norm,
+    Product,
+    Scale,
+    Virtual,
+    describe,
+    owner_of,
+)
+from nmm_compiler.passes.graph.views import FEATURE, Dims
+
+
+@dataclass(frozen=True)
+class Step:
+    """One affine step on a result: kind is "scale", "vector" or "bias".
+
+    scale: times `number`, or times the one-element tensor `key`. vector: times the constant
+    vector `key` over features. bias: plus `number` times the constant vector `key`.
+    """
+
+    kind: str
+    number: float = 1.0
+    key: Key | None = None
+    dims: Dims = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """x -> times u -> `middle` steps -> times v -> `after` steps.
+
+    out is the value the chain ends at, out_dims its dimensions over the tokens of `first`. base is
+    a dense product of the same x that is added (LoRA). addend is what the node that holds the last
+    product adds to it (`addmm` of a full matrix), with its factor: it stays outside the kernel.
+    inplace is the in-place sum that `base` was written into, if it was one. more are further chains
+    of the same x that are added (several adapters); their factors are joined along the rank.
+    """
+
+    first: Stage
+    second: Stage
+    middle: tuple[Step, ...]
+    out: Key
+    out_dims: Dims
+    nodes: frozenset[fx.Node]
+    before: float = 1.0
+    after: tuple[Step, ...] = ()
+    activation: str = "identity"
+    base: Stage | None = None
+    addend: tuple[Key, float] | None = None
+    inplace: fx.Node | None = None
+    more: tuple[Chain, ...] = ()
+
+    @property
+    def u(self) -> Weight:
+        """Return the first factor, [k, r]."""
+        return self.first.weight
+
+    @property
+    def v(self) -> Weight:
+        """Return the second factor, [r, n]."""
+        return self.second.weight
+
+    @property
+    def r(self) -> int:
+        """Return the inner dimension, summed over the chains that are added."""
+        return self.u.n + sum(chain.r for chain in self.more)
+
+
+# -- between the products ---------------------------------------------------------------------
+
+
+def _constant_over(c: Canonical, factor: Key, target: Key) -> tuple[int, ...] | None:
+    """Return the dimensions of `target` along which a constant varies; None if no constant."""
+    shape, own = c.shape(target), c.shape(factor)
+    if shape is None or own is None or not c.is_constant(factor):
+        return None
+    dims = views.expand(views.identity(own), shape)
+    if dims is None:
+        return None
+    return tuple(
+        i for i, dim in enumerate(dims) if any(atom.axis != views.BROADCAST for atom in dim)
+    )
+
+
+def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float) -> Step | None:
+    positions = _constant_over(c, factor, target)
+    shape = c.shape(target)
+    if positions is None or shape is None or c.dtype(factor) is None:
+        return None
+    if not positions:
+        return None if kind == "bias" else Step("scale", number, factor)
+    dims = views.identity(shape)
+    if isinstance(factor, Virtual) and factor.attribute is None:
+        factor = c.base(factor)[0]  # the vector itself, seen with more dimensions
+    return Step(kind, number, factor, tuple(dims[i] for i in positions))
+
+
+def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
+    """Explain what stands between two products."""
+    shown = describe(form)
+    if owner_of(key) in c.effects.writers:
+        return Refusal(
+            "mutation", "an inner value is written in place", key, "use the functional form"
+        )
+    if isinstance(form, Activation):
+        return Refusal("activation", f"{shown} between the products", key, "nothing: not linear")
+    if isinstance(form, Norm):
+        return Refusal("norm", f"{shown} between the products", key, "nothing: not linear")
+    if isinstance(form, Cast):
+        return Refusal(
+            "dtype", f"{shown} between the products", key, "keep one dtype through the chain"
+        )
+    if isinstance(form, Scale):
+        return Refusal(
+            "activation_factor",
+            "multiplied by an activation between the products",
+            key,
+            "nothing: only constants fold into the factors",
+        )
+    if isinstance(form, Add):
+        return Refusal(
+            "activation_addend",
+            "an activation is added between the products",
+            key,
+            "nothing: only constant biases fold",
+        )
+    if "dropout" in shown:
+        return Refusal("dropout", "training dropout between the products", key, "call model.eval()")
+    return Refusal("opaque", f"{shown} between the products", key, "move it out of the chain")
+
+
+@dataclass
+class Walk:
+    """Where `trace_back` is: a base, its dimensions as the start sees them, the steps passed."""
+
+    key: Key
+    dims: Dims
+    steps: list[Step]
+    nodes: set[fx.Node]
+
+    def descend(self, c: Canonical, value: Key) -> bool:
+        """Move to the operand that the current base is computed from, element by element."""
+        base, inner = c.base(value)
+        dims = views.compose(self.dims, inner)
+        if dims is None:
+            return False
+        steps: list[Step] = []
+        for step in self.steps:
+            moved = views.compose(step.dims, inner)
+            if moved is None:
+                return False
+            steps.append(dataclasses.replace(step, dims=moved))
+        self.nodes |= {owner_of(self.key)} | path_nodes(c, value)
+        self.key, self.dims, self.steps = base, dims, steps
+        return True
+
+
+def trace_back(c: Canonical, start: Key) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
+    """Walk from a value to the product that made it; steps come last first."""
+    base, dims = c.base(start)
+    walk = Walk(base, dims, [], set(path_nodes(c, start)))
+    while True:
+        form = c.forms[walk.key]
+        if isinstance(form, Product):
+            diagonal = _diagonal(c, walk, form)
+            if diagonal is None:
+                return walk, form
+            if diagonal is False:
+                return walk, _blocked(c, form, walk.key)
+            continue
+        found = affine(c, walk.key, form)
+        if found is None:
+            return walk, _blocked(c, form, walk.key)
+        value, steps = found
+        walk.steps.extend(steps)
+        if not walk.descend(c, value):
+            return walk, _blocked(c, form, walk.key)
+
+
+def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
+    """Read scale and add as (value, steps last first), None when they are not affine."""
+    if isinstance(form, Scale):
+        if isinstance(form.factor, float):
+            return form.value, [Step("scale", form.factor)]
+        for value, factor in ((form.value, form.factor), (form.factor, form.value)):
+            if c.shape(value) == c.shape(key):
+                step = _step_over(c, "vector", factor, key, 1.0)
+                if step is not None and not isinstance(c.form(value), Leaf):
+                    return value, [step]
+        return None
+    if isinstance(form, Add):
+        if isinstance(form.b, float):
+            if form.b == 0.0:
+                return form.a, [Step("scale", form.alpha)]
+            return None
+        pairs = ((form.a, form.alpha, form.b, form.beta), (form.b, form.beta, form.a, form.alpha))
+        for value, own, addend, sign in pairs:
+            if c.shape(value) == c.shape(key):
+                step = _step_over(c, "bias", addend, key, sign)
+                if step is not None and not isinstance(c.form(value), Leaf):
+                    return value, [step, Step("scale", own)]
+    return None
+
+
+def _diagonal(c: Canonical, walk: Walk, form: Product) -> bool | None:
+    """Fold a product with diag(s); None when the product is none, False when it does not fold."""
+    for value, other, own, labels in (
+        (form.lhs, form.rhs, form.lhs_labels, form.rhs_labels),
+        (form.rhs, form.lhs, form.rhs_labels, form.lhs_labels),
+    ):
+        diagonal = c.form(other)
+        if not isinstance(diagonal, Diagonal) or len(labels) != 2:
+            continue
+        if not c.is_constant(diagonal.vector):
+            return False
+        inside = [i for i, label in enumerate(own) if label in labels]
+        new = next((x for x in labels if x not in own), None)
+        if len(inside) != 1 or new is None:
+            return False
+        moved = tuple(own.index(x) if x != new else inside[0] for x in form.out_labels)
+        shape = c.shape(value)
+        if shape is None:
+            return False
+        identity = views.identity(shape)
+        renamed = tuple(identity[i] for i in moved)
+        dims = views.compose(walk.dims, renamed)
+        steps = [views.compose(s.dims, renamed) for s in walk.steps]
+        if dims is None or any(s is None for s in steps):
+            return False
+        walk.dims = dims
+        walk.steps = [
+            dataclasses.replace(s, dims=d or ()) for s, d in zip(walk.steps, steps, strict=True)
+        ]
+        walk.steps.append(Step("vector", 1.0, diagonal.vector, (identity[inside[0]],)))
+        walk.nodes |= path_nodes(c, other) | {owner_of(c.base(other)[0])}
+        walk.nodes |= c.helpers.get(walk.key, frozenset())
+        return bool(walk.descend(c, value))
+    return None
+
+
+# -- the chain --------------------------------------------------------------------------------
+
+
+def read_chain(
+    c: Canonical, key: Key, form: Product, inputs: bool = False
+) -> Chain | Refusal | None:
+    """Read the low-rank chain that ends at a product; None when nothing suggests one.
+
+    inputs: factors may be inputs of the graph, like x.
+    """
+    if _may_be_factor(c, form.rhs, inputs) and not _feeds_product(c, form.rhs):
+        sides: tuple[bool, ...] = (True, False)
+    else:
+        sides = (False, True)
+    refusal: Refusal | None = None
+    for weight_is_rhs in sides:
+        weight = form.rhs if weight_is_rhs else form.lhs
+        data = form.lhs if weight_is_rhs else form.rhs
+        if c.is_constant(data):
+            continue
+        walk, inner = trace_back(c, data)
+        if not _may_be_factor(c, weight, inputs):
+            refusal = refusal or _not_constant(c, inner, weight, data)
+            continue
+        second = read_stage(c, key, form, weight_is_rhs, computed=inputs)
+        if isinstance(second, Refusal):
+            refusal = second if isinstance(inner, Product) else refusal
+            continue
+        if isinstance(inner, Refusal):
+            refusal = _worth_telling(c, walk, second, inner) or refusal
+            continue
+        found = join_stages(c, second, walk, inner, computed=inputs)
+        if isinstance(found, Chain):
+            if inputs and part_of_one(found.first.x) is not None:
+                return None
+            return found if _may_be_factor(c, found.u.key, inputs) else refusal
+        refusal = found
+    return refusal
+
+
+def _may_be_factor(c: Canonical, key: Key, inputs: bool) -> bool:
+    return c.is_constant(key) or (inputs and c.base(key)[0] in c.input_matrices)
+
+
+def _feeds_product(c: Canonical, key: Key) -> bool:
+    return isinstance(c.form(key), Product)
+
+
+def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key) -> Refusal | None:
+    """Say why a product whose `weight` is no constant is no link of a chain, if that is news."""
+    for key in (weight, data):
+        owner = owner_of(key)
+        if owner in c.derived and _products_behind(c, key):
+            return Refusal(
+                "weight_computed",
+                "the weight is a product computed in the graph",
+                key,
+                "write (x @ u) @ v, or set Options(reassociate=True)",
+            )
+        if owner in c.derived and isinstance(inner, Product) and key is weight:
+            return Refusal(
+                "weight_computed",
+                "the weight is computed in the graph",
+                key,
+                "compute it once outside the graph and pass it as a parameter",
+            )
+    if isinstance(inner, Product) and owner_of(data) not in c.derived:
+        leaf = c.form(weight)
+        if isinstance(leaf, Leaf):
+            return Refusal(
+                "activations",
+                "both operands are activations: the factor is an input of the graph",
+                weight,
+                "make the factor a parameter or a buffer (beside a stored base, adapters may be "
+                "inputs)",
+            )
+        return Refusal(
+            "activations",
+            "both operands are activations",
+            weight,
+            "nothing: a low-rank kernel wants constant factors",
+        )
+    return None
+
+
+def _products_behind(c: Canonical, key: Key, limit: int = 12) -> list[Product]:
+    """Return the first product on each path behind a value, looking at `limit` values at most."""
+    queue, seen, found = [key], {key}, []
+    while queue and limit:
+        limit -= 1
+        base = c.base(queue.pop(0))[0]
+        form = c.forms[base]
+        if isinstance(form, Product):
+            found.append(form)
+            continue
+        for operand in _operands(c, base, form):
+            if operand not in seen and operand in c.views:
+                seen.add(operand)
+                queue.append(operand)
+    return found
+
+
+def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
+    """Return the refusal when a product with a small enough inner dimension lies just behind."""
+    r, n = second.weight.k, second.weight.n
+    for form in _products_behind(c, walk.key):
+        weight = form.rhs if c.is_constant(form.rhs) else form.lhs
+        shape = c.shape(c.base(weight)[0])
+        if not c.is_constant(weight) or shape is None:
+            continue
+        sizes = [s for s in shape if isinstance(s, int) and s != 1]
+        for inner in sizes:
+            k = views.divide(views.product(sizes), inner)
+            if (
+                isinstance(k, int)
+                and inner >= r
+                and r * (k + n) < k * n
+                and inner * (k + n) < k * n
+            ):
+                return why
+    return None
+
+
+def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
+    if isinstance(form, (Scale, Cast, Activation, Norm)):
+        factor = getattr(form, "factor", None)
+        return [form.value, *([] if factor is None or isinstance(factor, float) else [factor])]
+    if isinstance(form, Add):
+        return [form.a, *([] if isinstance(form.b, float) else [form.b])]
+    return [] if isinstance(key, Virtual) else key.all_input_nodes
+
+
+def join_stages(
+    c: Canonical, second: Stage, walk: Walk, inner: Product, computed: bool = False
+) -> Chain | Refusal:
+    """Join a second stage with the product behind it, if features meet features."""
+    contracted = [dim for dim in second.x_dims if dim and all(a.axis == FEATURE for a in dim)]
+    labels: set[int] = set()
+    for position, dim in enumerate(second.x_dims):
+        if dim in contracted:
+            labels |= {inner.out_labels[a.axis] for a in walk.dims[position] if a.axis >= 0}
+    in_lhs = bool(labels & set(inner.lhs_labels))
+    in_rhs = bool(labels & set(inner.rhs_labels))
+    operand = inner.rhs if in_rhs else inner.lhs
+    given = c.is_constant(operand) or owner_of(operand) in c.derived or computed
+    if in_lhs == in_rhs or not given:
+        return Refusal(
+            "features_mixed",
+            "the second product contracts tokens, or a mixture of tokens and features",
+            walk.key,
+            "contract the whole inner dimension",
+        )
+    first = read_stage(c, walk.key, inner, in_rhs, computed)
+    if isinstance(first, Refusal):
+        return first
+    inside = part_of_one(first.x)
+    if inside is not None and not computed:
+        return inside
+    data_dims = views.compose(walk.dims, first.out_dims)
+    mismatch = Refusal(
+        "inner_reshaped",
+        "the inner dimension is reshaped, sliced, repeated or left transposed between the products",
+        walk.key,
+        "contract exactly the dimension that the first product made",
+    )
+    if data_dims is None:
+        return mismatch
+    r = second.weight.k
+    if first.weight.n != r:
+        return mismatch
+    pieces = [
+        (dim[0].inner, data_dims[i])
+        for i, dim in enumerate(second.x_dims)
+        if dim and dim[0].axis == FEATURE
+    ]
+    features = [a for _, dim in sorted(pieces, key=lambda p: -int(p[0])) for a in dim]
+    if not is_whole_feature(tuple(features), r):
+        return mismatch
+    tokens: dict[int, views.Dim] = {}
+    for i, dim in enumerate(second.x_dims):
+        if dim and dim[0].axis != FEATURE:
+            if any(a.axis < 0 for a in data_dims[i]):
+                return mismatch
+            tokens[dim[0].axis] = data_dims[i]
+    out_dims = tuple(
+        dim if not dim or dim[0].axis == FEATURE else tokens[dim[0].axis] for dim in second.out_dims
+    )
+    steps: list[Step] = []
+    for step in reversed(walk.steps):
+        moved = views.compose(step.dims, first.out_dims)
+        if moved is None or (
+            step.kind != "scale" and not is_whole_feature(tuple(a for d in moved for a in d), r)
+        ):
+            return Refusal(
+                "factor_shape",
+                "a constant between the products varies along tokens",
+                step.key or walk.key,
+                "only vectors over the inner dimension fold into the factors",
+            )
+        steps.append(step)
+    nodes = frozenset(walk.nodes) | first.nodes | second.nodes
+    return Chain(first, second, tuple(steps), second.key, out_dims, nodes)

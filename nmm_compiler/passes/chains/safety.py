@@ -1,0 +1,178 @@
+"""Why nodes may not be replaced by one call where the last of them stands.
+
+`refuse` is every reason: other users of inner values, dtypes, devices, tensor subclasses, and what
+the move would cross (`crossed`: writes, edges of regions). `too_wide` is the reason of cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from nmm_compiler.passes.chains.linear_map import (
+    Refusal,
+)
+from nmm_compiler.passes.graph.canonical import PLAIN, Canonical
+from nmm_compiler.passes.graph.canonical_forms import (
+    Key,
+    Leaf,
+    owner_of,
+)
+from nmm_compiler.passes.graph.effects import is_ignorable
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def real_users(node: fx.Node) -> list[fx.Node]:
+    """Return the users of a value, without those that only assert."""
+    return [user for user in node.users if not is_ignorable(user)]
+
+
+def refuse(
+    c: Canonical,
+    nodes: Iterable[fx.Node],
+    final: fx.Node,
+    operands: Iterable[Key],
+    allowed: Iterable[fx.Node] = (),
+    redirected: Iterable[fx.Node] = (),
+    also_final: Iterable[fx.Node] = (),
+) -> Refusal | None:
+    """Return why these nodes may not be replaced by one call at `final`, None when they may.
+
+    Checks other users, dtypes, devices, tensor subclasses, writes and region edges crossed.
+    `allowed` are writers among the nodes whose writes the caller has found harmless, `redirected`
+    are users that the caller will point elsewhere; `also_final` are further results.
+    """
+    covered = set(nodes)
+    keys = list(operands)
+    elsewhere = set(redirected)
+    moved = crossed(c, covered, final, keys, allowed)
+    if moved is not None:
+        return moved
+    for node in covered - {final, *also_final}:
+        for user in real_users(node):
+            if user not in covered and user not in elsewhere and not c.is_constant(node):
+                if user in c.effects.writers:
+                    return Refusal(
+                        "mutation",
+                        f"an inner value is written in place by {user.name}",
+                        node,
+                        "use the functional form",
+                    )
+                what = "is returned" if user.op == "output" else f"is also used by {user.name}"
+                return Refusal(
+                    "other_user", f"an inner value {what}", node, "use only the chain's result"
+                )
+    wanted = c.dtype(final)
+    if wanted not in DTYPES:
+        return Refusal(
+            "dtype_unsupported",
+            f"dtype {str(wanted).removeprefix('torch.')} has no kernel",
+            final,
+            "use bfloat16, float16 or float32",
+        )
+    device = None
+    for key in [*keys, *covered]:
+        value = c.tensor(key)
+        odd = c.subclasses.get(owner_of(c.base(key)[0])) if key in c.views else None
+        if odd is not None:
+            return Refusal(
+                "subclass",
+                f"operand is a tensor subclass, {odd}",
+                owner_of(key),
+                "use a plain tensor",
+            )
+        if value is None:
+            continue
+        if value.dtype != wanted:
+            return Refusal(
+                "dtype",
+                f"dtypes differ: {str(value.dtype).removeprefix('torch.')} and "
+                f"{str(wanted).removeprefix('torch.')}",
+                owner_of(key),
+                "keep one dtype through the chain",
+            )
+        if not _is_plain(value):
+            return Refusal(
+                "subclass",
+                f"operand is a tensor subclass, {type(value).__name__}",
+                owner_of(key),
+                "use a plain tensor",
+            )
+        device = device or value.device
+        if value.device != device:
+            return Refusal(
+                "device",
+                f"operands on {device} and {value.device}",
+                owner_of(key),
+                "keep the chain on one device",
+            )
+    return None
+
+
+def in_transform(node: fx.Node) -> Refusal:
+    """Refuse what stands inside a functorch transform: an op there has no tangent, or is slow."""
+    return Refusal(
+        "functorch",
+        "the chain stands inside a functorch transform, or crosses one",
+        node,
+        "apply torch.compile outside of torch.func",
+    )
+
+
+def crossed(
+    c: Canonical,
+    covered: set[fx.Node],
+    final: fx.Node,
+    keys: list[Key],
+    allowed: Iterable[fx.Node] = (),
+) -> Refusal | None:
+    """Return a write or a region edge between the first of the nodes and the last."""
+    effects = c.effects
+    moving = [n for n in covered if not isinstance(c.forms.get(n), Leaf)]
+    harmless = set(allowed)
+    inner = [n for n in moving if n in effects.writers and n not in harmless]
+    if inner:
+        return Refusal(
+            "mutation", "an inner value is written in place", inner[0], "use the functional form"
+        )
+    start = min(effects.position[n] for n in moving)
+    end = effects.position[final]
+    touched = covered | {owner_of(k) for k in keys}
+    if effects.crossed_transform(start, end):
+        return in_transform(final)
+    write = effects.crossed_write(start, end, touched, allowed=harmless)
+    if write is not None:
+        return Refusal(
+            "mutation",
+            "memory of an operand or an inner value is written between the products",
+            write.node,
+            "write before or after the chain",
+        )
+    edge = effects.crossed_edge(start, end)
+    if edge is not None:
+        return Refusal(
+            "region",
+            f"the chain crosses the edge of a region ({edge[1]})",
+            edge[0],
+            "keep the chain inside one autocast or grad-mode region",
+        )
+    return None
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return type(value) in PLAIN and value.layout == torch.strided
+
+
+def too_wide(k: int, r: int, n: int, key: Key) -> Refusal | None:
+    """Return a refusal when the dense product would be cheaper than the chain."""
+    if r * (k + n) < k * n:
+        return None
+    return Refusal(
+        "rank_too_large",
+        f"r (k + n) >= k n: {r} * ({k} + {n}) >= {k} * {n}, so one dense product is cheaper",
+        key,
+        f"use a rank of at most {(k * n - 1) // (k + n)}",
+    )

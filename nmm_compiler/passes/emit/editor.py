@@ -1,0 +1,297 @@
+"""The only place that changes a graph: an editor that adds nodes, with metadata, before a node.
+
+Every new node gets the metadata of the node it stands in for and a value of its own under the
+graph's key ("example_value" in Dynamo graphs, else "val"). Rearrangements are emitted from `Dims`:
+a reshape to atoms, a permutation, a reshape to the wanted dimensions, each only when needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Key, Virtual
+from nmm_compiler.passes.graph.effects import fetch_attribute
+from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.views import Atom, Dims, Size
+
+aten = torch.ops.aten
+# Mark of products that a rewrite emitted to join weights: a second run leaves them alone.
+WEIGHT_ONLY = "nmm_weight_only"
+_COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
+# Readers that care about strides: with these a replaced value keeps the strides it had.
+STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"})
+
+
+class Editor:
+    """Adds nodes before `at`, which they replace in the end.
+
+    values maps nodes to metadata tensors; new nodes enter it. `rule` marks what a rule added.
+    """
+
+    def __init__(self, c: Canonical, value_key: str, options: Any) -> None:
+        self.c, self.graph, self.module = c, c.graph, c.module
+        self.value_key, self.options = value_key, options
+        self.at: fx.Node | None = None
+        self.added: list[fx.Node] = []
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self.raw: dict[fx.Node, Any] = {}
+        # Restore strides where they change, rather than where they are seen.
+        self.careful = False
+        # Results whose strides are not those of the value they replace, with that value.
+        self.restrided: dict[fx.Node, torch.Tensor] = {}
+        self._attributes: dict[str, fx.Node] = {}
+
+    # -- nodes ----------------------------------------------------------------------------
+
+    def call(
+        self,
+        operator: Callable[..., Any],
+        /,
+        *args: Any,
+        meta_value: Any = None,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """Add a call of an operator; its metadata value is computed unless it is given."""
+        assert self.at is not None
+        with self.graph.inserting_before(self.at):
+            node = self.graph.call_function(operator, args, kwargs)
+        for name in _COPIED:
+            if name in self.at.meta:
+                node.meta[name] = self.at.meta[name]
+        value = meta_value
+        if value is None:
+            values = self.c.values
+            real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: values.get(n))
+            value = operator(*real_args, **real_kwargs)
+        node.meta[self.value_key] = value
+        self.c.values[node] = value
+        self.added.append(node)
+        return node
+
+    def again(self, node: fx.Node, operands: dict[fx.Node, fx.Node], meta_value: Any) -> fx.Node:
+        """Add a node that computes what `node` does, on other operands."""
+        assert self.at is not None
+        new = operands | {self.node(old): to for old, to in operands.items()}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: new.get(a, a))
+        with self.graph.inserting_before(self.at):
+            made = self.graph.create_node(node.op, node.target, args, kwargs)
+        made.meta = {name: node.meta[name] for name in _COPIED if name in node.meta}
+        made.meta[self.value_key] = self.c.values[made] = meta_value
+        self.added.append(made)
+        return made
+
+    def node(self, key: Key) -> fx.Node:
+        """Return the fx node of a value, adding a `get_attr` for a called module's parameter."""
+        if not isinstance(key, Virtual):
+            while key in self.replaced:
+                key = self.replaced[key]
+            return key
+        assert key.attribute is not None, f"{key} is no value of the graph"
+        found = self._attributes.get(key.attribute)
+        if found is None:
+            first = next(iter(self.graph.nodes))
+            with self.graph.inserting_before(first):
+                found = self.graph.get_attr(key.attribute)
+            value = fetch_attribute(self.module, key.attribute)
+            found.meta[self.value_key] = self.c.values[found] = value
+            self._attributes[key.attribute] = found
+        return found
+
+    def hoist(self, keys: Iterable[Key]) -> None:
+        """Move `get_attr` nodes to the top, so that a call may stand anywhere."""
+        for key in keys:
+            if isinstance(key, fx.Node) and key.op == "get_attr":
+                first = next(iter(self.graph.nodes))
+                if first is not key:
+                    first.prepend(key)
+
+    def shape(self, node: fx.Node) -> tuple[Size, ...]:
+        """Return a node's shape from its metadata."""
+        return views.sizes_of(self.c.values[node])
+
+    # -- sizes ----------------------------------------------------------------------------
+
+    def size_value(self, size: Size, near: fx.Node) -> Any:
+        """Return an int, or a SymInt for a symbolic size, from the environment of `near`."""
+        if isinstance(size, int):
+            return size
+        for own in self.c.values[near].shape:
+            if isinstance(own, torch.SymInt):
+                if own.node.expr == size:
+                    return own
+                environment = own.node.shape_env
+        return environment.create_symintnode(size, hint=None)
+
+    def _size_arguments(self, shape: Sequence[Size], near: fx.Node) -> list[Any]:
+        """Return ints, one -1 at most, and nodes for further symbolic sizes."""
+        symbolic = [s for s in shape if not isinstance(s, int)]
+        known = {s: d for d, s in enumerate(self.shape(near)) if not isinstance(s, int)}
+        inputs = self._symbolic_sizes() if len(symbolic) > 1 else {}
+        unknown = [s for s in symbolic if s not in known and s not in inputs]
+        free = unknown[0] if unknown else (symbolic[0] if symbolic else None)
+        arguments: list[Any] = []
+        for size in shape:
+            if isinstance(size, int):
+                arguments.append(size)
+            elif size == free and -1 not in arguments:
+                arguments.append(-1)
+            elif size in known:
+                value = self.c.values[near].shape[known[size]]
+                arguments.append(self.call(aten.sym_size.int, near, known[size], meta_value=value))
+            else:
+                node, dim = inputs[size]
+                if dim is not None:
+                    value = self.c.values[node].shape[dim]
+                    node = self.call(aten.sym_size.int, node, dim, meta_value=value)
+                arguments.append(node)
+        return arguments
+
+    def _symbolic_sizes(self) -> dict[Size, tuple[fx.Node, int | None]]:
+        """Return where each symbolic size is first held, above: a SymInt, or a dimension."""
+        found: dict[Size, tuple[fx.Node, int | None]] = {}
+        for node in self.graph.nodes:
+            if node is self.at:
+                break
+            value = self.c.values.get(node)
+            if isinstance(value, torch.SymInt):
+                found.setdefault(views.as_size(value), (node, None))
+            elif isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        found.setdefault(views.as_size(size), (node, dim))
+        return found
+
+    # -- rearranging ----------------------------------------------------------------------
+
+    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        """Reshape, unless the shape is there already."""
+        if tuple(shape) == self.shape(node):
+            return node
+        value = self.c.values[node].reshape([self.size_value(s, node) for s in shape])
+        sizes = self._size_arguments(shape, node)
+        return self.call(aten.reshape.default, node, sizes, meta_value=value)
+
+    def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        """Permute, unless the order is the natural one."""
+        if list(order) == sorted(order):
+            return node
+        return self.call(aten.permute.default, node, list(order))
+
+    def arrange(self, node: fx.Node, have: Dims, want: Dims) -> fx.Node:
+        """Turn a value whose dimensions are `have` into one whose dimensions are `want`."""
+        have_atoms, want_atoms = _refine(have, want)
+        if [a for d in have_atoms for a in d] != [a for d in want_atoms for a in d]:
+            flat = [a for d in have_atoms for a in d]
+            node = self.reshape(node, [a.size for a in flat])
+            order = [flat.index(a) for d in want_atoms for a in d]
+            node = self.permute(node, order)
+        return self.reshape(node, views.shape_of(want))
+
+    def like(self, node: fx.Node, original: fx.Node) -> fx.Node:
+        """Give a value the strides that direct readers of the original rely on.
+
+        Where none does, they may differ for now: `strides.settle_strides` follows them. A value
+        that is written later gets its strides here: a copy further on would miss the write.
+        """
+        new, old = self.c.values[node], self.c.values[original]
+        if stride_key(new) == stride_key(old):
+            return node
+        strict = any(
+            target_name(user) in STRIDE_READERS or (user.op == "call_module")
+            for user in original.users
+        ) or self.c.effects.is_written(original)
+        strict = strict or self.careful
+        if not strict and (views.is_contiguous(new) or not views.is_contiguous(old)):
+            self.restrided[node] = old
+            return node
+        return self.restride(node, old)
+
+    def restride(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
+        """Copy a value into the memory order of another of its shape."""
+        order = sorted(range(old.dim()), key=lambda d: -_magnitude(old.stride()[d]))
+        node = self.permute(node, order)
+        node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.permute(node, [order.index(d) for d in range(old.dim())])
+
+    # -- replacing ------------------------------------------------------------------------
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every reader of `old` read `new`."""
+        if self.value_key in old.meta:
+            new.meta.setdefault(self.value_key, old.meta[self.value_key])
+        old.replace_all_uses_with(new)
+        self.replaced[old] = new
+
+    def erase(self, nodes: Iterable[fx.Node]) -> int:
+        """Erase nodes that nothing reads, last first; return how many went."""
+        wanted = set(nodes)
+        gone = 0
+        for node in reversed(list(self.graph.nodes)):
+            if node not in wanted or node.op in ("placeholder", "output"):
+                continue
+            for user in list(node.users):
+                if not user.users and target_name(user) == "_assert_tensor_metadata":
+                    self.graph.erase_node(user)
+            if not node.users:
+                self.graph.erase_node(node)
+                gone += 1
+        return gone
+
+
+# What a data-dependent size counts as where strides are put in order: longer than any other.
+_LONG = 1 << 30
+
+
+def _magnitude(stride: Any) -> int:
+    """Return a stride as a number to sort by; a symbolic one is asked for no guard."""
+    if not isinstance(stride, torch.SymInt):
+        return int(stride)
+    if stride.node.has_hint():
+        return int(stride.node.hint)
+    expression = stride.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, _LONG)))
+
+
+def stride_key(value: torch.Tensor) -> tuple[Any, ...]:
+    """Return the strides that tell, those of dimensions longer than 1."""
+    pairs = zip(views.sizes_of(value), views.strides_of(value), strict=True)
+    return tuple(stride for size, stride in pairs if size != 1)
+
+
+def _refine(have: Dims, want: Dims) -> tuple[Dims, Dims]:
+    """Split atoms on both sides until they are the same set."""
+    cuts: dict[int, set[Size]] = {}
+    for dim in (*have, *want):
+        for atom in dim:
+            cuts.setdefault(atom.axis, set()).update(
+                (atom.inner, views.times(atom.inner, atom.size))
+            )
+    return (
+        tuple(tuple(p for a in dim for p in _split(a, cuts[a.axis])) for dim in have),
+        tuple(tuple(p for a in dim for p in _split(a, cuts[a.axis])) for dim in want),
+    )
+
+
+def _split(atom: Atom, cuts: set[Size]) -> list[Atom]:
+    end = views.times(atom.inner, atom.size)
+    inside: list[tuple[Size, Size]] = []
+    for cut in cuts:
+        if cut in (atom.inner, end):
+            continue
+        below, above = views.divide(cut, atom.inner), views.divide(end, cut)
+        if below is not None and above is not None:
+            inside.append((below, cut))
+    if not inside:
+        return [atom]
+    below, cut = min(inside, key=lambda pair: str(pair[0]) if not isinstance(pair[0], int) else "")
+    above = views.divide(atom.size, below)
+    if above is None:
+        return [atom]
+    outer = Atom(atom.axis, above, cut)
+    return [*_split(outer, cuts), Atom(atom.axis, below, atom.inner)]

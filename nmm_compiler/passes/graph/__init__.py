@@ -1,0 +1,1 @@
+"""Reads a graph and changes nothing: capture, canonical forms, views, effects, metadata."""

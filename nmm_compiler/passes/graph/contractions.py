@@ -1,0 +1,310 @@
+"""Every spelling of a contraction, read as labelled products of two operands.
+
+Labels are small integers, one per dimension. K is contracted, M and N are rows and columns, and
+BATCH + i counts batch dimensions from the right, which is how broadcasting lines them up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from nmm_compiler.passes.graph.canonical_forms import Add, Key, Product
+from nmm_compiler.passes.graph.torch_names import Call
+from nmm_compiler.passes.graph.views import Dim, Size, identity
+
+if TYPE_CHECKING:
+    from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
+
+K, M, N, BATCH = 0, 1, 2, 10
+
+
+def _is_tensor(c: Canonical, value: Any) -> bool:
+    return isinstance(value, fx.Node) and c.shape(value) is not None
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def matmul_labels(a: int, b: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the labels of both operands and the result of a matmul of ranks a and b."""
+    batch_a = tuple(BATCH + i for i in range(a - 2))[::-1]
+    batch_b = tuple(BATCH + i for i in range(b - 2))[::-1]
+    lhs = (K,) if a == 1 else (*batch_a, M, K)
+    rhs = (K,) if b == 1 else (*batch_b, K, N)
+    batch = batch_a if len(batch_a) >= len(batch_b) else batch_b
+    out = (*batch, *((M,) if a > 1 else ()), *((N,) if b > 1 else ()))
+    return lhs, rhs, out
+
+
+def _contract(c: Canonical, a: Any, b: Any) -> Product | None:
+    if not _is_tensor(c, a) or not _is_tensor(c, b):
+        return None
+    ranks = len(c.shape(a) or ()), len(c.shape(b) or ())
+    if 0 in ranks:
+        return None
+    return Product(a, b, *matmul_labels(*ranks))
+
+
+def _matmul(c: Canonical, call: Call) -> Result:
+    a = call.get(0, "input", "self", "mat")
+    return _contract(c, a, call.get(1, "other", "mat2", "vec", "tensor"))
+
+
+def _linear(c: Canonical, call: Call) -> Result:
+    x, w, bias = call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias")
+    if not _is_tensor(c, x) or not _is_tensor(c, w):
+        return None
+    return linear_form(c, call.node, x, w, bias)
+
+
+def linear_form(c: Canonical, node: fx.Node, x: Key, w: Key, bias: Key | None) -> Result:
+    """Return x w^T + bias, for a weight stored [outputs, inputs]."""
+    shape = c.shape(x) or ()
+    if len(c.shape(w) or ()) != 2 or not shape:
+        return None
+    tokens = tuple(BATCH + i for i in range(len(shape) - 1))
+    result = Product(x, w, (*tokens, K), (N, K), (*tokens, N))
+    return with_addend(c, node, result, bias)
+
+
+def with_addend(
+    c: Canonical, node: fx.Node, form: Product, addend: Any, alpha: float = 1.0, beta: float = 1.0
+) -> Result:
+    """Return alpha * product + beta * addend; the product alone when there is no addend."""
+    if addend is None and alpha == 1.0:
+        return form
+    shape = c.shape(node)
+    assert shape is not None
+    value = c.virtual(node, "product", form, shape)
+    return Add(value, 0.0 if addend is None else addend, float(alpha), float(beta))
+
+
+def _addmm(c: Canonical, call: Call) -> Result:
+    addend = call.get(0, "input", "self")
+    inner = _contract(c, call.get(1, "mat1", "batch1", "mat"), call.get(2, "mat2", "batch2", "vec"))
+    # torch also knows addmm(beta, input, alpha, mat1, mat2), long deprecated: not read.
+    beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
+    if inner is None or not _is_tensor(c, addend) or not _number(beta) or not _number(alpha):
+        return None
+    return with_addend(c, call.node, inner, addend, alpha, beta)
+
+
+def _einsum_labels(
+    equation: str, ranks: Sequence[int]
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
+    """Return labels per operand and of the result; None for traces and unknown notation."""
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks) or not re.fullmatch(r"[A-Za-z.,]*", left + right):
+        return None
+    lead = 0
+    operands: list[tuple[int, ...]] = []
+    for term, rank in zip(terms, ranks, strict=True):
+        before, dots, after = term.partition("...")
+        extra = rank - len(before) - len(after)
+        if "." in before + after or extra < 0 or (extra and not dots):
+            return None
+        lead = max(lead, extra)
+        middle = tuple(1000 + i for i in range(extra))[::-1]
+        labels = (*map(ord, before), *middle, *map(ord, after))
+        if len(set(labels)) != len(labels):
+            return None
+        operands.append(labels)
+    ellipsis = tuple(1000 + i for i in range(lead))[::-1]
+    if arrow:
+        before, dots, after = right.partition("...")
+        if lead and not dots:
+            return None
+        return operands, (*map(ord, before), *ellipsis, *map(ord, after))
+    letters = [label for labels in operands for label in labels if label < 1000]
+    once = sorted(label for label in set(letters) if letters.count(label) == 1)
+    return operands, (*ellipsis, *once)
+
+
+def _einsum(c: Canonical, call: Call) -> Result:
+    equation = call.get(0, "equation")
+    given = call.get(1, "operands", "tensors")
+    operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args[1:]]
+    if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in operands):
+        return None
+    read = _einsum_labels(equation, [len(c.shape(o) or ()) for o in operands])
+    if read is None or len(operands) < 2:
+        return None
+    return chain(c, call.node, operands, *read)
+
+
+def chain(
+    c: Canonical,
+    node: fx.Node,
+    operands: list[Any],
+    labels: list[tuple[int, ...]],
+    out: tuple[int, ...],
+) -> Result:
+    """Read a contraction of several operands as products, starting at the one that is no weight.
+
+    Each step takes an operand that shares a contracted label with the result so far.
+    """
+    sizes: dict[int, Size] = {}
+    for operand, own in zip(operands, labels, strict=True):
+        for label, size in zip(own, c.shape(operand) or (), strict=True):
+            if sizes.get(label, 1) == 1:
+                sizes[label] = size
+    rest = list(range(len(operands)))
+    moving = [i for i in rest if not c.is_constant(operands[i])]
+    if len(moving) > 1 and len(operands) > 2:
+        return None
+    ends = [i for i in rest if set(labels[i]) & set(out)]
+    first = moving[0] if moving else max(ends or rest, key=lambda i: len(labels[i]))
+    rest.remove(first)
+    value: Key = operands[first]
+    have = labels[first]
+    while rest:
+        kept = set(out).union(*(labels[i] for i in rest))
+        step = next(
+            (
+                i
+                for i in rest
+                if (set(have) & set(labels[i]))
+                - set(out).union(*(labels[j] for j in rest if j != i))
+            ),
+            None,
+        )
+        if step is None:
+            return None
+        rest.remove(step)
+        kept = set(out).union(*(labels[i] for i in rest))
+        other = labels[step]
+        result = tuple(x for x in have if x in kept) + tuple(
+            x for x in other if x in kept and x not in have
+        )
+        if any(x not in kept and x not in other for x in have):
+            return None
+        if any(x not in kept and x not in have for x in other):
+            return None
+        if not rest:
+            if set(result) != set(out):
+                return None
+            return Product(value, operands[step], have, other, out)
+        form = Product(value, operands[step], have, other, result)
+        shape = tuple(sizes[x] for x in result)
+        value, have = c.virtual(node, f"step{len(rest)}", form, shape), result
+    return None
+
+
+def _multi_dot(c: Canonical, call: Call) -> Result:
+    given = call.get(0, "tensors", "matrices")
+    operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args]
+    if len(operands) < 2 or not all(_is_tensor(c, o) for o in operands):
+        return None
+    labels: list[tuple[int, ...]] = []
+    for i, operand in enumerate(operands):
+        rank = len(c.shape(operand) or ())
+        if rank == 2:
+            labels.append((i, i + 1))
+        elif rank == 1 and i in (0, len(operands) - 1):
+            labels.append((1,) if i == 0 else (i,))
+        else:
+            return None
+    out = tuple(x for x in labels[0][:-1]) + tuple(x for x in labels[-1][1:])
+    return chain(c, call.node, operands, labels, out)
+
+
+def _tensordot(c: Canonical, call: Call) -> Result:
+    a, b = call.get(0, "a", "self"), call.get(1, "b", "other")
+    if not _is_tensor(c, a) or not _is_tensor(c, b):
+        return None
+    rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
+    dims: Any = call.get(2, "dims", "dims_self", default=2)
+    if call.get(3, "dims_other") is not None:
+        dims = (dims, call.get(3, "dims_other"))
+    if isinstance(dims, int):
+        pairs = [(rank_a - dims + i, i) for i in range(dims)]
+    elif isinstance(dims, (tuple, list)) and len(dims) == 2:
+        first, second = dims
+        if not isinstance(first, (tuple, list)) or not isinstance(second, (tuple, list)):
+            return None
+        pairs = [(p % rank_a, q % rank_b) for p, q in zip(first, second, strict=True)]
+    else:
+        return None
+    labels_a = list(range(rank_a))
+    labels_b = [100 + i for i in range(rank_b)]
+    for p, q in pairs:
+        labels_b[q] = p
+    contracted = {p for p, _ in pairs}
+    out = [x for x in labels_a if x not in contracted] + [x for x in labels_b if x >= 100]
+    if not contracted:
+        return None
+    return Product(a, b, tuple(labels_a), tuple(labels_b), tuple(out))
+
+
+def _all(value: Any, wanted: int) -> bool:
+    entries = value if isinstance(value, (tuple, list)) else (value,)
+    return all(entry == wanted for entry in entries)
+
+
+def pointwise_convolution(c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any) -> Result:
+    """Return a convolution whose kernel has one element as a product over channels."""
+    shape, kernel = c.shape(x) or (), c.shape(w) or ()
+    spatial = len(kernel) - 2
+    if spatial < 1 or any(s != 1 for s in kernel[2:]) or len(shape) != len(kernel):
+        return None
+    places = tuple(BATCH + 1 + i for i in range(spatial))
+    unit = tuple(-1 - i for i in range(spatial))
+    form = Product(x, w, (BATCH, K, *places), (N, K, *unit), (BATCH, N, *places))
+    if bias is not None:
+        length = c.shape(bias)
+        if length is None or len(length) != 1:
+            return None
+        dims: tuple[Dim, ...] = (*identity(length), *((),) * spatial)
+        bias = c.viewed(node, "bias", bias, dims)
+    return with_addend(c, node, form, bias)
+
+
+def _convolution(c: Canonical, call: Call) -> Result:
+    x, w, bias = call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias")
+    if not _is_tensor(c, x) or not _is_tensor(c, w):
+        return None
+    padding = call.get(4, "padding", default=0)
+    plain = _all(call.get(3, "stride", default=1), 1) and (
+        _all(padding, 0) or padding in ("same", "valid")
+    )
+    if call.name == "convolution":
+        plain = plain and call.get(6, "transposed", default=False) is False
+        groups = call.get(8, "groups", default=1)
+    else:
+        groups = call.get(6, "groups", default=1)
+    if not plain or groups != 1:
+        return None
+    return pointwise_convolution(c, call.node, x, w, bias)
+
+
+def _inner(c: Canonical, call: Call) -> Result:
+    a, b = call.get(0, "input", "self"), call.get(1, "other")
+    if not _is_tensor(c, a) or not _is_tensor(c, b):
+        return None
+    rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
+    if not rank_a or not rank_b:
+        return None
+    rows = tuple(BATCH + i for i in range(rank_a - 1))
+    columns = tuple(100 + i for i in range(rank_b - 1))
+    return Product(a, b, (*rows, K), (*columns, K), (*rows, *columns))
+
+
+CONTRACTIONS: dict[str, Handler] = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot"), _matmul),
+    **dict.fromkeys(("__rmatmul__",), lambda c, call: _contract(c, call.get(1), call.get(0))),
+    "linear": _linear,
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _addmm),
+    "einsum": _einsum,
+    **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
+    "tensordot": _tensordot,
+    "inner": _inner,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+}

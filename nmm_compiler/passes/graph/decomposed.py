@@ -1,0 +1,102 @@
+"""What core ATen makes of `mv` and `diag`, read back as a product and a diagonal matrix.
+
+mv(a, x) is sum(a * x, 1) there, diag(s) is where(arange == arange.unsqueeze(-1), s, 0).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical_forms import Diagonal, Product, owner_of
+from nmm_compiler.passes.graph.torch_names import Call, target_name
+
+if TYPE_CHECKING:
+    from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
+
+
+def _sum(c: Canonical, call: Call) -> Result:
+    """Read a sum over an axis of a matrix of constants times something as their product."""
+    source = call.get(0, "input", "self")
+    shape = c.shape(source) if isinstance(source, fx.Node) else None
+    if (
+        shape is None
+        or target_name(source) != "mul"
+        or call.get(2, "keepdim", default=False)
+        or call.get(3, "dtype") is not None
+    ):
+        return None
+    operands = source.all_input_nodes
+    if len(operands) != 2 or len(source.args) != 2 or any(c.shape(o) is None for o in operands):
+        return None
+    if any(c.dtype(o) != c.dtype(call.node) for o in operands):
+        return None
+    matrices = [len(c.shape(o) or ()) >= 2 and _is_given(c, o) for o in operands]
+    given = call.get(1, "dim", "axis")
+    axes = list(given) if isinstance(given, (tuple, list)) else [given]
+    if not any(matrices) or not axes or not all(isinstance(a, int) for a in axes):
+        return None
+    summed = {a % len(shape) for a in axes}
+    labels = []
+    for operand in operands:
+        own = c.shape(operand) or ()
+        labels.append(tuple(range(len(shape) - len(own), len(shape))))
+        if any(a not in labels[-1] or own[a - len(shape)] != shape[a] for a in summed):
+            return None  # a sum over an axis that is repeated counts it several times
+    out = tuple(i for i in range(len(shape)) if i not in summed)
+    c.helpers[call.node] = frozenset((source,))
+    return Product(operands[0], operands[1], labels[0], labels[1], out)
+
+
+def _is_given(c: Canonical, key: Any) -> bool:
+    diagonal = key in c.views and isinstance(c.form(key), Diagonal)
+    return c.is_constant(key) or owner_of(key) in c.derived or diagonal
+
+
+def _where(c: Canonical, call: Call) -> Result:
+    """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
+    mask, vector, other = (call.get(i, n) for i, n in enumerate(("condition", "input", "other")))
+    shape = c.shape(call.node) or ()
+    if not isinstance(vector, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
+        return None
+    if not _is_zero(other) or not isinstance(mask, fx.Node) or not _is_eye(c, mask, shape[0]):
+        return None
+    base, dims = c.base(vector)
+    if c.shape(base) != shape[:1] or views.expand(dims, shape) is None:
+        return None
+    along = views.expand(dims, shape)
+    columns = along is not None and along[1] == views.identity(shape[:1])[0]
+    return Diagonal(base) if columns else None
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        full = target_name(value) == "full" and list(value.args[0]) == []  # type: ignore[arg-type]
+        if target_name(value) != "scalar_tensor" and not full:
+            return False
+        value = value.args[1 if full else 0]
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _is_eye(c: Canonical, mask: fx.Node, size: Any) -> bool:
+    """Say whether a mask is arange(size) == arange(size).unsqueeze(-1), either way round."""
+    node = owner_of(c.base(mask)[0])
+    if target_name(node) != "eq" or c.shape(node) != (size, size):
+        return False
+    seen = []
+    for operand in node.args[:2]:
+        if not isinstance(operand, fx.Node):
+            return False
+        base, dims = c.base(operand)
+        source = owner_of(base)
+        numbers = [a for a in source.args if a != 0] if target_name(source) == "arange" else []
+        over = views.expand(dims, (size, size))
+        if numbers != [size] or c.shape(base) != (size,) or over is None:
+            return False
+        seen.append(tuple(bool(d) and d[0].axis == 0 for d in over))
+    return sorted(seen) == [(False, True), (True, False)]
+
+
+DECOMPOSED: dict[str, Handler] = {"sum": _sum, "where": _where}

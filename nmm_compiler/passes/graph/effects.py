@@ -1,0 +1,239 @@
+"""What moving a computation must not cross: writes, aliases, and the edges of regions.
+
+A fused call runs where the last node of its chain stood, so everything between the first node and
+there is crossed. Aliasing is read from the storages of the metadata tensors, which follow every
+view operation, whatever it is called. Unknown Python callables count as writers of all they get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nmm_compiler.passes.graph.torch_names import inplace_flag, is_inplace_name, target_name
+
+# A storage identity that stands for memory of which nothing is known.
+ANYTHING = frozenset((0,))
+# The last position of a transform that has not been left yet: beyond any graph.
+_OPEN = 1 << 62
+_PURE_UNKNOWN = frozenset({"_guards_fn", "_assert_tensor_metadata"})
+_FUNCTORCH = (
+    "_increment_nesting",
+    "_decrement_nesting",
+    "_add_batch_dim",
+    "_remove_batch_dim",
+    "_wrap_for_grad",
+    "_unwrap_for_grad",
+    "_make_dual",
+    "_unpack_dual",
+    "enter_dual_level",
+    "exit_dual_level",
+    "_jvp",
+)
+_REGION_PREFIXES = ("_enter_", "_exit_", "_set_", "set_grad_enabled", "lazy_load_decompositions")
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write at a position of the graph, into storages (by identity)."""
+
+    position: int
+    node: fx.Node
+    storages: frozenset[int]
+
+
+def storages_of(value: Any) -> frozenset[int]:
+    """Return identities of the storages behind a metadata value, containers included."""
+    if isinstance(value, torch.Tensor):
+        try:
+            return frozenset((value.untyped_storage()._cdata,))
+        except (NotImplementedError, RuntimeError):  # subclasses and sparse tensors have none
+            return frozenset((id(value),))
+    if isinstance(value, (tuple, list)):
+        return frozenset().union(*(storages_of(item) for item in value)) if value else frozenset()
+    return frozenset()
+
+
+def is_ignorable(node: fx.Node) -> bool:
+    """Say whether the node only asserts, so that it is no real user of a value."""
+    if node.users:
+        return False
+    name = target_name(node) or ""
+    return name in ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
+
+
+def transform_depth(node: fx.Node) -> int | None:
+    """Return how a node changes the depth of functorch transforms (vmap, grad, jvp).
+
+    1 enters one, -1 leaves one, 0 works inside one; None for any other node.
+    """
+    if node.op != "call_function":
+        return None
+    short = getattr(node.target, "__name__", "")
+    if not isinstance(short, str) or not any(part in short for part in _FUNCTORCH):
+        return None
+    if "_increment_nesting" in short or short == "enter_dual_level":
+        return 1
+    return -1 if "_decrement_nesting" in short or short == "exit_dual_level" else 0
+
+
+def region_edge(node: fx.Node) -> str | None:
+    """Return the name of the mode (autocast, grad mode, ...) that the node enters or leaves."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return None
+    short = getattr(node.target, "__name__", "")
+    if isinstance(short, str) and short.startswith(_REGION_PREFIXES):
+        return short
+    return None
+
+
+def _submodules(node: fx.Node, root: nn.Module) -> Iterator[fx.GraphModule]:
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            child = fetch_attribute(root, str(argument.target))
+            if isinstance(child, fx.GraphModule):
+                yield child
+
+
+def fetch_attribute(root: nn.Module, target: str) -> Any:
+    """Return the attribute at a dotted path, None when it is not there."""
+    value: Any = root
+    for part in target.split("."):
+        value = getattr(value, part, None)
+        if value is None:
+            return None
+    return value
+
+
+def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
+    """Return the argument nodes whose memory the node may write."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    inputs = node.all_input_nodes
+    if node.op == "call_module":
+        module = fetch_attribute(root, str(node.target))
+        if str(node.target) in _PURE_UNKNOWN:
+            return []
+        if isinstance(module, fx.GraphModule):
+            return inputs if graph_writes(module) else []
+        known = type(module).__module__.startswith("torch.nn.modules")
+        return inputs if not known or getattr(module, "inplace", False) else []
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        bodies = list(_submodules(node, root))
+        quiet = bodies and not any(graph_writes(body) for body in bodies)
+        return [] if quiet or not inputs else inputs
+    name = target_name(node)
+    if name is None:
+        return inputs
+    written: list[fx.Node] = []
+    if is_inplace_name(name) or inplace_flag(node):  # `_foreach_add_` takes a list
+        written.extend(a for a in _flatten(_first(node)) if isinstance(a, fx.Node))
+    out = node.kwargs.get("out")
+    if out is not None:
+        written.extend(a for a in _flatten(out) if isinstance(a, fx.Node))
+    if name in ("batch_norm", "instance_norm"):
+        written.extend(a for a in node.args[1:3] if isinstance(a, fx.Node))
+    return written
+
+
+def _first(node: fx.Node) -> Any:
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def _flatten(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
+    if not target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.kwargs.get(argument.name)
+        if index < len(node.args):
+            value = node.args[index]
+        written.extend(a for a in _flatten(value) if isinstance(a, fx.Node))
+    return written
+
+
+def graph_writes(module: fx.GraphModule) -> bool:
+    """Say whether any node of the graph, or of a graph inside it, may write into a tensor."""
+    return any(written_arguments(node, module) for node in module.graph.nodes)
+
+
+class Effects:
+    """Positions, storages, writes and region edges of one graph, computed in one sweep."""
+
+    def __init__(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
+        self.position: dict[fx.Node, int] = {}
+        self.writes: list[Write] = []
+        self.edges: list[tuple[int, fx.Node, str]] = []
+        # Spans of functorch transforms: positions of the first and of the last node.
+        self.transforms: list[tuple[int, int]] = []
+        depth = 0
+        self._values = values
+        self._storages: dict[fx.Node, frozenset[int]] = {}
+        for position, node in enumerate(module.graph.nodes):
+            self.position[node] = position
+            change = transform_depth(node)
+            if change is not None:
+                depth += change
+                if not self.transforms or self.transforms[-1][1] is not _OPEN:
+                    self.transforms.append((position, _OPEN))
+                if depth <= 0:
+                    self.transforms[-1] = (self.transforms[-1][0], position)
+            edge = region_edge(node)
+            if edge is not None:
+                self.edges.append((position, node, edge))
+            written = written_arguments(node, module)
+            if written:
+                storages = frozenset().union(*(self.storages(n) or ANYTHING for n in written))
+                self.writes.append(Write(position, node, storages))
+
+        self.writers = frozenset(write.node for write in self.writes)
+
+    def storages(self, node: fx.Node) -> frozenset[int]:
+        """Return the identities of the storages that the node's value lives in."""
+        found = self._storages.get(node)
+        if found is None:
+            found = self._storages[node] = storages_of(self._values.get(node))
+        return found
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Say whether anything in the graph writes the memory that a node's value lives in."""
+        own = self.storages(node) | ANYTHING
+        return any(write.storages & own for write in self.writes)
+
+    def crossed_write(
+        self, start: int, end: int, nodes: Iterable[fx.Node], allowed: Iterable[fx.Node] = ()
+    ) -> Write | None:
+        """Return a write strictly between two positions that touches the memory of `nodes`."""
+        between = [w for w in self.writes if start < w.position < end]
+        if not between:
+            return None
+        touched: frozenset[int] = frozenset().union(*(self.storages(n) for n in nodes))
+        skip = set(allowed)
+        for write in between:
+            if write.node not in skip and (write.storages & touched or write.storages >= ANYTHING):
+                return write
+        return None
+
+    def crossed_transform(self, start: int, end: int) -> bool:
+        """Say whether anything from `start` to `end` stands inside a functorch transform."""
+        return any(first <= end and start <= last for first, last in self.transforms)
+
+    def crossed_edge(self, start: int, end: int) -> tuple[fx.Node, str] | None:
+        """Return a region edge strictly between two positions."""
+        for position, node, name in self.edges:
+            if start < position < end:
+                return node, name
+        return None

@@ -1,0 +1,390 @@
+"""The table: canonical name of an operation -> how to read it as a form or a view.
+
+A handler gets the graph read so far and the bound call. It returns a form, (source, dims) when the
+call only rearranges its source, or None when this use of the operation is not understood.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical_forms import Activation, Add, Cast, Diagonal, Norm, Scale
+from nmm_compiler.passes.graph.contractions import CONTRACTIONS
+from nmm_compiler.passes.graph.decomposed import DECOMPOSED
+from nmm_compiler.passes.graph.torch_names import Call
+
+if TYPE_CHECKING:
+    from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
+
+
+def _first(c: Canonical, call: Call) -> fx.Node | None:
+    source = call.get(0, "input", "self", "a", "x")
+    return source if isinstance(source, fx.Node) and c.shape(source) is not None else None
+
+
+def _same(c: Canonical, source: fx.Node) -> Result:
+    shape = c.shape(source)
+    return None if shape is None else (source, views.identity(shape))
+
+
+# -- rearrangements -------------------------------------------------------------------------
+
+
+def _regroup(c: Canonical, call: Call) -> Result:
+    """Read view, reshape, flatten, squeeze, ...: the target shape is in the metadata."""
+    source = _first(c, call)
+    if source is None or c.dtype(source) != c.dtype(call.node):
+        return None
+    shape, new = c.shape(source), c.shape(call.node)
+    if shape is None or new is None:
+        return None
+    dims = views.reshape(views.identity(shape), new)
+    return None if dims is None else (source, dims)
+
+
+def _ordered(c: Canonical, source: fx.Node | None, order: list[Any] | None) -> Result:
+    shape = None if source is None else c.shape(source)
+    if source is None or shape is None or order is None or len(order) != len(shape):
+        return None
+    if not all(isinstance(d, int) for d in order):
+        return None
+    rank = max(len(shape), 1)
+    return source, views.permute(views.identity(shape), [d % rank for d in order])
+
+
+def _permute(c: Canonical, call: Call) -> Result:
+    return _ordered(c, _first(c, call), call.ints(1, "dims"))
+
+
+def _swap(c: Canonical, source: fx.Node | None, a: Any, b: Any) -> Result:
+    shape = None if source is None else c.shape(source)
+    if shape is None or not isinstance(a, int) or not isinstance(b, int):
+        return None
+    order = list(range(len(shape)))
+    order[a], order[b] = order[b], order[a]
+    return _ordered(c, source, order)
+
+
+def _transpose(c: Canonical, call: Call) -> Result:
+    first = call.get(1, "dim0", "axis0")
+    return _swap(c, _first(c, call), first, call.get(2, "dim1", "axis1"))
+
+
+def _t(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    rank = len((c.shape(source) if source is not None else None) or ())
+    return _swap(c, source, 0, 1) if rank == 2 else _same(c, source) if source else None
+
+
+def _attribute_t(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    shape = c.shape(source) if source is not None else None
+    return None if shape is None else _ordered(c, source, list(range(len(shape)))[::-1])
+
+
+def _attribute_mt(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    shape = c.shape(source) if source is not None else None
+    if shape is None or len(shape) < 2:
+        return None
+    return _swap(c, source, len(shape) - 2, len(shape) - 1)
+
+
+def _movedim(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    shape = c.shape(source) if source is not None else None
+    from_, to = call.get(1, "source"), call.get(2, "destination")
+    if shape is None or from_ is None or to is None:
+        return None
+    from_ = [from_] if isinstance(from_, int) else list(from_)
+    to = [to] if isinstance(to, int) else list(to)
+    rank = len(shape)
+    order: list[int | None] = [None] * rank
+    for a, b in zip(from_, to, strict=True):
+        order[b % rank] = a % rank
+    rest = iter(d for d in range(rank) if d not in {a % rank for a in from_})
+    return _ordered(c, source, [next(rest) if d is None else d for d in order])
+
+
+def _getattr(c: Canonical, call: Call) -> Result:
+    name = call.get(1, "name")
+    readers: dict[str, Handler] = {
+        "T": _attribute_t,
+        "mT": _attribute_mt,
+        "H": _attribute_mt,
+        "mH": _attribute_mt,
+        "data": _detach,
+    }
+    reader = readers.get(name) if isinstance(name, str) else None
+    return None if reader is None else reader(c, call)
+
+
+def _expand(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    shape, new = (c.shape(source) if source is not None else None), c.shape(call.node)
+    if source is None or shape is None or new is None:
+        return None
+    dims = views.expand(views.identity(shape), new)
+    return None if dims is None else (source, dims)
+
+
+def _getitem(c: Canonical, call: Call) -> Result:
+    """Indexing by full slices, None and Ellipsis only adds dimensions."""
+    source = _first(c, call)
+    if source is None:
+        return None
+    index = call.get(1, "key")
+    entries = index if isinstance(index, tuple) else (index,)
+    full = (slice(None), slice(None, None, 1), slice(0, None, None), slice(0, None, 1))
+    if all(e is None or e is Ellipsis or any(_equal_slice(e, f) for f in full) for e in entries):
+        return _regroup(c, call)
+    return None
+
+
+def _equal_slice(a: Any, b: slice) -> bool:
+    return isinstance(a, slice) and (a.start, a.stop, a.step) == (b.start, b.stop, b.step)
+
+
+def _slice(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    if source is None or c.shape(source) != c.shape(call.node):
+        return None
+    start, step = call.get(2, "start", default=0), call.get(4, "step", default=1)
+    return _same(c, source) if start in (0, None) and step == 1 else None
+
+
+# -- copies, casts, and what does nothing -----------------------------------------------------
+
+
+def _identity(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    if source is None or c.shape(source) != c.shape(call.node):
+        return None
+    return _same(c, source)
+
+
+def _detach(c: Canonical, call: Call) -> Result:
+    return None if c.trains else _identity(c, call)
+
+
+def _to(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    if source is None:
+        return None
+    old, new = c.tensor(source), c.tensor(call.node)
+    if old is None or new is None or old.device != new.device or type(old) is not type(new):
+        return None
+    if c.shape(source) != c.shape(call.node):
+        return None
+    return _same(c, source) if old.dtype == new.dtype else Cast(source, new.dtype)
+
+
+def _dropout(c: Canonical, call: Call) -> Result:
+    default = 0.5
+    p = call.get(1, "p", default=default)
+    training = call.get(2, "training", "train", default=True)
+    if training is False or p in (0, 0.0):
+        return _identity(c, call)
+    return None
+
+
+# -- pointwise ------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _multiply(c: Canonical, call: Call) -> Result:
+    a, b = call.get(0, "input", "self"), call.get(1, "other")
+    if _number(a):
+        a, b = b, a
+    if not isinstance(a, fx.Node) or c.dtype(call.node) is None:
+        return None
+    out = c.shape(call.node)
+    if _number(b):
+        return Scale(a, float(b)) if _kept(c, a, call.node) else None
+    if not isinstance(b, fx.Node) or c.shape(a) is None or c.shape(b) is None:
+        return None
+    if c.shape(a) != out:
+        a, b = b, a
+    if c.shape(a) != out or not _kept(c, a, call.node):
+        return None
+    return Scale(a, b)
+
+
+def _kept(c: Canonical, source: fx.Node, node: fx.Node) -> bool:
+    return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
+
+
+def _divide(c: Canonical, call: Call) -> Result:
+    a, b = call.get(0, "input", "self"), call.get(1, "other")
+    if call.get(2, "rounding_mode") is not None or not isinstance(a, fx.Node):
+        return None
+    if not _number(b) or b == 0 or not _kept(c, a, call.node):
+        return None
+    return Scale(a, 1.0 / float(b))
+
+
+def _negate(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    return None if source is None or not _kept(c, source, call.node) else Scale(source, -1.0)
+
+
+def _sum(c: Canonical, call: Call, sign: float) -> Result:
+    a, b = call.get(0, "input", "self"), call.get(1, "other")
+    alpha = call.get(2, "alpha", default=1)
+    if not _number(alpha):
+        return None
+    alphas = [1.0, sign * float(alpha)]
+    if not isinstance(a, fx.Node):
+        a, b = b, a
+        alphas.reverse()
+    if not isinstance(a, fx.Node) or c.shape(a) is None:
+        return None
+    out = c.shape(call.node)
+    if isinstance(b, fx.Node):
+        if c.shape(b) is None:
+            return None
+        if c.shape(a) != out:
+            a, b = b, a
+            alphas.reverse()
+    elif _number(b):
+        b = float(b)
+    else:
+        return None
+    if c.shape(a) != out or c.dtype(a) != c.dtype(call.node):
+        return None
+    return Add(a, b, alphas[0], alphas[1])
+
+
+def _add(c: Canonical, call: Call) -> Result:
+    return _sum(c, call, 1.0)
+
+
+def _subtract(c: Canonical, call: Call) -> Result:
+    return _sum(c, call, -1.0)
+
+
+def _activation(name: str) -> Handler:
+    def read(c: Canonical, call: Call) -> Result:
+        source = _first(c, call)
+        if source is None or not _kept(c, source, call.node):
+            return None
+        shown = name
+        if name == "gelu" and call.get(1, "approximate", default="none") == "tanh":
+            shown = "gelu_tanh"
+        return Activation(source, shown)
+
+    return read
+
+
+_ACTIVATIONS = (
+    "relu", "silu", "gelu", "sigmoid", "tanh", "relu6", "hardswish", "mish", "leaky_relu", "elu",
+    "selu", "celu", "softplus", "softsign", "hardtanh", "hardsigmoid", "logsigmoid",
+)  # fmt: skip
+
+
+def _clamp(c: Canonical, call: Call) -> Result:
+    """Read a clamp from below at zero, and nothing else, as relu."""
+    source = _first(c, call)
+    if call.name == "threshold":
+        low, high = call.get(1, "threshold"), call.get(2, "value") or None
+    else:
+        low, high = call.get(1, "min"), call.get(2, "max")
+    if source is None or not _kept(c, source, call.node) or not _number(low) or low != 0:
+        return None
+    return Activation(source, "relu") if high is None else None
+
+
+# -- the rest -------------------------------------------------------------------------------
+
+
+def _norm(kind: str, weight: int) -> Handler:
+    def read(c: Canonical, call: Call) -> Result:
+        source = _first(c, call)
+        gain = call.get(weight, "weight")
+        if source is None or not _kept(c, source, call.node):
+            return None
+        return Norm(source, kind, gain if isinstance(gain, fx.Node) else None)
+
+    return read
+
+
+def _diagonal(c: Canonical, call: Call) -> Result:
+    source = _first(c, call)
+    shape = None if source is None else c.shape(source)
+    if source is None or shape is None or len(shape) != 1:
+        return None
+    if any(call.get(i, n, default=0) not in (0, d) for i, n, d in _DIAGONAL_DEFAULTS):
+        return None
+    return Diagonal(source)
+
+
+_DIAGONAL_DEFAULTS = ((1, "diagonal", 0), (2, "dim1", -2), (3, "dim2", -1))
+
+
+def _combine_in_place(base: str) -> Handler:
+    """An in-place sum reads as the sum; whether it may be fused is for `match` to say."""
+
+    def read(c: Canonical, call: Call) -> Result:
+        return TABLE[base](c, call)
+
+    return read
+
+
+TABLE: dict[str, Handler] = {
+    **dict.fromkeys(
+        (
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_as",
+            "reshape_as",
+            "ravel",
+            "view_copy",
+            "_reshape_alias",
+        ),
+        _regroup,
+    ),
+    **dict.fromkeys(("permute", "permute_copy"), _permute),
+    **dict.fromkeys(("transpose", "transpose_copy"), _transpose),
+    **dict.fromkeys(("t", "t_copy"), _t),
+    "T": _attribute_t,
+    "mT": _attribute_mt,
+    "mH": _attribute_mt,
+    "movedim": _movedim,
+    "getattr": _getattr,
+    "getitem": _getitem,
+    "slice": _slice,
+    **dict.fromkeys(("expand", "expand_as", "expand_copy"), _expand),
+    **dict.fromkeys(("contiguous", "clone", "alias", "positive", "resolve_conj"), _identity),
+    "detach": _detach,
+    **dict.fromkeys(
+        ("to", "type_as", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"), _to
+    ),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d"), _dropout),
+    "mul": _multiply,
+    "div": _divide,
+    "neg": _negate,
+    "add": _add,
+    "sub": _subtract,
+    "add_": _combine_in_place("add"),
+    "sub_": _combine_in_place("sub"),
+    **{name: _activation(name) for name in _ACTIVATIONS},
+    **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
+    "rms_norm": _norm("rms", 2),
+    "layer_norm": _norm("layer", 2),
+    **dict.fromkeys(("diag", "diag_embed"), _diagonal),
+    **CONTRACTIONS,
+    **DECOMPOSED,
+    "addmm_": _combine_in_place("addmm"),
+    "baddbmm_": _combine_in_place("baddbmm"),
+}

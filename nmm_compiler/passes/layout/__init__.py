@@ -1,0 +1,1 @@
+"""Layouts of the tensors between kernels: regions, and one assignment over the graph."""

@@ -1,0 +1,198 @@
+"""What a rule is, what it finds (`Match`) and how it says no (`Declined`)."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from nmm_compiler.passes.chains.linear_map import Refusal
+
+if TYPE_CHECKING:
+    from nmm_compiler.passes.emit.editor import Editor
+    from nmm_compiler.passes.graph.canonical import Canonical
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the module that a node was traced from, as far as metadata says."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        path = re.sub(r"L\['(self|fn)'\]\.?", "", str(list(stack.values())[-1][0]))
+        path = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", path)
+        return re.sub(r"(\w)\[['\"]?(\w+)['\"]?\]", r"\1.\2", path).strip(".")
+    return ""
+
+
+def common_path(nodes: Iterable[fx.Node]) -> str:
+    """Return the path of the innermost module that all nodes with a path were traced from."""
+    paths = [path.split(".") for path in map(module_path, nodes) if path]
+    levels = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+    return ".".join(level[0] for level in levels)
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A place that looks like a rule's pattern and was left alone.
+
+    code: one word per kind of reason. reason: what is in the way. node: the node to blame.
+    remedy: what would have to change. at: the node where the pattern would have ended.
+    """
+
+    rule: str
+    code: str
+    reason: str
+    node: str
+    remedy: str
+    at: str
+    module: str = ""
+    graph: str = ""
+
+    @classmethod
+    def of(cls, rule: str, refusal: Refusal, at: fx.Node) -> Declined:
+        """Return the refusal of a rule at a node."""
+        blamed = refusal.node
+        return cls(
+            rule=rule,
+            code=refusal.code,
+            reason=refusal.reason,
+            node=blamed.name,
+            remedy=refusal.remedy,
+            at=at.name,
+            module=module_path(at) or module_path(blamed),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def __str__(self) -> str:
+        return f"{self.rule} at {self.at}: {self.reason} ({self.node}); {self.remedy}"
+
+
+@dataclass
+class Match:
+    """A place where a rule applies.
+
+    rule and kind name it; node is the last node of the pattern, whose value the rewrite replaces;
+    nodes are all it takes over. data is the rule's own. notes say what a reader should know
+    (rounding that moved, weights computed per call). rewritten is False for kinds that are
+    reported but have no kernel. length is the number of terms of its contractions; emitted has, for
+    each result, the name of the node that was replaced and of the one that took its place.
+    """
+
+    rule: str
+    node: fx.Node
+    nodes: frozenset[fx.Node]
+    kind: str = ""
+    data: Any = None
+    notes: tuple[str, ...] = ()
+    rewritten: bool = True
+    info: dict[str, Any] = field(default_factory=dict)
+    module: str = ""
+    graph: str = ""
+    name: str = ""
+    length: int = 0
+    emitted: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.kind = self.kind or self.rule
+        self.name = self.name or self.node.name
+        self.module = self.module or common_path(self.nodes) or module_path(self.node)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "rule": self.rule,
+            "kind": self.kind,
+            "node": self.name,
+            "nodes": sorted(n.name for n in self.nodes),
+            "module": self.module,
+            "graph": self.graph,
+            "rewritten": self.rewritten,
+            "notes": list(self.notes),
+            **self.info,
+        }
+
+    def __str__(self) -> str:
+        shape = ", ".join(f"{k}={self.info[k]}" for k in ("m", "k", "r", "n") if k in self.info)
+        return f"{self.kind} at {self.name}" + (f" ({shape})" if shape else "")
+
+
+class Rule:
+    """A rewrite rule: pattern, check, rewrite.
+
+    pattern(graph, node) proposes candidates that end at a node, cheaply. check(graph, candidate)
+    returns a Match, or a Refusal, which becomes a Declined. rewrite(graph, match, editor) adds
+    nodes through the editor and returns the node that takes the place of match.node.
+    A rule is stateless: what check finds travels in `Match.data`.
+    """
+
+    name: str = ""
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Yield candidates that end at `node`."""
+        raise NotImplementedError
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Return the match, or why not; None, or a Refusal without a reason, for no news."""
+        raise NotImplementedError
+
+    def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
+        """Return the matches of all rules, some joined into groups; by default as they are."""
+        return matches
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Emit the replacement and return it."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _FunctionRule(Rule):
+    def __init__(
+        self,
+        name: str,
+        targets: tuple[str, ...],
+        check: Callable[[Canonical, fx.Node], Match | Refusal | None],
+        rewrite: Callable[[Canonical, Match, Editor], fx.Node],
+    ) -> None:
+        self.name, self._targets, self._check, self._rewrite = name, targets, check, rewrite
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Yield the node when its canonical name is one of the targets."""
+        from nmm_compiler.passes.graph.torch_names import target_name
+
+        if target_name(node) in self._targets:
+            yield node
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Ask the decorated function's check."""
+        return self._check(graph, candidate)
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Ask the decorated function."""
+        return self._rewrite(graph, match, editor)
+
+
+def rule(
+    name: str,
+    *,
+    targets: str | tuple[str, ...],
+    check: Callable[[Canonical, fx.Node], Match | Refusal | None],
+) -> Callable[[Callable[[Canonical, Match, Editor], fx.Node]], Rule]:
+    """Make a rule of a rewrite function.
+
+    targets are canonical names ("add", "nmm::lowrank_matmul") of the node a pattern ends at;
+    check(graph, node) returns a Match, a Refusal, or None for no.
+    """
+    wanted = (targets,) if isinstance(targets, str) else tuple(targets)
+
+    def decorate(function: Callable[[Canonical, Match, Editor], fx.Node]) -> Rule:
+        return _FunctionRule(name, wanted, check, function)
+
+    return decorate

@@ -1,0 +1,198 @@
+"""Rule `gated_mlp`: (activation(x gate) * (x up)) down, each low-rank or dense, as one call.
+
+    h = mul(silu(linear(linear(x, Ga), Gb)), linear(linear(x, Ua), Ub)); linear(linear(h, Da), Db)
+    -> nmm.gated_mlp(x, [Ga, Gb], [Ua, Ub], [Da, Db], activation="silu")
+
+h stays in SBUF. The rule declines, with the numbers, where h does not fit the target beside what
+else the kernel holds, and where two kernels are predicted to be faster: keeping h leaves room for
+fewer tokens at a time, so weights may be read more often. The prediction is the closed form by
+which schedules are ranked, plus one start of a kernel each. A symbolic token count is judged by the
+largest bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError
+from nmm_compiler.options import LARGEST_BUCKET
+from nmm_compiler.passes.chains.chain import affine
+from nmm_compiler.passes.chains.linear_map import Refusal, is_whole_feature, path_nodes
+from nmm_compiler.passes.chains.projections import (
+    Projection,
+    features_over_base,
+    over_base,
+    read_projection,
+)
+from nmm_compiler.passes.chains.safety import real_users, refuse
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.fused_calls import GatedCall
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Add, Key, Product, Scale, owner_of
+from nmm_compiler.passes.graph.views import Dims
+from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.gated_mlp_up import Gated, gates_at, read_gated
+from nmm_compiler.passes.rules.lowrank import products_at
+
+# From the end of a down projection to h: two products, and a bias after each.
+_STEPS = 4
+
+
+class GatedMLP(Rule):
+    """The whole MLP, down projection included."""
+
+    name = "gated_mlp"
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose products, and sums after them, that a product of two activations feeds."""
+        h = _product_behind(graph, node)
+        if h is not None and not _is_inner(graph, node):
+            for gates in gates_at(graph, h):
+                yield node, gates
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+        """See that the down projection reads h and nothing else does, and that one kernel pays."""
+        node, gates = candidate
+        quiet = Refusal("", "", node, "")
+        down = read_projection(graph, node)
+        if down is None or graph.base(down.first.x)[0] is not gates[0]:
+            return quiet
+        gated = read_gated(graph, gates, down)
+        if isinstance(gated, Refusal):
+            return quiet  # `gated_mlp_up` says why
+        out_dims = _over_tokens(graph, gated.gate.out_dims, down)
+        if out_dims is None or not down.only_bias():
+            return quiet
+        down = dataclasses.replace(down, out_dims=out_dims)
+        nodes = gated.nodes | down.nodes | path_nodes(graph, down.first.x)
+        gated = dataclasses.replace(gated, node=owner_of(node), down=down, nodes=nodes)
+        why = refuse(graph, nodes, gated.node, gated.keys()) or _no_kernel(graph, gated)
+        if why is not None:  # news where two calls take its place
+            pair = gated.gate.low_rank or gated.up.low_rank
+            return dataclasses.replace(why, told=True) if pair else quiet
+        call = GatedCall.of(graph, gated)
+        return Match(
+            rule=self.name,
+            node=gated.node,
+            nodes=nodes,
+            data=call,
+            info=call.info(),
+            notes=call.notes(),
+        )
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Emit the fused call."""
+        return match.data.emit(graph, editor)
+
+
+def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
+    """Return the product of two activations that a projection ending here would read."""
+    key: Key = node
+    for _ in range(_STEPS):
+        form = c.forms.get(key)
+        if isinstance(form, Product):
+            sides = (form.lhs, form.rhs)
+            data = [side for side in sides if not c.is_constant(side)]
+            if len(data) != 1:
+                return None
+            key = c.base(data[0])[0]
+        elif isinstance(form, Add):
+            found = affine(c, key, form)
+            if found is None:
+                return None
+            key = c.base(found[0])[0]
+        else:
+            break
+    form = c.forms.get(key)
+    gated = isinstance(form, Scale) and not isinstance(form.factor, float)
+    return key if gated and key is not node and isinstance(key, fx.Node) else None
+
+
+def _is_inner(c: Canonical, node: fx.Node) -> bool:
+    """Say whether another product with a constant follows: then this is a first factor."""
+    return any(
+        c.is_constant(form.lhs) or c.is_constant(form.rhs)
+        for user in real_users(node)
+        for _, form in products_at(c, user)
+    )
+
+
+def _over_tokens(c: Canonical, h_dims: Dims, down: Projection) -> Dims | None:
+    """Return the result's dimensions over the tokens that h lies over, None where h is mixed."""
+    features = views.compose((features_over_base(c, down.first),), h_dims)
+    if features is None or not is_whole_feature(features[0], down.k):
+        return None
+    dims = over_base(c, down.first, down.out_dims)
+    dims = None if dims is None else views.compose(dims, h_dims)
+    if dims is None or any(atom.axis == views.BROADCAST for dim in dims for atom in dim):
+        return None
+    return dims
+
+
+def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
+    """Return why one kernel is not possible or does not pay on the target, None when it does."""
+    gate, up, down = gated.projections()
+    if down.n != gate.k:
+        return Refusal(
+            "features",
+            f"the down projection returns {down.n} features, one kernel returns x's {gate.k}",
+            gated.node,
+            "nothing: the down projection is a call of its own",
+        )
+    m = GatedCall.of(c, gated).tokens_count()
+    if not isinstance(m, int):
+        m = c.options.buckets[-1] if c.options.buckets else LARGEST_BUCKET
+    ranks = tuple(p.weights[0].n if p.low_rank else 0 for p in (gate, up, down))
+    dtype = c.dtype(gated.node)
+    name = str(dtype).removeprefix("torch.")
+    layouts = [w.layout for p in (gate, up, down) for w in p.weights]
+    stored = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
+    sizes = (max(1, m), gate.k, gate.n)
+    code, reason, remedy = decide(*sizes, ranks, name, stored, c.options.target)
+    return Refusal(code, reason, gated.node, remedy) if code else None
+
+
+@functools.lru_cache(maxsize=1024)
+def decide(
+    m: int, k: int, n: int, ranks: tuple[int, ...], dtype: str, stored: str, target: str
+) -> tuple[str, str, str]:
+    """Return (code, reason, remedy) against one kernel for the whole MLP; no code speaks for it.
+
+    ranks: of gate, up and down, 0 for a dense one. stored: layout of the weights.
+    """
+    from nmm_compiler.codegen.latency import predicted_us
+    from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+    from nmm_compiler.kernels.matmul import MatmulSpec
+
+    gate, up, down = ranks
+    common: dict[str, Any] = {"m": m, "dtype": dtype}
+    gates: dict[str, Any] = {"k": k, "n": n, "gate_r": gate, "up_r": up, "weight_layout": stored}
+    last: LowRankSpec | MatmulSpec
+    if down:
+        turned: dict[str, Any] = {"u_layout": stored, "v_layout": stored}
+        last = LowRankSpec(**common, **turned, k=n, r=down, n=k, x_layout="col")
+    else:
+        last = MatmulSpec(**common, k=n, n=k, x_layout="col", w_layout=stored)
+    try:
+        whole = predicted_us(GatedMLPSpec(**common, **gates, down_r=down), target)
+    except (CapacityError, SpecError, ShapeError) as error:
+        return "sbuf", f"the whole MLP has no kernel: {error}", "nothing: it runs as two kernels"
+    first = GatedMLPUpSpec(**common, **gates, out_layout="col")
+    try:
+        pair = [predicted_us(spec, target) for spec in (first, last)]
+    except (CapacityError, SpecError, ShapeError):
+        return "", "", ""  # there is no pair to compare with
+    if whole <= sum(pair):
+        return "", "", ""
+    reason = (
+        f"one kernel for {m} tokens is predicted to take {whole:,.1f} us on {target}, "
+        f"two take {pair[0]:,.1f} + {pair[1]:,.1f} us"
+    )
+    return "slower", reason, "nothing: it runs as two kernels"

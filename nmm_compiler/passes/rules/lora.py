@@ -1,0 +1,247 @@
+"""Rule `lora`: a dense product plus scaled low-rank branches of the same x, as one call.
+
+    y = linear(x, W, b) + s * linear(linear(x, A), B)
+    -> nmm.lowrank_matmul(x, A, B, b, W, scale=s)
+
+    y = x w + s1 (x a1) b1 + s2 (x a2) b2
+    -> nmm.lowrank_matmul(x, [a1 | a2], [s1 b1; s2 b2], w=w)
+
+The terms may stand in any order and nesting, and sums may be in place. The factors of several
+adapters are joined in the graph at each call: they are small beside w, an update or a swap of an
+adapter is seen at once, and gradients reach each of them. Beside a stored base, adapters may be
+inputs of the graph: which operand is x is known there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.chains.chain import Chain, Step
+from nmm_compiler.passes.chains.epilogue import extend
+from nmm_compiler.passes.chains.linear_map import Refusal, path_nodes
+from nmm_compiler.passes.chains.projections import Projection, read_projection, same_tokens
+from nmm_compiler.passes.chains.safety import real_users, refuse, too_wide
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.fused_calls import LowRankCall
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Add, Key, Leaf, Scale, Virtual, owner_of
+from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.lowrank import chain_operands
+
+MOST_TERMS = 16
+
+
+@dataclasses.dataclass
+class _Sum:
+    """Terms of nested sums, each with its factor, and the nodes that add them up."""
+
+    terms: list[tuple[Key, float]]
+    nodes: set[fx.Node]
+    writers: list[fx.Node]
+
+
+class LoRA(Rule):
+    """Base product plus adapters."""
+
+    name = "lora"
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose every sum of two values."""
+        form = graph.forms.get(node)
+        if isinstance(form, Add) and not isinstance(form.b, float):
+            yield node, form
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+        """Read the terms, and see that they are one base and branches of one x."""
+        node, form = candidate
+        quiet = Refusal("", "", node, "")
+        added = _Sum([], set(), [])
+        _flatten(graph, node, form, 1.0, added)
+        read = _base_and_branches(graph, added.terms)
+        if read is None or isinstance(read, Refusal):
+            return read or quiet
+        base, branches = read
+        first = branches[0]
+        for branch in branches:
+            if not same_tokens(
+                graph, branch.first, branch.out_dims, base.first, base.out_dims
+            ) or not same_tokens(graph, branch.first, branch.out_dims, first.first, first.out_dims):
+                return Refusal(
+                    "other_x",
+                    "base and branch do not read the same x in the same way",
+                    base.out,
+                    "feed base and adapter the same tensor, in one dtype",
+                )
+        chains = [_chain_of(branch) for branch in branches]
+        wide = too_wide(first.k, sum(c.r for c in chains), first.n, chains[0].second.key)
+        if wide is not None:
+            return wide
+        nodes = frozenset(added.nodes | {node}).union(base.nodes, *(c.nodes for c in chains))
+        whole = dataclasses.replace(
+            chains[0],
+            after=(*chains[0].after, *base.after),
+            out=node,
+            out_dims=first.out_dims,
+            nodes=nodes,
+            base=base.first,
+            inplace=node if node in graph.effects.writers else None,
+            more=tuple(chains[1:]),
+        )
+        readers = _later_readers(graph, node)
+        why: Refusal | None = None
+        tries = (extend(graph, whole), extend(graph, whole, activations=False), whole)
+        for final in tries if not readers else (whole,):
+            why = _in_place(graph, node, nodes, added.writers, readers) or refuse(
+                graph,
+                final.nodes,
+                owner_of(final.out),
+                chain_operands(final),
+                allowed=added.writers,
+                redirected=readers,
+            )
+            if why is None:
+                call = LowRankCall.of(graph, final)
+                return Match(
+                    rule=self.name,
+                    node=owner_of(final.out),
+                    nodes=final.nodes,
+                    data=call,
+                    info=call.info(),
+                    notes=call.notes(),
+                )
+        assert why is not None
+        return why
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Emit the fused call; what read the memory of an in-place sum reads its value."""
+        base = match.data.chain.inplace
+        if base is not None:
+            for reader in _later_readers(graph, base):
+                reader.replace_input_with(base.args[0], base)
+        return match.data.emit(graph, editor)
+
+
+def _flatten(c: Canonical, key: Key, form: Add, factor: float, into: _Sum) -> None:
+    """Collect the terms of a sum, and of the sums and scaled sums that only it reads."""
+    owner = owner_of(key)
+    into.nodes.add(owner)
+    if owner in c.effects.writers:
+        into.writers.append(owner)
+    for value, own in ((form.a, form.alpha), (form.b, form.beta)):
+        assert not isinstance(value, float)
+        nested = _nested(c, value) if len(into.terms) < MOST_TERMS else None
+        if nested is None:
+            into.terms.append((value, factor * own))
+        else:
+            inner, below, number, nodes = nested
+            into.nodes |= nodes
+            _flatten(c, inner, below, factor * own * number, into)
+
+
+def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | None:
+    """Return the sum of two activations that a value is, times a number, if nobody else reads it.
+
+    A product plus a constant bias is no such sum: it is one term.
+    """
+    number, nodes = 1.0, set()
+    while True:
+        base, dims = c.base(value)
+        form = c.forms[base]
+        if isinstance(base, Virtual) or len(real_users(base)) != 1:
+            return None
+        if dims != views.identity(c.shape(base) or ()):
+            return None
+        nodes |= {base, *path_nodes(c, value)}
+        if isinstance(form, Scale) and isinstance(form.factor, float):
+            number *= form.factor
+            value = form.value
+            continue
+        if not isinstance(form, Add) or isinstance(form.b, float):
+            return None
+        if c.is_constant(form.a) or c.is_constant(form.b):
+            return None
+        return base, form, number, nodes
+
+
+def _base_and_branches(
+    c: Canonical, terms: list[tuple[Key, float]]
+) -> tuple[Projection, list[Projection]] | Refusal | None:
+    """Read the terms as one dense projection and low-rank ones; None when they are not that."""
+    base: Projection | None = None
+    branches: list[Projection] = []
+    for key, factor in terms:
+        if c.is_constant(key):
+            return None
+        found = read_projection(c, key)
+        if found is None and len(c.input_matrices) > 1:
+            found = read_projection(c, key, inputs=True)
+        if found is None:
+            return None
+        if found.low_rank:
+            scale = () if factor == 1.0 else (Step("scale", factor),)
+            branches.append(dataclasses.replace(found, after=(*found.after, *scale)))
+        elif base is None and factor == 1.0 and found.only_bias():
+            base = found
+        else:
+            return None
+    return None if base is None or not branches else (base, branches)
+
+
+def is_adapted(c: Canonical, key: Key) -> bool:
+    """Say whether a value is a dense product plus adapters of the same x."""
+    found = _nested(c, key)
+    if found is None:
+        return False
+    added = _Sum([], set(), [])
+    _flatten(c, found[0], found[1], 1.0, added)
+    return isinstance(_base_and_branches(c, added.terms), tuple)
+
+
+def _chain_of(branch: Projection) -> Chain:
+    """Return a low-rank projection as the chain it was read from, with all that follows it."""
+    assert branch.chain is not None
+    return dataclasses.replace(branch.chain, after=branch.after, nodes=branch.nodes)
+
+
+def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that read, after an in-place sum, the memory it wrote by its old name."""
+    target = node.args[0] if node.args else None
+    if node not in c.effects.writers or not isinstance(target, fx.Node):
+        return []
+    position = c.effects.position
+    return [u for u in target.users if position.get(u, -1) > position[node]]
+
+
+def _in_place(
+    c: Canonical,
+    final: fx.Node,
+    nodes: frozenset[fx.Node],
+    writers: list[fx.Node],
+    readers: list[fx.Node],
+) -> Refusal | None:
+    """Refuse sums in place unless what they write is seen by nobody else.
+
+    `readers` read what `final` wrote by its old name; they will be pointed to the result.
+    """
+    position = c.effects.position
+    for node in writers:
+        target = node.args[0] if node.args else None
+        why = Refusal("mutation", "the sum writes memory that others see", node, "add out of place")
+        if not isinstance(target, fx.Node) or isinstance(c.form(target), Leaf):
+            return why
+        own = c.effects.storages(target)
+        for other in c.graph.nodes:
+            if position[other] >= position[node] or not c.effects.storages(other) & own:
+                continue
+            # Views made before the sum would show it; those made of its result are its own.
+            if other not in nodes:
+                return why
+            late = [u for u in other.users if position[u] > position[node]]
+            if any(node is not final or u not in readers for u in late):
+                return why
+    return None

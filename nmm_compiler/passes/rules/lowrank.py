@@ -1,0 +1,98 @@
+"""Rule `lowrank`: y = (x u) v, with what folds before, between and after, as one call.
+
+h = linear(x, A); y = linear(h, B, bias)   ->   nmm.lowrank_matmul(x, A, B, bias, "col", "col")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.chains.chain import Chain, read_chain
+from nmm_compiler.passes.chains.epilogue import extend
+from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
+from nmm_compiler.passes.chains.safety import refuse, too_wide
+from nmm_compiler.passes.emit.editor import WEIGHT_ONLY, Editor
+from nmm_compiler.passes.emit.fused_calls import LowRankCall
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Key, Product, Virtual, owner_of
+from nmm_compiler.passes.rules.base import Match, Rule
+
+
+def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
+    """Yield the products that a node computes, its own value last."""
+    if WEIGHT_ONLY in node.meta:
+        return
+    for key in c.virtuals.get(node, ()):
+        form = c.forms.get(key)
+        if isinstance(form, Product):
+            yield key, form
+    form = c.forms.get(node)
+    if isinstance(form, Product):
+        yield node, form
+
+
+def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
+    """Return the chain with its epilogue, or why it may not be fused."""
+    u, v = chain.u, chain.v
+    wide = too_wide(u.k, u.n, v.n, chain.second.key)
+    if wide is not None:
+        return wide
+    plain = chain if isinstance(chain.out, fx.Node) else extend(c, chain, activations=False)
+    why: Refusal | None = None
+    for candidate in (extend(c, chain), extend(c, chain, activations=False), plain):
+        if isinstance(candidate.out, Virtual):
+            why = why or part_of_one(candidate.out)
+            continue
+        operands = chain_operands(candidate)
+        why = refuse(c, candidate.nodes, owner_of(candidate.out), operands)
+        if why is None:
+            return candidate
+    assert why is not None
+    return why
+
+
+def chain_operands(chain: Chain) -> list[Key]:
+    """Return the values that the fused call reads."""
+    steps = (*chain.middle, *chain.after)
+    keys = [chain.first.x, *chain.u.keys, *chain.v.keys]
+    keys += [s.key for s in steps if s.key is not None]
+    keys += [chain.base.weight.key] if chain.base else []
+    for other in chain.more:
+        keys += chain_operands(other)
+    return keys + ([chain.addend[0]] if chain.addend else [])
+
+
+class LowRank(Rule):
+    """The plain chain of two products."""
+
+    name = "lowrank"
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose every product at the node."""
+        yield from products_at(graph, node)
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+        """Read the chain and see whether it may move to its end."""
+        key, form = candidate
+        chain = read_chain(graph, key, form)
+        if chain is None:
+            return Refusal("", "", key, "")
+        found = chain if isinstance(chain, Refusal) else check_chain(graph, chain)
+        if isinstance(found, Refusal):
+            return found
+        call = LowRankCall.of(graph, found)
+        return Match(
+            rule=self.name,
+            node=owner_of(found.out),
+            nodes=found.nodes,
+            data=call,
+            info=call.info(),
+            notes=call.notes(),
+        )
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Emit the fused call."""
+        return match.data.emit(graph, editor)

@@ -1,0 +1,135 @@
+"""Rule `mla`: down projection, RMSNorm, up projection: reported, not rewritten.
+
+rms(c) * g times B equals (c (diag(g) B)) * rstd row by row, so one kernel could compute all three.
+It is another op than the plain chain; none exists yet. The norm may be one node or spelled out
+(pow, mean, add, rsqrt, mul), and the latent may be one part of a split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.chains.linear_map import Refusal, read_stage
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import (
+    Cast,
+    Key,
+    Norm,
+    Opaque,
+    Product,
+    Scale,
+    owner_of,
+)
+from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.rules.base import Match, Rule
+
+
+class MLA(Rule):
+    """Down - RMSNorm - up."""
+
+    name = "mla"
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose products with a constant weight."""
+        for key in (*graph.virtuals.get(node, ()), node):
+            form = graph.forms.get(key)
+            if isinstance(form, Product) and graph.is_constant(form.rhs):
+                yield key, form
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+        """Walk back over the norm to a down projection."""
+        key, form = candidate
+        quiet = Refusal("", "", key, "")
+        latent = _before_norm(graph, form.lhs)
+        if latent is None:
+            return quiet
+        inner_key = before_split(graph, latent)
+        inner = graph.forms[inner_key]
+        if not isinstance(inner, Product) or not graph.is_constant(inner.rhs):
+            return quiet
+        up = read_stage(graph, key, form, True)
+        down = read_stage(graph, inner_key, inner, True)
+        if isinstance(up, Refusal) or isinstance(down, Refusal) or up.weight.k > down.weight.n:
+            return quiet
+        if up.weight.k * (down.weight.k + up.weight.n) >= down.weight.k * up.weight.n:
+            return quiet
+        nodes = frozenset({owner_of(inner_key), owner_of(key)})
+        split = down.weight.n != up.weight.k
+        return Match(
+            rule=self.name,
+            kind="mla",
+            node=owner_of(key),
+            nodes=nodes,
+            rewritten=False,
+            info={"k": down.weight.k, "r": up.weight.k, "n": up.weight.n},
+            notes=(
+                "the norm commutes with the up projection, but no kernel computes it yet",
+                *(("the latent is one part of a split",) if split else ()),
+            ),
+        )
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Never called: the match is not rewritten."""
+        raise NotImplementedError("mla matches are reported only")
+
+
+def _through(c: Canonical, key: Key) -> Key:
+    """Return the base behind views and casts."""
+    base = c.base(key)[0]
+    while isinstance(c.forms[base], Cast):
+        base = c.base(c.forms[base].value)[0]  # type: ignore[union-attr]
+    return base
+
+
+def _before_norm(c: Canonical, key: Key) -> Key | None:
+    """Return what an RMSNorm reads, None when `key` is not one."""
+    base = _through(c, key)
+    form = c.forms[base]
+    if isinstance(form, Norm):
+        return form.value if form.kind == "rms" else None
+    if not isinstance(form, Scale) or isinstance(form.factor, float):
+        return None
+    for gain, rest in ((form.factor, form.value), (form.value, form.factor)):
+        if c.is_constant(gain):
+            base = _through(c, rest)
+            form = c.forms[base]
+            break
+    if not isinstance(form, Scale) or isinstance(form.factor, float):
+        return None
+    for value, factor in ((form.value, form.factor), (form.factor, form.value)):
+        root = _through(c, value)
+        if _is_rstd_of(c, factor, root):
+            return root
+    return None
+
+
+def _is_rstd_of(c: Canonical, factor: Key, root: Key) -> bool:
+    """Say whether the factor is rsqrt(mean(root ** 2) + eps), whatever is in between."""
+    node: Any = owner_of(c.base(factor)[0])
+    seen: list[str] = []
+    for _ in range(7):
+        if node is owner_of(root):
+            return "rsqrt" in seen and "mean" in seen
+        seen.append((target_name(node) or "").rsplit(".", 1)[-1])
+        if not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return False
+
+
+def before_split(c: Canonical, key: Key) -> Key:
+    """Return the value that `key` is a part of, or its base."""
+    base = _through(c, key)
+    form = c.forms[base]
+    names = ("getitem", "slice", "split", "split_with_sizes", "chunk", "narrow")
+    while isinstance(form, Opaque) and form.name in names:
+        source = owner_of(base).all_input_nodes
+        if not source:
+            break
+        base = _through(c, source[0])
+        form = c.forms[base]
+    return base

@@ -1,0 +1,222 @@
+"""Rule `chain`: x times a row of constant matrices, cut in two where that is cheapest.
+
+    x @ (u @ v)              ->   nmm.lowrank_matmul(x, u, v)
+    x @ a @ b @ c @ d        ->   nmm.lowrank_matmul(x, a @ b, c @ d)
+
+It changes what is rounded, so it runs under Options(reassociate=True), and without it inside one
+`multi_dot` or `einsum`, which leave the order open. Without permission, products stay as they are
+written and `lowrank` takes the pairs that save work; such pairs never overlap, since
+r1 (k + r2) < k r2 asks for r1 < r2, and the next pair for r2 < r1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.chains.chain import Chain, join_stages, trace_back
+from nmm_compiler.passes.chains.epilogue import extend
+from nmm_compiler.passes.chains.linear_map import (
+    Refusal,
+    Stage,
+    Weight,
+    part_of_one,
+    path_nodes,
+    read_stage,
+)
+from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS, Cost
+from nmm_compiler.passes.chains.safety import real_users, refuse, too_wide
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.fused_calls import LowRankCall
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Key, Product, Virtual, owner_of
+from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.views import FEATURE
+from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.lowrank import chain_operands, products_at
+
+# What may be associated in any order by its own meaning.
+_OPEN = ("multi_dot", "chain_matmul", "einsum")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """x times groups of matrices; a group of several is multiplied first, as the graph has it."""
+
+    stage: Stage
+    groups: tuple[tuple[Weight, ...], ...]
+    products: tuple[Key, ...]
+
+
+class Association(Rule):
+    """x times two and more constant matrices, in another order than they are written in."""
+
+    name = "chain"
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose products whose order is free, by permission or by the operation's meaning."""
+        if graph.options.reassociate or target_name(node) in _OPEN:
+            yield from products_at(graph, node)
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+        """Read the row, and see whether another cut is cheaper and may be made."""
+        key, form = candidate
+        quiet = Refusal("", "", key, "")
+        row = _read(graph, key, form)
+        if row is None:
+            return quiet
+        weights = [weight for group in row.groups for weight in group]
+        if len(weights) == len(row.groups) <= 2:
+            return quiet  # as it is written: a pair, or one matrix
+        if not graph.options.reassociate and len({owner_of(p) for p in row.products}) > 1:
+            return quiet
+        chain, cheaper = _cut(graph, row, weights)
+        wide = too_wide(chain.u.k, chain.u.n, chain.v.n, key)
+        if wide is not None:
+            return wide
+        if not cheaper:
+            return quiet
+        found = extend(graph, chain)
+        why = refuse(graph, found.nodes, owner_of(found.out), chain_operands(found))
+        if why is not None:
+            return why
+        call = LowRankCall.of(graph, found)
+        inside = len({owner_of(p) for p in row.products}) == 1
+        moved = () if inside else ("reassociated: the products are rounded in other places",)
+        return Match(
+            rule=self.name,
+            kind="lowrank",
+            node=owner_of(found.out),
+            nodes=found.nodes,
+            data=call,
+            info=call.info(),
+            notes=(*call.notes(), *moved),
+        )
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Emit the fused call."""
+        return match.data.emit(graph, editor)
+
+
+def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
+    """Return the row as a chain cut at the best place, and whether that is cheaper than now."""
+    dtype = c.dtype(row.stage.key)
+    assert dtype is not None
+    cost = Cost.on(c.options.target, str(dtype).removeprefix("torch."), dtype.itemsize)
+    tokens = views.product(list(row.stage.tokens.values()))
+    m = tokens if isinstance(tokens, int) else TYPICAL_TOKENS
+    sizes = [weights[0].k, *(weight.n for weight in weights)]
+    seconds, cut = cost.best_cut(m, sizes)
+    written = cost.as_written(m, [[g[0].k, *(w.n for w in g)] for g in row.groups])
+    stage = row.stage
+    u, v = _joined(weights[:cut]), _joined(weights[cut:])
+    first, second = (
+        Stage(stage.key, stage.x, stage.x_dims, w, stage.out_dims, stage.tokens, stage.nodes)
+        for w in (u, v)
+    )
+    chain = Chain(first, second, (), stage.key, stage.out_dims, stage.nodes)
+    return chain, seconds < written
+
+
+def _joined(weights: list[Weight]) -> Weight:
+    if len(weights) == 1:
+        return weights[0]
+    return Weight(weights[0].key, weights[0].k, weights[-1].n, "row", tuple(weights))
+
+
+def _read(c: Canonical, key: Key, form: Product) -> _Row | None:
+    """Read the row that ends at a product, as far back as only views lie between."""
+    side = _weight_side(c, form)
+    stage = None if side is None else read_stage(c, key, form, side, computed=True)
+    if not isinstance(stage, Stage):
+        return None
+    groups: list[tuple[Weight, ...]] = []
+    nodes = set(stage.nodes)
+    products = [key]
+    last = _factors(c, stage.weight, nodes, products)
+    if last is None:
+        return None
+    groups.append(tuple(last))
+    while True:
+        walk, inner = trace_back(c, stage.x)
+        alone = isinstance(walk.key, Virtual) or len(real_users(walk.key)) == 1
+        if not isinstance(inner, Product) or walk.steps or not alone:
+            break
+        found = join_stages(c, stage, walk, inner, computed=True)
+        more_nodes, more_products = set[fx.Node](), [walk.key]
+        if not isinstance(found, Chain):
+            break
+        made = _factors(c, found.u, more_nodes, more_products)
+        if made is None:
+            break
+        groups.insert(0, tuple(made))
+        nodes |= found.nodes | more_nodes
+        products += more_products
+        whole = Weight(found.u.key, found.u.k, stage.weight.n, "row")
+        first = found.first
+        stage = Stage(
+            key, first.x, first.x_dims, whole, found.out_dims, first.tokens, frozenset(nodes)
+        )
+    if part_of_one(stage.x) or (c.is_constant(stage.x) and not c.inputs_are_weights):
+        return None  # a product of weights alone
+    done = Stage(
+        key, stage.x, stage.x_dims, stage.weight, stage.out_dims, stage.tokens, frozenset(nodes)
+    )
+    return _Row(done, tuple(groups), tuple(products))
+
+
+def _weight_side(c: Canonical, form: Product) -> bool | None:
+    """Say whether the weight is the right operand; None when neither is made of constants."""
+    if c.is_constant(form.rhs):
+        return None if c.is_constant(form.lhs) else True
+    if _is_made(c, form.rhs) and not c.is_constant(form.lhs):
+        return True
+    return False if c.is_constant(form.lhs) or _is_made(c, form.lhs) else None
+
+
+def _is_made(c: Canonical, key: Key) -> bool:
+    return isinstance(c.form(key), Product) and owner_of(key) in c.derived
+
+
+def _factors(
+    c: Canonical, weight: Weight, nodes: set[fx.Node], products: list[Key]
+) -> list[Weight] | None:
+    """Return the matrices whose product a weight is; None when it is made in another way."""
+    form = c.forms[weight.key]
+    if c.is_constant(weight.key):
+        return [weight]
+    if not isinstance(form, Product) or len(c.shape(weight.key) or ()) != 2:
+        return None
+    made = read_stage(c, weight.key, form, True, computed=True)
+    if isinstance(made, Refusal) or len(made.x_dims) != 2:
+        return None
+    left = _matrix(c, made)
+    if left is None:
+        return None
+    nodes |= made.nodes | {owner_of(weight.key)} | path_nodes(c, made.x)
+    products.append(weight.key)
+    parts = [_factors(c, part, nodes, products) for part in (left, made.weight)]
+    if parts[0] is None or parts[1] is None:
+        return None
+    row = parts[0] + parts[1]
+    return row if weight.layout == "row" else [w.transposed() for w in reversed(row)]
+
+
+def _matrix(c: Canonical, made: Stage) -> Weight | None:
+    """Return the data operand of a product of constants as a [rows, contracted] matrix."""
+    base, over = c.base(made.x)
+    shape = c.shape(base)
+    if shape is None or len(shape) != 2 or not all(isinstance(s, int) for s in shape):
+        return None
+    features = [i for i, d in enumerate(made.x_dims) if d and d[0].axis == FEATURE]
+    if len(features) != 1 or any(len(d) != 1 for d in over):
+        return None
+    axis = over[features[0]][0].axis
+    rows, columns = int(shape[1 - axis]), int(shape[axis])
+    if made.out_dims[0] and made.out_dims[0][0].axis == FEATURE:
+        return None  # the result has its features first: another spelling, left alone
+    return Weight(base, rows, columns, "row" if axis == 1 else "col")
