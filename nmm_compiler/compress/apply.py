@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 from nmm_compiler.compress import hf
+from nmm_compiler.compress.arguments import check_arguments, make_config, settings_of
 from nmm_compiler.compress.calibrate import OutputFn, Statistics, as_batches, collect
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.factorize import balance, check_finite, factorize
+from nmm_compiler.compress.fingerprint import identify
 from nmm_compiler.compress.journal import Journal
-from nmm_compiler.compress.modules import LowRankLinear, put
+from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
 from nmm_compiler.compress.one_thread import one_thread
 from nmm_compiler.compress.plan import (
     Decision,
@@ -35,8 +37,14 @@ from nmm_compiler.compress.plan import (
 )
 from nmm_compiler.compress.progress import Steps
 from nmm_compiler.compress.ranks import Cost
-from nmm_compiler.compress.report import CompressionReport, LayerReport
-from nmm_compiler.compress.select import FilterFn, Patterns, Site, find_sites
+from nmm_compiler.compress.report import CompressionReport, LayerReport, Skipped
+from nmm_compiler.compress.select import (
+    FilterFn,
+    Patterns,
+    Site,
+    find_sites,
+    only_read_reason,
+)
 from nmm_compiler.compress.sequential import (
     Originals,
     Pairs,
@@ -59,76 +67,91 @@ def compress(
     include: Patterns = None,
     exclude: Patterns = None,
     filter_fn: FilterFn | None = None,
-    method: str = "auto",
+    method: str | None = None,
     align: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
-    allocation: str = "auto",
-    budget: str = "parameters",
+    allocation: str | None = None,
+    budget: str | None = None,
     cost: Cost | None = None,
     target: str = "trn2",
     tokens: int = 512,
-    sensitivity: str = "gradient",
-    sequential: bool = False,
+    sensitivity: str | None = None,
+    sequential: bool | None = None,
     output: OutputFn | None = None,
     resume: str | Path | None = None,
 ) -> CompressionReport:
     """Replace linears of `model` by `LowRankLinear`s, in place; return what was done.
 
     ratio: share of the parameters of the selected matrices to remove, in [0, 1); default 0.2. Or a
-        whole CompressionConfig, in place of the keywords of the same names.
+        whole CompressionConfig; the keywords of the same names must then be left out.
     rank: instead of a ratio, one rank for all, or {name pattern: rank}.
     calibration: batches to run through the model (dicts of arguments, tuples, or tensors), or what
         `calibrate` returned for this model.
-    include, exclude: name patterns ("mlp", "layers.0.*", "re:...").
+    include, exclude: name patterns ("mlp", "layers.0.*", "re:..."); each must match something.
     filter_fn: (module, name) -> bool, a last word on each layer.
-    method, align, allocation, budget, sensitivity, sequential: see CompressionConfig.
+    method, align, allocation, budget, sensitivity, sequential: see CompressionConfig, which has
+        their defaults.
     dtype: of the factors; default is the weight's. device: where to compute; default the weight's.
     cost: (k, n, rank or None) -> predicted microseconds, for budget="latency"; None asks the
         kernels' cost model for `target` and `tokens` tokens a call.
     output: (result, batch) -> the tensor whose change matters, for sensitivity="gradient"; default
         the logits, else the last hidden state.
-    resume: a directory that finished layers are kept in; the same call continues from it.
+    resume: a directory that finished layers are kept in; the same call continues from it. Another
+        model, other data or other arguments are refused.
 
     A layer is left dense where low rank would not save anything. Ctrl-C leaves a working model,
     part of it low-rank. Nothing is changed when an error is raised before the first factorization.
+    A transformers model gets a config object of its own, as others may share the one it has.
 
     Raises OptionTypeError and UnknownNameError for bad arguments, NoMatchingModulesError when there
     is nothing to factorize, RankError when no legal ranks meet the ratio, CalibrationError for
     calibration that is empty, not finite or does not reach a layer, WeightError for a weight that
-    is not finite, FactorsFileError when `resume` holds something else.
+    is not finite, FactorsFileError when `resume` holds something else, or for a transformers model
+    that is quantized (or was loaded from GGUF) and could not be saved afterwards.
     """
-    _check_arguments(model, dtype, cost)
-    config = (
-        ratio
-        if isinstance(ratio, CompressionConfig)
-        else CompressionConfig(
-            ratio=ratio,
-            rank=dict(rank) if isinstance(rank, Mapping) else rank,
-            method=method,
-            allocation=allocation,
-            budget=budget,
-            align=align,
-            sensitivity=sensitivity,
-            sequential=sequential,
-        )
+    check_arguments(model, dtype, cost)
+    config = make_config(
+        ratio,
+        rank=rank,
+        method=method,
+        allocation=allocation,
+        budget=budget,
+        align=align,
+        sensitivity=sensitivity,
+        sequential=sequential,
     )
+    hf.check_savable(model)
     started = time.monotonic()
     before = count_parameters(model)
     journal = None if resume is None else Journal(resume, config)
     sites, skipped = _sites(model, include, exclude, filter_fn, journal)
     meta = any(site.weight.is_meta for site in sites)
     ways = resolve(config, calibration is not None, meta)
+    if output is not None and (not ways.gradients or isinstance(calibration, Statistics)):
+        raise OptionTypeError(
+            "output", output, "it with batches and sensitivity='gradient': nothing else asks it"
+        )
     site = None
     for site in sites:
         if not site.weight.is_meta:
             check_finite(site.weight, site.name)
     batches = statistics = None
     if isinstance(calibration, Statistics):
+        sites, skipped = _without_only_read(sites, skipped, calibration.only_read)
         statistics = check_statistics(calibration, sites, config, ways)
     elif calibration is not None:
         batches = as_batches(calibration)
+    identity = None
+    if journal is not None:
+        settings = settings_of(config, dtype, cost, target, tokens, output)
+        data = batches if batches is not None else statistics
+        done = lowrank_layers(model)
+        identity = identify(model, sites, _every_name(model, done), data, settings)
+        journal.check(identity, done)
+        if journal.plan is not None:
+            sites, skipped = _without_only_read(sites, skipped, journal.plan.only_read)
     left = sites if journal is None else journal.unfinished(sites)
     if config.sequential and left and journal is not None and journal.plan is not None:
         _check_dense(journal.plan, sites)
@@ -136,6 +159,7 @@ def compress(
         statistics = collect(
             model, left, batches, gradients=ways.gradients, output=output, progress=progress
         )
+        sites, skipped = _without_only_read(sites, skipped, statistics.only_read)
     if journal is not None and journal.plan is not None:
         plan = journal.plan
     else:
@@ -143,7 +167,8 @@ def compress(
             cost = _kernel_cost(sites, dtype, target, tokens)
         plan = make_plan(sites, config, ways, statistics, cost, progress)
         if journal is not None:
-            journal.start(plan)
+            assert identity is not None
+            journal.start(plan, identity)
 
     work = _Work(model, config, ways, batches, statistics, dtype, device, journal, output)
     try:
@@ -167,6 +192,27 @@ def compress(
         cost_after=plan.cost_after,
         seconds=time.monotonic() - started,
     )
+
+
+def _every_name(model: nn.Module, layers: Mapping[str, LowRankLinear]) -> list[str]:
+    """Return all names of these layers; a shared one has more than the first."""
+    known = {id(layer) for layer in layers.values()}
+    return [n for n, m in model.named_modules(remove_duplicate=False) if id(m) in known]
+
+
+def _without_only_read(
+    sites: Sequence[Site], skipped: Sequence[Skipped], only_read: Sequence[str]
+) -> tuple[tuple[Site, ...], tuple[Skipped, ...]]:
+    """Move the sites that calibration found to be only read to the skipped ones."""
+    aside = [site for site in sites if site.name in only_read]
+    left = tuple(site for site in sites if site.name not in only_read)
+    reason = only_read_reason("the model, over the calibration data,")
+    more = [Skipped(name=s.name, shape=tuple(s.weight.shape), reason=reason) for s in aside]
+    if sites and not left:
+        raise NoMatchingModulesError(
+            f"none of the {len(sites)} selected layers can be factorized: {aside[0].name}: {reason}"
+        )
+    return left, (*skipped, *more)
 
 
 def _check_dense(plan: Plan, sites: Sequence[Site]) -> None:
@@ -206,7 +252,7 @@ def calibrate(
     One pass over the data then serves any number of ratios and methods. Arguments are those of
     `compress`; gradients: also sample the gradients that global allocation compares matrices by.
     """
-    _check_arguments(model, None, None)
+    check_arguments(model, None, None)
     sites, _ = find_sites(model, include, exclude, filter_fn)
     return collect(
         model, sites, as_batches(calibration), gradients=gradients, output=output, progress=progress
@@ -216,15 +262,6 @@ def calibrate(
 def count_parameters(model: nn.Module) -> int:
     """Return the elements of all parameters, tied ones once."""
     return sum(p.numel() for p in model.parameters())
-
-
-def _check_arguments(model: object, dtype: object, cost: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise OptionTypeError("model", type(model).__name__, "a torch.nn.Module")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionTypeError("dtype", dtype, "a floating-point torch.dtype, or None")
-    if cost is not None and not callable(cost):
-        raise OptionTypeError("cost", cost, "a function (k, n, rank or None) -> microseconds")
 
 
 def _sites(
@@ -249,8 +286,9 @@ def _sites(
         if done != planned:
             raise
         sites, skipped = (), ()
-    if {site.name for site in sites} | done != planned:
-        differ = sorted(({site.name for site in sites} | done) ^ planned)
+    found = {site.name for site in sites} - set(journal.plan.only_read) | done
+    if found != planned:
+        differ = sorted(found ^ planned)
         raise FactorsFileError(
             f"{journal.directory} holds a compression of other layers ({', '.join(differ[:6])}); "
             "pass the same model and selection, or another directory"

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from nmm_compiler.compress.moments import SecondMoment
+from nmm_compiler.compress.probe import unwatch_reads, watch_reads
 from nmm_compiler.compress.progress import Steps
 from nmm_compiler.compress.select import Site
 from nmm_compiler.errors import CalibrationError
@@ -34,12 +35,17 @@ MakeCollector = Callable[[Sequence[Site], bool, bool], "Collector"]
 
 @dataclass
 class Statistics:
-    """What one pass over the calibration data collected, by layer name."""
+    """What one pass over the calibration data collected, by layer name.
+
+    only_read: layers whose weight the model read while it never called them; nothing is known of
+    their inputs, and factors would only be multiplied back.
+    """
 
     inputs: dict[str, SecondMoment]
     gradients: dict[str, SecondMoment]
     batches: int = 0
     tokens: int = 0
+    only_read: tuple[str, ...] = ()
 
 
 def as_batches(calibration: Any) -> list[Any]:
@@ -103,8 +109,13 @@ def collect(
             break
         except _NotSharedError:
             continue  # two layers read one tensor in one batch but not in the next: once more
-    listener.check_reached()
-    return Statistics(listener.inputs, listener.gradients, len(batches), listener.largest_tokens())
+    return Statistics(
+        listener.inputs,
+        listener.gradients,
+        len(batches),
+        listener.largest_tokens(),
+        listener.check_reached(),
+    )
 
 
 class _NotSharedError(Exception):
@@ -125,17 +136,21 @@ class Collector:
         self._index = 0
         self._mask: torch.Tensor | None = None
         self._handles: list[Any] = []
+        self._reads: dict[str, set[str]] = {}
 
     def __enter__(self) -> Collector:
         for site in self.sites:
             self._handles.append(
                 site.module.register_forward_hook(self._hook(site), with_kwargs=False)
             )
+            self._reads[site.name] = watch_reads(site.module)
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        for site in self.sites:
+            unwatch_reads(site.module)
         self._last = None
 
     def begin(self, index: int, batch: Any) -> None:
@@ -217,13 +232,19 @@ class Collector:
             )
         return rows
 
-    def check_reached(self) -> None:
-        """Raise for layers that no token reached."""
+    def check_reached(self) -> tuple[str, ...]:
+        """Return the layers that were only read; raise for others that no token reached."""
         missing = [
             site.name
             for site in self.sites
             if site.name not in self.inputs or not self.inputs[site.name].tokens
         ]
+        only_read = tuple(
+            name
+            for name in missing
+            if name not in self.inputs and "weight" in self._reads.get(name, ())
+        )
+        missing = [name for name in missing if name not in only_read]
         if missing:
             more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
             raise CalibrationError(
@@ -231,6 +252,7 @@ class Collector:
                 f"{', '.join(missing[:12])}{more}; name them in exclude=, or calibrate with "
                 "inputs that use them"
             )
+        return only_read
 
     def largest_tokens(self) -> int:
         """Return the tokens that reached the busiest layer."""

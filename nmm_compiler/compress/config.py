@@ -63,6 +63,12 @@ class CompressionConfig(Record):
             if value not in known:
                 raise UnknownNameError(kind, value, known)
         self._check_ratio_and_rank()
+        if isinstance(self.rank, Mapping):  # a copy: the caller's may change
+            object.__setattr__(self, "rank", dict(self.rank))
+        if self.rank is not None and self.allocation != "auto":
+            raise OptionTypeError(
+                "allocation", self.allocation, "it with a ratio: given ranks are not allocated"
+            )
         if self.align is not None and (not _whole(self.align) or self.align < 1):
             raise OptionTypeError("align", self.align, "a positive whole number, or None")
         if not _number(self.damping) or not 0 <= self.damping < 1:

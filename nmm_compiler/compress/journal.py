@@ -1,28 +1,31 @@
 """Finished layers on disk, so that an interrupted compression continues where it stopped.
 
-A journal is a directory: `plan.json` (the config, the matrices, the ranks), then one safetensors
-file per finished layer with `up` and `down`, its `LayerReport` in the file's metadata. Each file
-is written under another name and moved into place, so that what is there is always whole.
+A journal is a directory: `plan.json` (the config, the matrices, the ranks, and which weights, data
+and settings they were made of), then one safetensors file per finished layer with `up` and `down`,
+its `LayerReport` in the file's metadata. Each file is written under another name and moved into
+place, so that what is there is always whole.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nmm_compiler.compress.config import CompressionConfig
+from nmm_compiler.compress.fingerprint import Identity
+from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.plan import Plan
 from nmm_compiler.compress.report import LayerReport
 from nmm_compiler.compress.save import replace_file
 from nmm_compiler.compress.select import Site
 from nmm_compiler.errors import FactorsFileError, OutputError
 
-_VERSION = 1
+_VERSION = 2
 
 
 class Journal:
@@ -31,6 +34,7 @@ class Journal:
     def __init__(self, directory: str | Path, config: CompressionConfig) -> None:
         self.directory = Path(directory)
         self.config = config
+        self.identity: Identity | None = None
         self.plan = self._read_plan()
 
     @property
@@ -42,8 +46,11 @@ class Journal:
             return None
         try:
             data = json.loads(self._plan_path.read_text())
-            version, config, plan = data["version"], data["config"], Plan.from_dict(data["plan"])
-        except (ValueError, KeyError, TypeError) as error:
+            version, config = data["version"], data["config"]
+            if version == _VERSION:
+                self.identity = Identity.from_dict(data["made_of"])
+            plan = Plan.from_dict(data["plan"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FactorsFileError(
                 f"{self._plan_path} is not a plan of this package ({error}); "
                 "remove the directory to start again"
@@ -58,10 +65,43 @@ class Journal:
             )
         return plan
 
-    def start(self, plan: Plan) -> None:
+    def check(self, identity: Identity, done: Mapping[str, LowRankLinear]) -> None:
+        """Raise FactorsFileError unless the run is of these weights, data and settings.
+
+        done: the model's layers that are low-rank already; they must hold the journal's factors.
+        """
+        if self.plan is None or self.identity is None:
+            return
+        differs = self.identity.difference(identity)
+        if differs is not None:
+            raise FactorsFileError(
+                f"{self.directory} holds a compression of something else ({differs}); pass the "
+                "same model, data and arguments, or another directory"
+            )
+        for index, decision in enumerate(self.plan.decisions):
+            layer = done.get(decision.name)
+            if layer is not None and not self._holds(index, layer):
+                raise FactorsFileError(
+                    f"{decision.name} is low-rank already, with other factors than those in "
+                    f"{self.directory}; pass the model that was compressed there, or another "
+                    "directory"
+                )
+
+    def _holds(self, index: int, layer: LowRankLinear) -> bool:
+        finished = self.load(index)
+        if finished is None:
+            return False
+        pairs = zip(finished[:2], (layer.up.weight, layer.down.weight), strict=True)
+        return all(
+            kept.shape == here.shape and torch.equal(kept, here.detach().cpu().to(kept.dtype))
+            for kept, here in pairs
+        )
+
+    def start(self, plan: Plan, identity: Identity) -> None:
         """Write the plan of a new run; raises OutputError when the directory cannot be used."""
         data = {
             "version": _VERSION,
+            "made_of": identity.to_dict(),
             "config": self.config.to_dict(),
             "plan": plan.to_dict(),
         }
@@ -74,7 +114,7 @@ class Journal:
             raise OutputError(
                 f"{self.directory} cannot be written to ({error}); pass resume= another directory"
             ) from error
-        self.plan = plan
+        self.plan, self.identity = plan, identity
 
     def save(self, index: int, up: torch.Tensor, down: torch.Tensor, report: LayerReport) -> None:
         """Write the finished layer number `index` of the plan; OutputError when it cannot be."""

@@ -39,7 +39,10 @@ class Decision(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Record):
-    """All decisions, and how they were reached ("auto" resolved)."""
+    """All decisions, and how they were reached ("auto" resolved).
+
+    only_read: layers that calibration found to be read and never called; no decision is about them.
+    """
 
     method: str
     allocation: str
@@ -48,15 +51,21 @@ class Plan(Record):
     cost_before: float | None = None
     cost_after: float | None = None
     calibration_tokens: int = 0
+    only_read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ways:
-    """A config's "auto" choices, resolved for one call."""
+    """A config's "auto" choices, resolved for one call.
+
+    gradients: whether the statistics need them. sensitive: whether global allocation compares
+    matrices by them; it does not with sensitivity="output", whatever the statistics hold.
+    """
 
     method: str
     allocation: str
     gradients: bool
+    sensitive: bool
 
 
 def resolve(config: CompressionConfig, calibrated: bool, meta: bool) -> Ways:
@@ -88,11 +97,15 @@ def resolve(config: CompressionConfig, calibrated: bool, meta: bool) -> Ways:
         raise OptionTypeError(
             "method", config.method, "calibration= with it, or method='svd' without"
         )
+    if config.sequential and not calibrated:
+        raise OptionTypeError(
+            "sequential", True, "calibration= with it: layers are fitted to what it gives them"
+        )
     sensitive = calibrated and config.sensitivity == "gradient" and chosen == "global"
     method = config.method
     if method == "auto":
         method = ("two-sided" if sensitive else "whitened") if calibrated else "svd"
-    return Ways(method, chosen, sensitive or method == "two-sided")
+    return Ways(method, chosen, sensitive or method == "two-sided", sensitive)
 
 
 def check_statistics(
@@ -163,7 +176,7 @@ def make_plan(
         if ways.allocation == "uniform":
             ranks = allocation.allocate_uniform(shapes, ratio, align)
         else:
-            losses = _losses(sites, config, statistics, progress) if ratio else {}
+            losses = _losses(sites, config, ways, statistics, progress) if ratio else {}
             ranks = allocation.allocate_global(
                 shapes, losses, ratio, align, _checked_cost(config, cost)
             )
@@ -180,6 +193,7 @@ def make_plan(
         cost_before=before,
         cost_after=after,
         calibration_tokens=statistics.tokens if statistics else 0,
+        only_read=statistics.only_read if statistics else (),
     )
 
 
@@ -227,19 +241,21 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> list[Decision
 def _losses(
     sites: Sequence[Site],
     config: CompressionConfig,
+    ways: Ways,
     statistics: Statistics | None,
     progress: bool,
 ) -> dict[str, list[float]]:
     """Return, per site, the loss of keeping rank 0, 1, 2, ...: comparable between sites.
 
-    With gradients: half the expected g^T (dW x) squared, summed over the tokens. Without: the
-    squared relative error of the matrix (weighted by its inputs when there is calibration).
+    With sensitivity="gradient": half the expected g^T (dW x) squared, summed over the tokens.
+    Else: the squared relative error of the matrix (weighted by its inputs when there is
+    calibration).
     """
     losses = {}
+    method = "two-sided" if ways.sensitive else "whitened"
     with Steps("measuring spectra", len(sites), progress) as steps:
         for site in sites:
             steps.show(site.name)
-            method = "svd" if statistics is None else "two-sided"
             moments = moments_of(site, method, statistics, config).to(site.weight.device)
             squares = spectrum(site.weight, moments, site.name)
             tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])

@@ -1,13 +1,24 @@
-"""Whether a subclass of `nn.Linear` computes what `nn.Linear` computes, found out by running it.
+"""What a layer computes and how a model uses it, found out by running or reading the code.
 
-Some models spell x W^T + b themselves (transformers' FalconLinear); others add a router, a scale or
-an activation. The name cannot tell, so a few random rows are sent through a float64 copy of the
-module, in eval and in training mode, and compared with the product of its weight.
+Does a subclass of `nn.Linear` compute what `nn.Linear` computes? Some models spell x W^T + b
+themselves (transformers' FalconLinear); others add a router, a scale or an activation. The name
+cannot tell, so a few random rows are sent through a float64 copy of the module, in eval and in
+training mode, and compared with the product of its weight.
+
+Is a linear called, or is its weight only read? Callers of `F.multi_head_attention_forward` (WavLM)
+pass `self.q_proj.weight`, and factors would be multiplied back on every call. `only_reads` looks
+for it in the code of the parent's methods; `watch_reads` notes it while calibration runs.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,3 +62,80 @@ def _bound_and_product(linear: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor
     if bias is not None:
         expected, size = expected + bias.detach(), size + bias.detach().abs()
     return 2 * (weight.shape[1] + 2) * torch.finfo(torch.float64).eps * size, expected
+
+
+# Methods that run once: what they read says nothing about a forward pass.
+_ONCE = ("__", "_init", "init", "reset", "_reset", "load", "_load", "save", "_save", "tie", "_tie")
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_SKIPPED = ("CACHE", "EXTENDED_ARG", "NOP")
+_READ = ("weight", "bias")
+# `.child.weight.dtype` and `.child.in_features` say nothing about how the child is used.
+_DESCRIBES = ("dtype", "device", "shape", "in_features", "out_features")
+
+
+def only_reads(parents: list[nn.Module], child: str) -> bool:
+    """Return whether the code of these modules reads `.child.weight` and never calls `.child`.
+
+    parents: the module that holds the child, then the modules around it. Where the code does not
+    mention the child by name (a ModuleList, `getattr`), it counts as called.
+    """
+    uses = {use for parent in parents for use in _uses(cast(Any, type(parent))).get(child, ())}
+    return uses == {"read"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _uses(kind: type) -> dict[str, set[str]]:
+    """Return {attribute: {"read", "used"}}: read is `.attribute.weight`, used anything else."""
+    found: dict[str, set[str]] = {}
+    for code in _codes(kind):
+        steps = [s for s in dis.get_instructions(code) if s.opname not in _SKIPPED]
+        loads = [s.argval if s.opname in _LOADS else None for s in steps]
+        for here, name in enumerate(loads):
+            then, after = [*loads[here + 1 : here + 3], None, None][:2]
+            if name is not None and then not in _DESCRIBES and after not in _DESCRIBES:
+                found.setdefault(name, set()).add("read" if then in _READ else "used")
+    return found
+
+
+def _codes(kind: type) -> Iterator[types.CodeType]:
+    """Yield the code of the class's own and inherited methods, below nn.Module."""
+    for base in kind.__mro__:
+        if base is nn.Module:
+            return
+        for name, value in vars(base).items():
+            function = inspect.unwrap(value) if callable(value) else value
+            if isinstance(function, types.FunctionType) and not name.startswith(_ONCE):
+                yield from _nested(function.__code__)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+class _Watched(dict[str, "nn.Parameter | None"]):
+    """A module's parameters, noting which of them are asked for by name."""
+
+    def __init__(self, inner: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(inner)
+        self.inner, self.read = inner, set[str]()
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def watch_reads(module: nn.Module) -> set[str]:
+    """Return a set that fills with the names of the module's parameters as they are read."""
+    watched = _Watched(module._parameters)
+    module.__dict__["_parameters"] = watched
+    return watched.read
+
+
+def unwatch_reads(module: nn.Module) -> None:
+    """End `watch_reads`."""
+    watched = module._parameters
+    if isinstance(watched, _Watched):
+        module.__dict__["_parameters"] = watched.inner

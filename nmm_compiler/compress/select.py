@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from nmm_compiler.compress.modules import LowRankLinear
-from nmm_compiler.compress.probe import difference_from_linear
+from nmm_compiler.compress.probe import difference_from_linear, only_reads
 from nmm_compiler.compress.report import Skipped
-from nmm_compiler.errors import NoMatchingModulesError, closest
+from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, closest
 
 Patterns = str | Iterable[str] | None
 FilterFn = Callable[[nn.Module, str], bool]
@@ -72,10 +72,21 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def as_patterns(patterns: Patterns) -> tuple[str, ...]:
-    """Return patterns as a tuple; one string is one pattern."""
+    """Return patterns as a tuple; one string is one pattern.
+
+    Raises OptionTypeError for what is no pattern: not a string, or a broken regular expression.
+    """
     if patterns is None:
         return ()
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            raise OptionTypeError("pattern", pattern, "a string, e.g. 'mlp' or 're:.*_proj'")
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise OptionTypeError("pattern", pattern, f"a valid expression ({error})") from error
+    return listed
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -95,10 +106,16 @@ def find_sites(
     include: only names that match one of these patterns; it also brings in the output head, which
     is left alone otherwise. exclude: never these. filter_fn(module, name): a last word for each.
 
-    Raises NoMatchingModulesError when no site is left, or when an include pattern matches nothing.
+    Raises NoMatchingModulesError when no site is left, when an include pattern matches no linear,
+    or when an exclude pattern matches no module at all; OptionTypeError for what is no pattern.
     """
     wanted, unwanted = as_patterns(include), as_patterns(exclude)
+    if include is not None and not wanted:
+        raise NoMatchingModulesError(
+            "include has no patterns, which selects nothing; leave it out to select every linear"
+        )
     names = _names_by_module(model)
+    _check_excluded(unwanted, [name for _, every in names for name in every if name], model)
     tied = _tied_parameters(model)
     head = _output_head(model)
     sites: list[Site] = []
@@ -121,7 +138,7 @@ def find_sites(
             continue
         if filter_fn is not None and not filter_fn(module, name):
             continue
-        reason = _refusal(module, name, model, tied, None if wanted else head)
+        reason = _refusal(module, all_names, model, tied, None if wanted else head)
         if reason is not None:
             skipped.append(Skipped(name=name, shape=shape, reason=reason))
             continue
@@ -198,12 +215,13 @@ def _foreign_weight(module: nn.Module) -> list[torch.Tensor]:
 
 def _refusal(
     module: nn.Module,
-    name: str,
+    names: list[str],
     model: nn.Module,
     tied: dict[int, list[str]],
     head: nn.Module | None,
 ) -> str | None:
     """Return why this layer is left alone, or None when it can be factorized."""
+    name = names[0]
     if isinstance(module, LowRankLinear):
         return f"already low-rank (rank {module.rank})"
     kind = type(module).__name__
@@ -219,8 +237,10 @@ def _refusal(
     if is_lazy(weight):
         return f"{kind} has no weight yet; run the model once before compressing it"
     if parametrize.is_parametrized(module):
-        names = ", ".join(vars(module.parametrizations)["_modules"])
-        return f"its {names} is parametrized; torch.nn.utils.parametrize.remove_parametrizations it"
+        changed = ", ".join(vars(module.parametrizations)["_modules"])
+        return (
+            f"its {changed} is parametrized; torch.nn.utils.parametrize.remove_parametrizations it"
+        )
     if not name:
         return "the model itself is a linear; wrap it, e.g. in nn.Sequential"
     if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
@@ -238,6 +258,9 @@ def _refusal(
         return "its forward was replaced on this module, which a replacement would lose"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight and never calls it"
+    readers = [_reader(model, every) for every in names]
+    if all(readers):
+        return only_read_reason(str(readers[0]))
     if isinstance(module, nn.Linear):
         difference = difference_from_linear(module)
         if difference is not None:
@@ -245,6 +268,31 @@ def _refusal(
     if module is head:
         return "the output head (name it in include= to factorize it)"
     return None
+
+
+def only_read_reason(reader: str) -> str:
+    """Return why a layer that is read and never called stays dense."""
+    return (
+        f"{reader} reads its weight and never calls it: factors would be multiplied back each time"
+    )
+
+
+def _reader(model: nn.Module, name: str) -> str | None:
+    """Return the type of the parent that only reads this child's weight, or None."""
+    path, _, child = name.rpartition(".")
+    parts = path.split(".") if path else []
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts), -1, -1)]
+    return type(around[0]).__name__ if only_reads(around, child) else None
+
+
+def _check_excluded(unwanted: tuple[str, ...], names: list[str], model: nn.Module) -> None:
+    for pattern in unwanted:
+        if not any(matches(name, pattern) for name in names):
+            parts = sorted({part for name in names for part in (name, name.rpartition(".")[2])})
+            raise NoMatchingModulesError(
+                f"exclude pattern {pattern!r} matches no module of {type(model).__name__}"
+                f"{closest(pattern, parts)}; leave it out, or name what is to stay dense"
+            )
 
 
 def _check_found(
