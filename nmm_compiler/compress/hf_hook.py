@@ -2,13 +2,17 @@
 
 `import nmm_compiler` calls `watch()`, so that `from_pretrained` knows a saved low-rank model with
 no further call. transformers is never imported here: if it is there, the quantizer is registered
-now; if not, an import hook waits for `transformers.quantizers.auto` and registers then.
+now; if not, an import hook waits for `transformers.quantizers.auto` and registers then. Programs
+that do not import this package get it from `startup/_nmm_compiler_startup.py`, which is installed
+beside it. So nothing here may raise: a transformers that the quantizer does not fit has to work for
+all other models.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -30,9 +34,7 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
-        from nmm_compiler.compress import hf
-
-        hf.register()
+        _register()
 
 
 class _Finder(MetaPathFinder):
@@ -53,8 +55,19 @@ class _Finder(MetaPathFinder):
 def watch() -> None:
     """Register now if transformers is loaded, else as soon as it is; calling it again is free."""
     if _REGISTRY in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register() -> None:
+    try:
         from nmm_compiler.compress import hf
 
         hf.register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    except Exception as error:  # a transformers that does not fit must still load other models
+        warnings.warn(
+            f"nmm_compiler could not make transformers know low-rank models ({error}); "
+            "from_pretrained will refuse them",
+            stacklevel=2,
+        )
