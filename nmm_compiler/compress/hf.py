@@ -2,19 +2,24 @@
 
 `attach(model)`, which `compress` calls on a transformers model, writes {layer name: rank} into its
 config, as `quantization_config` of method "nmm_lowrank"; `model.save_pretrained` then stores plain
-safetensors and that config. When
-`from_pretrained` meets it, the quantizer registered here replaces the named linears by empty
-`LowRankLinear`s before the weights are loaded. `register()` is what a process that only loads must
-call first; `import nmm_compiler` does it as soon as transformers is imported.
+safetensors and that config. When `from_pretrained` meets it, the quantizer registered here replaces
+the named linears by empty `LowRankLinear`s before the weights are loaded, and raises
+FactorsFileError when a factor is not among them. `register()` makes the quantizer known; a file
+that runs when Python starts (`_nmm_compiler_startup.py`) does it as soon as transformers is
+imported, and `import nmm_compiler` does it too.
+
+Where this package is not installed, transformers would warn and initialize the low-rank layers at
+random. So each is stored with a guard: a tensor NAME.weight of one element, which does not fit the
+dense layer, so that transformers raises. Loading with this package passes the guards over.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import copy
+import re
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +28,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
+from nmm_compiler.compress.replace import replace_directory
 from nmm_compiler.compress.select import is_conv1d
 from nmm_compiler.errors import FactorsFileError, MissingPackageError, OutputError
 
 METHOD = "nmm_lowrank"
+# No matrix of a model is this wide; more is a damaged file.
+_LARGEST_RANK = 1 << 24
 
 
 def register() -> None:
@@ -48,7 +56,7 @@ def register() -> None:
 
         def __init__(self, ranks: Mapping[str, int] | None = None, **_: Any) -> None:
             self.quant_method = cast(Any, METHOD)
-            self.ranks = dict(ranks or {})
+            self.ranks = checked_ranks(ranks)
 
         def to_dict(self) -> dict[str, Any]:
             return {"quant_method": METHOD, "ranks": dict(self.ranks)}
@@ -59,8 +67,11 @@ def register() -> None:
         requires_calibration = True
 
         def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-            prepare(model, cast(LowRankConfig, self.quantization_config).ranks)
+            _ignore_guards(model, prepare(model, cast(Any, self.quantization_config).ranks))
             return model
+
+        def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
+            return _guarded(model), {}
 
         @property
         def is_trainable(self) -> bool:
@@ -74,6 +85,7 @@ def register() -> None:
             return True
 
         def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+            _check_loaded(model)
             _call_unquantized(model)
             return model
 
@@ -97,8 +109,28 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
-def prepare(model: nn.Module, ranks: Mapping[str, int]) -> None:
+def checked_ranks(ranks: object) -> dict[str, int]:
+    """Return {layer name: rank} as a saved config gives it; raise FactorsFileError for others."""
+    if not isinstance(ranks, Mapping):
+        shown = "none" if ranks is None else f"a {type(ranks).__name__}"
+        raise FactorsFileError(
+            f"the saved config's quantization_config has {shown} where its ranks belong; restore "
+            "config.json from the directory that the model was saved to"
+        )
+    for name, rank in ranks.items():
+        whole = isinstance(rank, int) and not isinstance(rank, bool)
+        if not isinstance(name, str) or not whole or not 1 <= rank < _LARGEST_RANK:
+            raise FactorsFileError(
+                f"the saved config gives {name!r} the rank {rank!r:.60}; a rank is a positive "
+                "whole number: restore config.json from the directory the model was saved to"
+            )
+    return dict(ranks)
+
+
+def prepare(model: nn.Module, ranks: Mapping[str, int]) -> tuple[str, ...]:
     """Replace the named linears by empty low-rank layers on the same device and dtype.
+
+    Returns their names in this model.
 
     Raises FactorsFileError for a name that is no linear of the model.
     """
@@ -123,6 +155,59 @@ def prepare(model: nn.Module, ranks: Mapping[str, int]) -> None:
         bias = old.bias is not None
         layer = LowRankLinear(k, rank, n, bias, device=weight.device, dtype=weight.dtype)
         put(model, [name], layer)
+    return tuple(name for name in found.values() if name is not None)
+
+
+def _ignore_guards(model: Any, names: Sequence[str]) -> None:
+    """Let transformers pass over the guards of these layers, which have no place in the model."""
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    guards = [rf"(^|\.){re.escape(name)}\.weight$" for name in names]
+    model._keys_to_ignore_on_load_unexpected = {*known, *guards}
+
+
+def _guarded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict with a guard per low-rank layer."""
+    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    for name, layer in lowrank_layers(model).items():
+        guard = {f"{name}.weight": torch.zeros(1, dtype=layer.down.weight.dtype)}
+        if _is_stored_as_is(model, guard):
+            state.update(guard)
+    return state
+
+
+def _is_stored_as_is(model: nn.Module, guard: dict[str, torch.Tensor]) -> bool:
+    """Return whether transformers stores this tensor by itself, and not joined with others."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 everything is stored as it is
+        return True
+    try:
+        stored = revert_weight_conversion(cast(Any, model), dict(guard))
+    except Exception:  # any failure says that the weight of this layer is converted
+        return False
+    return [tuple(tensor.shape) for tensor in stored.values()] == [(1,)]
+
+
+def _check_loaded(model: nn.Module) -> None:
+    """Raise FactorsFileError when transformers has not found a factor, and so made one up.
+
+    transformers 5 marks each parameter that it has loaded; earlier ones leave no trace.
+    """
+    if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
+        return
+    for name, layer in lowrank_layers(model).items():
+        for part, linear in (("down", layer.down), ("up", layer.up)):
+            for kind, parameter in linear.named_parameters():
+                if not getattr(parameter, "_is_hf_initialized", False):
+                    raise FactorsFileError(
+                        f"the weights have no {name}.{part}.{kind} [{_shape(parameter)}], which "
+                        "the saved config's ranks ask for; the files are incomplete or of another "
+                        "save: copy the whole directory again"
+                    )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return ", ".join(map(str, tensor.shape))
 
 
 def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
@@ -132,19 +217,16 @@ def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
 
 
 def attach(model: Any) -> None:
-    """Write the ranks of a transformers model's low-rank layers into its config.
+    """Write the ranks of a transformers model's low-rank layers into a config of its own.
 
-    Raises FactorsFileError when the model is quantized by another method.
+    The config is copied first: another model may share it. Raises FactorsFileError when the model
+    is quantized by another method.
     """
     register()
     from transformers.quantizers import auto
 
-    method = _method(model)
-    if method not in (None, METHOD):
-        raise FactorsFileError(
-            f"{type(model).__name__} is already quantized by {method!r}; transformers stores one "
-            "method per model: compress before quantizing, or keep factors with save_factors"
-        )
+    check_savable(model)
+    _own_config(model)
     ranks = {name: layer.rank for name, layer in lowrank_layers(model).items()}
     config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](ranks)
     model.config.quantization_config = config
@@ -152,22 +234,54 @@ def attach(model: Any) -> None:
 
 
 def attach_if_transformers(model: nn.Module) -> None:
-    """`attach`, for a transformers model with low-rank layers that no other method quantizes."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not lowrank_layers(model):
-        return
-    if not isinstance(model, transformers.PreTrainedModel):
-        return
-    if _method(model) in (None, METHOD):
+    """`attach`, for a transformers model with low-rank layers."""
+    if _is_transformers(model) and lowrank_layers(model):
         attach(model)
 
 
+def check_savable(model: nn.Module) -> None:
+    """Raise FactorsFileError for a transformers model that is quantized by another method.
+
+    That includes models loaded from GGUF with their blocks kept.
+    """
+    if not _is_transformers(model):
+        return
+    method = _method(model)
+    if method in (None, METHOD):
+        return
+    unpacked = "quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else "floats"
+    raise FactorsFileError(
+        f"{type(model).__name__} is already quantized by {method!r}; transformers stores one "
+        f"method per model, so a low-rank one could not be saved: load it as {unpacked} and "
+        "quantize after compressing"
+    )
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
 def _method(model: Any) -> str | None:
-    """Return the name of the method that the model's config says it is quantized by."""
-    config = getattr(model.config, "quantization_config", None)
-    if isinstance(config, dict):
-        return config.get("quant_method")
-    return getattr(config, "quant_method", None)
+    """Return the name of the method that a model says it is quantized by."""
+    for holder in (model.config, getattr(model, "hf_quantizer", None)):
+        config = getattr(holder, "quantization_config", None)
+        found = config.get if isinstance(config, dict) else partial(getattr, config)
+        method = found("quant_method", None)
+        if method is not None:
+            return str(getattr(method, "value", method))
+    return None
+
+
+def _own_config(model: Any) -> None:
+    """Give a model, and all modules in it, a copy of the config objects that they hold."""
+    memo: dict[int, Any] = {}
+    kind = next(k for k in type(model.config).__mro__ if k.__name__.lower() == "pretrainedconfig")
+    copy.deepcopy(model.config, memo)
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, kind) and id(value) in memo:
+                setattr(module, key, memo[id(value)])
 
 
 def _call_unquantized(model: Any) -> None:
@@ -180,41 +294,38 @@ def _call_unquantized(model: Any) -> None:
 
 
 def save_pretrained(
-    model: Any, directory: str | Path, *, tokenizer: Any = None, **more: Any
+    model: Any,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    files: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> Path:
     """Save a compressed transformers model so that `from_pretrained(directory)` gives it back.
 
-    As `model.save_pretrained`, but all or nothing: files are written beside `directory` and moved
-    into it when all are complete, so a full disk leaves the old files intact. Further files in
-    `directory` are kept. Raises OutputError when the disk refuses.
+    As `model.save_pretrained`, but all or nothing: a kill at any point, or a full disk, leaves the
+    model that was there or the new one (`replace.py`). Further files in `directory` are kept.
+
+    tokenizer: saved with it. files: {name: text} of further files, saved with it.
+
+    Raises OutputError when the disk refuses.
     """
     attach(model)
-    directory = Path(directory)
-    staging = None
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+
+    def write(staging: Path) -> None:
         model.save_pretrained(staging, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        move_files(staging, directory)
+        for name, text in (files or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
+
+    try:
+        replace_directory(Path(directory), write, stale=("model*.safetensors*",))
     except (OSError, SafetensorError) as error:  # the latter is a failed write of weights
+        if isinstance(error, OutputError):
+            raise
         raise OutputError(
             f"the model cannot be written to {directory} ({error}); files that were there are as "
             "they were: make room, or pass another directory"
         ) from error
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-    return directory
-
-
-def move_files(staging: Path, directory: Path) -> None:
-    """Move complete files into a directory; weights of an older save that are not among them go."""
-    directory.mkdir(exist_ok=True)
-    new = {path.name for path in staging.iterdir()}
-    for path in sorted(staging.iterdir()):
-        os.replace(path, directory / path.name)
-    for path in directory.glob("model*.safetensors*"):
-        if path.name not in new:
-            path.unlink()
+    return Path(directory)

@@ -1,6 +1,7 @@
 """save_pretrained and from_pretrained of low-rank transformers models, without remote code."""
 
 import copy
+import json
 import os
 import pickle
 import resource
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nmm_compiler.compress import hf
 from nmm_compiler.compress.apply import compress
@@ -175,6 +177,7 @@ def test_a_full_disk_leaves_the_old_directory(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.long
 def test_a_process_that_only_loads_needs_one_import(tmp_path):
     _, model = make("llama")
     compress(model, 0.2, align=4, progress=False)
@@ -190,3 +193,86 @@ def test_a_process_that_only_loads_needs_one_import(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert result.stdout.strip().endswith("LowRankLinear"), result.stderr
+
+
+def test_a_config_that_another_model_shares_is_not_written_into(tmp_path):
+    shared = config("llama")
+    torch.manual_seed(0)
+    first, second = (transformers.LlamaForCausalLM(shared).eval() for _ in range(2))
+    compress(first, 0.2, align=4, progress=False)
+    assert getattr(shared, "quantization_config", None) is None
+    assert second.config is second.model.config is shared
+    assert first.config is first.model.config is first.model.layers[0].self_attn.config
+    expected = logits(second, "llama")
+    second.save_pretrained(tmp_path / "dense")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "dense").eval()
+    assert lowrank_count(again) == 0
+    assert torch.equal(logits(again, "llama"), expected)
+    # A dense model built from the low-rank one's config is refused when it is loaded.
+    third = transformers.LlamaForCausalLM(first.config)
+    third.save_pretrained(tmp_path / "third")
+    with pytest.raises(FactorsFileError, match="the weights have no"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "third")
+
+
+@pytest.mark.parametrize("method", ["gguf", "bitsandbytes"])
+def test_quantized_models_are_refused_before_any_work(method):
+    _, model = make("llama")
+    if method == "gguf":
+        model.config.quantization_config = transformers.GgufConfig()  # as a loaded one has
+    else:
+        model.config.quantization_config = {"quant_method": method}
+    with pytest.raises(FactorsFileError, match=f"already quantized by '{method}'"):
+        compress(model, 0.2, align=4, progress=False)
+    assert lowrank_count(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (None, "has none where its ranks belong"),
+        ([4], "has a list where"),
+        ({"model.layers.0.mlp.up_proj": None}, "rank None"),
+        ({"model.layers.0.mlp.up_proj": "8"}, "rank '8'"),
+        ({"model.layers.0.mlp.up_proj": True}, "rank True"),
+        ({"model.layers.0.mlp.up_proj": 0}, "rank 0"),
+        ({"model.layers.0.mlp.up_proj": 1 << 40}, "rank 1099511627776"),
+    ],
+)
+def test_ranks_that_are_none_are_refused_by_name(ranks, text, tmp_path):
+    hf.register()
+    auto, model = make("llama")
+    compress(model, 0.2, align=4, progress=False)
+    hf.save_pretrained(model, tmp_path / "a")
+    path = tmp_path / "a" / "config.json"
+    saved = json.loads(path.read_text())
+    saved["quantization_config"]["ranks"] = ranks
+    path.write_text(json.dumps(saved))
+    with pytest.raises(FactorsFileError, match=text) as caught:
+        auto.from_pretrained(tmp_path / "a")
+    assert "\n" not in str(caught.value)
+    del saved["quantization_config"]["ranks"]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(FactorsFileError, match="has none where its ranks belong"):
+        auto.from_pretrained(tmp_path / "a")
+
+
+def test_a_missing_factor_is_refused_and_dropped_ranks_do_not_load(tmp_path):
+    hf.register()
+    auto, model = make("llama")
+    compress(model, 0.2, align=4, progress=False)
+    hf.save_pretrained(model, tmp_path / "a")
+    file = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(file)
+    assert tensors["model.layers.0.mlp.up_proj.weight"].shape == (1,)
+    key = "model.layers.1.mlp.up_proj.down.weight"
+    save_file({k: v for k, v in tensors.items() if k != key}, file, {"format": "pt"})
+    with pytest.raises(FactorsFileError, match=rf"no {key} \["):
+        auto.from_pretrained(tmp_path / "a")
+    save_file(tensors, file, {"format": "pt"})
+    path = tmp_path / "a" / "config.json"
+    saved = json.loads(path.read_text())
+    del saved["quantization_config"]["ranks"]["model.layers.1.mlp.up_proj"]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # by the guard
+        auto.from_pretrained(tmp_path / "a")
