@@ -13,7 +13,6 @@ pickled state dict is the caller's to read, with `torch.load(path, weights_only=
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from nmm_compiler.compress.load import read_json, shards_of
 from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.save import install
-from nmm_compiler.errors import FactorsFileError, UnknownNameError
+from nmm_compiler.errors import FactorsFileError, ShapeError, UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
     if path.is_dir():
         index = path / "model.safetensors.index.json"
         if index.is_file():
-            shards = json.loads(index.read_text())["weight_map"].values()
-            files = [path / name for name in sorted(set(shards))]
+            files = [path / name for name in shards_of(read_json(index))]
         else:
             files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -151,7 +150,10 @@ def _layer(name: str, parts: Mapping[str, torch.Tensor], where: str) -> LowRankL
         raise FactorsFileError(
             f"{where}: {name} has only {', '.join(sorted(parts))}; a pair of factors is needed"
         )
-    return LowRankLinear.from_factors(parts["down"], parts["up"], parts.get("bias"))
+    try:
+        return LowRankLinear.from_factors(parts["down"], parts["up"], parts.get("bias"))
+    except ShapeError as error:
+        raise FactorsFileError(f"{where}: {name}: {error}") from error
 
 
 def _rest(
@@ -173,12 +175,12 @@ def _rest(
                 f"{where} has a tensor {key!r} that {type(model).__name__} has no place for; load "
                 "it into the architecture it was made from, or leave that key out"
             )
+        if name.rpartition(".")[0] in lowrank:
+            continue  # also the guard of a saved low-rank layer
         if own[name].shape != tensor.shape:
             raise FactorsFileError(
                 f"{where} has {key!r} as {list(tensor.shape)}, the model as "
                 f"{list(own[name].shape)}; load it into the architecture it was made from"
             )
-        if name.rpartition(".")[0] in lowrank:
-            continue
         renamed[name] = tensor
     return renamed

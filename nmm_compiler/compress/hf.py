@@ -204,6 +204,11 @@ def _check_loaded(model: nn.Module) -> None:
                         "the saved config's ranks ask for; the files are incomplete or of another "
                         "save: copy the whole directory again"
                     )
+                if not parameter.is_floating_point():
+                    raise FactorsFileError(
+                        f"the weights have {name}.{part}.{kind} as {parameter.dtype}, which is no "
+                        "floating-point type; copy the whole directory again"
+                    )
 
 
 def _shape(tensor: torch.Tensor) -> str:

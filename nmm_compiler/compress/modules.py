@@ -49,12 +49,16 @@ class LowRankLinear(nn.Module):
     ) -> LowRankLinear:
         """Return the layer whose factors are `down` [r, k] and `up` [n, r], not copied.
 
-        Raises ShapeError when the shapes do not chain.
+        Raises ShapeError when the shapes do not chain, or the dtypes are not one of floats.
         """
         if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
             raise ShapeError(
                 f"factors down {tuple(down.shape)} and up {tuple(up.shape)} do not chain: "
                 "pass down [r, k] and up [n, r]"
+            )
+        if not (down.is_floating_point() and up.dtype == down.dtype):
+            raise ShapeError(
+                f"factors down {down.dtype} and up {up.dtype} are not of one floating-point dtype"
             )
         if bias is not None and tuple(bias.shape) != (up.shape[0],):
             raise ShapeError(

@@ -52,7 +52,7 @@ def replace_directory(
     target.parent.mkdir(parents=True, exist_ok=True)
     for abandoned in _abandoned(target):
         _restore(abandoned, target)
-        shutil.rmtree(abandoned, ignore_errors=True)
+        _remove(abandoned)
     root, lock = _staging(target)
     try:
         new = root / "files"
@@ -65,7 +65,7 @@ def replace_directory(
         _put(new, target)
     finally:
         _restore(root, target)
-        shutil.rmtree(root, ignore_errors=True)
+        _remove(root)
         os.close(lock)
 
 
@@ -112,6 +112,16 @@ def _restore(root: Path, target: Path) -> None:
     old = root / "files.old"
     if old.is_dir() and not target.exists():
         os.rename(old, target)
+
+
+def _remove(root: Path) -> None:
+    """Remove a staging directory, its lock last: without it nobody could tell it is abandoned."""
+    for part in ("files", "files.old"):
+        shutil.rmtree(root / part, ignore_errors=True)
+    with contextlib.suppress(OSError):  # something in it resists; a later save tries again
+        if not any((root / part).exists() for part in ("files", "files.old")):
+            (root / "lock").unlink(missing_ok=True)
+            root.rmdir()
 
 
 def _match_mode(new: Path, target: Path) -> None:

@@ -65,6 +65,8 @@ def load_factors(model: nn.Module, path: str | Path) -> tuple[str, ...]:
                     f"{metadata.get('version')!r}); write one with save_factors"
                 )
             shapes = json.loads(metadata["shapes"])
+            if not isinstance(shapes, dict):
+                raise FactorsFileError(f"{path} has no list of layers; write it again")
             keys = set(file.keys())
             layers = {
                 name: LowRankLinear.from_factors(
@@ -74,7 +76,11 @@ def load_factors(model: nn.Module, path: str | Path) -> tuple[str, ...]:
                 )
                 for name in shapes
             }
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        for name, layer in layers.items():
+            found = [layer.in_features, layer.rank, layer.out_features]
+            if shapes[name] != found:
+                raise FactorsFileError(f"{path} says {name} is {shapes[name]} and has {found}")
+    except (SafetensorError, KeyError, ValueError, OSError, RecursionError) as error:
         if isinstance(error, FactorsFileError):
             raise
         raise FactorsFileError(f"{path} cannot be read as factors: {error}") from error

@@ -83,6 +83,8 @@ def test_python_and_transformers_start_when_the_package_is_half_removed(left, tm
         (tmp_path / file.name).write_text(file.read_text())
     stub = tmp_path / "transformers" / "quantizers"
     stub.mkdir(parents=True)
+    for package in (stub, stub.parent):
+        (package / "__init__.py").touch()
     (stub / "auto.py").write_text("FOUND = 1\n")
     result = python(
         f"import site; site.addsitedir({str(tmp_path)!r}); sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -97,7 +99,7 @@ def test_a_transformers_that_does_not_fit_is_a_warning(monkeypatch):
 
     monkeypatch.setattr(hf, "register", register)
     with pytest.warns(UserWarning, match=r"low-rank models \(other signature\)"):
-        hf_hook.watch()
+        hf_hook._register()
 
 
 @pytest.mark.long

@@ -1,0 +1,103 @@
+"""Damaged directories and files are refused in one line that names what is wrong."""
+
+import importlib
+import json
+import shutil
+
+import pytest
+import torch
+from compress_models import stack
+from safetensors.torch import save_file
+
+from nmm_compiler.compress.checkpoints import load_checkpoint
+from nmm_compiler.compress.load import load_directory
+from nmm_compiler.compress.save import load_factors
+from nmm_compiler.errors import FactorsFileError
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    from nmm_compiler.compress import hf
+
+    stress = importlib.import_module("benchmarks.stress.save")
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    hf.save_pretrained(stress.model(1, 2), directory, max_shard_size="60KB")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("config.json", "[" * 100_000, "config.json is not JSON"),
+        ("config.json", "[1]", "config.json holds a list"),
+        ("model.safetensors.index.json", "{}", "has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"x": "../x"}}', r"names '\.\./x'"),
+        ("model.safetensors.index.json", '{"weight_map": {"x": "g.safetensors"}}', "g.* is miss"),
+        ("model.safetensors", "", "model.safetensors is no whole safetensors file"),
+    ],
+)
+def test_damaged_files_are_named(file, text, reason, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "a")
+    (tmp_path / "a" / file).write_text(text)
+    with pytest.raises(FactorsFileError, match=reason) as caught:
+        load_directory(tmp_path / "a")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_describes_another_model_is_refused(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "a")
+    path = tmp_path / "a" / "config.json"
+    config = json.loads(path.read_text())
+    for key, value, reason in (
+        ("hidden_size", 10**9, "hidden_size 1000000000"),
+        ("intermediate_size", 1 << 23, "parameters, the weights have"),
+        ("num_hidden_layers", 3, "weights lack model.layers.2"),
+    ):
+        path.write_text(json.dumps({**config, key: value}))
+        with pytest.raises(FactorsFileError, match=reason):
+            load_directory(tmp_path / "a")
+    config["quantization_config"] = None
+    path.write_text(json.dumps(config))
+    with pytest.raises(FactorsFileError, match="copy the whole directory again"):
+        load_directory(tmp_path / "a")
+
+
+def test_files_of_factors_that_lie_are_refused(tmp_path):
+    up, down = torch.zeros(32, 4), torch.zeros(4, 32)
+    for shapes, pair, reason in (
+        ("3", (up, down), "no list of layers"),
+        ("[" * 100_000, (up, down), "cannot be read"),
+        ('{"layers.0.q": [32, 5, 32]}', (up, down), r"says layers\.0\.q is \[32, 5, 32\]"),
+        ('{"layers.0.q": [32, 4, 32]}', (up, down[:3]), "do not chain"),
+        ('{"layers.0.q": [32, 4, 32]}', (up.int(), down.int()), "floating-point"),
+    ):
+        metadata = {"format": "nmm_lowrank_factors", "version": "1", "shapes": shapes}
+        tensors = {f"layers.0.q.{n}": t for n, t in zip(("up", "down"), pair, strict=True)}
+        save_file(tensors, tmp_path / "f.safetensors", metadata)
+        with pytest.raises(FactorsFileError, match=reason):
+            load_factors(stack(), tmp_path / "f.safetensors")
+    state = {"layers.0.q.up.weight": up, "layers.0.q.down.weight": down[:3]}
+    with pytest.raises(FactorsFileError, match="do not chain"):
+        load_checkpoint(stack(), state)
+    for text in ("[", "3", '{"weight_map": {"x": "/etc/passwd"}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(FactorsFileError, match=r"model\.safetensors\.index\.json"):
+            load_checkpoint(stack(), tmp_path)
+
+
+def test_a_saved_directory_loads_as_a_checkpoint_of_factors(saved):
+    whole = load_directory(saved)
+    dense = type(whole)(whole.config).eval()
+    assert load_checkpoint(dense, saved, style="nmm")
+    ids = torch.arange(6)[None]
+    assert torch.equal(dense(ids).logits, whole(ids).logits)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("area", "count"), [("models", 123), ("save", 60)])
+def test_the_stress_areas_are_clean(area, count):
+    tally = importlib.import_module(f"benchmarks.stress.{area}").attempt(count, 0)
+    assert tally.attempts == count
+    assert tally.clean, tally.examples
