@@ -106,12 +106,15 @@ def compress(
         console.print(recovery.summary(), markup=False, soft_wrap=True)
         figures["recovery"] = recovery.to_dict()
 
-    hf.save_pretrained(model, out_dir, tokenizer=tokenizer)
-    json = json or out_dir / "compression.json"
+    text_of_report = json_module.dumps(figures, indent=2)
+    files = {"compression.json": text_of_report} if json is None else {}
+    hf.save_pretrained(model, out_dir, tokenizer=tokenizer, files=files)
     for path in (json, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(json, json_module.dumps(figures, indent=2))
+    if json is not None:
+        write_text(json, text_of_report)
+    json = json or out_dir / "compression.json"
     console.print(f"saved     {out_dir}", markup=False, soft_wrap=True)
     console.print(f"report    {json}", markup=False, soft_wrap=True)
     if plot is not None:
@@ -147,20 +150,15 @@ def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
 
 def _load(name: str) -> tuple[Any, Any]:
     """Return (model, tokenizer or None) of a directory, or of the demo's encoder."""
-    import transformers
-
     from nmm_compiler.cli import models
+    from nmm_compiler.compress.load import load_tokenizer
 
     if name == models.ENCODER:
         return models.encoder()
     if not (Path(name) / "config.json").is_file():
         raise UnknownNameError("model", name, [models.ENCODER, "DIRECTORY with config.json"])
-    model, _ = models.load(name)
-    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "tokenizer.model")
-    if not any((Path(name) / file).is_file() for file in files):
-        return model, None
-    with models.foreign(name, "its tokenizer cannot be loaded"):
-        return model, transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+    tokenizer = load_tokenizer(name)
+    return models.load(name)[0], tokenizer
 
 
 def read_batches(
