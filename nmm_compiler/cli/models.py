@@ -38,13 +38,10 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
         model, tokenizer = encoder()
         return model, tokenizer(sentences()[:4], padding=True, return_tensors="pt")
     if (Path(name) / "config.json").is_file():
-        transformers = require_transformers(f"loading {name}")
-        from nmm_compiler.compress import hf
+        require_transformers(f"loading {name}")
+        from nmm_compiler.compress.load import load_directory
 
-        hf.register()
-        with foreign(name, "it cannot be loaded as a model"):
-            model = _auto_class(transformers, name).from_pretrained(name, local_files_only=True)
-        return model.eval(), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+        return load_directory(name), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
     raise UnknownNameError(
         "model", name, [ENCODER, "DIRECTORY with config.json", "FILE.py:function"]
     )
@@ -118,11 +115,3 @@ def require_transformers(purpose: str) -> Any:
         raise MissingPackageError("transformers", purpose, "hf") from None
     transformers.utils.logging.disable_progress_bar()  # commands show their own progress
     return transformers
-
-
-def _auto_class(transformers: Any, directory: str) -> Any:
-    """Return the auto class for the architecture that the directory's config names."""
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    architecture = (getattr(config, "architectures", None) or [""])[0]
-    known = getattr(transformers, architecture, None)
-    return known or transformers.AutoModel
