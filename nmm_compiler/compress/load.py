@@ -125,7 +125,7 @@ def _load(directory: Path) -> Any:
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(directory, **here)
     name = next(iter(getattr(config, "architectures", None) or ()), None)
-    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
     _check_size(kind, config, directory)
@@ -155,8 +155,12 @@ def _check_size(kind: Any, config: Any, directory: Path) -> None:
     """Raise FactorsFileError when the model that config.json describes dwarfs the weights."""
     files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
     stored = sum(path.stat().st_size for path in files)
-    with torch.device("meta"):
-        dense = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
+    build = getattr(kind, "from_config", kind)  # of an auto class, else the class itself
+    try:
+        with torch.device("meta"):
+            dense = sum(p.numel() for p in build(copy.deepcopy(config)).parameters())
+    except Exception:  # from_pretrained, which builds it otherwise, loads it or says what is wrong
+        return
     if dense > _MOST_DENSE * max(stored, 1 << 10):
         raise FactorsFileError(
             f"config.json describes a model of {dense} parameters, the weights have {stored} "

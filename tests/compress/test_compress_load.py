@@ -58,6 +58,9 @@ def test_a_config_that_describes_another_model_is_refused(saved, tmp_path):
         path.write_text(json.dumps({**config, key: value}))
         with pytest.raises(FactorsFileError, match=reason):
             load_directory(tmp_path / "a")
+    config["num_hidden_layers"] = 2
+    path.write_text(json.dumps({**config, "architectures": None}))
+    assert type(load_directory(tmp_path / "a")).__name__ == "LlamaModel"
     config["quantization_config"] = None
     path.write_text(json.dumps(config))
     with pytest.raises(FactorsFileError, match="copy the whole directory again"):
