@@ -117,6 +117,8 @@ def test_wheels_and_editable_installs_bring_the_startup_files(editable, saved, t
         ).strip()
     )
     (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    # Python 3.11 brings an old setuptools, which would hide the one of this environment.
+    subprocess.run([run, "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
     pip = [run, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, *(["-e"] if editable else []), str(source)], check=True)
     assert (site / "nmm_compiler_startup.pth").is_file()
