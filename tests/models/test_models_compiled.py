@@ -18,7 +18,7 @@ QUICK = (
     "llama", "phi3", "llama4_text", "deepseek_v3", "qwen3_next", "t5", "bert", "vit", "wavlm",
     "clip",
 )  # fmt: skip
-OPTIONS = {"inner": "eager", "kernels": "lazy"}
+OPTIONS = {"inner": "eager", "kernels": "lazy", "verify": True}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
