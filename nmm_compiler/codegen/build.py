@@ -17,7 +17,7 @@ from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.codegen.emitted_file import kernel_source
-from nmm_compiler.codegen.stamp import search_stamp, source_stamp, template_stamp
+from nmm_compiler.codegen.stamp import code_digests, printer_version
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSchedule, KernelSpec
@@ -175,9 +175,8 @@ def kernel_key(
             "target": target.name,
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
             "instruction_budget": budget,
-            "template": template_stamp(family.path),
-            "codegen": source_stamp(),
-            "search": search_stamp(),
+            "code": code_digests(),
+            "libcst": printer_version(),
             "nki": API_VERSION,
             "version": __version__,
         }

@@ -58,12 +58,6 @@ def functions_of(path: Path) -> dict[str, cst.FunctionDef]:
     return found
 
 
-def template_text(path: Path) -> str:
-    """Return everything that decides what a template means: its text and its neighbours'."""
-    texts = [path.read_text(encoding="utf-8")]
-    return "\n".join(texts + [template_text(neighbour) for neighbour in _neighbours(path)])
-
-
 def specialize(
     path: Path, function: str, parameters: Mapping[str, Any], *, name: str, header: Sequence[str]
 ) -> str:

@@ -1,48 +1,68 @@
 """Digests of the code that decides what is emitted, for the cache key.
 
-A change of a template, of codegen or of the timing model makes a new key, so that a stale kernel is
-never found. Read once per process.
+Every file of the package counts, whatever its kind, unless LEFT_OUT names it with the reason: a new
+file, or a whole new room, is in the key without anybody listing it. One digest per room, so that
+`nmm cache explain` can say which room changed. Read once per process.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import hashlib
-from collections.abc import Iterable
+import importlib.metadata
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-from nmm_compiler.codegen.specialize import template_text
+from types import MappingProxyType
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LENGTH = 16
 
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "backend*": "decides which graphs call a kernel, not what the kernel says",
+        "cache/*": "stores what was emitted",
+        "cli/*": "prints what was emitted",
+        "compress/*": "makes the weights",
+        "mlir/*": "writes graphs",
+        "passes/*": "finds the specs; the spec itself is in the key",
+        "prediction/*": "adds up what kernels will take",
+        "report/*": "shows what happened",
+        "runtime/*": "runs what was emitted",
+        "ops/*": "the torch ops that call kernels",
+        "kernels/ops*.py": "the torch ops that call kernels",
+        "kernels/*/op.py": "the torch ops that call kernels",
+        "__init__.py": "the door; its version is an entry of its own",
+        "__main__.py": "the door of the command line",
+        "py.typed": "a mark for type checkers",
+    }
+)
+"""Pattern of a path inside the package (`*` crosses folders) -> why it cannot change a source."""
 
-def _digest(texts: Iterable[bytes]) -> str:
-    total = hashlib.sha256()
-    for text in texts:
-        total.update(hashlib.sha256(text).digest())
-    return total.hexdigest()[:_LENGTH]
+_NOT_CODE = ("*.pyc", "*.pyo", "*/__pycache__/*", "*~", ".*", "*/.*")
 
 
-@functools.lru_cache(maxsize=64)
-def template_stamp(path: Path) -> str:
-    """Return the digest of a template and of what it copies from its neighbours."""
-    return _digest([template_text(path).encode()])
+def covered_files(package: Path = _PACKAGE) -> Iterator[tuple[str, Path]]:
+    """Yield (path inside the package, file) of every file that the key covers, in order."""
+    found = sorted((p.relative_to(package).as_posix(), p) for p in package.rglob("*"))
+    for name, path in found:
+        left_out = any(fnmatch.fnmatchcase(name, pattern) for pattern in (*LEFT_OUT, *_NOT_CODE))
+        if not left_out and path.is_file():
+            yield name, path
+
+
+@functools.lru_cache(maxsize=4)
+def code_digests(package: Path = _PACKAGE) -> Mapping[str, str]:
+    """Return room -> digest of the names and contents of its files; "." is the package's own."""
+    rooms: dict[str, hashlib._Hash] = {}
+    for name, path in covered_files(package):
+        room = name.partition("/")[0] if "/" in name else "."
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        rooms.setdefault(room, hashlib.sha256()).update(f"{name}\0{content}\n".encode())
+    return MappingProxyType({room: total.hexdigest()[:_LENGTH] for room, total in rooms.items()})
 
 
 @functools.lru_cache(maxsize=1)
-def source_stamp() -> str:
-    """Return the digest of codegen and of the families."""
-    names = ("emitted_file", "specialize", "fold_constants", "known_values", "choose", "cost")
-    files = [_PACKAGE / "codegen" / f"{name}.py" for name in names]
-    files += sorted(p for p in (_PACKAGE / "kernels").rglob("*.py") if p.stem != "op")
-    return _digest(path.read_bytes() for path in files)
-
-
-@functools.lru_cache(maxsize=1)
-def search_stamp() -> str:
-    """Return the digest of what ranks schedules: the simulator and the targets."""
-    files = sorted((_PACKAGE / "simulator").rglob("*.py")) + sorted(
-        (_PACKAGE / "targets").glob("*.py")
-    )
-    return _digest(path.read_bytes() for path in files)
+def printer_version() -> str:
+    """Return the version of libcst, which prints the specialized tree as text."""
+    return importlib.metadata.version("libcst")

@@ -58,7 +58,7 @@ def test_key_names_what_differs():
     schedule = choose(SPEC, "trn2")[0].schedule
     assert key.diff(kernel_key(SPEC, target, schedule)) == ("schedule",)
     names = [name for name, _ in key.entries]
-    assert {"template", "codegen", "search", "nki", "version"} <= set(names)
+    assert {"code", "libcst", "nki", "version"} <= set(names)
 
 
 def test_choices_are_ranked_and_legal():

@@ -1,0 +1,109 @@
+"""The key covers every file that can change an emitted source, and no file can be forgotten."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nmm_compiler
+from nmm_compiler.codegen import stamp
+
+PACKAGE = Path(nmm_compiler.__file__).resolve().parent
+
+EMIT = """
+import sys
+import nmm_compiler
+door = set(sys.modules)
+from nmm_compiler import targets
+from nmm_compiler.codegen.build import kernel_key
+from nmm_compiler.codegen.schedule import choose
+from nmm_compiler.codegen.source import kernel_source
+from nmm_compiler.kernels.lowrank import LowRankSpec
+spec, target = LowRankSpec(m=32, k=64, r=16, n=64), targets.get("trn2")
+name, source = kernel_source(spec, choose(spec, target)[0].schedule, target)
+ours = [n for n in sys.modules if n.split(".")[0] == "nmm_compiler" and n not in door]
+loaded = [sys.modules[n].__file__ for n in ours]
+print("\\n".join([kernel_key(spec, target, None).digest, str(len(source.splitlines())), *loaded]))
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the package's files, without bytecode."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(PACKAGE, tmp_path / "nmm_compiler", ignore=ignored))
+
+
+def digests(package):
+    stamp.code_digests.cache_clear()
+    return dict(stamp.code_digests(package))
+
+
+def emit(folder: Path) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", EMIT], env=environment, capture_output=True, text=True, cwd=folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_an_edit_of_any_covered_file_changes_its_rooms_digest_and_no_other(copy):
+    before = digests(copy)
+    assert before == digests(PACKAGE)  # by content, wherever the package lies
+    names = [name for name, _ in stamp.covered_files(copy)]
+    assert {"codegen/tidy.py", "codegen/fold.py", "records.py"} <= set(names)
+    for name in names:
+        path = copy / name
+        text = path.read_bytes()
+        path.write_bytes(text + b"#")
+        after = digests(copy)
+        room = name.partition("/")[0] if "/" in name else "."
+        assert {r for r in before if before[r] != after[r]} == {room}, name
+        path.write_bytes(text)
+    assert digests(copy) == before
+
+
+@pytest.mark.parametrize("name", ["codegen/new.py", "codegen/deep/er/table.json", "room/new.py"])
+def test_a_new_file_or_room_is_covered_without_being_listed(copy, name):
+    before = digests(copy)
+    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+    (copy / name).write_text("x = 1\n")
+    after = digests(copy)
+    assert before != after
+    (copy / name).rename(copy / name.replace("new", "old").replace("table", "other"))
+    assert digests(copy) != after  # names count too
+
+
+def test_what_is_left_out_changes_nothing_and_says_why(copy):
+    before = digests(copy)
+    (copy / "cli" / "main.py").write_text("broken (")
+    (copy / "codegen" / "__pycache__").mkdir()
+    (copy / "codegen" / "__pycache__" / "tidy.cpython-312.pyc").write_bytes(b"x")
+    (copy / "codegen" / ".tidy.py.swp").write_bytes(b"x")
+    assert digests(copy) == before
+    assert all(len(reason) > 10 for reason in stamp.LEFT_OUT.values())
+
+
+def test_every_file_that_emitting_a_kernel_loads_is_covered(copy):
+    """In a fresh process; the one room loaded and not covered is the cache, which holds results."""
+    key, lines, *loaded = emit(copy.parent)
+    covered = {str(path) for _, path in stamp.covered_files(copy)}
+    missed = {Path(f).relative_to(copy).as_posix() for f in loaded} - {
+        Path(f).relative_to(copy).as_posix() for f in covered
+    }
+    assert {name for name in missed if not name.startswith("cache/")} == set()
+    assert len(loaded) > 50
+
+    path = copy / "codegen" / "tidy.py"
+    text = path.read_text()
+    assert "WIDTH = " in text
+    path.write_text(text.replace("WIDTH = ", "WIDTH = 40 or "))
+    edited_key, edited_lines, *_ = emit(copy.parent)
+    assert edited_lines != lines  # the source is another one, and so is the key
+    assert edited_key != key
