@@ -119,12 +119,27 @@ class DamagedEntryError(CacheError):
     """A cache entry whose bytes are not those that were published; says which file and why."""
 
 
+class CacheDirectoryError(CacheError, OSError):
+    """A cache directory that cannot be named, looked at or made; says why and what to set."""
+
+
 class CacheWarning(UserWarning):
     """Something of the kernel cache was lost or passed over; the answer is right all the same."""
 
 
 class NeuronSetupError(NmmError, RuntimeError):
     """A Neuron package or device is missing or too old for what was asked."""
+
+
+class NoKernelError(NmmError, RuntimeError):
+    """A kernel executor was named and there is no kernel to run; the `__cause__` says why."""
+
+    def __init__(self, executor: str, what: str, reason: str) -> None:
+        self.executor = executor
+        super().__init__(
+            f"executor {executor!r} was asked for and there is no kernel for {what}: {reason}; "
+            "pass executor='auto' (kernels where they can be used, else PyTorch) or 'reference'"
+        )
 
 
 class SimulationError(NmmError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler import targets
-from nmm_compiler.errors import OptionTypeError, UnknownNameError
+from nmm_compiler.errors import CacheDirectoryError, OptionTypeError, UnknownNameError
 
 TARGETS = targets.names()
 EXECUTORS = ("auto", "reference", "simulator", "nki_simulate", "neuron")
@@ -180,12 +180,27 @@ def cache_mode(options: Options | None = None) -> str:
 
 
 def cache_dir(options: Options | None = None) -> Path:
-    """Return the cache directory: the option, else NMM_CACHE_DIR, else the user's cache folder."""
+    """Return the cache directory: the option, else NMM_CACHE_DIR, else the user's cache folder.
+
+    Raises CacheDirectoryError when that needs a home directory and there is none.
+    """
     given = (options.cache_dir if options else None) or _environment("NMM_CACHE_DIR")
-    if given:
-        return Path(given).expanduser()
     base = _environment("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nmm_compiler"
+    try:
+        if given:
+            return Path(given).expanduser()
+        found = (Path(base) if base else Path.home() / ".cache") / "nmm_compiler"
+    except RuntimeError as error:  # no HOME and no passwd entry, or "~somebody" who is nobody
+        raise CacheDirectoryError(
+            f"the kernel cache has no directory: {error}; set NMM_CACHE_DIR to a directory of your "
+            "own"
+        ) from None
+    if not found.is_absolute():
+        raise CacheDirectoryError(
+            f"the kernel cache would be in {str(found)!r}, which is no absolute path; set "
+            "NMM_CACHE_DIR (or HOME) to an absolute one"
+        )
+    return found
 
 
 def cache_max_bytes(options: Options | None = None) -> int:

@@ -170,6 +170,14 @@ class Disk:
         return sorted(name for name in os.listdir(self.folder) if check_digest(name))
 
 
+class NoDisk(Disk):
+    """A first level that is not there: nothing is found, and nothing is looked at."""
+
+    def check(self) -> bool:
+        """Return False: there is no directory."""
+        return False
+
+
 def leftover_name(kind: str) -> str:
     """Return a name for something unfinished that says whose it is: host, process, nonce."""
     return f"{kind}{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"

@@ -27,6 +27,10 @@ from nmm_compiler.cache.trust import MAX_FILE_BYTES
 from nmm_compiler.errors import CacheKeyError, DamagedEntryError
 
 MANIFEST = "meta.json"
+SIGNATURE = f"{MANIFEST}.minisig"
+MAX_ENTRY_BYTES = MAX_FILE_BYTES  # all files together
+MAX_FILES_PER_ENTRY = 64
+MAX_MANIFEST_BYTES = 1 << 20
 ENTRY_FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -72,10 +76,11 @@ class Entry:
 
 def check_name(name: object) -> str:
     """Return `name` if it can name a file of an entry; raise CacheKeyError if not."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MANIFEST:
+    taken = (MANIFEST, SIGNATURE)
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
         raise CacheKeyError(
             f"{name!r} cannot name a file of a cache entry; use letters, digits, '_', '-' and '.', "
-            f"not starting with '.' or '-', and not {MANIFEST!r}"
+            f"not starting with '.' or '-', and not {' or '.join(taken)}"
         )
     return name
 
@@ -114,9 +119,12 @@ def make(key: Key, files: Mapping[str, str], meta: Mapping[str, Any] | None) -> 
         encoded = {name: text.encode() for name, text in files.items()}
     except UnicodeEncodeError as error:
         raise CacheKeyError(f"a file of {key} is not UTF-8 text: {error}") from None
-    for name, data in encoded.items():
-        if len(data) > MAX_FILE_BYTES:
-            raise CacheKeyError(f"file {name!r} of {key} has {len(data)} B, over {MAX_FILE_BYTES}")
+    total = sum(len(data) for data in encoded.values())
+    if total > MAX_ENTRY_BYTES or len(files) > MAX_FILES_PER_ENTRY:
+        raise CacheKeyError(
+            f"the {len(files)} files of {key} have {total} B, over {MAX_ENTRY_BYTES} B or "
+            f"{MAX_FILES_PER_ENTRY} files"
+        )
     made = plain(meta or {}, "meta")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     created = {**made_by(), "time": now}
@@ -128,7 +136,12 @@ def make(key: Key, files: Mapping[str, str], meta: Mapping[str, Any] | None) -> 
         "meta": made,
         "files": {name: _describe(data) for name, data in encoded.items()},
     }
-    return Entry(key, dict(files), made, created, None, render(body))
+    manifest = render(body)
+    if len(manifest) > MAX_MANIFEST_BYTES:
+        raise CacheKeyError(
+            f"key and metadata of {key} have {len(manifest)} B, over {MAX_MANIFEST_BYTES}"
+        )
+    return Entry(key, dict(files), made, created, None, manifest)
 
 
 def _describe(data: bytes) -> dict[str, Any]:
@@ -185,6 +198,9 @@ def parse(raw: bytes, digest: str) -> Manifest:
         raise DamagedEntryError(f"{MANIFEST} is not a manifest: {error!r:.200}") from None
     if not files or not isinstance(meta, dict) or not isinstance(created, dict):
         raise DamagedEntryError(f"{MANIFEST} is not a manifest: no files, or meta is no object")
+    total = sum(size for size, _ in files.values())
+    if total > MAX_ENTRY_BYTES or len(files) > MAX_FILES_PER_ENTRY:
+        raise DamagedEntryError(f"{MANIFEST} lists {len(files)} files of {total} B, too much")
     if key.digest != digest or named != digest:
         raise DamagedEntryError(f"{MANIFEST} is that of another entry, {key.digest[:12]}")
     return Manifest(key, files, meta, created, raw)

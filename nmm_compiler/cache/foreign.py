@@ -1,9 +1,16 @@
-"""What a source from elsewhere may contain at all, before its kernel check (lint) looks at it.
+"""What a kernel source that this process did not write may contain at all.
 
-A file from the remote level or an archive is imported later, and importing runs it. Lint asks
-whether the NKI compiler takes a kernel; this asks whether the file is a kernel and nothing else:
-imports of nki, constants and functions at the top, no builtin that reaches files or other code, no
-underscore attribute. It is a second wall and no sandbox: take entries only from people you trust.
+A file from the remote level, an archive or an older process is run later. Lint asks whether the NKI
+compiler takes a kernel; this asks whether the file is a kernel and nothing else:
+- imports of nki, constants and functions at the top; nothing runs when the file is imported;
+- the builtins listed here, and no name that the file does not bind;
+- names of the nki modules, and for everything else the attributes listed here: those of tensors
+  that give tensors, shapes and dtypes, never a raw array;
+- nothing that a few characters make huge: no `while`, no powers or shifts, no repeated or formatted
+  strings, no range over a constant past MAX_RANGE.
+
+It is a second wall and no sandbox: loops over shapes can still be long, and the simulator's limits
+are what ends them. Take entries only from people you trust, or have them signed.
 """
 
 from __future__ import annotations
@@ -17,14 +24,38 @@ from nmm_compiler.errors import CacheTrustError
 BUILTINS = frozenset(
     {
         "abs", "all", "any", "bool", "dict", "divmod", "enumerate", "float", "int", "isinstance",
-        "len", "list", "max", "min", "pow", "range", "reversed", "round", "slice", "sorted", "str",
+        "len", "list", "max", "min", "range", "reversed", "round", "slice", "sorted", "str",
         "sum", "tuple", "zip", "AssertionError", "NotImplementedError", "TypeError", "ValueError",
     }
 )  # fmt: skip
+MODULES = frozenset({"nki", "nki.isa", "nki.language", "nki.collectives"})
+_TOP_NAMES = frozenset({"jit", "isa", "language", "collectives"})
+_RECORDS = frozenset(
+    {
+        "nki.isa.engine", "nki.isa.reduce_cmd", "nki.isa.dge_mode", "nki.isa.oob_mode",
+        "nki.isa.matmul_perf_mode", "nki.isa.nc_version", "nki.isa.dma_engine",
+        "nki.language.tile_size", "nki.language.MemoryRegion",
+    }
+)  # fmt: skip
+ATTRIBUTES = frozenset(
+    {
+        # of tensors
+        "shape", "dtype", "ndim", "size", "itemsize", "buffer", "reshape", "permute", "broadcast",
+        "expand_dim", "squeeze_dim", "reshape_dim", "flatten_dims", "rearrange", "slice", "select",
+        "vector_select", "ap", "view", "indirect",
+        # of lists and dicts
+        "append", "pop", "index", "count", "items", "keys", "values", "get",
+    }
+)  # fmt: skip
+MAX_SOURCE_BYTES = 1 << 20
+MAX_RANGE = 1 << 20
+_MAX_INTEGER = 1 << 62
+_POWERS = (ast.Pow, ast.LShift, ast.MatMult)
+_REPEATABLE = (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)
 _FRAMES = ("gi_", "f_", "tb_", "cr_", "ag_", "co_")  # how frames and code objects are reached
 _TOP = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assign, ast.AnnAssign, ast.Expr)
 _NODES = (
-    *_TOP, ast.Module, ast.arguments, ast.arg, ast.Return, ast.AugAssign, ast.For, ast.While,
+    *_TOP, ast.Module, ast.arguments, ast.arg, ast.Return, ast.AugAssign, ast.For,
     ast.If, ast.Pass, ast.Break, ast.Continue, ast.Assert, ast.Raise, ast.BoolOp, ast.BinOp,
     ast.UnaryOp, ast.IfExp, ast.Dict, ast.ListComp, ast.DictComp, ast.comprehension, ast.Compare,
     ast.Call, ast.keyword, ast.JoinedStr, ast.FormattedValue, ast.Constant, ast.Attribute,
@@ -35,6 +66,10 @@ _NODES = (
 
 def check_shape(name: str, text: str) -> None:
     """Raise CacheTrustError, with line and reason, for a source that is more than NKI kernels."""
+    if len(text) > MAX_SOURCE_BYTES:
+        raise CacheTrustError(
+            f"{name} has {len(text)} characters, over {MAX_SOURCE_BYTES}, which no kernel has"
+        )
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -58,24 +93,92 @@ def _faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield statement.lineno, "code at the top level that runs at import"
     # Scopes are not followed, so a builtin stays one although a function has a local of its name.
     bound = BUILTINS | (set(_bound_names(tree)) - set(dir(builtins)))
+    modules = _modules(tree)
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if not isinstance(node, _NODES):
             yield line, f"{type(node).__name__}"
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] != "nki":
+                if alias.name not in MODULES:
                     yield line, f"import of {alias.name}"
         elif isinstance(node, ast.ImportFrom):
-            if node.level or (node.module or "").split(".")[0] != "nki":
+            if node.level or node.module not in MODULES:
                 yield line, f"import from {node.module or '.'}"
             for alias in node.names:
-                if alias.name.startswith("_") or alias.name == "*":
+                known = alias.name in _TOP_NAMES if node.module == "nki" else alias.name != "*"
+                if alias.name.startswith("_") or not known:
                     yield line, f"import of {alias.name}"
-        elif isinstance(node, ast.Attribute) and node.attr.startswith(("_", *_FRAMES)):
-            yield line, f"attribute {node.attr}"
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in bound:
-            yield line, f"name {node.id}"
+        elif isinstance(node, ast.Attribute):
+            if not _is_known(node, modules):
+                yield line, f"attribute {node.attr}"
+            elif not isinstance(node.ctx, ast.Load):
+                yield line, f"assignment to the attribute {node.attr}"
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load) and node.id not in bound:
+                yield line, f"name {node.id}"
+            elif not isinstance(node.ctx, ast.Load) and node.id in modules:
+                yield line, f"assignment to {node.id}, which is a module"
+        elif isinstance(node, (ast.arg, ast.FunctionDef)):
+            own = node.arg if isinstance(node, ast.arg) else node.name
+            if own in modules:
+                yield line, f"the name {own} for something else than the module"
+        else:
+            yield from ((line, reason) for reason in _too_much(node))
+
+
+def _modules(tree: ast.Module) -> dict[str, str]:
+    """Return local name -> full name of what the file imports."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or "nki"] = alias.name if alias.asname else "nki"
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def _full_name(node: ast.expr, modules: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Name):
+        return modules.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _full_name(node.value, modules)
+        return f"{owner}.{node.attr}" if owner else None
+    return None
+
+
+def _is_known(node: ast.Attribute, modules: dict[str, str]) -> bool:
+    """Return whether an attribute is one of nki's (lint knows which there are) or listed here."""
+    if node.attr.startswith(("_", *_FRAMES)):
+        return False
+    owner = _full_name(node.value, modules)
+    if owner == "nki":
+        return node.attr in _TOP_NAMES
+    return owner in MODULES or owner in _RECORDS or node.attr in ATTRIBUTES
+
+
+def _too_much(node: ast.AST) -> Iterator[str]:
+    """Yield what makes much work or data out of little text."""
+    if isinstance(node, (ast.BinOp, ast.AugAssign)):
+        operands = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]
+        if isinstance(node.op, _POWERS):
+            yield f"the operator {type(node.op).__name__}"
+        for operand in operands:
+            text = isinstance(operand, ast.Constant) and isinstance(operand.value, (str, bytes))
+            if text or (isinstance(node.op, ast.Mult) and isinstance(operand, _REPEATABLE)):
+                yield "arithmetic with a string or a list"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        if abs(node.value) > _MAX_INTEGER:
+            yield "an integer of over 62 bits"
+    elif isinstance(node, ast.FormattedValue) and node.format_spec is not None:
+        yield "a format in a string"
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+        for argument in node.args:
+            value = argument.value if isinstance(argument, ast.Constant) else 0
+            if isinstance(value, int) and value > MAX_RANGE:
+                yield f"a range of {value}"
 
 
 def _run_by_definition(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:

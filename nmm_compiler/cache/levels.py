@@ -7,6 +7,7 @@ Directories that others could write raise CacheTrustError instead.
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from nmm_compiler.errors import CacheError, CacheWarning, DamagedEntryError
 
 SCAN_SHARE = 8  # the size bound may be passed by 1/8 of what was free, for a cheaper publication
 REMOTE_FAILURES = 3  # in a row, after which this process stops asking
+REMOTE_SECONDS = 60.0  # that entries may take in all, each beyond its first second
 
 
 class Levels:
@@ -39,6 +41,7 @@ class Levels:
         self._memory = Memory()
         self._warned: set[str] = set()
         self._remote_failures = 0
+        self._remote_seconds = 0.0
         self._was_there = False
         self._bytes_until_scan: int | None = None
 
@@ -82,26 +85,41 @@ class Levels:
             self._warn("remove", f"damaged cache entry {digest[:12]} stays: {failure}")
 
     def _get_remote(self, key: Key) -> Entry | None:
+        """Ask the remote level, until it failed REMOTE_FAILURES times in a row or took too long."""
         if self.remote is None or self._remote_failures >= REMOTE_FAILURES:
             return None
-        origin = str(self.remote)
+        origin, start = str(self.remote), time.monotonic()
         try:
             entry = self.remote.get(key.digest)
             if entry is not None:
                 check_sources(entry, self.check, origin)
         except CacheError as error:
+            self._remote_failures += 1
             self._warn(key.digest, f"not taken from the remote cache: {error}")
             return None
         except Exception as error:  # filesystems raise what they like; the build goes on without
             self._remote_failures += 1
             self._warn(
-                f"remote {type(error).__name__}",
-                f"the remote cache {origin} cannot be read ({type(error).__name__}: {error}); "
-                "kernels are built here",
+                "remote",
+                f"the remote cache {origin} cannot be read ({type(error).__name__}: {error!s:.300})"
+                f"; kernels are built here, and after {REMOTE_FAILURES} tries it is not asked again",
             )
             return None
-        self._remote_failures = 0
+        finally:
+            self._spend_on_remote(time.monotonic() - start, origin)
+        if self._remote_failures < REMOTE_FAILURES:
+            self._remote_failures = 0  # it answers: that there is no such entry is an answer too
         return self._keep(entry) if entry is not None else None
+
+    def _spend_on_remote(self, seconds: float, origin: str) -> None:
+        self._remote_seconds += max(0.0, seconds - 1.0)
+        if self._remote_seconds > REMOTE_SECONDS:
+            self._remote_failures = REMOTE_FAILURES
+            self._warn(
+                "remote",
+                f"the remote cache {origin} is slow: {self._remote_seconds:.0f} s were lost to it "
+                "in this process; kernels are built here from now on",
+            )
 
     def _can_lock(self) -> bool:
         if not self.writing:

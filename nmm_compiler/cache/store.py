@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import textwrap
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from typing import Any
 from nmm_compiler import options as options_module
 from nmm_compiler.cache import archive, evict, locks
 from nmm_compiler.cache import entry as entries
+from nmm_compiler.cache.disk import NoDisk
 from nmm_compiler.cache.entry import Entry
 from nmm_compiler.cache.explain import (
     Explanation,
@@ -32,10 +34,14 @@ from nmm_compiler.cache.explain import (
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.levels import Levels
 from nmm_compiler.cache.remote import Check, Pushed, Remote, check_sources
+from nmm_compiler.cache.signing import Signer, Trusted
 from nmm_compiler.errors import (
+    CacheDirectoryError,
     CacheError,
     CacheKeyError,
     CacheMissError,
+    CacheTrustError,
+    CacheWarning,
     DamagedEntryError,
     UnknownNameError,
 )
@@ -64,13 +70,65 @@ class Store(Levels):
             raise UnknownNameError("cache mode", mode, options_module.CACHE_MODES)
         if max_bytes < 0:
             raise CacheKeyError(f"max_bytes is {max_bytes}; pass a number of bytes, 0 or more")
-        root = Path(os.path.abspath(Path(directory).expanduser()))
+        try:
+            root = Path(os.path.abspath(Path(directory).expanduser()))
+        except RuntimeError as error:  # "~somebody" who is nobody
+            raise CacheDirectoryError(f"cache directory {directory}: {error}") from None
         super().__init__(root, mode == "rw", max_bytes, Remote(remote) if remote else None, check)
         self.mode = mode
         self._locks = locks.BuildLocks()
         if mode != "off":
-            self._disk.check()
+            self._look()
         _LIVE.add(self)
+
+    def _look(self) -> None:
+        """Raise CacheTrustError or CacheDirectoryError when the directory may not be used."""
+        try:
+            self._disk.check()
+        except (OSError, ValueError) as error:  # no right to look, too long, a NUL in it
+            raise CacheDirectoryError(
+                f"cache directory {str(self.directory)!r:.200} cannot be looked at: {error!s:.200}"
+                "; set NMM_CACHE_DIR to a directory of your own"
+            ) from None
+
+    @classmethod
+    def in_memory(cls, remote: str | None = None, *, check: Check | None = None) -> Store:
+        """Return a store without a directory: what it finds or builds stays in this process."""
+        store = cls(os.devnull, "off", remote=remote, check=check)
+        store.mode, store._disk = "ro", NoDisk(store.directory, writing=False)
+        return store
+
+    @classmethod
+    def for_kernels(
+        cls, options: options_module.Options | None = None, *, check: Check | None = None
+    ) -> Store:
+        """`open`, but where the directory may not be used, a store in memory and one warning.
+
+        Mode "require" raises what `open` raises: such a process must not build.
+        """
+        try:
+            store = cls.open(options, check=check)
+            if store.mode != "off":
+                store._look()
+            return store
+        except (CacheTrustError, CacheDirectoryError) as error:
+            mode = options_module.cache_mode(options)
+            if mode == "require":
+                raise
+            if mode != "off" and str(error) not in _said:
+                _said.add(str(error))
+                warnings.warn(
+                    f"{error}. Until then kernels are kept in memory", CacheWarning, stacklevel=3
+                )
+            remote = options_module.remote_cache(options) if mode != "off" else None
+        with _OPEN_LOCK:
+            kept = _IN_MEMORY.get((mode, remote))
+            if kept is None:
+                kept = _IN_MEMORY[mode, remote] = cls.in_memory(remote)
+                kept.mode = "off" if mode == "off" else "ro"
+            if check is not None:
+                kept.check = check
+        return kept
 
     @classmethod
     def open(
@@ -255,25 +313,29 @@ class Store(Levels):
         locks.clear(self._disk.folder)
         return count
 
-    def export(self, path: str | os.PathLike[str], prefix: str = "") -> int:
+    def export(
+        self, path: str | os.PathLike[str], prefix: str = "", *, signer: Signer | None = None
+    ) -> int:
         """Write the entries whose digest starts with `prefix` to a tar file (.gz: packed).
 
-        Returns how many.
+        signer: signs each of them. Returns how many.
         """
-        return archive.write(Path(path), self._whole(prefix))
+        return archive.write(Path(path), self._whole(prefix), signer)
 
-    def import_(self, path: str | os.PathLike[str]) -> tuple[int, int]:
+    def import_(
+        self, path: str | os.PathLike[str], *, trusted: Trusted | None = None
+    ) -> tuple[int, int]:
         """Take the entries of an archive; return (new, known).
 
-        All of it is read, verified and checked before any of it is kept. Raises CacheTrustError
+        trusted: the public keys of which one must have signed each entry. All of it is read, verified and checked before any of it is kept. Raises CacheTrustError
         or DamagedEntryError when something in it is not what an export writes.
         """
         self._need_writing("import")
         source = Path(path)
-        for entry in archive.read(source):
+        for entry in archive.read(source, trusted):
             check_sources(entry, self.check, str(source))
         new = known = 0
-        for entry in archive.read(source):
+        for entry in archive.read(source, trusted):
             check_sources(entry, self.check, str(source))
             if self._get_local(entry.key) is not None:
                 known += 1
@@ -283,13 +345,15 @@ class Store(Levels):
             new += 1
         return new, known
 
-    def push(self, prefix: str = "") -> Pushed:
-        """Send the entries on disk to the remote level; raises what its filesystem raises."""
+    def push(self, prefix: str = "", *, signer: Signer | None = None) -> Pushed:
+        """Send the entries on disk to the remote level, signed if a signer is given.
+
+        Raises what its filesystem raises."""
         if self.remote is None:
             raise CacheError(
                 "no remote cache is declared; set NMM_REMOTE_CACHE or the option remote_cache"
             )
-        return self.remote.push(self._whole(prefix))
+        return self.remote.push(self._whole(prefix), signer)
 
     def _whole(self, prefix: str) -> Iterator[Entry]:
         for info in self.list():
@@ -302,7 +366,9 @@ class Store(Levels):
 
 
 _OPEN: dict[tuple[Path, str, int, str | None], Store] = {}
+_IN_MEMORY: dict[tuple[str, str | None], Store] = {}
 _OPEN_LOCK = threading.Lock()
+_said: set[str] = set()  # why the directory may not be used, said once in a process
 _LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
 
 

@@ -2,8 +2,8 @@
 
 A directory that is written must belong to the user and be closed to everybody else (0700). One
 that is only read may also belong to root, as in a container image, when nobody else can write it.
-No symlink is followed at or below the cache directory, and no directory above it may let other
-users rename things (world-writable without the sticky bit). Each refusal ends with the mend.
+No symlink is followed at or below the cache directory, and every directory above it must belong to
+us or root and let nobody else rename things. Each refusal ends with the mend.
 """
 
 from __future__ import annotations
@@ -76,7 +76,11 @@ def check_itself(path: Path, writing: bool) -> bool:
 
 
 def _check_parents(path: Path) -> None:
-    """Refuse a parent, named or real, where other users could rename the cache directory."""
+    """Refuse a parent, named or real, where other users could rename the cache directory.
+
+    The rule of OpenSSH's StrictModes: each parent belongs to us or to root and nobody else can
+    write it; a sticky one like /tmp will do, since only owners rename things there.
+    """
     absolute = Path(os.path.abspath(path))
     seen: set[Path] = set()
     for parent in (*Path(os.path.realpath(absolute)).parents, *absolute.parents):
@@ -84,14 +88,23 @@ def _check_parents(path: Path) -> None:
             continue
         seen.add(parent)
         try:
-            mode = os.stat(parent).st_mode
+            status = os.stat(parent)
         except OSError:
             continue  # not there yet, or not ours to look at: opening it will say so
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        mode, quoted = stat.S_IMODE(status.st_mode), shlex.quote(str(parent))
+        me = os.geteuid()
+        if status.st_uid not in (me, ROOT_UID):
             raise CacheTrustError(
-                f"{parent}, above the cache directory {path}, has mode {stat.S_IMODE(mode):04o}: "
-                "any user can replace the cache there; mend it: "
-                f"chmod o-w {shlex.quote(str(parent))}, or set NMM_CACHE_DIR to another path"
+                f"{parent}, above the cache directory {path}, belongs to user id {status.st_uid}, "
+                f"who can replace the cache there, and you are {me}; mend it: chown {me} {quoted} "
+                "(as root), or set NMM_CACHE_DIR to another path"
+            )
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            who = "any user" if mode & stat.S_IWOTH else f"group {status.st_gid}"
+            raise CacheTrustError(
+                f"{parent}, above the cache directory {path}, has mode {mode:04o}: "
+                f"{who} can replace the cache there; mend it: "
+                f"chmod go-w {quoted}, or set NMM_CACHE_DIR to another path"
             )
 
 

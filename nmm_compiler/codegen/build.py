@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nmm_compiler.cache.entry import Entry
+from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.codegen.stamp import code_digests, printer_version
-from nmm_compiler.errors import SpecError
+from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSchedule, KernelSpec
 from nmm_compiler.nki_api.api import API_VERSION
@@ -96,11 +98,12 @@ def build_kernel(
     """Return the kernel of `spec` for `target`, from the cache when it is there.
 
     schedule: how to run; None chooses it. options: which cache, and how many instructions at most.
-    Raises SpecError or CapacityError, with the numbers, when nothing legal exists, and LintError
-    if the emitted source breaks a rule of the NKI compiler.
+    Raises SpecError or CapacityError, with the numbers, when nothing legal exists, LintError if the
+    emitted source breaks a rule of the NKI compiler, and CacheTrustError if one from the cache is
+    more than a kernel.
     """
     chip = get(target)
-    store = Store.open(options, check=_check_file)
+    store = Store.for_kernels(options, check=check_foreign)
     budget = options.instruction_budget if options else INSTRUCTION_BUDGET
     key = kernel_key(spec, chip, schedule, budget)
     made: dict[str, Any] = {}
@@ -119,6 +122,8 @@ def build_kernel(
     held = _KERNELS.get(key.digest)
     if held is not None and held[0] is entry:
         return held[1]
+    if not made:  # another process wrote it, perhaps long ago
+        check_shape(f"{SOURCE_FILE} of cache entry {key.digest[:12]}", entry.files[SOURCE_FILE])
     family = FAMILIES[spec.family]
     kernel = Kernel(
         name=entry.meta["name"],
@@ -126,7 +131,7 @@ def build_kernel(
         schedule=family.schedule_class.from_dict(entry.meta["schedule"]),
         target=chip,
         source=entry.files[SOURCE_FILE],
-        path=Path(entry.path) / SOURCE_FILE,
+        path=_path(entry, entry.meta["name"]),
         meta=entry.meta,
     )
     if len(_KERNELS) >= _KERNELS_HELD:
@@ -135,12 +140,20 @@ def build_kernel(
     return kernel
 
 
+def _path(entry: Entry, name: str) -> Path:
+    """Return the file that holds the source, or one that cannot exist where no disk takes it."""
+    try:
+        return Path(entry.path) / SOURCE_FILE
+    except CacheError:  # no cache directory and no temporary one: the source runs from memory
+        return Path(os.devnull) / f"{name}.py"
+
+
 # The kernels of this process, each with the cache entry it was made from.
 _KERNELS: dict[str, tuple[Entry, Kernel]] = {}
 _KERNELS_HELD = 4096
 
 
-def _check_file(name: str, text: str) -> None:
+def check_foreign(name: str, text: str) -> None:
     """Refuse kernel source from elsewhere that the lint does not pass."""
     check_source(text, nki=API_VERSION, filename=name)
 

@@ -3,9 +3,10 @@
     op call -> specs and operands (calls) -> buckets (kernels) -> kernel -> launch -> cut, reshape
 
 "simulator" runs the kernel's source in this package's simulator, "nki_simulate" in AWS's, "neuron"
-on the device. A token count between buckets is padded with zero rows, whose results are dropped. A
-kernel that cannot be built or fails its first-run check leaves its calls to PyTorch, with a
-warning. Importing this module registers the executors with the ops.
+on the device. A token count between buckets is padded with zero rows, whose results are dropped.
+Where a kernel cannot be built or fails its first-run check, executor "auto" leaves the calls to
+PyTorch, with a warning; an executor that was named raises NoKernelError, since a caller who names
+one wants that kernel's numbers. Importing this module registers the executors with the ops.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nmm_compiler.errors import NeuronSetupError, ShapeError, SpecError, UnknownNameError
+from nmm_compiler.errors import (
+    CacheMissError,
+    NeuronSetupError,
+    NoKernelError,
+    ShapeError,
+    SpecError,
+    UnknownNameError,
+)
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import options_of
 from nmm_compiler.ops.launches import Launch
@@ -48,20 +56,29 @@ class KernelExecutor:
         self.traced_device = traced_device
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run op `name`: by its kernels, or by PyTorch where there are none to use."""
-        out = self._by_kernels(name, args, kwargs)
+        """Run op `name`: by its kernels; with executor "auto" by PyTorch where there are none.
+
+        Raises NoKernelError when this executor was named and a kernel cannot be had.
+        """
+        executor = kwargs.get("executor", self.name)
+        if int(tokens(args[0], kwargs)) == 0:  # nothing to compute, so no kernel either
+            return registration.DEFINITIONS[name].reference(*args, **kwargs)
+        named = self.name if executor.partition("#")[0] == self.name else "auto"
+        options = _with_executor(options_of(executor), named)
+        out = self._by_kernels(name, args, kwargs, options)
         return registration.DEFINITIONS[name].reference(*args, **kwargs) if out is None else out
 
-    def _by_kernels(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-        options = options_of(kwargs.get("executor", self.name))
+    def _by_kernels(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any | None:
         m = int(tokens(args[0], kwargs))
-        if m == 0:
-            return None
         try:
             lowered = lower(name, args, kwargs, m, _transpose_for(args[0], options))
         except (SpecError, ShapeError, UnknownNameError) as error:
             if options.strict:
                 raise
+            if options.executor == self.name:
+                raise NoKernelError(self.name, f"a call of {name}", str(error)) from error
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
             return None
         target = kwargs.get("target", "trn2")
@@ -99,13 +116,16 @@ class KernelExecutor:
         start = 0
         for size in KERNELS.plan(launch.spec, target, options):
             spec = dataclasses.replace(launch.spec, m=size)
-            kernel = KERNELS.get_or_warn(spec, target, options)
+            kernel = self._kernel(spec, target, options)
             if kernel is None:
                 return None
             used = min(size, launch.spec.m - start)
             part = _padded(x.narrow(x_tokens, start, used), x_tokens, size - used)
             ys = self.launcher(kernel, (part, *(w.contiguous() for w in weights)))
             if ys is None:
+                if options.executor == self.name:
+                    reason = f"{kernel.name} failed its first run, as the warning before says"
+                    raise NoKernelError(self.name, str(spec), reason)
                 return None
             if used < size:
                 ys = tuple(y.narrow(at, 0, used) for y, at in zip(ys, y_tokens, strict=True))
@@ -114,6 +134,23 @@ class KernelExecutor:
         if len(pieces) == 1:
             return list(pieces[0])
         return [torch.cat(ys, at) for *ys, at in zip(*pieces, y_tokens, strict=True)]
+
+    def _kernel(self, spec: Any, target: str, options: Options) -> Any | None:
+        """Return the kernel of `spec`; None, with a warning, where executor "auto" has none."""
+        if options.executor != self.name or options.strict:
+            return KERNELS.get_or_warn(spec, target, options)
+        try:
+            return KERNELS.get(spec, target, options)
+        except CacheMissError:
+            raise
+        except Exception as error:  # whatever failed, the caller asked for a kernel and has none
+            reason = f"{type(error).__name__}: {error}"
+            raise NoKernelError(self.name, f"{spec} on {target}", reason) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _with_executor(options: Options, executor: str) -> Options:
+    return dataclasses.replace(options, executor=executor)
 
 
 def _shaped(y: Tensor, layout: str, lead: Sequence[Any]) -> Tensor:

@@ -64,9 +64,11 @@ class Kernels:
             if options.strict:
                 raise
             if not known:
+                named = options.executor in ("simulator", "nki_simulate", "neuron")
+                then = "its calls raise" if named else "PyTorch computes its calls"
                 warnings.warn(
                     f"nmm: no kernel for {spec} on {target}: {type(error).__name__}: {error}; "
-                    "PyTorch computes its calls",
+                    f"{then}",
                     stacklevel=2,
                 )
             return None
@@ -80,7 +82,7 @@ class Kernels:
         from nmm_compiler.cache.store import Store
         from nmm_compiler.codegen.build import kernel_key
 
-        store = Store.open(options)
+        store = Store.for_kernels(options)
         chip = targets.get(target)
         budget = options.instruction_budget
         new = [spec for spec in specs if not self.has(spec, target)]

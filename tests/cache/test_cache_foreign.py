@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nmm_compiler.cache.foreign import check_shape
+from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheTrustError
 
 HEAD = '"""A kernel."""\n\nimport nki\nimport nki.isa as nisa\nimport nki.language as nl\n\n\n'
@@ -29,8 +32,7 @@ def kernel(x, scale=1.0):
         load(tile, x[i * TILE : (i + 1) * TILE])
         if i > 0 and scale != 1.0:
             nisa.activation(dst=tile, op=nl.copy, data=tile, scale=scale)
-    while len(tiles) > 3:
-        tiles.pop()
+    nisa.memset(tiles.pop(), nl.tile_size.pmax, engine=nisa.engine.vector)
     return out
 '''
 )
@@ -85,10 +87,85 @@ def test_a_kernel_that_reaches_further(line):
         check_shape("kernel.py", _in_body(line))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.load().tofile('/tmp/nmm-evil')", "y = x.load", "y = x.data", "y = x.numpy()",
+        "x.shape.tofile('y')", "y = nl.load(x).tofile", "y = nl.load.tofile", "y = nl.np.save",
+        "y = nki.compiler", "y = nki.meta.tensor", "y = x.tobytes()", "y = x.dump('z')",
+        "nl.sbuf = x", "nisa.engine.vector = x", "x.shape = (1,)", "nl = x", "nisa, y = x",
+        "while True:\n        pass", "y = 10 ** 10", "y = pow(10, 1000000)", "x **= 9",
+        "y = 1 << 1000000", "x <<= 9", "y = 'a' * 1000000000", "y = 1000000000 * [0]",
+        "y = (0,) * x", "y = [0 for _ in (1,)] * x", "y = f'{x:1000000000}'", "y = 'a' % x",
+        "y = 99999999999999999999", "y = 'a'.join(x)", "y = '{}'.format(x)", "y = 'a'.ljust(9)",
+        "for i in range(10000000000):\n        x = i", "y = x @ x", "y = f'{x}' * x",
+        "y = x.extend(x)",
+    ],
+)  # fmt: skip
+def test_a_kernel_that_writes_files_or_makes_much_of_little(line):
+    with pytest.raises(CacheTrustError, match="line"):
+        from nmm_compiler.codegen.build import check_foreign
+
+        check_shape("kernel.py", _in_body(line))
+        check_foreign("kernel.py", _in_body(line))  # the lint knows which names nki has
+        raise AssertionError(line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(nl):\n    return nl\n", "def nisa(x):\n    return x\n", "import nki.meta\n",
+        "from nki import compiler\n", "from nki.isa.constants import x\n",
+        "x = 1\n" + "#" * (1 << 20),
+    ],
+)  # fmt: skip
+def test_a_file_that_rebinds_or_imports_more_than_the_modules(text):
+    with pytest.raises(CacheTrustError, match=r"kernel\.py"):
+        check_shape("kernel.py", HEAD + text)
+
+
+def test_every_name_listed_is_one_of_the_api_or_of_python():
+    """What the list allows must exist: tensors have it, or a list or dict has."""
+    from nmm_compiler.cache import foreign
+    from nmm_compiler.simulator.tensor import NkiTensor
+
+    of_python = {name for kind in (list, dict) for name in dir(kind)}
+    assert set(dir(NkiTensor)) | of_python | {"shape", "dtype"} >= foreign.ATTRIBUTES
+    assert not {"load", "data", "extend", "numpy", "storage"} & foreign.ATTRIBUTES
+
+
+def test_a_source_found_in_the_cache_is_checked_too(tmp_path, monkeypatch):
+    """As far as this process did not write it: a cache directory can be older than a rule."""
+    from nmm_compiler.codegen import build
+    from nmm_compiler.kernels.matmul import MatmulSpec
+    from nmm_compiler.options import Options
+
+    spec, options = MatmulSpec(m=4, k=8, n=4), Options(cache_dir=str(tmp_path / "cache"))
+    kernel = build.build_kernel(spec, options=options)
+    monkeypatch.setattr(build, "_KERNELS", {})
+    assert build.build_kernel(spec, options=options).source == kernel.source
+    key = build.kernel_key(spec, kernel.target, None)
+    evil = kernel.source.replace("    return", "    x.load().tofile('evil')\n    return")
+    store = Store(tmp_path / "cache")
+    store.clear()
+    store.get_or_build(key, lambda: {build.SOURCE_FILE: evil}, dict(kernel.meta))
+    build.Store.open(options)._memory.drop()
+    monkeypatch.setattr(build, "_KERNELS", {})
+    with pytest.raises(CacheTrustError, match=r"attribute tofile|attribute load"):
+        build.build_kernel(spec, options=options)
+
+
 def test_a_local_name_does_not_free_a_builtin():
     text = "def f(open):\n    return open\n\n\ndef g(x):\n    return open('/etc/passwd')\n"
     with pytest.raises(CacheTrustError, match="name open"):
         check_shape("kernel.py", HEAD + text)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "golden").glob("*.txt")), ids=lambda p: p.stem
+)
+def test_goldens_pass(path):
+    check_shape("kernel.py", path.read_text())
 
 
 @pytest.mark.parametrize("x_layout", ["row", "col"])

@@ -10,8 +10,9 @@ import warnings
 import pytest
 from cache_helpers import NOBODY, Builder, key_of, mend, open_directory, run_forked
 
+from nmm_compiler.cache import store as store_module
 from nmm_compiler.cache.store import Store
-from nmm_compiler.errors import CacheTrustError, CacheWarning
+from nmm_compiler.errors import CacheDirectoryError, CacheTrustError, CacheWarning
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
 
@@ -260,3 +261,46 @@ def test_nothing_in_the_room_can_run_data():
                 continue
             banned = {"pickle", "marshal", "shelve", "dill", "eval", "exec", "compile"}
             assert not names & banned, (file, node.lineno)
+
+
+def test_a_group_writable_parent_is_refused_until_mended():
+    parent = open_directory(0o775)
+    with pytest.raises(CacheTrustError, match=r"group .* can replace the cache there") as found:
+        Store(parent / "cache")
+    mend(str(found.value))
+    assert Store(parent / "cache").list() == ()
+    parent.chmod(0o1777)  # sticky, like /tmp
+    assert Store(parent / "cache").list() == ()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_parent_of_another_user_is_refused_until_mended():
+    parent = open_directory(0o755, NOBODY)
+    with pytest.raises(CacheTrustError, match=f"belongs to user id {NOBODY}, who can") as found:
+        Store(parent / "cache")
+    mend(str(found.value))
+    assert Store(parent / "cache").list() == ()
+
+
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/" + "x/" * 3000, "~nobody-of-this-name/x"])
+def test_a_path_that_cannot_be_looked_at_is_one_error_of_ours(path):
+    with pytest.raises(CacheDirectoryError, match="cache directory") as found:
+        Store(path)
+    assert len(str(found.value)) < 600
+    assert Store(path, "off").get(key_of(1)) is None if "~" not in path else True
+
+
+def test_mode_require_raises_where_other_modes_go_on_in_memory(monkeypatch):
+    from nmm_compiler.options import Options
+
+    open_to_all = str(open_directory(0o777))
+    with pytest.raises(CacheTrustError):
+        Store.for_kernels(Options(cache="require", cache_dir=open_to_all))
+    store_module._said.clear()
+    with pytest.warns(CacheWarning, match="mend it.*Until then kernels are kept in memory"):
+        kept = Store.for_kernels(Options(cache_dir=open_to_all))
+    build = Builder()
+    assert kept.get_or_build(key_of(1), build) is kept.get_or_build(key_of(1), build)
+    assert build.calls == 1
+    assert kept is Store.for_kernels(Options(cache_dir=open_to_all))
+    assert os.listdir(open_to_all) == []

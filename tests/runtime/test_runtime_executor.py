@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from nmm_compiler.errors import NeuronSetupError
+from nmm_compiler.cache import store
+from nmm_compiler.errors import CacheWarning, NeuronSetupError, NoKernelError, UnknownNameError
 from nmm_compiler.kernels.lowrank.op import lowrank_matmul
 from nmm_compiler.ops.call_options import executor_name, options_of
 from nmm_compiler.ops.lower import lower
+from nmm_compiler.ops import registration
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor
 from nmm_compiler.runtime.kernels import KERNELS
@@ -297,19 +299,35 @@ def test_no_tokens_are_no_kernel(launched):
     assert launched == []
 
 
-def test_what_no_kernel_computes_goes_to_pytorch_with_one_warning(launched):
+@pytest.fixture
+def auto(monkeypatch):
+    """Let executor "auto" run kernels on CPU tensors, in the simulator."""
+    monkeypatch.setattr(registration, "NEURON_DEVICES", ("neuron", "xla", "cpu"))
+    monkeypatch.setitem(registration.EXECUTORS, "neuron", registration.EXECUTORS["simulator"])
+
+
+def test_what_no_kernel_computes_goes_to_pytorch_with_one_warning(launched, auto):
     executor._warn_once.cache_clear()
     x, u, v = (t.double() for t in (torch.randn(4, K), weight(K, R), weight(R, N)))
     with pytest.warns(UserWarning, match="no kernel for a call of lowrank_matmul.*float64"):
-        got = NMM.lowrank_matmul(x, u, v, executor="simulator")
+        got = NMM.lowrank_matmul(x, u, v, executor="auto")
     torch.testing.assert_close(got, x @ u @ v)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        NMM.lowrank_matmul(x, u, v, executor="simulator")
+        NMM.lowrank_matmul(x, u, v, executor="auto")
     assert launched == []
 
 
-def test_a_kernel_that_cannot_be_built_leaves_its_calls_to_pytorch(monkeypatch, launched):
+def test_a_named_executor_raises_for_what_no_kernel_computes(launched):
+    x, u, v = (t.double() for t in (torch.randn(4, K), weight(K, R), weight(R, N)))
+    with pytest.raises(NoKernelError, match=r"'simulator' was asked for.*float64.*'auto'") as found:
+        NMM.lowrank_matmul(x, u, v, executor="simulator")
+    assert isinstance(found.value.__cause__, UnknownNameError)
+    assert launched == []
+
+
+def test_a_kernel_that_cannot_be_built(monkeypatch, launched, auto):
+    """Executor "auto" leaves its calls to PyTorch; a named one raises; strict raises the cause."""
     from nmm_compiler.codegen import build
 
     tried = []
@@ -321,15 +339,54 @@ def test_a_kernel_that_cannot_be_built_leaves_its_calls_to_pytorch(monkeypatch, 
     monkeypatch.setattr(build, "build_kernel", broken)
     x, u, v = torch.randn(8, K), weight(K, R).float(), weight(R, N).float()
     with pytest.warns(UserWarning, match="ZeroDivisionError: a fault in codegen; PyTorch computes"):
-        got = NMM.lowrank_matmul(x, u, v, executor="simulator")
+        got = NMM.lowrank_matmul(x, u, v, executor="auto")
     torch.testing.assert_close(got, lowrank_matmul(x, u, v), rtol=0, atol=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        NMM.lowrank_matmul(x, u, v, executor="simulator")
+        NMM.lowrank_matmul(x, u, v, executor="auto")
     assert len(tried) == 1
+    for name in ("simulator", executor_name(Options(executor="simulator", freeze=True))):
+        with pytest.raises(NoKernelError, match="ZeroDivisionError: a fault in codegen") as found:
+            NMM.lowrank_matmul(x, u, v, executor=name)
+        assert isinstance(found.value.__cause__, ZeroDivisionError)
     strict = executor_name(Options(executor="simulator", strict=True))
     with pytest.raises(ZeroDivisionError, match="a fault in codegen"):
         NMM.lowrank_matmul(x, u, v, executor=strict)
+
+
+def test_a_named_executor_raises_for_a_kernel_that_its_launcher_refuses(monkeypatch):
+    monkeypatch.setattr(registration.EXECUTORS["simulator"], "launcher", lambda kernel, operands: None)
+    x, u, v = torch.randn(8, K), weight(K, R).float(), weight(R, N).float()
+    with pytest.raises(NoKernelError, match="failed its first run"):
+        NMM.lowrank_matmul(x, u, v, executor="simulator")
+
+
+@pytest.mark.parametrize("how", ["open", "no home", "nul", "too long"])
+def test_a_cache_that_may_not_be_used_is_said_once_and_kernels_run(
+    how, monkeypatch, tmp_path, launched
+):
+    """The simulator's rounding shows that a kernel ran: PyTorch's result has other bits."""
+    x, u, v = (t.bfloat16() for t in (torch.randn(8, K), weight(K, R), weight(R, N)))
+    want = NMM.lowrank_matmul(x, u, v, executor="simulator")
+    KERNELS.clear()
+    store._said.clear()
+    if how == "open":
+        tmp_path.chmod(0o755)
+    path = {"open": str(tmp_path), "nul": "/tmp/a\0b", "too long": "/tmp/" + "a/" * 3000}.get(how)
+    if path is None:
+        monkeypatch.delenv("NMM_CACHE_DIR")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setenv("HOME", "~nobody-of-this-name")
+    name = executor_name(Options(executor="simulator", cache_dir=path))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = NMM.lowrank_matmul(x, u, v, executor=name)
+        again = NMM.lowrank_matmul(x[:2], u, v, executor=name)
+    assert torch.equal(got, want)
+    assert torch.equal(again, want[:2])
+    assert len(launched) == 3
+    assert [w.category for w in caught] == [CacheWarning]
+    assert "kernels are kept in memory" in str(caught[0].message)
 
 
 def test_ctrl_c_while_building_is_not_swallowed(monkeypatch):

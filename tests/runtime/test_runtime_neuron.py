@@ -9,7 +9,7 @@ import pytest
 import torch
 from runtime.neuron_stand_ins import install, write_kernel
 
-from nmm_compiler.errors import ChangedFileError, NeuronSetupError
+from nmm_compiler.errors import ChangedFileError, NeuronSetupError, NoKernelError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.ops import registration
 from nmm_compiler.runtime import executor, kernels, neuron
@@ -191,11 +191,13 @@ def test_a_kernel_that_fails_its_first_run_is_not_used(
     table = one_kernel(body)
     x, u, v = operands()
     with pytest.warns(UserWarning, match=words):
-        got = torch.ops.nmm.lowrank_matmul(x, u, v, executor="neuron")
+        got = torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
     torch.testing.assert_close(got, (x @ u) @ v)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        torch.ops.nmm.lowrank_matmul(x, u, v, executor="neuron")
+        torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        with pytest.raises(NoKernelError, match="failed its first run"):
+            torch.ops.nmm.lowrank_matmul(x, u, v, executor="neuron")
     assert len(neuron.load(table.all()[0]).calls) == 1
 
 
