@@ -174,9 +174,9 @@ class _Reader:
         ):
             return found, wanted
         raise CacheTrustError(
-            f"{self._name} holds {_name(block)!r:.200} (tar type {block[156:157]!r}) where {name!r:.120} "
-            f"of at most {limit} B belongs; nothing of the archive was taken. Make archives with "
-            "`nmm cache export`"
+            f"{self._name} holds {_name(block)!r:.200} (tar type {block[156:157]!r}) where "
+            f"{name!r:.120} of at most {limit} B belongs; nothing of the archive was taken. Make "
+            "archives with `nmm cache export`"
         )
 
     def _contents(self, header: bytes, size: int) -> bytes:

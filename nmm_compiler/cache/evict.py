@@ -7,14 +7,23 @@ are written again, in the same order.
 
 from __future__ import annotations
 
+import math
 import os
+import random
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nmm_compiler.cache import locks
 from nmm_compiler.cache.disk import Disk, delete_tree, host_name, leftovers
 
 LEFTOVER_SECONDS = 3600.0
+SAMPLE = 128
+OLDEST = 4
+SLACK = 1 / 64
+DIGEST_LENGTH = 64
+SCAN_SHARE = 8  # the size bound may be passed by 1/8 of what was free, for a cheaper publication
 MOMENT_NS = 2_000_000_000  # above the steps in which filesystems keep time
 
 
@@ -29,17 +38,7 @@ class Usage:
 
 def usage(disk: Disk) -> list[Usage]:
     """Return every entry's usage, least recently used first."""
-    found = []
-    for digest in disk.digests():
-        path = disk.folder / digest
-        try:
-            used = os.lstat(path).st_mtime_ns
-            size = sum(f.stat(follow_symlinks=False).st_size for f in os.scandir(path))
-        except OSError:
-            if not os.path.lexists(path):
-                continue  # evicted by another process meanwhile
-            used, size = 0, 0  # a file or a closed directory in an entry's place: goes first
-        found.append(Usage(digest, size, used))
+    found = [u for d in disk.digests() if (u := _usage(disk.folder / d, d)) is not None]
     return sorted(_without_future(disk, found), key=lambda u: (u.used_ns, u.digest))
 
 
@@ -77,8 +76,86 @@ def evict(disk: Disk, max_bytes: int, keep: str | None = None) -> tuple[list[Usa
     return deleted, total
 
 
+class Bound:
+    """Keeps a cache within `max_bytes` from one publication to the next, at a small price.
+
+    Up to SAMPLE entries all are looked at. In larger caches each look takes the names, the last use
+    of SAMPLE random entries, and the sizes of those among them that it does not know yet: the total
+    is estimated from the known sizes, with a margin of three standard errors. The least recently used
+    of the sample go until the estimate leaves SLACK free, but no more than OLDEST of them where the
+    margin alone says that the cache is too large: more would not be old. Sizes never change, so the
+    estimate becomes exact while a process lives.
+    """
+
+    def __init__(self, disk: Disk, max_bytes: int) -> None:
+        self._disk, self._max_bytes = disk, max_bytes
+        self._sizes: dict[str, int] = {}
+        self._until_look: int | None = None
+        self._random = random.Random()
+
+    def published(self, digest: str, size_bytes: int) -> None:
+        """Note a new entry and, when it is time, delete others; raises OSError."""
+        if self._until_look is None:
+            clear_leftovers(self._disk)
+        self._until_look = (self._until_look or 0) - size_bytes
+        if self._until_look >= 0:
+            return
+        digests = [name for name in os.listdir(self._disk.folder) if len(name) == DIGEST_LENGTH]
+        if len(digests) <= SAMPLE:
+            _, total = evict(self._disk, self._max_bytes, keep=digest)
+        else:
+            total = self._thin_out(digests, digest)
+        self._until_look = max(0, self._max_bytes - total) // SCAN_SHARE
+
+    def _thin_out(self, digests: list[str], keep: str) -> int:
+        """Delete the oldest of a sample of entries; return the bytes that are left, estimated."""
+        sample = self._random.sample(digests, SAMPLE)
+        seen = [u for u in map(self._usage, sample) if u is not None]
+        here = set(digests)
+        self._sizes = {d: size for d, size in self._sizes.items() if d in here}
+        known = list(self._sizes.values())
+        if not known:
+            return 0  # all of them were deleted meanwhile
+        unknown = len(digests) - len(known)
+        error = 3 * statistics.pstdev(known) * unknown / math.sqrt(len(known))
+        total = sum(known) + unknown * statistics.fmean(known) + error
+        if total > self._max_bytes:
+            surely_over = total - 2 * error > self._max_bytes
+            oldest = sorted(seen, key=lambda u: (u.used_ns, u.digest))
+            for old in oldest if surely_over else oldest[:OLDEST]:
+                if total <= self._max_bytes * (1 - SLACK):
+                    break
+                if old.digest != keep and self._disk.remove(old.digest):
+                    total -= self._sizes.pop(old.digest, 0)
+        return math.ceil(total)
+
+    def _usage(self, digest: str) -> Usage | None:
+        known = self._sizes.get(digest)
+        found = _usage(self._disk.folder / digest, digest, known)
+        if found is not None:
+            self._sizes[digest] = found.size_bytes
+            if found.used_ns > time.time_ns():  # the clock went back: counts as a moment ago
+                found = _without_future(self._disk, [found])[0]
+        return found
+
+
+def _usage(path: Path, digest: str, size_bytes: int | None = None) -> Usage | None:
+    """Return the usage of one entry, or None when it is gone; a known size is not looked up."""
+    try:
+        used = os.lstat(path).st_mtime_ns
+        if size_bytes is None:
+            with os.scandir(path) as files:
+                size_bytes = sum(f.stat(follow_symlinks=False).st_size for f in files)
+    except OSError:
+        if not os.path.lexists(path):
+            return None  # evicted by another process meanwhile
+        return Usage(digest, 0, 0)  # a file or a closed directory in an entry's place: goes first
+    return Usage(digest, size_bytes, used)
+
+
 def clear_leftovers(disk: Disk, everything: bool = False) -> int:
-    """Delete stages and trash of processes that are gone (or of all); return how many.
+    """Delete stages and trash of processes that are gone (or of all), and locks that nobody holds;
+    return how many stages and trash.
 
     A live process whose stage is deleted stages again, so an error of judgement costs time only.
     """
@@ -87,6 +164,7 @@ def clear_leftovers(disk: Disk, everything: bool = False) -> int:
         if everything or _is_abandoned(path):
             delete_tree(path)
             count += 1
+    locks.clear(disk.folder)
     return count
 
 

@@ -19,7 +19,6 @@ from nmm_compiler.cache.memory import Memory
 from nmm_compiler.cache.remote import Check, Remote, check_sources
 from nmm_compiler.errors import CacheError, CacheWarning, DamagedEntryError
 
-SCAN_SHARE = 8  # the size bound may be passed by 1/8 of what was free, for a cheaper publication
 REMOTE_FAILURES = 3  # in a row, after which this process stops asking
 REMOTE_SECONDS = 60.0  # that entries may take in all, each beyond its first second
 
@@ -43,7 +42,7 @@ class Levels:
         self._remote_failures = 0
         self._remote_seconds = 0.0
         self._was_there = False
-        self._bytes_until_scan: int | None = None
+        self._bound = evict.Bound(self._disk, max_bytes)
 
     def _get_local(self, key: Key) -> Entry | None:
         entry = self._memory.get(key.digest)
@@ -102,7 +101,7 @@ class Levels:
             self._warn(
                 "remote",
                 f"the remote cache {origin} cannot be read ({type(error).__name__}: {error!s:.300})"
-                f"; kernels are built here, and after {REMOTE_FAILURES} tries it is not asked again",
+                f"; kernels are built here, and it is asked {REMOTE_FAILURES} times in all",
             )
             return None
         finally:
@@ -144,7 +143,7 @@ class Levels:
                 kept, stamp = self._disk.read(self._disk.publish(entry).key.digest)
                 self._was_there = True
                 self._memory.put(kept, stamp)
-                self._bound(kept)
+                self._bound.published(kept.key.digest, kept.size_bytes)
                 return kept
             except (FileNotFoundError, DamagedEntryError):
                 pass  # evicted or deleted at once by somebody else; the next miss tries again
@@ -159,15 +158,6 @@ class Levels:
             f"the kernel cache {self.directory} cannot be written ({error}); kernels built from "
             "here on are kept in memory only. Set NMM_CACHE_DIR to a directory of your own",
         )
-
-    def _bound(self, entry: Entry) -> None:
-        if self._bytes_until_scan is None:
-            evict.clear_leftovers(self._disk)
-        left = (self._bytes_until_scan or 0) - entry.size_bytes
-        if left < 0:
-            _, total = evict.evict(self._disk, self.max_bytes, keep=entry.key.digest)
-            left = max(0, self.max_bytes - total) // SCAN_SHARE
-        self._bytes_until_scan = left
 
     def _warn(self, kind: str, message: str) -> None:
         """Warn once per kind and store."""

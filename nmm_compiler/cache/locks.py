@@ -2,6 +2,7 @@
 
 These save work and nothing else. When a lock cannot be had (no flock on the filesystem, a full
 disk, a holder that hangs) the build goes on without it, and the rename decides who published.
+The holder deletes the file before it lets go, so lock files do not pile up beside the entries.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 FOLDER = ".locks"
 WAIT_SECONDS = 600.0
 POLL_SECONDS = 0.02
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class BuildLocks:
@@ -50,6 +52,8 @@ class BuildLocks:
             yield
         finally:
             if handle is not None:
+                with contextlib.suppress(OSError):  # while it is held, so that nobody else has it
+                    os.unlink(folder / FOLDER / f"{digest}.lock")
                 _close(handle)
 
     def renew(self) -> None:
@@ -64,24 +68,34 @@ def _locked(folder: Path, digest: str) -> int | None:
     Not the filelock package: it makes missing directories itself, readable by others, and the
     cache would then refuse its own directory.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder / FOLDER, 0o700)
-        handle = os.open(folder / FOLDER / f"{digest}.lock", flags, 0o600)
-    except OSError:
-        return None
+    path = folder / FOLDER / f"{digest}.lock"
     end = time.monotonic() + WAIT_SECONDS
+    with contextlib.suppress(OSError):
+        os.mkdir(path.parent, 0o700)
     while True:
         try:
+            handle = os.open(path, _FLAGS | os.O_CREAT, 0o600)
+        except OSError:
+            return None
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
+            if _is_still(path, handle):
+                return handle
         except OSError as error:
             held_by_another = error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
             if not held_by_another or time.monotonic() > end:
                 _close(handle)
                 return None
-        time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
+        _close(handle)  # held, or deleted by its last holder while we waited: open it again
+
+
+def _is_still(path: Path, handle: int) -> bool:
+    """Return whether the locked file is the one that others would open."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _close(handle: int) -> None:
@@ -91,9 +105,17 @@ def _close(handle: int) -> None:
 
 
 def clear(folder: Path) -> int:
-    """Delete all lock files; a builder that holds one may then get company, nothing worse."""
+    """Delete the lock files that nobody holds, as killed builders leave them; return how many."""
     count = 0
     for path in (folder / FOLDER).glob("*.lock"):
-        path.unlink(missing_ok=True)
-        count += 1
+        try:
+            handle = os.open(path, _FLAGS)
+        except OSError:
+            continue  # gone since
+        with contextlib.suppress(OSError):  # held by a builder
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(path, handle):
+                os.unlink(path)
+                count += 1
+        _close(handle)
     return count

@@ -4,9 +4,9 @@ Reading is part of every miss; writing is only ever asked for (`Store.push`). No
 from here is handed out before its sha256s agree, it is the entry that was asked for, it is signed
 where the URL names a key, and the caller's check of each source (lint, for kernels) has passed.
 
-"No such entry" and "no such remote" look alike to fsspec, and its HTTP files answer every fault with
-FileNotFoundError. So http(s) is read here, and for the others a miss asks once whether the bucket
-or the directory of the URL is there at all.
+"No such entry" and "no such remote" look alike to fsspec, and its HTTP files answer every fault
+with FileNotFoundError. So http(s) is read here, and for the others a miss asks once whether the
+bucket or the directory of the URL is there at all.
 """
 
 from __future__ import annotations

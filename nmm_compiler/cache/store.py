@@ -229,17 +229,17 @@ class Store(Levels):
         return self._disk.read(digests[0])[0]
 
     def explain(self, key: Key) -> Explanation:
-        """Return where `key` is found, or which named entries differ from the nearest entry's."""
-        return self._explain(key, ask_remote=True)
+        """Return where `key` is found, or which named entries differ from the nearest entry's.
 
-    def _explain(self, key: Key, ask_remote: bool) -> Explanation:
+        Reads every entry on disk.
+        """
         infos = self.list()
         where = ""
         if self._memory.get(key.digest) is not None:
             where = "memory"
         elif any(info.digest == key.digest and info.state == "ok" for info in infos):
             where = "disk"
-        elif ask_remote and self._get_remote(key) is not None:
+        elif self._get_remote(key) is not None:
             where = "remote"
         best, changes = nearest(key, infos)
         own = [info.state for info in infos if info.digest == key.digest and info.state != "ok"]
@@ -256,15 +256,40 @@ class Store(Levels):
             raise self._missing(missing, command)
 
     def _missing(self, keys: Sequence[Key], command: str | None) -> CacheMissError:
-        shown = "\n".join(
-            textwrap.indent(str(self._explain(key, ask_remote=False)), "  ") for key in keys
-        )
+        """Return the error, with the nearest of the entries that this process has in memory.
+
+        It reads no entry of another key, however many there are.
+        """
+        held = [
+            Info(e.key.digest, "ok", e.size_bytes, 0.0, e.key, e.meta)
+            for e in self._memory.entries()
+        ]
+        lines = []
+        for key in keys:
+            best, changes = nearest(key, held)
+            found = Explanation(key, "", best, changes, len(held), self._damage(key))
+            shown = str(found) if best or found.damage else f"{key}: miss"
+            lines.append(textwrap.indent(shown, "  "))
+        shown = "\n".join(lines)
         how = command or "run the same program once with NMM_CACHE=rw"
         return CacheMissError(
             f"NMM_CACHE=require and {len(keys)} kernel(s) are not in {self.directory}:\n{shown}\n"
+            "compare with all entries: nmm cache explain --key FILE\n"
             f"build: {'NMM_CACHE=rw ' if command else ''}{how}",
             keys,
         )
+
+    def _damage(self, key: Key) -> str:
+        """Return what is wrong with the entry of a key on disk; "" when it is whole or absent."""
+        try:
+            self._disk.read(key.digest)
+        except FileNotFoundError:
+            return ""
+        except DamagedEntryError as error:
+            return f"damaged: {error}"
+        except OSError as error:
+            return f"not to be read: {error}"
+        return ""
 
     def verify(self, rebuild: Callable[[Entry], Files | None] | None = None) -> VerifyReport:
         """Check every entry's bytes, and against `rebuild(entry)` -> files when it is given.
@@ -301,7 +326,6 @@ class Store(Levels):
         bound = self.max_bytes if max_bytes is None else max_bytes
         evicted, _ = evict.evict(self._disk, bound)
         evict.clear_leftovers(self._disk)
-        locks.clear(self._disk.folder)
         return (*gone, *evicted)
 
     def clear(self) -> int:
@@ -310,7 +334,6 @@ class Store(Levels):
         self._memory.drop()
         count = sum(self._disk.remove(digest) for digest in self._disk.digests())
         evict.clear_leftovers(self._disk, everything=True)
-        locks.clear(self._disk.folder)
         return count
 
     def export(
@@ -327,7 +350,8 @@ class Store(Levels):
     ) -> tuple[int, int]:
         """Take the entries of an archive; return (new, known).
 
-        trusted: the public keys of which one must have signed each entry. All of it is read, verified and checked before any of it is kept. Raises CacheTrustError
+        trusted: the public keys of which one must have signed each entry.
+        All of it is read, verified and checked before any of it is kept. Raises CacheTrustError
         or DamagedEntryError when something in it is not what an export writes.
         """
         self._need_writing("import")

@@ -198,7 +198,7 @@ def test_the_end_marker_counts_the_entries_and_hashes_every_byte(tmp_path):
         b"\0" * 10240,
     ):  # fmt: skip
         (tmp_path / "x.tar").write_bytes(data)
-        with pytest.raises(CacheError, match="not a whole tar|goes on behind|where 'meta"):
+        with pytest.raises(CacheError, match=r"not a whole tar|goes on behind|where 'meta"):
             list(archive.read(tmp_path / "x.tar"))
     for name in ("whole.tar", "one.tar"):
         (tmp_path / name).unlink()
@@ -309,7 +309,7 @@ def test_what_a_check_refuses_is_not_taken(tmp_path):
 def test_what_is_no_archive(tmp_path, data):
     (tmp_path / "x.tar").write_bytes(data)
     store = Store(tmp_path / "into", check=accept)
-    with pytest.raises(CacheError, match="not a whole tar|where 'meta"):
+    with pytest.raises(CacheError, match=r"not a whole tar|where 'meta"):
         store.import_(tmp_path / "x.tar")
 
 

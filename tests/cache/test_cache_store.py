@@ -10,6 +10,8 @@ import warnings
 import pytest
 from cache_helpers import Builder, key_of
 
+from nmm_compiler.cache import evict, locks
+from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import (
     CacheError,
@@ -377,3 +379,91 @@ def test_a_forked_child_is_not_stuck_on_a_lock_of_a_thread(directory):
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_no_lock_file_stays_beside_the_entries(directory):
+    store = Store(directory)
+    for number in range(20):
+        store.get_or_build(key_of(number), Builder())
+    assert os.listdir(directory / "v1" / locks.FOLDER) == []
+
+
+def test_locks_of_killed_builders_go_with_the_next_publication_and_held_ones_stay(directory):
+    Store(directory).get_or_build(key_of(0), Builder())
+    folder = directory / "v1" / locks.FOLDER
+    for number in range(50):
+        (folder / f"{key_of(number).digest}.lock").touch(0o600)
+    with locks.BuildLocks().process(directory / "v1", key_of(7).digest):
+        Store(directory).get_or_build(key_of(100), Builder())
+        assert os.listdir(folder) == [f"{key_of(7).digest}.lock"]
+    assert os.listdir(folder) == []
+
+
+def test_a_lock_deleted_while_somebody_waits_still_excludes(directory):
+    """Who waited takes a new file, and not the deleted one that a third could not see."""
+    Store(directory).get_or_build(key_of(0), Builder())
+    inside, most = [], []
+
+    def hold():
+        with locks.BuildLocks().process(directory / "v1", key_of(1).digest):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.003)
+            inside.pop()
+
+    threads = [threading.Thread(target=hold) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+    assert len(most) == 12
+
+
+def _fill(directory, count):
+    """Put `count` entries of random age and size on disk, without fsync; return their bytes."""
+    folder, total = directory / "v1", 0
+    folder.mkdir(parents=True, mode=0o700)
+    directory.chmod(0o700)
+    for number in range(count):
+        entry = make(key_of(number), {"kernel.py": "#" * (200 + number % 7 * 100)}, {})
+        path = folder / entry.key.digest
+        path.mkdir(mode=0o700)
+        (path / "meta.json").write_bytes(entry.manifest)
+        (path / "kernel.py").write_text(entry.files["kernel.py"])
+        os.utime(path, (1e9 + number, 1e9 + number))
+        total += entry.size_bytes
+    return total
+
+
+def test_publishing_into_a_large_full_cache_looks_at_a_sample(directory, monkeypatch):
+    """The price of one publication is counted in looks at entries, which no machine changes."""
+    count, looks = 2000, []
+    total = _fill(directory, count)
+    real = evict._usage
+    monkeypatch.setattr(evict, "_usage", lambda *a: looks.append(a) or real(*a))
+    store = Store(directory, max_bytes=total)
+    rounds = 60
+    for number in range(count, count + rounds):
+        looks.clear()
+        store.get_or_build(key_of(number), Builder("#" * 500))
+        assert len(looks) <= evict.SAMPLE
+        if number % 20 == 0:  # the estimate's margin of error keeps within the bound
+            assert sum(u.size_bytes for u in evict.usage(store._disk)) <= total
+    kept = {u.digest for u in evict.usage(store._disk)}
+    assert {key_of(n).digest for n in range(count, count + rounds)} <= kept  # the newest stay
+    gone = [n for n in range(count) if key_of(n).digest not in kept]
+    assert 0 < len(gone) < count // 5
+    assert sum(gone) / len(gone) < count / 4  # mostly old ones: the mean age of all is count / 2
+
+
+def test_a_require_miss_reads_no_other_entry(directory, monkeypatch):
+    _fill(directory, 50)
+    store = Store(directory, "require")
+    read = []
+    real = store._disk.read
+    monkeypatch.setattr(store._disk, "read", lambda digest: read.append(digest) or real(digest))
+    monkeypatch.setattr(store._disk, "digests", lambda: pytest.fail("it scans the directory"))
+    with pytest.raises(CacheMissError, match=r"nmm cache explain --key"):
+        store.get_or_build(key_of(1000), Builder())
+    assert set(read) == {key_of(1000).digest}
