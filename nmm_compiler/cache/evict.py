@@ -80,11 +80,11 @@ class Bound:
     """Keeps a cache within `max_bytes` from one publication to the next, at a small price.
 
     Up to SAMPLE entries all are looked at. In larger caches each look takes the names, the last use
-    of SAMPLE random entries, and the sizes of those among them that it does not know yet: the total
-    is estimated from the known sizes, with a margin of three standard errors. The least recently used
-    of the sample go until the estimate leaves SLACK free, but no more than OLDEST of them where the
-    margin alone says that the cache is too large: more would not be old. Sizes never change, so the
-    estimate becomes exact while a process lives.
+    of SAMPLE random entries, and the sizes of those among them that it does not know yet. The known
+    sizes give an estimate of the total, with a margin of three standard errors; sizes never change,
+    so it becomes exact while a process lives. The least recently used of the sample go until the
+    estimate leaves SLACK free, but no more than OLDEST of them where the margin alone says that the
+    cache is too large: more would not be old.
     """
 
     def __init__(self, disk: Disk, max_bytes: int) -> None:

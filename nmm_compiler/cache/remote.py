@@ -21,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 
 from nmm_compiler.cache import archive
@@ -204,7 +204,7 @@ def _within(seconds: float, read: Callable[[float], bytes | None], what: str) ->
     return done[0]
 
 
-def _pieces(source: BinaryIO, end: float) -> bytes:
+def _pieces(source: Any, end: float) -> bytes:
     data = bytearray()
     while len(data) <= MAX_OBJECT_BYTES:
         piece = source.read(min(_PIECE, MAX_OBJECT_BYTES + 1 - len(data)))

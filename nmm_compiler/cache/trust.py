@@ -113,6 +113,7 @@ def create_directory(path: Path) -> None:
     for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
         try:
             os.mkdir(missing, 0o700)
+            os.chmod(missing, 0o700)  # a umask such as 0777 takes rights from the owner too
         except FileExistsError:
             continue  # another process was quicker
 

@@ -217,20 +217,25 @@ def export(
     push: Annotated[
         bool, typer.Option("--push", help="send to the remote cache, NMM_REMOTE_CACHE")
     ] = False,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", help="a minisign secret key that signs each entry")
+    ] = None,
     directory: Directory = None,
 ) -> None:
     """Write entries to an archive, or send them to the declared remote cache."""
+    from nmm_compiler.cache.signing import Signer
     from nmm_compiler.errors import CacheError
 
     if (path is None) != push:
         raise CacheError("name an archive to write, or pass --push; one of the two")
     store = _store(directory, "ro")
+    signer = None if sign is None else Signer(sign)
     console = Console(markup=False)
     try:
         if path is None:
-            said = str(store.push(prefix))
+            said = str(store.push(prefix, signer=signer))
         else:
-            said = f"{store.export(path, prefix)} entries written to {path}"
+            said = f"{store.export(path, prefix, signer=signer)} entries written to {path}"
     except (OSError, ImportError, ValueError) as error:  # as filesystems and fsspec raise
         raise CacheError(f"cannot write to {path or store.remote}: {error}") from error
     console.print(said, highlight=False)
@@ -239,16 +244,21 @@ def export(
 @app.command("import", epilog="Example: nmm cache import kernels.tar.gz")
 def import_(
     path: Annotated[Path, typer.Argument(help="an archive that `nmm cache export` wrote")],
+    key: Annotated[
+        str | None, typer.Option("--key", help="minisign public key that must have signed it")
+    ] = None,
     directory: Directory = None,
 ) -> None:
     """Take the entries of an archive, after sha256 and lint of each; all of it or nothing.
 
     The entries are code that will run as you: import archives of people you trust.
     """
+    from nmm_compiler.cache.signing import Trusted
     from nmm_compiler.errors import CacheError
 
     try:
-        new, known = _store(directory).import_(path)
+        trusted = None if key is None else Trusted(key)
+        new, known = _store(directory).import_(path, trusted=trusted)
     except OSError as error:
         raise CacheError(f"{path} cannot be imported: {error}") from error
     Console(markup=False).print(f"{new} entries taken, {known} were there", highlight=False)

@@ -7,6 +7,8 @@ import io
 import os
 import stat
 import threading
+import time
+import types
 import urllib.error
 import urllib.request
 import warnings
@@ -16,8 +18,10 @@ import pytest
 from cache_helpers import Builder, key_of
 
 from nmm_compiler.cache import archive
+from nmm_compiler.cache import remote as remote_module
 from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.remote import Remote
+from nmm_compiler.cache.signing import Signer
 from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheError, CacheWarning
 
@@ -316,3 +320,93 @@ def test_the_environment_declares_it(tmp_path, monkeypatch, url):
     build = Builder()
     assert Store.open(check=accept).get_or_build(key_of(1), build).files
     assert build.calls == 0
+
+
+def test_http_is_read_without_another_package_and_its_faults_are_said(tmp_path, server):
+    """fsspec's own HTTP files answer 403 and 500 with FileNotFoundError: a silent miss."""
+    _filled(tmp_path, f"served://127.0.0.1:{server.server_port}/kernels").push()
+    url = f"http://127.0.0.1:{server.server_port}/kernels"
+    build = Builder()
+    assert Store(tmp_path / "b", remote=url, check=accept).get_or_build(key_of(1), build).files
+    assert build.calls == 0
+    assert Store(tmp_path / "b", remote=url, check=accept).get(key_of(9)) is None  # 404: no word
+    for status in (403, 500):
+        server.faults = {f"/kernels/v1/{key_of(n).digest}.tar": status for n in range(10)}
+        server.asked.clear()
+        store = Store(tmp_path / f"c{status}", remote=url, check=accept)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CacheWarning)
+            for number in range(10):
+                assert store.get_or_build(key_of(number), Builder()).files
+        said = [w for w in caught if w.category is CacheWarning]
+        assert len(said) == 1
+        assert str(status) in str(said[0].message)
+        assert len(server.asked) == 3
+
+
+def test_a_reader_that_hangs_meets_the_deadlines(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_module, "ENTRY_SECONDS", 0.05)
+    let_go = threading.Event()
+
+    class Hanging(Served):
+        def _open(self, path, mode="rb", **kwargs):
+            let_go.wait(20)
+            raise FileNotFoundError(path)
+
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    store = Store(tmp_path / "b", remote="hanging://x/y", check=accept)
+    start = time.monotonic()
+    with pytest.warns(CacheWarning, match="TimeoutError") as caught:
+        found = [store.get_or_build(key_of(number), Builder()).files for number in range(10)]
+    assert all(found)
+    assert len(caught) == 1
+    assert time.monotonic() - start < 10
+    let_go.set()
+
+
+def test_a_slow_remote_has_a_budget_for_the_process(tmp_path, monkeypatch, url):
+    from nmm_compiler.cache import levels
+
+    _filled(tmp_path, url).push()
+    seconds = iter(range(0, 1000, 3))  # every entry takes three seconds
+    clock = types.SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr(levels, "time", clock)
+    monkeypatch.setattr(levels, "REMOTE_SECONDS", 3.0)
+    store = Store(tmp_path / "b", remote=url, check=accept)
+    with pytest.warns(CacheWarning, match="is slow: 4 s were lost to it") as caught:
+        found = [store._get_remote(key_of(number)) is not None for number in range(3)]
+    assert found == [True, True, False]
+    assert len(caught) == 1
+
+
+def test_a_fifo_and_a_directory_that_is_not_there(tmp_path):
+    (tmp_path / "shared" / "v1").mkdir(parents=True)
+    os.mkfifo(tmp_path / "shared" / "v1" / f"{key_of(1).digest}.tar")
+    _not_taken(tmp_path, f"file://{tmp_path}/shared", "not a regular file")
+    store = Store(tmp_path / "c", remote=f"file://{tmp_path}/absent", check=accept)
+    with pytest.warns(CacheWarning, match="absent is no directory"):
+        assert store.get(key_of(1)) is None
+    shared = Store(tmp_path / "c", remote=f"file://{tmp_path}/shared", check=accept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shared.get(key_of(2)) is None  # the directory is there, the entry is not
+
+
+def test_a_remote_that_requires_signatures(tmp_path, url):
+    minisign = pytest.importorskip("minisign")
+    pair, other = minisign.KeyPair.generate(), minisign.KeyPair.generate()
+    (tmp_path / "key").write_bytes(bytes(pair.secret_key))
+    keys = [k.public_key.to_base64().decode() for k in (pair, other)]
+    _filled(tmp_path, url).push()
+    _not_taken(tmp_path, f"{url}#minisign={keys[0]}", "not signed and a signature is required")
+    store = Store(tmp_path / "source", remote=f"{url}#minisign={keys[0]}", check=accept)
+    assert len(store.push(signer=Signer(tmp_path / "key")).sent) == 3  # the unsigned are replaced
+    _not_taken(tmp_path, f"{url}#minisign={keys[1]}", "not signed by a key that is trusted")
+    build = Builder()
+    for number, given in enumerate((keys[0], ",".join(reversed(keys)))):
+        store = Store(tmp_path / f"d{number}", remote=f"{url}#minisign={given}", check=accept)
+        assert store.get_or_build(key_of(1), build).files
+        assert "minisign" not in str(store.remote)
+    assert build.calls == 0
+    with pytest.raises(CacheError, match="no minisign public key"):
+        Store(tmp_path / "e", remote=f"{url}#minisign=RWnonsense", check=accept)
