@@ -21,8 +21,8 @@ import nmm_compiler
 door = set(sys.modules)
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import kernel_key
-from nmm_compiler.codegen.schedule import choose
-from nmm_compiler.codegen.source import kernel_source
+from nmm_compiler.codegen.choose import choose
+from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.kernels.lowrank import LowRankSpec
 spec, target = LowRankSpec(m=32, k=64, r=16, n=64), targets.get("trn2")
 name, source = kernel_source(spec, choose(spec, target)[0].schedule, target)
@@ -57,7 +57,7 @@ def test_an_edit_of_any_covered_file_changes_its_rooms_digest_and_no_other(copy)
     before = digests(copy)
     assert before == digests(PACKAGE)  # by content, wherever the package lies
     names = [name for name, _ in stamp.covered_files(copy)]
-    assert {"codegen/tidy.py", "codegen/fold.py", "records.py"} <= set(names)
+    assert {"codegen/tidy.py", "codegen/fold_constants.py", "records.py"} <= set(names)
     for name in names:
         path = copy / name
         text = path.read_bytes()
@@ -98,7 +98,7 @@ def test_every_file_that_emitting_a_kernel_loads_is_covered(copy):
         Path(f).relative_to(copy).as_posix() for f in covered
     }
     assert {name for name in missed if not name.startswith("cache/")} == set()
-    assert len(loaded) > 50
+    assert len(loaded) > 40
 
     path = copy / "codegen" / "tidy.py"
     text = path.read_text()

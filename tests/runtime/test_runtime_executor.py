@@ -10,9 +10,9 @@ from torch import nn
 from nmm_compiler.cache import store
 from nmm_compiler.errors import CacheWarning, NeuronSetupError, NoKernelError, UnknownNameError
 from nmm_compiler.kernels.lowrank.op import lowrank_matmul
+from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name, options_of
 from nmm_compiler.ops.lower import lower
-from nmm_compiler.ops import registration
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor
 from nmm_compiler.runtime.kernels import KERNELS
@@ -355,7 +355,9 @@ def test_a_kernel_that_cannot_be_built(monkeypatch, launched, auto):
 
 
 def test_a_named_executor_raises_for_a_kernel_that_its_launcher_refuses(monkeypatch):
-    monkeypatch.setattr(registration.EXECUTORS["simulator"], "launcher", lambda kernel, operands: None)
+    monkeypatch.setattr(
+        registration.EXECUTORS["simulator"], "launcher", lambda kernel, operands: None
+    )
     x, u, v = torch.randn(8, K), weight(K, R).float(), weight(R, N).float()
     with pytest.raises(NoKernelError, match="failed its first run"):
         NMM.lowrank_matmul(x, u, v, executor="simulator")
