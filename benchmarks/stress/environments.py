@@ -150,7 +150,7 @@ def _list(base: Path) -> list[Odd]:
 
 
 def attempt(count: int, seed: int) -> Tally:
-    """Run `count` children, each odd environment at least once where `count` permits."""
+    """Run at least `count` children: each odd environment equally often."""
     tally = Tally()
     base = Path(tempfile.mkdtemp(prefix="nmm-stress-environments-"))
     base.chmod(0o755)
@@ -163,7 +163,7 @@ def attempt(count: int, seed: int) -> Tally:
             return tally
         odds = _list(base)
         drawn = random.Random(seed)
-        order = (odds * (count // len(odds) + 1))[:count]
+        order = odds * -(-count // len(odds))  # every environment, however small the count
         drawn.shuffle(order)
         with ThreadPoolExecutor(max_workers=2) as pool:
             for odd, ended in zip(order, pool.map(lambda o: _run(o, base), order), strict=True):

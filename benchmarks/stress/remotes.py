@@ -209,7 +209,7 @@ def _judge(fault: Fault, url: str, folder: Path, tally: Tally, asked: list[str] 
 
 
 def attempt(count: int, seed: int) -> Tally:
-    """Make `count` attempts, over the HTTP faults, those of files, and those of S3, in turn."""
+    """Make at least `count` attempts: every fault of HTTP, of files and of S3 equally often."""
     from nmm_compiler.cache import remote
 
     tally, drawn = Tally(), random.Random(seed)
@@ -219,7 +219,8 @@ def attempt(count: int, seed: int) -> Tally:
     try:
         with contextlib.ExitStack() as open_servers:
             attempts = [*_http(objects, open_servers), *_files(folder), *_s3(objects, open_servers)]
-            todo = (attempts * (count // len(attempts) + 1))[:count]
+            times = -(-count // len(attempts))  # every fault, however small the count
+            todo = attempts * times
             drawn.shuffle(todo)
             for fault, url, asked in todo:
                 if asked is not None:

@@ -320,7 +320,7 @@ def test_a_missing_archive_keeps_its_own_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
 def test_an_archive_cut_anywhere_or_flipped_anywhere(filled, tmp_path, name):
-    """Refused, wherever it is; only gzip's header has bits that mean nothing (time, system)."""
+    """Refused, wherever it is; only gzip has bits that mean nothing: header, last padding."""
     filled.export(tmp_path / name)
     data = (tmp_path / name).read_bytes()
     good = {key_of(i).digest: filled.get(key_of(i)).files for i in range(3)}
@@ -335,9 +335,8 @@ def test_an_archive_cut_anywhere_or_flipped_anywhere(filled, tmp_path, name):
             except CacheError:
                 refused += 1
             else:
-                assert changed[:2] == b"\x1f\x8b"
-                assert 3 <= position < 10
-                assert len(changed) == len(data)
+                assert name == "a.tar.gz"  # the tar inside is the same, to the bit
+                assert gzip.decompress(changed) == gzip.decompress(data)
     assert refused > 50
 
 
