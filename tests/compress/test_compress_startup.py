@@ -47,6 +47,7 @@ def python(code, *options, executable=sys.executable):
     hidden = (
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)"
         " and 'LowRank' not in repr(f)]\n"
+        "sys.modules.pop('_nmm_compiler_startup', None)  # an install of this checkout ran it\n"
     )
     return subprocess.run(
         [executable, *options, "-c", start + hidden + code],
