@@ -279,19 +279,13 @@ def _refine(have: Dims, want: Dims) -> tuple[Dims, Dims]:
 
 
 def _split(atom: Atom, cuts: set[Size]) -> list[Atom]:
+    """Cut an atom at every cut that lies inside of it, in whatever order they come."""
     end = views.times(atom.inner, atom.size)
-    inside: list[tuple[Size, Size]] = []
     for cut in cuts:
         if cut in (atom.inner, end):
             continue
         below, above = views.divide(cut, atom.inner), views.divide(end, cut)
         if below is not None and above is not None:
-            inside.append((below, cut))
-    if not inside:
-        return [atom]
-    below, cut = min(inside, key=lambda pair: str(pair[0]) if not isinstance(pair[0], int) else "")
-    above = views.divide(atom.size, below)
-    if above is None:
-        return [atom]
-    outer = Atom(atom.axis, above, cut)
-    return [*_split(outer, cuts), Atom(atom.axis, below, atom.inner)]
+            upper, lower = Atom(atom.axis, above, cut), Atom(atom.axis, below, atom.inner)
+            return [*_split(upper, cuts), *_split(lower, cuts)]
+    return [atom]
