@@ -3,11 +3,12 @@
 `nn.Linear` stores [outputs, inputs] and kernels read [inputs, outputs] fastest, so a weight is
 transposed once, not per call. Weights are inputs of a compiled graph: an in-place update or a
 replaced Parameter recompiles nothing, so every use of a copy first proves that its origin is
-unchanged. A copy is found by the origin's storage (held weakly, so that a reused address is not
-mistaken for it), offset, shape, strides and dtype; it is good while the origin's version counter
-has not moved. Writes through `.data` or NumPy do not move that counter, so on the CPU the values
-are compared bit by bit as well, which costs one read. On a device that would stop the stream:
-there, such writes need `Packs.clear()`. Under freeze the proof is skipped.
+unchanged. A copy is found by the origin's storage, offset, shape, strides and dtype. It holds that
+storage weakly: memory that is held so keeps its identity after it dies, so no later storage is
+mistaken for it. The copy is good while the origin's version counter has not moved. Writes through
+`.data` or NumPy do not move that counter, so on the CPU the values are compared bit by bit as well,
+which costs one read. On a device that would stop the stream: there, such writes need
+`Packs.clear()`. Under freeze the proof is skipped.
 """
 
 from __future__ import annotations
@@ -50,18 +51,13 @@ class Packs:
         if not has_own_memory(w):
             return w.detach().t().contiguous()
         storage = StorageWeakRef(w.untyped_storage())
-        key = (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, w.device)
+        key = (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype)
         version = 0 if w.is_inference() else w._version
         with self._lock:
             pack = self._packs.get(key)
             if pack is not None:
                 self._packs.move_to_end(key)
-        good = (
-            pack is not None
-            and not pack.storage.expired()
-            and (freeze or (pack.version == version and _same_bits(w, pack.copy)))
-        )
-        if pack is not None and good:
+        if pack is not None and (freeze or (pack.version == version and _same_bits(w, pack.copy))):
             return pack.copy
         copy = w.detach().t().contiguous()
         with self._lock:
