@@ -152,15 +152,15 @@ def allocate_global(
         for i, (a, b) in enumerate(itertools.pairwise(hull))
     ]
     heapq.heapify(steps)
-    stopped: set[str] = set()
     while steps:
         _, name, i = heapq.heappop(steps)
         step = hulls[name][i + 1]
-        if name in stopped or spent + step.cost - picked[name].cost > budget:
-            stopped.add(name)  # later steps of this hull build on this one
-            continue
-        spent += step.cost - picked[name].cost
-        picked[name] = step
+        more = step.cost - picked[name].cost
+        if (
+            spent + more <= budget
+        ):  # where a step does not fit, later ones of its hull do not either
+            spent += more
+            picked[name] = step
     _spend_rest(tables, picked, budget - spent)
     ranks: dict[str, int | None] = {s.name: None for s in shapes}
     ranks.update({name: choice.rank for name, choice in picked.items()})
