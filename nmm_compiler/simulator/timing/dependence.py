@@ -3,7 +3,7 @@
 Every storage that is written in the trace has a `Storage`: the recent writes and reads with their
 end times. RAW, WAR and WAW wait for the other instruction on exactly overlapping regions, plus the
 time a semaphore takes when the two are on different engines. On the same engine program order
-already gives WAR and WAW, and TensorE accumulates into PSUM without waiting for itself.
+already gives WAR and WAW: so TensorE, which reads SBUF and writes PSUM, never waits for itself.
 """
 
 from __future__ import annotations
@@ -178,10 +178,7 @@ class Dependences:
             if storage.put_off:
                 self._book_writers(storage, access)
             for record in storage.writes.near(access):
-                producer = record.engine
-                if producer == TENSOR and engine == TENSOR:
-                    continue
-                when = record.end + wake[producer][engine]
+                when = record.end + wake[record.engine][engine]
                 if when > ready and overlaps(record.access, access):
                     ready = when
         for access in writes:

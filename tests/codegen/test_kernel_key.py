@@ -1,0 +1,68 @@
+"""The key of a kernel: every field that can change its source changes the key, and is named."""
+
+import dataclasses
+
+import pytest
+
+from nmm_compiler.codegen.build import kernel_key
+from nmm_compiler.errors import NmmError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.options import INSTRUCTION_BUDGET
+from nmm_compiler.targets import get, names
+
+SPECS = [
+    LowRankSpec(m=256, k=256, r=128, n=512),
+    LowRankSharedSpec(m=256, k=256, pairs=((128, (256,)), (64, (256,)))),
+    MatmulSpec(m=256, k=256, n=512),
+    GatedMLPUpSpec(m=256, k=256, r=128, n=512),
+    GatedMLPSpec(m=256, k=256, r=128, n=512),
+]
+# Another value for each kind of field; what a spec refuses is no other kernel.
+OTHERS = ["col", "silu", "relu", "float32", "float16", "float8_e4m3", "channel", "tensor", True]
+OTHERS += [2.5, 384, ((64, (256,)),), ("row", "col")]
+
+
+def variants(spec):
+    """Yield (field, legal spec with another value in that field alone)."""
+    for field in dataclasses.fields(spec):
+        for value in OTHERS:
+            now = getattr(spec, field.name)
+            if type(value) is type(now) and value != now:
+                try:
+                    yield field.name, dataclasses.replace(spec, **{field.name: value})
+                except NmmError:
+                    continue
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_every_field_of_a_spec_reaches_the_key(spec):
+    target, seen = get("trn2"), {}
+    key = kernel_key(spec, target, None)
+    for field, other in variants(spec):
+        changed = kernel_key(other, target, None)
+        assert key.diff(changed) == ("spec",), field
+        seen.setdefault(changed.digest, (field, other))
+        assert seen[changed.digest][1] == other
+    assert {"m", "k", "dtype", "x_layout"} <= {field for field, _ in seen.values()}
+
+
+def test_families_with_the_same_fields_have_keys_of_their_own():
+    target = get("trn2")
+    up, whole = (kernel_key(spec, target, None) for spec in SPECS[3:])
+    assert "family" in up.diff(whole)
+    assert {spec.family for spec in SPECS} == set(FAMILIES)
+
+
+def test_targets_schedules_and_budgets_reach_the_key():
+    spec, trn2 = SPECS[0], get("trn2")
+    schedule = next(iter(FAMILIES[spec.family].candidates(spec, trn2)))
+    other = dataclasses.replace(schedule, m_block=2 * schedule.m_block)
+    keys = [kernel_key(spec, get(name), None) for name in names()]
+    keys += [kernel_key(spec, trn2, given) for given in (schedule, other)]
+    keys += [kernel_key(spec, trn2, None, INSTRUCTION_BUDGET + 1)]
+    assert len({key.digest for key in keys}) == len(keys) == len(names()) + 3
+    assert keys[-2].diff(keys[-3]) == ("schedule",)

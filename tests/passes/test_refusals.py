@@ -1,0 +1,100 @@
+"""What may not be fused, each with its code; the graphs are right in all else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler.passes.pipeline import run
+
+
+class Model(nn.Module):
+    def __init__(self, function, **shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape) / max([*shape, 1]) ** 0.5))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def refused(model, x):
+    result = run(fx.symbolic_trace(model), (x,))
+    assert not result.rewritten
+    return [declined.code for declined in result.declined]
+
+
+def chain(p, x):
+    return F.linear(F.linear(x, p.a), p.b)
+
+
+@pytest.mark.parametrize(("rank", "fused"), [(31, True), (32, False), (33, False)])
+def test_break_even_is_no_gain(rank, fused):
+    """64 x 64: at rank 32 the chain has as many products as the dense matrix."""
+    model, x = Model(chain, a=(rank, 64), b=(64, rank)), torch.randn(5, 64)
+    if fused:
+        assert len(run(fx.symbolic_trace(model), (x,)).rewritten) == 1
+    else:
+        assert refused(model, x) == ["rank_too_large"]
+
+
+@pytest.mark.parametrize(("rank", "fused"), [(31, True), (32, False)])
+def test_break_even_of_a_shared_first_factor_is_no_gain(rank, fused):
+    """48 -> 32 -> two of 48: at rank 32 as many products as the two dense matrices."""
+
+    def two(p, x):
+        h = F.linear(x, p.a)
+        return F.linear(h, p.b), F.linear(h, p.c)
+
+    model = Model(two, a=(rank, 48), b=(48, rank), c=(48, rank))
+    result = run(fx.symbolic_trace(model), (torch.randn(5, 48),))
+    assert [match.kind for match in result.rewritten] == (["shared_u"] if fused else [])
+
+
+def test_one_dtype_for_all_operands():
+    model = Model(lambda p, x: x @ p.a * p.s @ p.b, a=(32, 4), s=(4,), b=(4, 32))
+    model.s.data = model.s.data.bfloat16()
+    assert refused(model, torch.randn(6, 32)) == ["dtype"]
+
+
+def test_only_dtypes_that_kernels_have():
+    model = Model(chain, a=(4, 32), b=(32, 4)).double()
+    assert refused(model, torch.randn(6, 32, dtype=torch.float64)) == ["dtype_unsupported"]
+
+
+def test_an_epilogue_that_promotes_stays_outside():
+    model = Model(lambda p, x: chain(p, x) + p.d, a=(4, 32), b=(32, 4), d=(32,)).bfloat16()
+    model.d.data = model.d.data.float()
+    x = torch.randn(6, 32, dtype=torch.bfloat16)
+    result = run(fx.symbolic_trace(model), (x,))
+    (match,) = result.rewritten
+    assert match.name == "linear_1"
+    assert result.graph_module(x).dtype == torch.float32
+
+
+def test_one_device_for_all_operands():
+    """A CPU number may scale what lies on another device; a kernel cannot read it there."""
+    model = Model(lambda p, x: F.linear(F.linear(x, p.a) * p.s, p.b), a=(4, 32), b=(32, 4), s=())
+    model.a, model.b = (nn.Parameter(p.to("meta")) for p in (model.a, model.b))
+    assert refused(model, torch.randn(6, 32, device="meta")) == ["device"]
+
+
+def test_a_mode_is_not_crossed():
+    graph = fx.Graph()
+    x, a, b = graph.placeholder("x"), graph.get_attr("a"), graph.get_attr("b")
+    h = graph.call_function(F.linear, (x, a))
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    graph.output(graph.call_function(F.linear, (h, b)))
+    module = fx.GraphModule(Model(chain, a=(4, 32), b=(32, 4)), graph)
+    result = run(module, (torch.randn(6, 32),))
+    assert [declined.code for declined in result.declined] == ["region"]
+    assert not result.rewritten
+
+
+def test_a_sparse_weight_is_no_plain_matrix():
+    model = Model(lambda p, x: p.b @ (p.a @ x.t()), a=(4, 32), b=(32, 4))
+    model.b = nn.Parameter(model.b.detach().to_sparse(), requires_grad=False)
+    result = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
+    assert not result.rewritten
