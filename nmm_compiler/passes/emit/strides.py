@@ -18,6 +18,10 @@ from nmm_compiler.passes.emit.editor import STRIDE_READERS, Editor, stride_key
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import is_contiguous
 
+# Their result is the memory order, so it has to be the graph's own. A view is no such reader: it
+# gives the same values in any order in which it is possible.
+_ORDER_READERS = STRIDE_READERS - {"view", "view_as"}
+
 
 def settle_strides(editor: Editor) -> int:
     """Restore strides where they are seen; return how many copies that took."""
@@ -73,6 +77,8 @@ def _again(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return None
     given: Any = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n))
     args, kwargs = given
+    if target_name(node) in _ORDER_READERS:
+        return None
     if target_name(node) in STRIDE_READERS:
         viewed = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
         if viewed is None or not is_contiguous(viewed):
