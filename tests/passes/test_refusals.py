@@ -98,3 +98,19 @@ def test_a_sparse_weight_is_no_plain_matrix():
     model.b = nn.Parameter(model.b.detach().to_sparse(), requires_grad=False)
     result = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
     assert not result.rewritten
+
+
+def test_a_product_that_writes_into_memory_of_others_is_not_fused():
+    def last(p, x):
+        z = torch.zeros_like(x)
+        return torch.mm(F.linear(x, p.a), p.b.t(), out=z) + z
+
+    def first(p, x):
+        z = torch.zeros_like(x[:, :4])
+        return F.linear(torch.mm(x, p.a.t(), out=z), p.b) + z.sum()
+
+    for function in (last, first):
+        model, x = Model(function, a=(4, 32), b=(32, 4)).requires_grad_(False), torch.randn(6, 32)
+        result = run(fx.symbolic_trace(model), (x,))
+        assert torch.equal(result.graph_module(x), model(x))
+        assert not result.rewritten

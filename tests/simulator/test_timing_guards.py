@@ -320,11 +320,12 @@ def test_a_write_to_some_partitions_forgets_no_write_to_others():
     assert timeline.start[reader] >= timeline.end[whole] + 0.1
 
 
-def test_neighbouring_partitions_do_not_wait_for_each_other():
+@pytest.mark.parametrize("halves", [(slice(0, 64), slice(64, 128)), (slice(64, 128), slice(0, 64))])
+def test_neighbouring_partitions_do_not_wait_for_each_other(halves):
     builder = Builder()
     tile, out, source = tiles(builder, 3)
-    builder.copy(tile[:64, :], source[:64, :], engine="gpsimd")
-    builder.copy(out[64:, :], tile[64:, :])
+    builder.copy(tile[halves[0], :], source[halves[0], :], engine="gpsimd")
+    builder.copy(out[halves[1], :], tile[halves[1], :])
     assert time_trace(builder.trace, TRN2).start == [0.0, 0.0]
 
 
@@ -346,3 +347,15 @@ def test_a_result_at_a_manual_address_is_computed_each_time():
         builder.add("tensor_tensor", "vector", [result.all], [left.all, right.all], function="add")
         builder.copy(sink.all, result.all, engine="gpsimd")
     assert time_trace(builder.trace, TRN2).repeated == {}
+
+
+def test_nothing_crosses_the_edge_of_a_loop_on_the_device():
+    """The tensors of a turn are used again by the next: a load of the next waits for all of this."""
+    builder = Builder()
+    source, held = builder.tensor("hbm", 128, 512), tiles(builder, 4)
+    slow = builder.copy(held[0].all, held[1].all)
+    builder.trace.loop_edges.append(slow + 1)
+    load = builder.dma(held[2].all, source.all)
+    other = builder.copy(held[3].all, held[1].all, engine="gpsimd")
+    timeline = time_trace(builder.trace, TRN2)
+    assert timeline.start[load] == timeline.start[other] == timeline.end[slow] > 0.0
