@@ -71,8 +71,8 @@ def test_steps_are_taken_by_the_loss_they_save_per_element():
     assert ranks == {"small": 4, "large": 1}
 
 
-def test_a_long_flat_tail_takes_nothing_from_another_matrix():
-    first = [200, 100, 1, *(0.9 - 0.1 * i for i in range(9)), 0]
+def test_a_flat_tail_takes_nothing_from_another_matrix():
+    first = [200, 100, 1, 0.9, 0.8, 0.7, 0]
     second = [20 * 0.5**i for i in range(20)]
     assert global_ranks({"first": first, "second": second}, 9) == {"first": 2, "second": 7}
 
@@ -84,7 +84,8 @@ def test_budget_that_no_step_of_a_hull_fits_is_spent_rank_by_rank():
 
 
 def test_a_rank_that_saves_no_loss_is_not_bought():
-    assert global_ranks({"a": [8, 4, 2, 1, 0]}, 12) == {"a": 4}
+    losses = {"a": [8, 4, 2, 1, 0], "b": [8, 4, 2, 1, 0]}
+    assert global_ranks(losses, 30) == {"a": 4, "b": 4}
 
 
 @pytest.mark.parametrize("rank", [0, -1])
