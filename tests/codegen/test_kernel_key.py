@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
+import nmm_compiler
 from nmm_compiler.codegen.build import kernel_key
+from nmm_compiler.codegen.nki_api import API_VERSION
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
@@ -66,3 +68,8 @@ def test_targets_schedules_and_budgets_reach_the_key():
     keys += [kernel_key(spec, trn2, None, INSTRUCTION_BUDGET + 1)]
     assert len({key.digest for key in keys}) == len(keys) == len(names()) + 3
     assert keys[-2].diff(keys[-3]) == ("schedule",)
+
+
+def test_the_key_names_the_language_and_the_release():
+    entries = dict(kernel_key(SPECS[0], get("trn2"), None).entries)
+    assert (entries["nki"], entries["version"]) == (API_VERSION, nmm_compiler.__version__)

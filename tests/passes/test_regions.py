@@ -85,3 +85,18 @@ def test_values_and_strides_are_the_graphs(name, dtype):
         # four products of at most K terms near 1 in a row, each rounded once more in the dtype
         bound = K * 4 * torch.finfo(torch.float32).eps + 8 * torch.finfo(dtype).eps
         assert float((one - two).abs().max()) <= bound * max(1.0, float(one.abs().max()))
+
+
+@pytest.mark.parametrize(("readers", "layout"), [(2, "row"), (3, "row"), (4, "col")])
+def test_three_transposes_while_loading_cost_one_in_the_graph(readers, layout):
+    """Each kernel wants its x turned, one reader outside as it is; equal costs change nothing."""
+
+    def forward(p, x):
+        y = up(p, x)
+        through = [torch.tanh, torch.sigmoid, torch.relu, torch.exp][:readers]
+        return [down(p, function(y)) for function in through] + [y.cumsum(0)]
+
+    model = Model(forward).requires_grad_(False)
+    (choice, *_) = run(fx.symbolic_trace(model), (torch.randn(3, 5, K),)).layouts
+    assert (choice.row_cost, choice.col_cost) == (readers * N, 3 * N)
+    assert (choice.layout, choice.through) == (layout, readers)

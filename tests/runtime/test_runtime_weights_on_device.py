@@ -110,10 +110,11 @@ class Wrapped(OnDevice):
     pass
 
 
-def test_a_lazy_tensor_has_no_memory_of_its_own(monkeypatch):
+def test_lazy_and_meta_tensors_have_no_memory_of_their_own(monkeypatch):
+    assert weights.has_own_memory(torch.empty(4, 8))
+    assert not weights.has_own_memory(torch.empty(4, 8, device="meta"))
     monkeypatch.setattr(weights, "Tensor", OnXla)
     assert not weights.has_own_memory(on_device(torch.randn(4, 8), OnXla))
-    assert not weights.has_own_memory(torch.empty(4, 8, device="meta"))
 
 
 def test_a_weight_made_in_inference_mode_has_no_version(packs):

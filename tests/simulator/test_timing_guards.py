@@ -350,7 +350,7 @@ def test_a_result_at_a_manual_address_is_computed_each_time():
 
 
 def test_nothing_crosses_the_edge_of_a_loop_on_the_device():
-    """The tensors of a turn are used again by the next: a load of the next waits for all of this."""
+    """The next turn uses the tensors of this one again: its first load waits for all of this."""
     builder = Builder()
     source, held = builder.tensor("hbm", 128, 512), tiles(builder, 4)
     slow = builder.copy(held[0].all, held[1].all)
