@@ -8,7 +8,7 @@ DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 WORKERS ?= 2
 
-.PHONY: demo test test-long stress lint format clean bench \
+.PHONY: demo test test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-timing
 
 demo: $(DEMO_READY)
@@ -23,6 +23,10 @@ test-long: $(DEV_READY)
 # One area: make stress ARGS="--only command_lines --seed 7 --scale 0.1"
 stress: $(DEV_READY)
 	$(RUN) -m benchmarks.stress $(ARGS)
+
+# Breaks one line at a time; the tests have to notice: make mutants ARGS="--room passes"
+mutants: $(DEV_READY)
+	$(RUN) tests/mutants/run_mutants.py --workers $(WORKERS) $(ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
