@@ -170,7 +170,7 @@ def read_stage(
             )
         flat = [(label, int(a.size), strides[a.axis] * int(a.inner)) for a in atoms]
         joined = _ordered(flat)
-        if joined is None:
+        if joined is None or joined != flat:  # several axes, in an order that is not the stored one
             return odd
         size = 1
         for entry in flat:
