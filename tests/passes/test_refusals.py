@@ -114,3 +114,39 @@ def test_a_product_that_writes_into_memory_of_others_is_not_fused():
         result = run(fx.symbolic_trace(model), (x,))
         assert torch.equal(result.graph_module(x), model(x))
         assert not result.rewritten
+
+
+def _reordered(h):
+    return h.unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2)
+
+
+# x is [6, 32]; a [8, 32], b [32, 8], t [6, 1], w [48, 16], q [2, 16, 4], g [4, 8, 8].
+ODD = {
+    "features in another order": (lambda p, x: F.linear(_reordered(F.linear(x, p.a)), p.b),
+                                  "inner_reshaped"),
+    "tokens contracted too": (lambda p, x: F.linear(x, p.a).flatten() @ p.w, "features_mixed"),
+    "half of the features": (lambda p, x: F.linear(x, p.a).view(12, 4) @ p.b.view(64, 4).t(),
+                             "inner_reshaped"),
+    "a factor for each token": (lambda p, x: F.linear(F.linear(x, p.a) * p.t, p.b),
+                                "factor_shape"),
+    "a bias for each token": (lambda p, x: F.linear(F.linear(x, p.a) + p.t, p.b), "factor_shape"),
+    "a weight for each head": (
+        lambda p, x: torch.einsum("mhk,hkr->mhr", x.view(6, 2, 16), p.q) @ p.b[:16].view(4, 32),
+        "batched_weight"),
+    "a weight in another order": (
+        lambda p, x: F.linear(x @ p.g.transpose(0, 1).reshape(32, 8), p.b), "weight_layout"),
+    "a result in another order": (
+        lambda p, x: F.linear(F.linear(x, p.a), p.g.transpose(0, 1).reshape(32, 8)),
+        "weight_layout"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_products_that_are_no_chain_of_plain_matrices(name):
+    function, code = ODD[name]
+    shapes = {"a": (8, 32), "b": (32, 8), "t": (6, 1), "w": (48, 16), "q": (2, 16, 4)}
+    model, x = Model(function, **shapes, g=(4, 8, 8)).requires_grad_(False), torch.randn(6, 32)
+    result = run(fx.symbolic_trace(model), (x,))
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 64)
+    assert not result.rewritten
+    assert code in [declined.code for declined in result.declined]
