@@ -150,3 +150,18 @@ def test_products_that_are_no_chain_of_plain_matrices(name):
     torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 64)
     assert not result.rewritten
     assert code in [declined.code for declined in result.declined]
+
+
+@pytest.mark.parametrize(("between", "kinds"), [(44, ["shared_x"]), (45, ["lowrank", "lowrank"])])
+def test_results_more_than_48_nodes_apart_are_not_computed_together(between, kinds):
+    """The second chain has four nodes of its own: two weights and two products."""
+
+    def apart(p, x):
+        y, z = chain(p, x), x
+        for _ in range(between):
+            z = torch.sin(z)
+        return y, F.linear(F.linear(x, p.c), p.d), z
+
+    model = Model(apart, a=(4, 32), b=(32, 4), c=(4, 32), d=(32, 4)).requires_grad_(False)
+    result = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
+    assert [match.kind for match in result.rewritten] == kinds
