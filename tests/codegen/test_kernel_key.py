@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
+from nmm_compiler.codegen.nki_api import API_VERSION
 
 import nmm_compiler
 from nmm_compiler.codegen.build import kernel_key
-from nmm_compiler.codegen.nki_api import API_VERSION
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec

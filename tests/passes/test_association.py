@@ -126,3 +126,9 @@ def test_gradients_reach_every_factor():
     one, two = (torch.autograd.grad(m(x).square().sum(), leaves) for m in (model, graph))
     for left, right in zip(one, two, strict=True):
         torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
+
+
+def test_seconds_are_flops_at_their_rate_and_bytes_at_theirs():
+    assert COST.product(3, 5, 7) == pytest.approx(2 * 3 * 5 * 7 / 2e4 + 2 * (15 + 35 + 21) / 1e2)
+    fused = 2 * (3 * 5 * 2 + 3 * 2 * 7) / 2e4 + 2 * (15 + 10 + 14 + 21) / 1e2
+    assert COST.fused(3, 5, 2, 7) == pytest.approx(fused)

@@ -165,3 +165,14 @@ def test_results_more_than_48_nodes_apart_are_not_computed_together(between, kin
     model = Model(apart, a=(4, 32), b=(32, 4), c=(4, 32), d=(32, 4)).requires_grad_(False)
     result = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
     assert [match.kind for match in result.rewritten] == kinds
+
+
+def test_a_base_that_is_subtracted_keeps_its_sign():
+    def scaled(p, x):
+        return chain(p, x) - F.linear(x, p.w)
+
+    model = Model(scaled, a=(4, 32), b=(32, 4), w=(32, 32)).requires_grad_(False)
+    x = torch.randn(6, 32)
+    result = run(fx.symbolic_trace(model), (x,))
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 256)
+    assert "lora" not in [match.kind for match in result.rewritten]
