@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from nmm_compiler.codegen.nki_api import API_VERSION
 
 import nmm_compiler
 from nmm_compiler.codegen.build import kernel_key
@@ -13,6 +12,7 @@ from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import get, names
 

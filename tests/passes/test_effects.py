@@ -6,10 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
-from torch._higher_order_ops.wrap import wrap
-
-from nmm_compiler.passes import regions
 from nmm_compiler.passes.effects import (
     ANYTHING,
     Effects,
@@ -18,6 +14,10 @@ from nmm_compiler.passes.effects import (
     storages_of,
     written_arguments,
 )
+from torch import fx, nn
+from torch._higher_order_ops.wrap import wrap
+
+from nmm_compiler.passes import regions
 
 aten = torch.ops.aten
 
