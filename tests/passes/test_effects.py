@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from nmm_compiler.passes.effects import (
+from torch import fx, nn
+from torch._higher_order_ops.wrap import wrap
+
+from nmm_compiler.passes.graph.effects import (
     ANYTHING,
     Effects,
     graph_writes,
@@ -14,10 +17,7 @@ from nmm_compiler.passes.effects import (
     storages_of,
     written_arguments,
 )
-from torch import fx, nn
-from torch._higher_order_ops.wrap import wrap
-
-from nmm_compiler.passes import regions
+from nmm_compiler.passes.layout import regions
 
 aten = torch.ops.aten
 

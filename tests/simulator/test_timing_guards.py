@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-from nmm_compiler.simulator.timing_costs import ComputeCosts
-from nmm_compiler.simulator.timing_dma import DmaCosts
 from trace_builder import Builder
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.timing import time_trace
+from nmm_compiler.simulator.timing.costs import ComputeCosts
+from nmm_compiler.simulator.timing.dma import DmaCosts
+from nmm_compiler.simulator.timing.timeline import time_trace
 
 TRN1, TRN2 = targets.get("trn1"), targets.get("trn2")
 STEADY = dataclasses.replace(TRN2, tensor_ramp_seconds=0.0)  # trn2 without the clock ramp
