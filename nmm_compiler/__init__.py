@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from nmm_compiler.compress.hf_hook import watch as _watch_for_transformers
+from nmm_compiler.version import VERSION
 
 if TYPE_CHECKING:
     from nmm_compiler import targets as targets
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from nmm_compiler.passes.pipeline import rewrite as rewrite
     from nmm_compiler.simulator.run import simulate as simulate
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "GatedMLPSpec": "nmm_compiler.kernels.gated_mlp",

@@ -91,11 +91,11 @@ def _one_ratio(
     """Run the whole flow at one compression ratio; print its tables; return its figures."""
     import torch
 
-    import nmm_compiler
+    from nmm_compiler.compress.apply import compress
 
     task = progress.add_task(f"ratio {ratio}: factorizing", total=None)
     compressed = copy.deepcopy(model)
-    compression = nmm_compiler.compress(compressed, ratio, progress=False)
+    compression = compress(compressed, ratio, progress=False)
     expected = embed(compressed, batch)
 
     progress.update(task, description=f"ratio {ratio}: compiling, building kernels")

@@ -8,8 +8,8 @@ import platform
 from rich.console import Console
 from rich.table import Table
 
-import nmm_compiler
 from nmm_compiler import options, targets
+from nmm_compiler.version import VERSION
 
 _PACKAGES = (
     ("torch", "core"),
@@ -33,7 +33,7 @@ def doctor() -> None:
     from nmm_compiler.runtime import neuron
 
     console = Console(markup=False)
-    table = Table("what", "found", title=f"nmm_compiler {nmm_compiler.__version__}")
+    table = Table("what", "found", title=f"nmm_compiler {VERSION}")
     table.add_row("Python", platform.python_version())
     for package, role in _PACKAGES:
         table.add_row(f"{package} ({role})", _version(package))

@@ -26,8 +26,8 @@ def explain(
 
     Example: nmm explain all-MiniLM-L6-v2
     """
-    import nmm_compiler
     from nmm_compiler.cli import models
+    from nmm_compiler.passes.pipeline import explain as run
 
     console = Console(markup=False)
     with console.status(Text(f"loading {model}")):
@@ -37,7 +37,7 @@ def explain(
         taken = sorted({"model", "options", "rules"} & set(named))
         if taken:
             raise OptionTypeError("inputs", taken, "inputs of other names: explain() has these")
-        report = nmm_compiler.explain(loaded, options={"target": target}, **named)
+        report = run(loaded, options={"target": target}, **named)
     console.print(str(report), markup=False, soft_wrap=True)
     if json is not None:
         write_text(json, report.to_json(indent=2))

@@ -27,6 +27,7 @@ from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.nki_api.lint import check_source
 from nmm_compiler.options import INSTRUCTION_BUDGET, Options
 from nmm_compiler.targets import Target, get
+from nmm_compiler.version import VERSION
 
 SOURCE_FILE = "kernel.py"
 
@@ -178,7 +179,6 @@ def kernel_key(
     budget: int = INSTRUCTION_BUDGET,
 ) -> Key:
     """Return everything that can change the emitted source, by name."""
-    from nmm_compiler import __version__
 
     family = FAMILIES[spec.family]
     return Key.make(
@@ -191,6 +191,6 @@ def kernel_key(
             "code": code_digests(),
             "libcst": printer_version(),
             "nki": API_VERSION,
-            "version": __version__,
+            "version": VERSION,
         }
     )
