@@ -207,7 +207,7 @@ def third_party_faults(found: Import) -> Iterator[str]:
 def template_faults(found: Import) -> Iterator[str]:
     """Yield what is wrong with an import in an NKI template."""
     piece = found.module.startswith("nmm_compiler.kernels.pieces.")
-    if found.module.split(".")[0] != "nki" and not piece:
+    if found.module.split(".")[0] not in ("nki", "dataclasses") and not piece:
         yield f"{found}: a template imports nki and kernels/pieces, nothing else"
 
 

@@ -23,8 +23,6 @@ SIMULATED_CANDIDATES = 6
 # Small kernels cost little to time: more of them are.
 SMALL_INSTRUCTIONS = 36_000
 SMALL_CANDIDATES = 24
-# Fields whose best combinations are tried before near-twins of the best.
-_KINDS = ("m_block", "u_block", "v_block", "v_still", "narrow_first")
 SHOWN = 12
 # Two cores share an HBM stack. A twentieth of the DMA time is charged to a schedule, so that of two
 # that are about equally fast the one with less traffic wins.
@@ -108,9 +106,8 @@ def _varied(ranked: list[Choice]) -> list[Choice]:
     """Return the choices with the best of each kind first: near-twins add little."""
     best: dict[tuple[Any, ...], Choice] = {}
     for choice in ranked:
-        kind = tuple(getattr(choice.schedule, name, None) for name in _KINDS)
         if choice.cost_us <= 1.05 * ranked[0].cost_us:
-            best.setdefault(kind, choice)
+            best.setdefault(choice.schedule.kind(), choice)
     leaders = list(best.values())[: SMALL_CANDIDATES * 2 // 3]
     return leaders + [choice for choice in ranked if choice not in leaders]
 
@@ -174,8 +171,8 @@ def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
     names = {field.name for field in dataclasses.fields(schedule)}
     if "m_loop" not in names:
         return None
-    resident = {name: False for name in names if name.endswith("_resident")}
-    looped = dataclasses.replace(schedule, m_loop=True, **resident)
+    resident = {f"{name}.resident": False for name in schedule.operands()}
+    looped = schedule.changed({"m_loop": True, **resident})
     try:
         looped.check(spec, target)
     except (CapacityError, SpecError):
@@ -211,7 +208,7 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
             latency, count = latency + more[0], count + more[1]
         return latency, count
     family = FAMILIES[spec.family]
-    parameters = family.parameters(spec, schedule, target)
+    parameters = family.arguments(spec, schedule)
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
     for name, value in parameters.items():
         if isinstance(value, Tensors):

@@ -24,8 +24,14 @@ def kernel_source(spec: KernelSpec, schedule: Any, target: Target) -> tuple[str,
     family = FAMILIES[spec.family]
     name = kernel_name(spec, schedule, target)
     header = _header(spec, schedule, target, family.data_flow(spec, schedule))
-    parameters = family.parameters(spec, schedule, target)
-    return name, specialize(family.path, family.folder, parameters, name=name, header=header)
+    return name, specialize(
+        family.path,
+        family.folder,
+        family.arguments(spec, schedule),
+        operands=[tensor.name for tensor in spec.inputs()],
+        name=name,
+        header=header,
+    )
 
 
 def _header(spec: KernelSpec, schedule: Any, target: Target, flow: tuple[str, ...]) -> list[str]:

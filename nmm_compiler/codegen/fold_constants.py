@@ -18,10 +18,12 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen import known_values as values
-from nmm_compiler.codegen.known_values import Fixed, Span, Value, known
+from nmm_compiler.codegen.evaluate import Environment, Evaluator
+from nmm_compiler.codegen.known_values import Span, Value, known
+from nmm_compiler.codegen.tidy import on_one_line
+from nmm_compiler.records import Record
 
 Statement = cst.BaseStatement
-Environment = dict[str, Value]
 
 
 @dataclasses.dataclass
@@ -49,88 +51,6 @@ def literal(value: Any) -> cst.BaseExpression:
     raise TypeError(f"{value!r} has no literal here")
 
 
-class Evaluator:
-    """What is known of an expression under an environment."""
-
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-
-    def value(self, node: cst.BaseExpression) -> Value:
-        """Return the value of `node`, None when nothing is known."""
-        method = getattr(self, f"_{type(node).__name__.lower()}", None)
-        return method(node) if method else None
-
-    def _name(self, node: cst.Name) -> Value:
-        if node.value in ("True", "False", "None"):
-            return Fixed({"True": True, "False": False, "None": None}[node.value])
-        return self.environment.get(node.value)
-
-    def _integer(self, node: cst.Integer) -> Value:
-        return known(int(node.value, 0))
-
-    def _float(self, node: cst.Float) -> Value:
-        return Fixed(float(node.value))
-
-    def _simplestring(self, node: cst.SimpleString) -> Value:
-        return Fixed(node.evaluated_value)
-
-    def _binaryoperation(self, node: cst.BinaryOperation) -> Value:
-        left, right = self.value(node.left), self.value(node.right)
-        rule = values.ARITHMETIC.get(type(node.operator).__name__)
-        if rule and isinstance(left, Span) and isinstance(right, Span):
-            return rule(left, right)
-        return None
-
-    def _unaryoperation(self, node: cst.UnaryOperation) -> Value:
-        inner = self.value(node.expression)
-        if isinstance(node.operator, cst.Not):
-            truth = values.truth(inner)
-            return None if truth is None else Fixed(not truth)
-        if isinstance(node.operator, cst.Minus):
-            if isinstance(inner, Span):
-                return Span(-inner.hi, -inner.lo, inner.step)
-            if isinstance(inner, Fixed) and isinstance(inner.value, float):
-                return Fixed(-inner.value)
-        return None
-
-    def _booleanoperation(self, node: cst.BooleanOperation) -> Value:
-        left, right = self.value(node.left), self.value(node.right)
-        wins = isinstance(node.operator, cst.Or)
-        for side in (left, right):
-            if values.truth(side) is wins:
-                return Fixed(wins)
-        if values.truth(left) is not None and values.truth(right) is not None:
-            return Fixed(not wins)
-        return None
-
-    def _comparison(self, node: cst.Comparison) -> Value:
-        if len(node.comparisons) != 1:
-            return None
-        target = node.comparisons[0]
-        operator = type(target.operator).__name__
-        return values.compare(operator, self.value(node.left), self.value(target.comparator))
-
-    def _ifexp(self, node: cst.IfExp) -> Value:
-        truth = values.truth(self.value(node.test))
-        if truth is None:
-            return values.join([self.value(node.body), self.value(node.orelse)])
-        return self.value(node.body if truth else node.orelse)
-
-    def _call(self, node: cst.Call) -> Value:
-        if isinstance(node.func, cst.Name) and node.func.value in ("min", "max"):
-            choose = values.smallest if node.func.value == "min" else values.largest
-            return choose([self.value(arg.value) for arg in node.args])
-        if isinstance(node.func, cst.Name) and node.func.value == "len":
-            return values.length(self.value(node.args[0].value))
-        return None
-
-    def _subscript(self, node: cst.Subscript) -> Value:
-        index = node.slice[0].slice
-        if len(node.slice) != 1 or not isinstance(index, cst.Index):
-            return None
-        return values.item(self.value(node.value), self.value(index.value))
-
-
 class ExpressionFolder(cst.CSTTransformer):
     """Writes constants into an expression and simplifies around them."""
 
@@ -143,7 +63,12 @@ class ExpressionFolder(cst.CSTTransformer):
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         return False
 
-    def leave_Attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.Attribute:
+    def leave_Attribute(
+        self, original: cst.Attribute, updated: cst.Attribute
+    ) -> cst.BaseExpression:
+        fixed, plain = values.constant(self.evaluator.value(original))
+        if fixed and not isinstance(plain, Record):
+            return literal(plain)
         value = original.value.visit(self)
         return updated.with_changes(value=value)
 
@@ -156,7 +81,7 @@ class ExpressionFolder(cst.CSTTransformer):
     def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
         if original.value in self.inline:
             fixed, plain = values.constant(self.environment.get(original.value))
-            if fixed:
+            if fixed and not isinstance(plain, Record):
                 return literal(plain)
         return updated
 
@@ -218,6 +143,10 @@ class ExpressionFolder(cst.CSTTransformer):
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         if isinstance(updated.func, cst.Name) and updated.func.value in ("min", "max", "len"):
             return self._folded(original, updated)
+        if isinstance(updated.func, cst.Name) and updated.func.value == "getattr":
+            module, name = (arg.value for arg in updated.args)
+            fixed, plain = values.constant(self.evaluator.value(name))
+            return cst.Attribute(module, cst.Name(plain)) if fixed else updated
         return updated
 
     def leave_Subscript(
@@ -229,7 +158,7 @@ class ExpressionFolder(cst.CSTTransformer):
         self, original: cst.BaseExpression, updated: cst.BaseExpression
     ) -> cst.BaseExpression:
         fixed, plain = values.constant(self.evaluator.value(updated))
-        return literal(plain) if fixed else updated
+        return literal(plain) if fixed and not isinstance(plain, Record) else updated
 
 
 def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:
@@ -248,8 +177,8 @@ def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:
 
 
 def _bare(node: cst.BaseExpression) -> cst.BaseExpression:
-    """Return an expression that stands alone without the parentheses around it."""
-    return node.with_changes(lpar=[], rpar=[]) if node.lpar else node
+    """Return an expression that stands alone without the parentheses around it, on one line."""
+    return on_one_line(node.with_changes(lpar=[], rpar=[])) if node.lpar else node
 
 
 def _in_place_of(node: cst.BaseExpression, part: cst.BaseExpression) -> cst.BaseExpression:

@@ -1,9 +1,10 @@
 """Turns a family's NKI function into one self-contained file for one spec and schedule.
 
-In: a family's kernel.py, and values for its compile-time parameters. Out: source text that
-imports only nki. Parameters become constants, branches on them fold away, helpers are copied in
-with the arguments that never vary written into them, what is unused disappears, comments stay. The
-same input always gives the same bytes. Nothing is assembled from strings: the tree is edited.
+In: a family's kernel.py, and values for its compile-time parameters, spec and schedule among them.
+Out: source text that imports only nki. Fields of records become constants, branches on them fold
+away, helpers are copied in with the arguments that never vary written into them, what is unused
+disappears, comments stay. The same input always gives the same bytes. Nothing is assembled from
+strings: the tree is edited.
 """
 
 # libcst names its visitor methods after node classes.
@@ -20,12 +21,12 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node_or_raise
 
 from nmm_compiler.codegen import known_values as values
+from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
 from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, Statement, literal
 from nmm_compiler.codegen.known_values import Value, known
-from nmm_compiler.codegen.tidy import ShortCalls, with_comments, without_aliases
+from nmm_compiler.codegen.tidy import ShortCalls, without_aliases
+from nmm_compiler.codegen.unused import names_used, remove_unused
 from nmm_compiler.kernels.base import Tensors
-
-_PURE_CALLS = ("min", "max", "len")
 
 
 @functools.lru_cache(maxsize=32)
@@ -48,29 +49,46 @@ def _neighbours(path: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=32)
 def functions_of(path: Path) -> dict[str, cst.FunctionDef]:
-    """Return the functions of a template file, and those it imports from its neighbours."""
+    """Return the functions of a template file and of its neighbours, with records written out."""
+    found, classes = _definitions(path)
+    return flatten_records(found, classes)
+
+
+def _definitions(path: Path) -> tuple[dict[str, cst.FunctionDef], dict[str, Any]]:
+    """Return the functions and the records of a template file, and those of its neighbours."""
     found: dict[str, cst.FunctionDef] = {}
+    classes: dict[str, Any] = {}
     for neighbour in _neighbours(path):
-        found |= functions_of(neighbour)
+        more, others = _definitions(neighbour)
+        found |= more
+        classes |= others
     for statement in _parse(path).body:
         if isinstance(statement, cst.FunctionDef):
             found[statement.name.value] = statement
-    return found
+    return found, classes | record_classes(_parse(path))
 
 
 def specialize(
-    path: Path, function: str, parameters: Mapping[str, Any], *, name: str, header: Sequence[str]
+    path: Path,
+    function: str,
+    parameters: Mapping[str, Any],
+    *,
+    name: str,
+    header: Sequence[str],
+    operands: Sequence[str] = (),
 ) -> str:
     """Return the source of `function` of template `path`, called `name`, for these parameters.
 
-    parameters: every compile-time parameter; a tensor that is absent is given as None, a tuple of
-    tensors as the Tensors that become its arguments. header: lines of the file's docstring.
+    parameters: every compile-time parameter, the records among them; a tensor that is absent is
+    given as None, a tuple of tensors as the Tensors that become its arguments. operands: the
+    tensors there are, in order, where the function takes some as `**others`. header: lines of the
+    file's docstring.
     """
     gathered = {key: value for key, value in parameters.items() if isinstance(value, Tensors)}
     parameters = {key: value for key, value in parameters.items() if key not in gathered}
     functions = functions_of(path)
+    entry = _with_operands(functions[function], operands)
     signatures = {key: _parameter_names(node) for key, node in functions.items()}
-    entry = functions[function]
     unknown = set(parameters) - set(signatures[function])
     missing = {
         p.name.value
@@ -86,7 +104,7 @@ def specialize(
     helpers = {key: node for key, node in signatures.items() if key != function}
     environment: Environment = {key: known(value) for key, value in parameters.items()}
     numbers = [key for key, value in parameters.items() if type(value) in (int, tuple)]
-    made, calls = _fold_function(entry, environment, helpers, keep=numbers)
+    made, calls = _fold_function(entry, environment, helpers, named=True, keep=numbers)
     bodies: dict[str, list[Statement]] = {}
     dropped: dict[str, set[str]] = {}
     for helper in _call_order(functions, function):
@@ -95,7 +113,7 @@ def specialize(
             continue
         bound = _bind(functions[helper], sites)
         dropped[helper] = {key for key, value in bound.items() if values.constant(value)[0]}
-        bodies[helper], inner = _fold_function(functions[helper], bound, helpers, keep=())
+        bodies[helper], inner = _fold_function(functions[helper], bound, helpers, named=False)
         calls += inner
     first = [*_constants(entry, parameters, numbers), *_gather(gathered)]
     bodies = {function: _after_docstring(made, first), **bodies}
@@ -108,20 +126,15 @@ def specialize(
         if helper in bodies and helper != function
     ]
     body = bodies[function]
-    tensors = [
-        p.with_changes(
-            name=cst.Name(argument),
-            default=None,
-            comma=cst.MaybeSentinel.DEFAULT,
-            equal=cst.MaybeSentinel.DEFAULT,
-        )
+    tensors = operands or [
+        argument
         for p in entry.params.params
         if p.name.value not in parameters
         for argument in gathered.get(p.name.value, (p.name.value,))
     ]
     kernel = entry.with_changes(
         name=cst.Name(name),
-        params=entry.params.with_changes(params=tensors),
+        params=cst.Parameters([cst.Param(cst.Name(tensor)) for tensor in tensors]),
         whitespace_before_params=cst.SimpleWhitespace(""),
         body=entry.body.with_changes(body=body),
         leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)],
@@ -129,9 +142,40 @@ def specialize(
     docstring = cst.SimpleStatementLine(
         body=[cst.Expr(cst.SimpleString('"""' + "\n".join(header) + '\n"""'))]
     )
-    needed = _names_used([*parts, kernel])
+    needed = names_used([*parts, kernel])
     module = cst.Module(body=[docstring, *_imports(needed), *parts, kernel])
     return module.visit(_WithoutDirectives()).visit(ShortCalls()).code
+
+
+def _with_operands(entry: cst.FunctionDef, operands: Sequence[str]) -> cst.FunctionDef:
+    """Return the function with `others.get("bias")` as the name of an operand, or as None."""
+    if entry.params.star_kwarg is None:
+        return entry
+    changed = entry.visit(_Operands(entry.params.star_kwarg.name.value, operands))
+    assert isinstance(changed, cst.FunctionDef)
+    return changed
+
+
+class _Operands(cst.CSTTransformer):
+    """Writes operands for what is got from the dictionary of them."""
+
+    def __init__(self, dictionary: str, operands: Sequence[str]) -> None:
+        super().__init__()
+        self.dictionary, self.operands = dictionary, operands
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        function = updated.func
+        if not (
+            isinstance(function, cst.Attribute)
+            and isinstance(function.value, cst.Name)
+            and function.value.value == self.dictionary
+        ):
+            return updated
+        key = updated.args[0].value
+        assert function.attr.value == "get"
+        assert isinstance(key, cst.SimpleString)
+        name = str(key.evaluated_value)
+        return cst.Name(name if name in self.operands else "None")
 
 
 class _WithoutDirectives(cst.CSTTransformer):
@@ -160,9 +204,10 @@ def _fold_function(
     environment: Environment,
     signatures: dict[str, list[str]],
     *,
-    keep: Sequence[str],
+    named: bool,
+    keep: Sequence[str] = (),
 ) -> tuple[list[Statement], list[Call]]:
-    folder = BodyFolder(dict(environment), signatures, named=bool(keep))
+    folder = BodyFolder(dict(environment), signatures, named=named)
     folder.keep(keep)
     statements = folder.fold(list(node.body.body))  # type: ignore[arg-type]
     return without_aliases(statements), folder.calls
@@ -183,7 +228,7 @@ def _call_order(functions: Mapping[str, cst.FunctionDef], entry: str) -> list[st
     order: list[str] = []
 
     def visit(name: str) -> None:
-        for callee in sorted(_names_used([functions[name]]) & set(functions) - {name}):
+        for callee in sorted(names_used([functions[name]]) & set(functions) - {name}):
             if callee not in order:
                 visit(callee)
         order.append(name)
@@ -218,7 +263,7 @@ def _without_leftovers(
             name: remove_unused([_visit(s, prune) for s in body]) for name, body in bodies.items()
         }
         unread = {
-            name: set(signatures[name]) - dropped[name] - _names_used(body)
+            name: set(signatures[name]) - dropped[name] - names_used(body)
             for name, body in bodies.items()
             if name in dropped
         }
@@ -364,112 +409,6 @@ class _Forward(cst.CSTTransformer):
             for arg in self.inner.args
         ]
         return _on_one_line(updated.with_changes(func=self.inner.func), arguments)
-
-
-class _Names(cst.CSTVisitor):
-    """Collects the names that are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
-        if not isinstance(node.target, cst.Name):
-            node.target.visit(self)
-        return False
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Param(self, node: cst.Param) -> bool:
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.names.add(node.value)
-
-
-def _names_used(nodes: Sequence[cst.CSTNode]) -> set[str]:
-    collector = _Names()
-    for node in nodes:
-        node.visit(collector)
-    return collector.names
-
-
-def remove_unused(statements: list[Statement]) -> list[Statement]:
-    """Return the statements without assignments of values that nothing reads."""
-    while True:
-        used = _names_used(statements)
-        sweeper = _Sweep(used)
-        statements = with_comments([s.visit(sweeper) for s in statements], statements)
-        if not sweeper.removed:
-            return statements
-
-
-class _Sweep(cst.CSTTransformer):
-    """Removes one round of dead assignments and of blocks that became empty."""
-
-    def __init__(self, used: set[str]) -> None:
-        super().__init__()
-        self.used = used
-        self.removed = False
-
-    def leave_SimpleStatementLine(
-        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
-    ) -> Any:
-        small = original.body[0]
-        if (
-            isinstance(small, cst.Assign)
-            and isinstance(small.targets[0].target, cst.Name)
-            and small.targets[0].target.value not in self.used
-            and _is_pure(small.value)
-        ):
-            self.removed = True
-            return cst.RemoveFromParent()
-        return updated
-
-    def leave_For(self, original: cst.For, updated: cst.For) -> Any:
-        if not updated.body.body:
-            self.removed = True
-            return cst.RemoveFromParent()
-        return updated
-
-    def leave_If(self, original: cst.If, updated: cst.If) -> Any:
-        if not updated.body.body and updated.orelse is None:
-            self.removed = True
-            return cst.RemoveFromParent()
-        return updated
-
-
-def _is_pure(node: cst.BaseExpression) -> bool:
-    finder = _Impure()
-    node.visit(finder)
-    return not finder.found
-
-
-class _Impure(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def visit_Call(self, node: cst.Call) -> None:
-        function = node.func
-        if isinstance(function, cst.Name) and function.value in _PURE_CALLS:
-            return
-        if isinstance(function, cst.Attribute):
-            allocation = (
-                isinstance(function.value, cst.Name)
-                and function.value.value == "nl"
-                and function.attr.value == "ndarray"
-            )
-            view = function.attr.value in ("reshape", "reshape_dim", "permute")
-            if allocation or view:
-                return
-        self.found = True
 
 
 def _imports(needed: set[str]) -> list[cst.SimpleStatementLine]:

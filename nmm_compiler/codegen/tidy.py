@@ -167,13 +167,33 @@ class ShortCalls(cst.CSTTransformer):
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         small = updated.body[0]
-        if not isinstance(small, (cst.Assign, cst.Expr)) or not isinstance(small.value, cst.Call):
+        if not isinstance(small, (cst.Assign, cst.Expr)):
             return updated
         joined: Any = small.visit(_Join())
         text = cst.Module(body=[]).code_for_node(joined)
         if "\n" in text or 4 * self.depth + len(text) > WIDTH:
             return updated
         return updated.with_changes(body=[joined])
+
+    def leave_Subscript(self, original: cst.Subscript, updated: cst.Subscript) -> cst.Subscript:
+        """Put a subscript that the template spreads over lines on one."""
+        if not isinstance(original.lbracket.whitespace_after, cst.ParenthesizedWhitespace):
+            return updated
+        plain = cst.SimpleWhitespace("")
+        joined: Any = updated.visit(_Join())
+        last = joined.slice[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return joined.with_changes(
+            slice=[*joined.slice[:-1], last],
+            lbracket=joined.lbracket.with_changes(whitespace_after=plain),
+            rbracket=joined.rbracket.with_changes(whitespace_before=plain),
+        )
+
+
+def on_one_line(node: cst.BaseExpression) -> cst.BaseExpression:
+    """Return an expression without line breaks in it."""
+    joined = node.visit(_Join())
+    assert isinstance(joined, cst.BaseExpression)
+    return joined
 
 
 class _Join(cst.CSTTransformer):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
@@ -205,8 +206,70 @@ class Work(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Operand(Record):
+    """How one operand of a kernel arrives. All sizes are in elements.
+
+    load: how its contraction index gets onto the partitions: "rows" as it lies, "strided" element
+        runs, "dma" a DMA transpose, "tensor" TensorE; "none" for what is in SBUF already.
+    block: columns in SBUF at a time. chunk: contraction rows per load. group: tiles of 128 outputs
+        (512 where the weight moves) that are summed together.
+    resident: loaded once for all tokens. stream: each chunk is used by one pass over the
+        contraction, and so no panel stays in SBUF.
+    """
+
+    load: str = "rows"
+    block: int = 128
+    chunk: int = 128
+    group: int = 1
+    resident: bool = False
+    stream: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSchedule(Record):
-    """Base of the schedules: HOW a spec is computed. All sizes are in elements unless named."""
+    """Base of the schedules: HOW a spec is computed. All sizes are in elements unless named.
+
+    k_order: which contraction rows share a partition: "consecutive_rows", or "strided_rows", every
+        128th.
+    m_block: tokens in SBUF at a time.
+    x: how x arrives.
+    """
+
+    x: Operand
+    k_order: str
+    m_block: int
+
+    kept: ClassVar[Operand] = Operand(load="none")  # what stays on chip between two products
+    kept_segment: ClassVar[Operand] = Operand(load="none", stream=True)
+
+    def operands(self) -> dict[str, Operand]:
+        """Return how each operand arrives."""
+        made = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in made.items() if isinstance(value, Operand)}
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the schedule with other values: {"m_block": 512, "u.block": 256}."""
+        made = self
+        for name, value in changes.items():
+            field, _, inner = name.partition(".")
+            if inner:
+                value = dataclasses.replace(getattr(made, field), **{inner: value})
+            made = dataclasses.replace(made, **{field: value})
+        return made
+
+    def settled(self, spec: Any) -> Self:
+        """Return the schedule as the kernel of `spec` reads it.
+
+        fp8 tiles are turned on TensorE with room for 16 bits an element: "tensor" is "tensor8".
+        """
+        if not str(spec.dtype).startswith("float8"):
+            return self
+        turned = [name for name, operand in self.operands().items() if operand.load == "tensor"]
+        return self.changed({f"{name}.load": "tensor8" for name in turned})
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what makes schedules different in kind: the best of each kind is tried first."""
+        return (self.m_block,)
 
     def check_sbuf(self, spec: Any, target: Target, remedies: Mapping[str, str]) -> None:
         """Raise CapacityError if one copy of every buffer does not fit; name what to lower.
@@ -219,7 +282,7 @@ class KernelSchedule(Record):
             largest = max(held, key=lambda name: (name in remedies, held[name]))
             parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
             field = remedies.get(largest, "")
-            value = f"lower {field} from {getattr(self, field)}" if field else "split the kernel"
+            value = f"lower {field} from {attrgetter(field)(self)}" if field else "split the kernel"
             raise CapacityError(
                 f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
                 f"({parts}), {target.name} has {limit:,}; {value}"
@@ -247,8 +310,8 @@ class Family:
     """One kernel family: a spec class, a schedule class, an NKI function, and how they connect.
 
     folder: in kernels; its kernel.py holds the NKI function, named as the folder. candidates:
-    schedules that may be legal. parameters: compile-time arguments of the NKI function, and which
-    operands are gathered in a tuple (Tensors). work: see Work.
+    schedules that may be legal. work: see Work. gathered: tuple parameters of the NKI function, and
+    how the names of the operands begin that make them up.
     data_flow: at most five lines for the header of the emitted file.
     """
 
@@ -257,9 +320,18 @@ class Family:
     schedule_class: type[Any]
     folder: str
     candidates: Callable[[Any, Target], Iterator[Any]]
-    parameters: Callable[[Any, Any, Target], dict[str, Any]]
     work: Callable[[Any, Any, Target], Work]
     data_flow: Callable[[Any, Any], tuple[str, ...]]
+    gathered: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def arguments(self, spec: Any, schedule: Any) -> dict[str, Any]:
+        """Return what the NKI function takes beside operands, and which of these it gathers."""
+        names = [tensor.name for tensor in spec.inputs()]
+        gathered = {
+            parameter: Tensors(name for name in names if name.startswith(start))
+            for parameter, start in self.gathered.items()
+        }
+        return {"spec": spec, "schedule": schedule.settled(spec), **gathered}
 
     @property
     def path(self) -> Path:

@@ -219,23 +219,3 @@ def sum_bytes(spec: Any) -> dict[str, int]:
     steps = (spec.scales == "channel") + spec.bias + (spec.activation != "identity")
     steps += bool(spec.scales == "tensor" and spec.bias)
     return {"sum": 512 * 4 * (steps - 1)} if steps > 1 else {}
-
-
-def format_parameters(spec: FormattedSpec, schedule: Any, scaled: Sequence[str]) -> dict[str, Any]:
-    """Return the compile-time arguments that say the formats; absent scales are None.
-
-    scaled: names of everything in the NKI function that can have a scale. fp8 tiles are turned on
-    TensorE with room for 16 bits an element: loads by "tensor" become "tensor8".
-    """
-    present = {tensor.name for tensor in spec.inputs()}
-    given: dict[str, Any] = {
-        "scales": getattr(spec, "scales", None) or "none",
-        "out_dtype": spec.result_dtype if spec.fp8 else "operand",
-    }
-    if hasattr(spec, "intermediate"):
-        given["kept_dtype"] = spec.intermediate_dtype if spec.fp8 or spec.wide else "operand"
-    given |= {f"{n}_scale": None for n in scaled if f"{n}_scale" not in present}
-    if spec.fp8:
-        loads = {k: v for k, v in schedule.to_dict().items() if k.endswith("_load")}
-        given |= {name: "tensor8" for name, how in loads.items() if how == "tensor"}
-    return given

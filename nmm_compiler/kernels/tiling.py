@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from nmm_compiler.errors import SpecError
@@ -10,6 +11,8 @@ from nmm_compiler.kernels.base import check_name, item_bytes
 from nmm_compiler.targets import Target
 
 LOADS = ("rows", "strided", "dma", "tensor")
+# One long run per partition, or what transposes produce.
+ORDERS = ("consecutive_rows", "strided_rows")
 
 # What each way of loading does, for headers.
 LOADED = {
@@ -72,15 +75,16 @@ def check_blocks(schedule: Any, sizes: Mapping[str, int], groups: tuple[str, ...
     sizes: field of the schedule -> the size that it divides. groups: fields of at least 1.
     """
     for name, whole in sizes.items():
-        value = getattr(schedule, name)
+        value = attrgetter(name)(schedule)
         if value < 1 or (value % 128 and value < whole):
             raise SpecError(
                 f"schedule: {name} is {value}; pass a multiple of 128, or at least the whole "
                 f"{whole}"
             )
     for name in groups:
-        if getattr(schedule, name) < 1:
-            raise SpecError(f"schedule: {name} is {getattr(schedule, name)}; pass at least 1")
+        if attrgetter(name)(schedule) < 1:
+            value = attrgetter(name)(schedule)
+            raise SpecError(f"schedule: {name} is {value}; pass at least 1")
 
 
 def check_load(
@@ -100,8 +104,9 @@ def check_load(
 
 
 def chunk_order(contraction: int, loads: tuple[str, ...]) -> str:
-    """Return "p", long runs per partition, where the loads allow it and it makes a difference."""
-    return "p" if contraction >= 256 and set(loads) <= {"rows", "strided"} else "t"
+    """Return the order with long runs, where the loads allow it and it makes a difference."""
+    runs = contraction >= 256 and set(loads) <= {"rows", "strided"}
+    return ORDERS[0] if runs else ORDERS[1]
 
 
 def check_multiple(name: str, value: int, of: str, base: int, whole: int) -> None:
@@ -114,9 +119,9 @@ def check_multiple(name: str, value: int, of: str, base: int, whole: int) -> Non
 
 def check_order(order: str, loads: tuple[str, ...]) -> None:
     """Raise SpecError if the rows of a chunk cannot lie in this order with these loads."""
-    check_name("k_order", order, ("p", "t"))
-    if order == "p" and not set(loads) <= {"rows", "strided"}:
-        raise SpecError("schedule: transposes give k_order 't'; use it for both factors")
+    check_name("k_order", order, ORDERS)
+    if order == ORDERS[0] and not set(loads) <= {"rows", "strided"}:
+        raise SpecError(f"schedule: transposes give k_order {ORDERS[1]!r}; use it for both factors")
 
 
 def check_loop(schedule: Any, m: int, resident: tuple[bool, ...]) -> None:

@@ -57,7 +57,7 @@ def test_only_whole_blocks_and_weights_that_stream_can_loop():
     plain = dataclasses.replace(choose(spec, "trn2")[0].schedule, m_block=512)
     looped = on_device(spec, plain, get("trn2"))
     assert [(times, block.m) for times, block in turns(spec, looped)] == [(2, 512), (1, 276)]
-    for changes in ({"m_block": 1024}, {"v_resident": True}):
+    for changes in ({"m_block": 1024}, {"v.resident": True}):
         with pytest.raises(SpecError, match="m_loop needs at least two whole blocks"):
-            dataclasses.replace(looped, **changes).check(spec, get("trn2"))
+            looped.changed(changes).check(spec, get("trn2"))
     assert on_device(spec, dataclasses.replace(plain, m_block=1408), get("trn2")) is None

@@ -117,26 +117,26 @@ def test_weights_are_read_once_up_to_a_thousand_tokens():
     assert moved <= 1.10 * spec.minimal_hbm_bytes()
 
 
-def _schedule(**changes):
+def _schedule(changes):
     spec = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
-    return spec, dataclasses.replace(choose(spec, "trn2")[0].schedule, **changes)
+    return spec, choose(spec, "trn2")[0].schedule.changed(changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"r_group": 9}, CapacityError, "stage 1 needs .* PSUM banks, trn2 has 8; lower r_group"),
-        ({"n_group": 12}, CapacityError, "stage 2 needs 12 PSUM banks, trn2 has 8; lower n_group"),
+        ({"u.group": 9}, CapacityError, "stage 1 needs .* PSUM banks, trn2 has 8; lower u.group"),
+        ({"v.group": 12}, CapacityError, "stage 2 needs 12 PSUM banks, trn2 has 8; lower v.group"),
         ({"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
-        ({"x_load": "dma"}, SpecError, "x_load is 'dma'; as the operand lies it can be rows"),
-        ({"x_load": "row"}, UnknownNameError, "did you mean 'rows'"),
-        ({"n_group": 0}, SpecError, "n_group is 0"),
-        ({"u_stream": True, "u_resident": True}, SpecError, "u_stream needs one pass"),
+        ({"x.load": "dma"}, SpecError, "x.load is 'dma'; as the operand lies it can be rows"),
+        ({"x.load": "row"}, UnknownNameError, "did you mean 'rows'"),
+        ({"v.group": 0}, SpecError, "v.group is 0"),
+        ({"u.stream": True, "u.resident": True}, SpecError, "u.stream needs one pass"),
     ],
 )
 def test_illegal_schedules_say_why(changes, error, words):
-    spec, schedule = _schedule(**changes)
-    if "r_group" in changes:
+    spec, schedule = _schedule(changes)
+    if "u.group" in changes:
         spec = dataclasses.replace(spec, r=2048)
     with pytest.raises(error, match=words):
         build_kernel(spec, "trn2", schedule)
@@ -144,10 +144,9 @@ def test_illegal_schedules_say_why(changes, error, words):
 
 def test_sbuf_overflow_gives_the_numbers_and_what_to_lower():
     spec = LowRankSpec(m=4096, k=8192, r=512, n=4096, x_layout="col")
-    schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, m_block=2048, r_group=1)
-    schedule = dataclasses.replace(
-        schedule, u_block=128, u_stream=True, u_resident=False, v_resident=False, k_chunk=1024
-    )
+    changes = {"u.group": 1, "u.block": 128, "u.stream": True, "u.resident": False}
+    changes |= {"m_block": 2048, "v.resident": False, "u.chunk": 1024}
+    schedule = choose(spec, "trn2")[0].schedule.changed(changes)
     with pytest.raises(
         CapacityError, match=r"SBUF partition \(x 262,144, .*lower m_block from 2048"
     ):

@@ -130,27 +130,29 @@ def test_bad_fields(fields, error, words):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"r_group": 9}, CapacityError, "stage 1 needs 9 PSUM banks, trn2 has 8; lower r_group"),
-        ({"n_group": 9}, CapacityError, "stage 2 needs 9 PSUM banks, trn2 has 8; lower n_group"),
+        ({"u.group": 9}, CapacityError, "stage 1 needs 9 PSUM banks, trn2 has 8; lower u.group"),
+        ({"v.group": 9}, CapacityError, "stage 2 needs 9 PSUM banks, trn2 has 8; lower v.group"),
         ({"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
-        ({"x_load": "dma"}, SpecError, "x_load is 'dma'; as the operand lies it can be rows"),
-        ({"x_chunk": 384, "k_chunk": 256}, SpecError, "x_chunk is 384; pass a multiple of k_chunk"),
+        ({"x.load": "dma"}, SpecError, "x.load is 'dma'; as the operand lies it can be rows"),
+        ({"x.chunk": 384, "k_chunk": 256}, SpecError, "x.chunk is 384; pass a multiple of k_chunk"),
     ],
 )
 def test_illegal_schedules_say_why(changes, error, words):
     spec = qkv(512, (1024, 512, 512))
-    schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, **changes)
+    schedule = choose(spec, "trn2")[0].schedule.changed(changes)
     with pytest.raises(error, match=words):
         build_kernel(spec, "trn2", schedule)
 
 
-def test_a_row_result_with_v_still_takes_whole_tiles():
+def test_a_row_result_with_v_stationary_takes_whole_tiles():
     spec = LowRankSharedSpec(m=8, k=256, pairs=((64, 200), (64, (100,))))
-    schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, v_still=True)
-    with pytest.raises(SpecError, match=r"v_still takes a row result .*the results 200 row, 100"):
+    schedule = dataclasses.replace(choose(spec, "trn2")[0].schedule, v_stationary=True)
+    with pytest.raises(
+        SpecError, match=r"v_stationary takes a row result .*the results 200 row, 100"
+    ):
         build_kernel(spec, "trn2", schedule)
     whole = dataclasses.replace(spec, pairs=((64, 256), (64, 100)))
-    kernel = build_kernel(whole, "trn2", dataclasses.replace(schedule, v_block=256))
+    kernel = build_kernel(whole, "trn2", schedule.changed({"v.block": 256}))
     assert prove(kernel).passed
 
 

@@ -16,7 +16,7 @@ def kinds():
     found = {}
     for choice in rank(SPEC, get("trn2")):
         s = choice.schedule
-        key = (s.u_resident, s.u_stream, s.v_resident, s.m_block < SPEC.m, s.u_block < SPEC.r)
+        key = (s.u.resident, s.u.stream, s.v.resident, s.m_block < SPEC.m, s.u.block < SPEC.r)
         found.setdefault(key, s)
     return list(found.values())
 
@@ -45,7 +45,7 @@ def test_what_is_loaded_again_has_a_second_buffer():
         again = {name for name, size in tile_bytes(schedule).items() if size > held[name]}
         counted = schedule.overlapped_bytes(SPEC) - sum(held.values())
         assert counted >= sum(held[name] for name in again | {"y"}), schedule.short()
-        streams = {"u": schedule.u_stream, "v": schedule.v_stream}
+        streams = {"u": schedule.u.stream, "v": schedule.v.stream}
         kept = {name for name in streams if name not in again and not streams[name]}
         most = sum(held[name] for name in {"x", "y", "u", "v"} & held.keys() - kept)
         rest = sum(held.get(name, 0) for name in ("sum", "flat", "flat_v"))

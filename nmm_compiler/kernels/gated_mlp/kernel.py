@@ -6,7 +6,7 @@ multiplication. For the down projection h^T is kept in SBUF as it comes out, out
 partitions, which is what the next contraction takes.
 
 fp8 operands come with scales, which are multiplied in where sums leave PSUM. p and h are kept in
-the operands' dtype, in bfloat16 or fp32, or quantized to fp8 by scales of their own (`kept_dtype`).
+the operands' dtype, in bfloat16 or fp32, or quantized to fp8 by scales of their own.
 """
 
 import nki
@@ -26,113 +26,57 @@ from ..pieces.loads_and_stores import (
 )
 from ..pieces.product_in_sbuf import project, project_segment
 from ..pieces.product_to_hbm import expand_columns, expand_rows
+from ..pieces.records import (
+    MLP,
+    Base,
+    Block,
+    Branch,
+    Epilogue,
+    Kept,
+    Panels,
+    Part,
+    Product,
+    Projection,
+    Result,
+    Rounding,
+    Segment,
+    Strip,
+    Weight,
+)
 
 
 @nki.jit
-def gated_mlp(
-    x,
-    gate_u=None,
-    gate_v=None,
-    gate_w=None,
-    up_u=None,
-    up_v=None,
-    up_w=None,
-    down_u=None,
-    down_v=None,
-    down_w=None,
-    gate_bias=None,
-    up_bias=None,
-    down_bias=None,
-    x_scale=None,
-    gate_u_scale=None,
-    gate_v_scale=None,
-    gate_w_scale=None,
-    up_u_scale=None,
-    up_v_scale=None,
-    up_w_scale=None,
-    down_u_scale=None,
-    down_v_scale=None,
-    down_w_scale=None,
-    gate_p_scale=None,
-    up_p_scale=None,
-    down_p_scale=None,
-    h_scale=None,
-    m=1,  # tokens
-    k=1,  # features
-    n=1,  # intermediate size
-    gate_r=0,  # rank of the gate, 0 when it is dense
-    up_r=0,  # rank of the up projection, 0 when it is dense
-    down_r=0,  # rank of the down projection, 0 when it is dense
-    down=False,
-    out_layout="row",
-    has_gate_bias=False,
-    has_up_bias=False,
-    has_down_bias=False,
-    activation="silu",
-    x_load="rows",
-    w_load="rows",
-    k_order="p",
-    m_block=128,
-    m_loop=False,
-    x_by_features=False,  # x is passed k x m
-    k_chunk=128,
-    x_chunk=128,
-    k_segment=128,
-    n_segment=128,
-    u_block=128,
-    r_group=1,
-    v_block=128,
-    v_chunk=128,
-    n_group=1,
-    down_block=128,
-    down_chunk=128,
-    down_group=1,
-    out_block=128,
-    out_chunk=128,
-    out_group=1,
-    u_stream=False,
-    down_stream=False,
-    scales="none",  # of fp8 operands: "tensor" or "channel"
-    kept_dtype="operand",
-    out_dtype="operand",
-    double_row=False,
-):
-    """Return h, [m, n], or y, [m, k]; turned with out_layout "col"."""
-    features = k if down else n
-    requantize = kept_dtype == "float8_e4m3"
-    wide = kept_dtype == "float32"
-    kept_row = double_row and requantize
-    if out_dtype == "bfloat16":
-        y_dtype = nl.bfloat16
-    elif out_dtype == "float16":
-        y_dtype = nl.float16
-    elif out_dtype == "float32":
-        y_dtype = nl.float32
-    else:
-        y_dtype = x.dtype
-    if out_layout == "row":
+def gated_mlp(x, spec, schedule, **others):
+    """Return the result."""
+    m = spec.m  # tokens
+    k = spec.k  # features
+    n = spec.n  # intermediate size
+    m_block = schedule.m_block
+    features = k if spec.down else n
+    y_dtype = x.dtype if spec.result_dtype == spec.dtype else getattr(nl, spec.result_dtype)
+    if spec.out_layout == "row":
         out = nl.ndarray((m, features), dtype=y_dtype, buffer=nl.shared_hbm)
     else:
         out = nl.ndarray((features, m), dtype=y_dtype, buffer=nl.shared_hbm)
     gate_bias_sb = None
     up_bias_sb = None
     down_bias_sb = None
-    columns_out = down or out_layout == "col"
-    if has_gate_bias:
+    columns_out = spec.down or spec.out_layout == "col"
+    if spec.gate_bias:
         if columns_out:
-            gate_bias_sb = bias_columns(gate_bias, n)
+            gate_bias_sb = bias_columns(others.get("gate_bias"), n)
         else:
-            gate_bias_sb = spread_bias(gate_bias, n)
-    if has_up_bias:
+            gate_bias_sb = spread_bias(others.get("gate_bias"), n)
+    if spec.up_bias:
         if columns_out:
-            up_bias_sb = bias_columns(up_bias, n)
+            up_bias_sb = bias_columns(others.get("up_bias"), n)
         else:
-            up_bias_sb = spread_bias(up_bias, n)
-    if has_down_bias:
-        if out_layout == "row":
-            down_bias_sb = spread_bias(down_bias, k)
+            up_bias_sb = spread_bias(others.get("up_bias"), n)
+    if spec.down_bias:
+        if spec.out_layout == "row":
+            down_bias_sb = spread_bias(others.get("down_bias"), k)
         else:
-            down_bias_sb = bias_columns(down_bias, k)
+            down_bias_sb = bias_columns(others.get("down_bias"), k)
 
     gate_p_scale_sb = None
     gate_scale_sb = None
@@ -141,45 +85,82 @@ def gated_mlp(
     h_inverse = None
     down_p_scale_sb = None
     down_scale_sb = None
-    if scales != "none":
-        if gate_r > 0:
-            gate_p_scale_sb = product_scales(gate_u_scale, x_scale, gate_r, scales, True, True)
-            if requantize:
-                times(gate_p_scale_sb, reciprocal_of(load_scale(gate_p_scale)))
+    if spec.fp8:
+        of_x = others.get("x_scale")
+        if spec.gate_r > 0:
+            gate_p = others.get("gate_p_scale")
+            gate_p_scale_sb = product_scales(
+                others.get("gate_u_scale"), of_x, spec.gate_r, spec.scales, True, True
+            )
+            if spec.requantized:
+                times(gate_p_scale_sb, reciprocal_of(load_scale(gate_p)))
             gate_scale_sb = product_scales(
-                gate_v_scale, gate_p_scale, n, scales, columns_out, requantize
+                others.get("gate_v_scale"), gate_p, n, spec.scales, columns_out, spec.requantized
             )
         else:
-            gate_scale_sb = product_scales(gate_w_scale, x_scale, n, scales, columns_out, True)
-        if up_r > 0:
-            up_p_scale_sb = product_scales(up_u_scale, x_scale, up_r, scales, True, True)
-            if requantize:
-                times(up_p_scale_sb, reciprocal_of(load_scale(up_p_scale)))
-            up_scale_sb = product_scales(up_v_scale, up_p_scale, n, scales, columns_out, requantize)
+            gate_scale_sb = product_scales(
+                others.get("gate_w_scale"), of_x, n, spec.scales, columns_out, True
+            )
+        if spec.up_r > 0:
+            up_p = others.get("up_p_scale")
+            up_p_scale_sb = product_scales(
+                others.get("up_u_scale"), of_x, spec.up_r, spec.scales, True, True
+            )
+            if spec.requantized:
+                times(up_p_scale_sb, reciprocal_of(load_scale(up_p)))
+            up_scale_sb = product_scales(
+                others.get("up_v_scale"), up_p, n, spec.scales, columns_out, spec.requantized
+            )
         else:
-            up_scale_sb = product_scales(up_w_scale, x_scale, n, scales, columns_out, True)
-        if down:
-            y_down = out_layout == "col"
-            if requantize:
-                h_inverse = reciprocal_of(load_scale(h_scale))
-            if down_r > 0:
+            up_scale_sb = product_scales(
+                others.get("up_w_scale"), of_x, n, spec.scales, columns_out, True
+            )
+        if spec.down:
+            of_h = others.get("h_scale")
+            y_down = spec.out_layout == "col"
+            if spec.requantized:
+                h_inverse = reciprocal_of(load_scale(of_h))
+            if spec.down_r > 0:
+                down_p = others.get("down_p_scale")
                 down_p_scale_sb = product_scales(
-                    down_u_scale, h_scale, down_r, scales, True, requantize
+                    others.get("down_u_scale"),
+                    of_h,
+                    spec.down_r,
+                    spec.scales,
+                    True,
+                    spec.requantized,
                 )
-                if requantize:
-                    times(down_p_scale_sb, reciprocal_of(load_scale(down_p_scale)))
+                if spec.requantized:
+                    times(down_p_scale_sb, reciprocal_of(load_scale(down_p)))
                 down_scale_sb = product_scales(
-                    down_v_scale, down_p_scale, k, scales, y_down, requantize
+                    others.get("down_v_scale"), down_p, k, spec.scales, y_down, spec.requantized
                 )
             else:
-                down_scale_sb = product_scales(down_w_scale, h_scale, k, scales, y_down, requantize)
+                down_scale_sb = product_scales(
+                    others.get("down_w_scale"), of_h, k, spec.scales, y_down, spec.requantized
+                )
+    mlp = MLP(
+        Projection(
+            others.get("gate_u"), others.get("gate_v"), others.get("gate_w"),
+            gate_bias_sb, gate_p_scale_sb, gate_scale_sb,
+        ),
+        Projection(
+            others.get("up_u"), others.get("up_v"), others.get("up_w"),
+            up_bias_sb, up_p_scale_sb, up_scale_sb,
+        ),
+        Projection(
+            others.get("down_u"), others.get("down_v"), others.get("down_w"),
+            down_bias_sb, down_p_scale_sb, down_scale_sb,
+        ),
+        h_inverse,
+    )  # fmt: skip
 
     first = 0
-    if m_loop:
+    if schedule.m_loop:
         # on the device: the compiled program holds one block, whatever the number of tokens
         first = m - m % m_block
-        x_dim = 1 if x_by_features else 0
-        out_dim = 0 if out_layout == "row" else 1
+        x_dim = 1 if spec.x_layout == "col" else 0
+        out_dim = 0 if spec.out_layout == "row" else 1
         x_blocks = split(x, x_dim, m // m_block, m_block)
         out_blocks = split(out, out_dim, m // m_block, m_block)
 
@@ -187,143 +168,120 @@ def gated_mlp(
             at = position(i)
             x_part = x_blocks.select(x_dim, at)
             out_part = out_blocks.select(out_dim, at)
-            gated_block(
-                out_part, x_part, gate_u, gate_v, gate_w, up_u, up_v, up_w, down_u, down_v, down_w,
-                gate_bias_sb, up_bias_sb, down_bias_sb, gate_p_scale_sb, gate_scale_sb,
-                up_p_scale_sb, up_scale_sb, h_inverse, down_p_scale_sb, down_scale_sb, 0, m_block,
-                k, n, gate_r, up_r, down_r, down, columns_out, out_layout, has_gate_bias,
-                has_up_bias, has_down_bias, activation, x_load, w_load, k_order, k_chunk, x_chunk,
-                k_segment, n_segment, u_block, r_group, v_block, v_chunk, n_group, down_block,
-                down_chunk, down_group, out_block, out_chunk, out_group, u_stream, down_stream,
-                scales, kept_dtype, requantize, wide, double_row, kept_row,
-            )  # fmt: skip
+            gated_block(out_part, x_part, mlp, Block(0, m_block), spec, schedule)
 
         nl.fori_loop(0, m // m_block, body)
     for m0 in range(first, m, m_block):
-        gated_block(
-            out, x, gate_u, gate_v, gate_w, up_u, up_v, up_w, down_u, down_v, down_w, gate_bias_sb,
-            up_bias_sb, down_bias_sb, gate_p_scale_sb, gate_scale_sb, up_p_scale_sb, up_scale_sb,
-            h_inverse, down_p_scale_sb, down_scale_sb, m0, min(m_block, m - m0), k, n, gate_r, up_r,
-            down_r, down, columns_out, out_layout, has_gate_bias, has_up_bias, has_down_bias,
-            activation, x_load, w_load, k_order, k_chunk, x_chunk, k_segment, n_segment, u_block,
-            r_group, v_block, v_chunk, n_group, down_block, down_chunk, down_group, out_block,
-            out_chunk, out_group, u_stream, down_stream, scales, kept_dtype, requantize, wide,
-            double_row, kept_row,
-        )  # fmt: skip
+        gated_block(out, x, mlp, Block(m0, min(m_block, m - m0)), spec, schedule)
     return out
 
 
-def gated_block(
-    out, x, gate_u, gate_v, gate_w, up_u, up_v, up_w, down_u, down_v, down_w, gate_bias_sb,
-    up_bias_sb, down_bias_sb, gate_p_scale_sb, gate_scale_sb, up_p_scale_sb, up_scale_sb, h_inverse,
-    down_p_scale_sb, down_scale_sb, m0, tokens, k, n, gate_r, up_r, down_r, down, columns_out,
-    out_layout, has_gate_bias, has_up_bias, has_down_bias, activation, x_load, w_load, k_order,
-    k_chunk, x_chunk, k_segment, n_segment, u_block, r_group, v_block, v_chunk, n_group, down_block,
-    down_chunk, down_group, out_block, out_chunk, out_group, u_stream, down_stream, scales,
-    kept_dtype, requantize, wide, double_row, kept_row,
-):  # fmt: skip
-    """Compute h, or y, of `tokens` tokens from m0 on."""
-    if kept_dtype == "bfloat16":
-        p_dtype = nl.bfloat16
-    elif kept_dtype == "float32":
-        p_dtype = nl.float32
-    else:
-        p_dtype = x.dtype
-    pitch = (tokens + 15) // 16 * 16 if double_row else tokens
-    kept_pitch = (tokens + 15) // 16 * 16 if kept_row else tokens
+def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
+    """Compute a block of tokens."""
+    k = spec.k
+    n = spec.n
+    order = schedule.k_order
+    double_row = schedule.double_row
+    kept_row = double_row and spec.requantized
+    p_dtype = (
+        x.dtype if spec.intermediate_dtype == spec.dtype else getattr(nl, spec.intermediate_dtype)
+    )
+    pitch = (at.tokens + 15) // 16 * 16 if double_row else at.tokens
+    kept_pitch = (at.tokens + 15) // 16 * 16 if kept_row else at.tokens
     x_sb = nl.ndarray((128, (k + 127) // 128, pitch), dtype=x.dtype, buffer=nl.sbuf)
-    for k0 in range(0, k, x_chunk):
-        load(x_sb, k0 // 128, x, k0, min(x_chunk, k - k0), m0, tokens, x_load, k_order, k)
+    for k0 in range(0, k, schedule.x.chunk):
+        part = Part(x, k0, min(schedule.x.chunk, k - k0), at.m0, at.tokens)
+        load(x_sb, k0 // 128, part, schedule.x.load, order, k)
 
     # Up: the products that need a middle step first, (x u)^T with the rank on the partitions.
-    if gate_r > 0:
-        gate_sb = nl.ndarray(
-            (128, (gate_r + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf
-        )
+    if spec.gate_r > 0:
+        gate_tiles = (spec.gate_r + 127) // 128
+        gate_sb = nl.ndarray((128, gate_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         project(
-            gate_sb, x_sb, None, None, gate_u, m0, tokens, k, gate_r, "none", 128, w_load,
-            k_order, k_chunk, k_segment, False, u_block, r_group, False, u_stream, 1.0,
-            gate_p_scale_sb, scales, requantize, False, double_row,
+            gate_sb, Strip(x_sb, None, schedule.kept), Weight(mlp.gate.u, None, schedule.u), at,
+            Product(k, spec.gate_r, order, schedule.k_segment, double_row, False),
+            Rounding(1.0, mlp.gate.p_scale, spec.scales, spec.requantized),
         )  # fmt: skip
-        gate = gate_v
+        gate = mlp.gate.v
     else:
         gate_sb = x_sb
-        gate = gate_w
-    if up_r > 0:
-        up_sb = nl.ndarray((128, (up_r + 127) // 128, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
+        gate = mlp.gate.w
+    if spec.up_r > 0:
+        up_tiles = (spec.up_r + 127) // 128
+        up_sb = nl.ndarray((128, up_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         project(
-            up_sb, x_sb, None, None, up_u, m0, tokens, k, up_r, "none", 128, w_load,
-            k_order, k_chunk, k_segment, False, u_block, r_group, False, u_stream, 1.0,
-            up_p_scale_sb, scales, requantize, False, double_row,
+            up_sb, Strip(x_sb, None, schedule.kept), Weight(mlp.up.u, None, schedule.u), at,
+            Product(k, spec.up_r, order, schedule.k_segment, double_row, False),
+            Rounding(1.0, mlp.up.p_scale, spec.scales, spec.requantized),
         )  # fmt: skip
-        up = up_v
+        up = mlp.up.v
     else:
         up_sb = x_sb
-        up = up_w
-    gate_k = gate_r if gate_r > 0 else k
-    up_k = up_r if up_r > 0 else k
-    gate_order = "t" if gate_r > 0 else k_order
-    up_order = "t" if up_r > 0 else k_order
-    gate_row = kept_row if gate_r > 0 else double_row
-    up_row = kept_row if up_r > 0 else double_row
-    gate_wide = wide and gate_r > 0
-    up_wide = wide and up_r > 0
-    last_tiles = (down_r + 127) // 128
-    if down_r > 0:
+        up = mlp.up.w
+    gate_k = spec.gate_r if spec.gate_r > 0 else k
+    up_k = spec.up_r if spec.up_r > 0 else k
+    gate_order = "strided_rows" if spec.gate_r > 0 else order
+    up_order = "strided_rows" if spec.up_r > 0 else order
+    gate_row = kept_row if spec.gate_r > 0 else double_row
+    up_row = kept_row if spec.up_r > 0 else double_row
+    gate_branch = Branch(
+        gate_sb, gate,
+        Product(gate_k, n, gate_order, gate_k, gate_row, spec.wide and spec.gate_r > 0),
+        Epilogue(mlp.gate.scale, mlp.gate.bias, spec.scales, spec.gate_bias, spec.activation),
+    )  # fmt: skip
+    up_branch = Branch(
+        up_sb, up,
+        Product(up_k, n, up_order, up_k, up_row, spec.wide and spec.up_r > 0),
+        Epilogue(mlp.up.scale, mlp.up.bias, spec.scales, spec.up_bias, "identity"),
+    )  # fmt: skip
+    last_tiles = (spec.down_r + 127) // 128
+    if spec.down_r > 0:
         last_sb = nl.ndarray((128, last_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
-    if down_r > 0 and n_segment < n:
+    if spec.down_r > 0 and schedule.n_segment < n:
         # fp32 sums of the segments
-        parts = nl.ndarray((128, last_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        parts = nl.ndarray((128, last_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
     else:
         parts = None
     # h^T: a down projection of two factors takes it segment by segment.
-    for n1 in range(0, n, n_segment):
-        n_stop = min(n1 + n_segment, n)
-        h_tiles = (min(n_segment, n) + 127) // 128
-        if down:
+    for n1 in range(0, n, schedule.n_segment):
+        n_stop = min(n1 + schedule.n_segment, n)
+        h_tiles = (min(schedule.n_segment, n) + 127) // 128
+        if spec.down:
             h_sb = nl.ndarray((128, h_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         else:
             h_sb = None
-        if columns_out:
+        if spec.down or spec.out_layout == "col":
             gate_columns(
-                out, h_sb, gate_sb, up_sb, gate, up, gate_bias_sb, up_bias_sb, m0, tokens, n1,
-                n_stop, gate_k, up_k, w_load, gate_order, up_order, v_chunk, v_chunk, v_block,
-                n_group, down, has_gate_bias, has_up_bias, activation, gate_scale_sb, up_scale_sb,
-                h_inverse, scales, requantize, gate_wide, up_wide, gate_row, up_row,
+                out, gate_branch, up_branch, schedule.v, at, Panels(n1, n_stop),
+                Kept(h_sb, mlp.h_inverse, spec.down, spec.requantized),
             )  # fmt: skip
         else:
-            gate_rows(
-                out, gate_sb, up_sb, gate, up, gate_bias_sb, up_bias_sb, m0, tokens, n, gate_k,
-                up_k, w_load, gate_order, up_order, v_chunk, v_chunk, v_block, n_group,
-                has_gate_bias, has_up_bias, activation, gate_scale_sb, up_scale_sb, scales,
-                gate_wide, up_wide, gate_row, up_row,
-            )  # fmt: skip
-        if down_r > 0:
+            gate_rows(out, gate_branch, up_branch, schedule.v, at)
+        if spec.down_r > 0:
             project_segment(
-                last_sb, parts, h_sb, None, None, down_u, m0, tokens, n1, n_stop, n, down_r,
-                "none", 128, w_load, "t", down_chunk, n_segment, n_segment < n, True, down_block,
-                down_group, False, down_stream, 1.0, down_p_scale_sb, scales, requantize, wide,
-                kept_row,
+                last_sb, Strip(h_sb, None, schedule.kept_segment),
+                Weight(mlp.down.u, None, schedule.down), at,
+                Product(
+                    n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide
+                ),
+                Rounding(1.0, mlp.down.p_scale, spec.scales, spec.requantized),
+                Segment(n1, n_stop, schedule.n_segment < n, parts),
             )  # fmt: skip
 
     # Down: h^T is in SBUF with its features on the partitions.
-    if down:
-        if down_r > 0:
-            last = down_v
+    if spec.down:
+        if spec.down_r > 0:
+            last = mlp.down.v
         else:
             last_sb = h_sb
-            last = down_w
-        last_k = down_r if down_r > 0 else n
-        if out_layout == "row":
-            expand_rows(
-                out, last_sb, None, None, down_bias_sb, None, last, None, m0, tokens, last_k, k,
-                0, "none", 128, w_load, "rows", "t", "t", out_chunk, 128, out_block, out_group,
-                False, False, has_down_bias, "identity", down_scale_sb, scales, wide, kept_row,
-            )  # fmt: skip
+            last = mlp.down.w
+        last_k = spec.down_r if spec.down_r > 0 else n
+        left = Strip(last_sb, None, schedule.kept)
+        right = Weight(last, None, schedule.out)
+        base = Base(None, None, 0, "rows", 128, "strided_rows")
+        product = Product(last_k, k, "strided_rows", last_k, kept_row, spec.wide)
+        epilogue = Epilogue(mlp.down.scale, mlp.down.bias, spec.scales, spec.down_bias, "identity")
+        if spec.out_layout == "row":
+            expand_rows(out, left, right, base, at, product, epilogue)
         else:
-            expand_columns(
-                out, last_sb, None, None, down_bias_sb, None, last, None, m0, tokens, last_k, k,
-                0, "none", 128, w_load, "rows", "t", "t", out_chunk, 128, out_block, out_group,
-                False, False, has_down_bias, "identity", False, down_scale_sb, scales, wide,
-                kept_row,
-            )  # fmt: skip
+            expand_columns(Result(out, False), left, right, base, at, product, epilogue)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
+from nmm_compiler.kernels.base import Family, KernelSchedule, Operand, Work, item_bytes
 from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.number_formats import (
     check_double_row,
     check_widened,
-    format_parameters,
     passes,
     pitch,
     row_modes,
@@ -41,41 +41,33 @@ from nmm_compiler.targets import Target
 class GatedMLPSchedule(KernelSchedule):
     """How a gated MLP kernel runs.
 
-    x_load, w_load: how x, and every weight, gets its contraction index onto the partitions.
-    m_block: tokens whose h^T (or intermediates) stay in SBUF. k_chunk, x_chunk: rows of u
-    and of x per load.
-    u_block, r_group: columns of gate_u and up_u in SBUF, rank tiles summed together.
-    v_block, v_chunk, n_group: the same for what makes h. down_*: for down_u; out_*: for what makes
-    y. u_stream, down_stream: each chunk is used by one pass, no panel stays.
+    u: how gate_u and up_u arrive, v: what makes h. down: down_u, out: what makes y. All weights are
+        loaded alike.
+    m_block: tokens whose h^T (or intermediates) stay in SBUF.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
     k_segment, n_segment: rows of u and of down_u summed in PSUM at a time, 0 for all; between
     segments the sums are in fp32 in SBUF. Of h^T then one n_segment is in SBUF at a time.
     """
 
-    x_load: str
-    w_load: str
-    k_order: str
-    m_block: int
-    k_chunk: int
-    x_chunk: int
-    u_block: int
-    r_group: int
-    v_block: int
-    v_chunk: int
-    n_group: int
-    down_block: int
-    down_chunk: int
-    down_group: int
-    out_block: int
-    out_chunk: int
-    out_group: int
+    u: Operand
+    v: Operand
+    down: Operand
+    out: Operand
     m_loop: bool = False
     k_segment: int = 0
     n_segment: int = 0
-    u_stream: bool = False
-    down_stream: bool = False
     double_row: bool = False
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return the token block and the blocks of u and v."""
+        return (self.m_block, self.u.block, self.v.block)
+
+    def settled(self, spec: Any) -> GatedMLPSchedule:
+        """Return the schedule as the kernel of `spec` reads it."""
+        k_segment, n_segment = self.segments(spec)
+        made = super().settled(spec)
+        return dataclasses.replace(made, k_segment=k_segment, n_segment=n_segment)
 
     def segments(self, spec: GatedMLPUpSpec) -> tuple[int, int]:
         """Return rows of u, and of down_u, summed in PSUM at a time."""
@@ -88,7 +80,7 @@ class GatedMLPSchedule(KernelSchedule):
         wide_size = kept_size if spec.wide else size  # weights that multiply what is kept
         pairs, kept = self.double_row, self.double_row and spec.requantized
         k_tiles = tiles(spec.k, 128)
-        tokens, panel = min(self.m_block, spec.m), min(self.v_block, spec.n)
+        tokens, panel = min(self.m_block, spec.m), min(self.v.block, spec.n)
         kept_row = pitch(tokens, kept) * kept_size
         rank = max(spec.rank("gate"), spec.rank("up"))
         k_segment, n_segment = self.segments(spec)
@@ -96,8 +88,8 @@ class GatedMLPSchedule(KernelSchedule):
         if spec.out_layout == "col" or isinstance(spec, GatedMLPSpec):
             held["active"] = tiles(panel, 128) * tokens * 4
         if rank:
-            rows = tiles(self.k_chunk if self.u_stream else k_segment, 128)
-            held["u"] = rows * pitch(min(self.u_block, rank), pairs) * size
+            rows = tiles(self.u.chunk if self.u.stream else k_segment, 128)
+            held["u"] = rows * pitch(min(self.u.block, rank), pairs) * size
             held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * kept_row
         if k_segment < spec.k:
             held["parts"] = tiles(rank, 128) * tokens * 4
@@ -109,11 +101,11 @@ class GatedMLPSchedule(KernelSchedule):
         )
         if isinstance(spec, GatedMLPSpec):
             rank = spec.rank("down")
-            out_panel = min(self.out_block, spec.k)
+            out_panel = min(self.out.block, spec.k)
             held["h"] = tiles(n_segment, 128) * kept_row
             if rank:
-                rows = tiles(self.down_chunk if self.down_stream else n_segment, 128)
-                held["down"] = rows * pitch(min(self.down_block, rank), kept) * wide_size
+                rows = tiles(self.down.chunk if self.down.stream else n_segment, 128)
+                held["down"] = rows * pitch(min(self.down.block, rank), kept) * wide_size
                 held["p_down"] = tiles(rank, 128) * kept_row
                 if n_segment < spec.n:
                     held["parts_down"] = tiles(rank, 128) * tokens * 4
@@ -122,8 +114,8 @@ class GatedMLPSchedule(KernelSchedule):
         else:
             held["y"] = self._result(spec.out_layout, panel, tokens) * y_size
         held |= self._epilogue_bytes(spec, y_size)
-        if "tensor" in (self.x_load, self.w_load):
-            chunks = (self.k_chunk, self.x_chunk, self.v_chunk, self.down_chunk, self.out_chunk)
+        if "tensor" in (self.x.load, self.v.load):
+            chunks = (self.u.chunk, self.x.chunk, self.v.chunk, self.down.chunk, self.out.chunk)
             held["flat"] = max(chunks) * size
         return held
 
@@ -183,14 +175,14 @@ class GatedMLPSchedule(KernelSchedule):
         m_tiles = tiles(min(self.m_block, spec.m), 512)
         rows = spec.out_layout == "row"
         down = isinstance(spec, GatedMLPSpec)
-        turning = 2 if self.w_load == "tensor" else 0
+        turning = 2 if self.v.load == "tensor" else 0
         banks = {
-            "r_group": self.r_group * m_tiles + turning,
-            "n_group": 2 * self.n_group * (1 if rows and not down else m_tiles) + turning,
+            "u.group": self.u.group * m_tiles + turning,
+            "v.group": 2 * self.v.group * (1 if rows and not down else m_tiles) + turning,
         }
         if down:
-            banks["down_group"] = self.down_group * m_tiles + turning
-            banks["out_group"] = self.out_group * (1 if rows else m_tiles) + turning
+            banks["down.group"] = self.down.group * m_tiles + turning
+            banks["out.group"] = self.out.group * (1 if rows else m_tiles) + turning
         return banks
 
     def check(self, spec: GatedMLPUpSpec, target: Target) -> None:
@@ -198,24 +190,29 @@ class GatedMLPSchedule(KernelSchedule):
         rank = max(1, spec.rank("gate"), spec.rank("up"))
         sizes = {
             "m_block": spec.m,
-            "k_chunk": spec.k,
-            "x_chunk": spec.k,
-            "u_block": rank,
-            "v_block": spec.n,
+            "u.chunk": spec.k,
+            "x.chunk": spec.k,
+            "u.block": rank,
+            "v.block": spec.n,
         }
-        sizes["v_chunk"] = max(rank, spec.k)
-        groups = ["r_group", "n_group"]
+        sizes["v.chunk"] = max(rank, spec.k)
+        groups = ["u.group", "v.group"]
         if isinstance(spec, GatedMLPSpec):
             down = spec.rank("down") or spec.n
-            sizes |= {"down_block": down, "down_chunk": spec.n, "out_block": spec.k}
-            sizes["out_chunk"] = down
-            groups += ["down_group", "out_group"]
+            sizes |= {"down.block": down, "down.chunk": spec.n, "out.block": spec.k}
+            sizes["out.chunk"] = down
+            groups += ["down.group", "out.group"]
         check_blocks(self, sizes, tuple(groups))
-        check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
-        check_load("w_load", self.w_load, spec.weight_layout == "row", spec.dtype, target)
+        check_load("x.load", self.x.load, spec.x_layout == "col", spec.dtype, target, strided=True)
+        for name, operand in self.operands().items():
+            if name != "x":
+                lies_right = spec.weight_layout == "row"
+                check_load(f"{name}.load", operand.load, lies_right, spec.dtype, target)
+        if len({self.u.load, self.v.load, self.down.load, self.out.load}) > 1:
+            raise SpecError("schedule: all weights of a gated MLP are loaded alike")
         if spec.intermediates():
-            check_widened("w_load", self.w_load, spec)
-        check_order(self.k_order, (self.x_load, self.w_load))
+            check_widened("v.load", self.v.load, spec)
+        check_order(self.k_order, (self.x.load, self.v.load))
         check_double_row(self.double_row, spec.dtype, target)
         check_loop(self, spec.m, ())
         self._check_segments(spec)
@@ -223,7 +220,7 @@ class GatedMLPSchedule(KernelSchedule):
             if banks > target.psum_banks:
                 raise CapacityError(
                     f"{spec.short()}: the schedule needs {banks} PSUM banks, {target.name} has "
-                    f"{target.psum_banks}; lower {group} from {getattr(self, group)} or m_block "
+                    f"{target.psum_banks}; lower {group} from {attrgetter(group)(self)} or m_block "
                     f"from {self.m_block}"
                 )
         self.check_sbuf(spec, target, _REMEDY)
@@ -231,32 +228,32 @@ class GatedMLPSchedule(KernelSchedule):
     def _check_segments(self, spec: GatedMLPUpSpec) -> None:
         """Raise SpecError unless segments hold whole chunks, and panels of h whole segments."""
         k_segment, n_segment = self.segments(spec)
-        check_multiple("k_segment", k_segment, "k_chunk", self.k_chunk, spec.k)
+        check_multiple("k_segment", k_segment, "u.chunk", self.u.chunk, spec.k)
         if n_segment == spec.n:
             return
         if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
             raise SpecError("schedule: n_segment is for a down projection of two factors")
-        for name in ("v_block", "down_chunk"):
-            check_multiple("n_segment", n_segment, name, getattr(self, name), spec.n)
+        for name in ("v.block", "down.chunk"):
+            check_multiple("n_segment", n_segment, name, attrgetter(name)(self), spec.n)
 
     def short(self) -> str:
         """Return the blocks."""
-        streams = "".join(f" {n}-stream" for n in ("u", "down") if getattr(self, f"{n}_stream"))
+        streams = "".join(f" {n}-stream" for n in ("u", "down") if getattr(self, n).stream)
         streams += " double-row" if self.double_row else ""
         segments = (
             f" s{self.k_segment}-{self.n_segment}" if self.k_segment or self.n_segment else ""
         )
         return (
-            f"m{self.m_block}{' loop' if self.m_loop else ''} u{self.u_block} v{self.v_block} "
-            f"down{self.down_block} out{self.out_block} k{self.k_chunk}{self.k_order}{segments}"
+            f"m{self.m_block}{' loop' if self.m_loop else ''} u{self.u.block} v{self.v.block} "
+            f"down{self.down.block} out{self.out.block} k{self.u.chunk} {self.k_order}{segments}"
             f"{streams}"
         )
 
 
 # Which field of the schedule decides the size of a buffer.
 _REMEDY = {
-    "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u_block",
-    "v": "v_block", "down": "down_block", "out": "out_block",
+    "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u.block",
+    "v": "v.block", "down": "down.block", "out": "out.block",
 }  # fmt: skip
 
 
@@ -271,30 +268,37 @@ def _segmented(spec: GatedMLPUpSpec, plain: GatedMLPSchedule) -> Iterator[GatedM
     """Yield twins of a schedule that sum over segments: of u for few tokens, of h for many."""
     rank = max(spec.rank("gate"), spec.rank("up"))
     m_tiles = tiles(min(plain.m_block, spec.m), 512)
-    banks = 3 if "tensor" in (plain.x_load, plain.w_load) else 4  # two groups take turns
+    banks = 3 if "tensor" in (plain.x.load, plain.v.load) else 4  # two groups take turns
     if m_tiles > banks:
         return
     group = max(1, banks // m_tiles)
     twins = [plain]
-    if rank > 1024 and spec.m <= 128 and plain.u_block >= rank:
-        chunk = tiles(plain.k_chunk, 128)
+    if rank > 1024 and spec.m <= 128 and plain.u.block >= rank:
+        chunk = tiles(plain.u.chunk, 128)
         segment = 128 * chunk * max(1, 8 // chunk)
         if segment < spec.k:
             twins.append(
-                dataclasses.replace(plain, k_segment=segment, r_group=group, u_stream=False)
+                dataclasses.replace(
+                    plain,
+                    k_segment=segment,
+                    u=dataclasses.replace(plain.u, group=group, stream=False),
+                )
             )
             yield twins[-1]
     if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
         return
     for twin, wanted in itertools.product(twins, (512, 1024, 2048)):
-        block = min(twin.v_block, spec.n)
-        if wanted < spec.n and wanted % block == 0 and twin.down_block in (512, 1024):
+        block = min(twin.v.block, spec.n)
+        if wanted < spec.n and wanted % block == 0 and twin.down.block in (512, 1024):
             yield dataclasses.replace(
                 twin,
                 n_segment=wanted,
-                down_chunk=chunk_rows(wanted, twin.down_block * item_bytes(spec.dtype)),
-                down_group=group,
-                down_stream=twin.down_block <= 128 * group,
+                down=dataclasses.replace(
+                    twin.down,
+                    chunk=chunk_rows(wanted, twin.down.block * item_bytes(spec.dtype)),
+                    group=group,
+                    stream=twin.down.block <= 128 * group,
+                ),
             )
 
 
@@ -335,50 +339,33 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
             down_group = min(banks // m_tiles, tiles(down_block, 128))
             k_chunk = chunk_rows(spec.k, min(u_block, rank) * size)
             yield GatedMLPSchedule(
-                x_load=x_load,
-                w_load=w_load,
+                x=Operand(load=x_load, chunk=x_rows(spec.m, spec.k, k_chunk)),
+                u=Operand(
+                    load=w_load, block=u_block, chunk=k_chunk, group=r_group,
+                    stream=u_block <= 128 * r_group,
+                ),
+                v=Operand(
+                    load=w_load,
+                    block=v_block,
+                    chunk=chunk_rows(rank if rank > 1 else spec.k, min(v_block, spec.n) * kept),
+                    group=max(
+                        1, min(2 if rows and not down else 4, (banks // 2) // n_tiles_at_once)
+                    ),
+                ),
+                down=Operand(
+                    load=w_load, block=down_block, chunk=chunk_rows(spec.n, down_block * kept),
+                    group=down_group, stream=down_block <= 128 * down_group,
+                ),
+                out=Operand(
+                    load=w_load,
+                    block=out_block,
+                    chunk=chunk_rows(down_rank if down_rank > 1 else spec.n, out_block * kept),
+                    group=4 if rows else max(1, 4 // m_tiles),
+                ),
                 k_order=chunk_order(spec.k, (x_load, w_load)),
                 m_block=m_block,
-                k_chunk=k_chunk,
-                x_chunk=x_rows(spec.m, spec.k, k_chunk),
-                u_block=u_block,
-                r_group=r_group,
-                v_block=v_block,
-                v_chunk=chunk_rows(rank if rank > 1 else spec.k, min(v_block, spec.n) * kept),
-                n_group=max(1, min(2 if rows and not down else 4, (banks // 2) // n_tiles_at_once)),
-                down_block=down_block,
-                down_chunk=chunk_rows(spec.n, down_block * kept),
-                down_group=down_group,
-                out_block=out_block,
-                out_chunk=chunk_rows(down_rank if down_rank > 1 else spec.n, out_block * kept),
-                out_group=4 if rows else max(1, 4 // m_tiles),
-                u_stream=u_block <= 128 * r_group,
-                down_stream=down_block <= 128 * down_group,
                 double_row=double_row,
-            )
-
-
-def parameters(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> dict[str, Any]:
-    """Return the compile-time arguments of the NKI function."""
-    down = isinstance(spec, GatedMLPSpec)
-    names = ("m", "k", "n", "gate_r", "up_r", "out_layout", "activation")
-    given: dict[str, Any] = {name: getattr(spec, name) for name in names}
-    given |= {"down": down, "down_r": spec.rank("down") if down else 0}
-    present = {tensor.name for tensor in spec.inputs()}
-    for branch in ("gate", "up", "down"):
-        given |= {f"{branch}_{n}": None for n in "uvw" if f"{branch}_{n}" not in present}
-        has = f"{branch}_bias" in present
-        given[f"has_{branch}_bias"] = has
-        if not has:
-            given[f"{branch}_bias"] = None
-    scaled = [f"{b}_{n}" for b in ("gate", "up", "down") for n in "uvwp"]
-    k_segment, n_segment = schedule.segments(spec)
-    given |= schedule.to_dict() | {
-        "k_segment": k_segment,
-        "n_segment": n_segment,
-        "x_by_features": spec.x_layout == "col",
-    }
-    return given | format_parameters(spec, schedule, ["x", *scaled, "h"])
+            )  # fmt: skip
 
 
 def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ...]:
@@ -386,7 +373,7 @@ def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ..
     tokens = min(schedule.m_block, spec.m)
     factors = [b for b in ("gate", "up") if spec.rank(b)]
     lines = [
-        f"x: {LOADED[schedule.x_load]}, read once, {tokens} tokens at a time.",
+        f"x: {LOADED[schedule.x.load]}, read once, {tokens} tokens at a time.",
         f"{' and '.join(factors)}: (x u)^T summed in PSUM over all of k, kept in SBUF."
         if factors
         else "gate and up: dense, x is used as it lies.",
@@ -416,19 +403,19 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
     tokens = min(schedule.m_block, m)
     x_run = tokens * size
     dmas: list[tuple[int, int, int, str]] = [
-        (tiles(spec.k, schedule.x_chunk) * m_blocks,
-         m * spec.k * size // (tiles(spec.k, schedule.x_chunk) * m_blocks), x_run,
-         "transpose" if schedule.x_load == "dma" else "copy")
+        (tiles(spec.k, schedule.x.chunk) * m_blocks,
+         m * spec.k * size // (tiles(spec.k, schedule.x.chunk) * m_blocks), x_run,
+         "transpose" if schedule.x.load == "dma" else "copy")
     ]  # fmt: skip
-    kind = "transpose" if schedule.w_load == "dma" else "copy"
+    kind = "transpose" if schedule.v.load == "dma" else "copy"
 
     def weight(rows: int, columns: int, block: int, chunk: int, of_kept: bool) -> None:
         count = tiles(rows, chunk) * tiles(columns, block) * m_blocks
         # a load that widens writes four bytes an element
-        moved = 4 if spec.wide and of_kept and schedule.w_load == "rows" else size
+        moved = 4 if spec.wide and of_kept and schedule.v.load == "rows" else size
         run = min(block, columns) * moved
         dmas.append((count, rows * columns * moved * m_blocks // count, run, kind))
-        if schedule.w_load == "tensor":
+        if schedule.v.load == "tensor":
             squares = tiles(rows, 128) * tiles(columns, 128) * m_blocks
             matmuls.append((squares, 128))
             evictions.append((tiles(squares, 4), 512))
@@ -449,22 +436,22 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
         rank, (first, last) = spec.rank(branch), spec.ends(branch)
         into_out = branch == "down"
         if rank:
-            block = schedule.down_block if into_out else schedule.u_block
-            chunk = schedule.down_chunk if into_out else schedule.k_chunk
+            block = schedule.down.block if into_out else schedule.u.block
+            chunk = schedule.down.chunk if into_out else schedule.u.chunk
             weight(first, rank, block, chunk, into_out)
             product(first, chunk, tiles(rank, 128) * m_moves, moving, into_out)
             # sums that are added in SBUF leave PSUM through VectorE alone
             segments = tiles(first, schedule.segments(spec)[into_out])
             evictions.append((tiles(rank, 128) * m_moves * (2 * segments - 1), moving))
-        block = schedule.out_block if into_out else schedule.v_block
-        chunk = schedule.out_chunk if into_out else schedule.v_chunk
+        block = schedule.out.block if into_out else schedule.v.block
+        chunk = schedule.out.chunk if into_out else schedule.v.chunk
         of_kept = into_out or bool(rank)
         weight(rank or first, last, block, chunk, of_kept)
         count, columns = out_tiles(last, rows and (into_out or not down))
         product(rank or first, chunk, count, columns, of_kept)
         evictions.append((count, columns))
     features = spec.ends(spec.branches[-1])[1]
-    panel = min(schedule.out_block if down else schedule.v_block, features)
+    panel = min(schedule.out.block if down else schedule.v.block, features)
     stores = tiles(features, panel) * (tiles(m, 128) if rows else m_blocks)
     run = panel * y_size if rows else tokens * y_size
     dmas.append((stores, m * features * y_size // stores, run, "copy"))
@@ -488,7 +475,6 @@ GATED_MLP_UP = Family(
     schedule_class=GatedMLPSchedule,
     folder="gated_mlp",
     candidates=candidates,
-    parameters=parameters,
     work=work,
     data_flow=data_flow,
 )

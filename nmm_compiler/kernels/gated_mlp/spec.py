@@ -67,6 +67,9 @@ class GatedMLPUpSpec(FormattedSpec):
 
     family: ClassVar[str] = "gated_mlp_up"
     branches: ClassVar[tuple[str, ...]] = ("gate", "up")
+    down: ClassVar[bool] = False
+    down_r: ClassVar[int | None] = 0
+    down_bias: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_sizes(self.family, {name: getattr(self, name) for name in ("m", "k", "n")})
@@ -229,10 +232,11 @@ class GatedMLPSpec(GatedMLPUpSpec):
     As GatedMLPUpSpec, with down_u, down_v (or down_w) after the up projection.
     """
 
-    down_r: int | None = None
-    down_bias: bool = False
+    down_r: int | None = None  # type: ignore[misc]
+    down_bias: bool = False  # type: ignore[misc]
 
     family: ClassVar[str] = "gated_mlp"
+    down: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
     def intermediates(self) -> tuple[str, ...]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
+from nmm_compiler.kernels.base import Family, KernelSchedule, Operand, Work, item_bytes
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
 from nmm_compiler.kernels.number_formats import (
     check_double_row,
     check_widened,
-    format_parameters,
     passes,
     pitch,
     row_modes,
@@ -42,45 +42,35 @@ from nmm_compiler.targets import Target
 class LowRankSchedule(KernelSchedule):
     """How a lowrank kernel runs.
 
-    x_load, u_load, v_load, w_load: how an operand gets its contraction index onto the partitions:
-        "rows" as it lies, "strided" element runs, "dma" a DMA transpose, "tensor" TensorE.
-    k_order: which contraction rows share a partition: "p" consecutive ones, "t" every 128th.
-    m_block: tokens whose intermediate stays in SBUF. k_chunk, x_chunk: contraction
-        rows per load of u and of x.
+    x, u, v: how these arrive; u.group counts rank tiles of stage 1, v.group output tiles of
+        stage 2. w_load: how w of a base product is loaded, with the chunks of u and blocks of v.
+    m_block: tokens whose intermediate stays in SBUF.
     m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
     k_segment: contraction rows summed in PSUM at a time; fewer than k: p is added up in fp32 in
         SBUF, so that x and u are read once for any number of tokens and rank tiles. 0 is all of k.
-        x_stream: x stays in SBUF for one segment only.
-    u_block, v_block: weight columns in SBUF at a time. v_chunk: rank rows per load of v.
-    r_group: rank tiles summed together in stage 1. n_group: output tiles in stage 2.
-    u_resident, v_resident: loaded once for all tokens. u_stream, v_stream: each chunk is used by
-        one pass over the contraction, and so no panel stays in SBUF.
-    v_still: stage 2 holds v still for a "row" result too, which is quicker for few tokens.
+        x.stream: x stays in SBUF for one segment only.
+    v_stationary: stage 2 holds v stationary for a "row" result too, which is quicker for few
+        tokens.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     """
 
-    x_load: str
-    u_load: str
-    v_load: str
-    w_load: str
-    k_order: str
-    m_block: int
-    k_chunk: int
-    x_chunk: int
-    u_block: int
-    r_group: int
-    v_block: int
-    v_chunk: int
-    n_group: int
+    u: Operand
+    v: Operand
+    w_load: str = "rows"
     m_loop: bool = False
     k_segment: int = 0
-    x_stream: bool = False
-    u_resident: bool = False
-    v_resident: bool = False
-    u_stream: bool = False
-    v_stream: bool = False
-    v_still: bool = False
+    v_stationary: bool = False
     double_row: bool = False
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return the token block, the blocks of u and v, and how stage 2 runs."""
+        return (self.m_block, self.u.block, self.v.block, self.v_stationary)
+
+    def settled(self, spec: Any) -> LowRankSchedule:
+        """Return the schedule as the kernel of `spec` reads it."""
+        made = dataclasses.replace(super().settled(spec), k_segment=self.segment(spec))
+        turned = spec.fp8 and made.w_load == "tensor"
+        return dataclasses.replace(made, w_load="tensor8") if turned else made
 
     def segment(self, spec: LowRankSpec) -> int:
         """Return contraction rows summed in PSUM at a time, at most k."""
@@ -94,18 +84,17 @@ class LowRankSchedule(KernelSchedule):
         pairs, second = self.double_row, self.double_row and spec.requantized
         k_tiles, r_tiles = tiles(spec.k, 128), tiles(spec.r, 128)
         tokens = min(self.m_block, spec.m)
-        u_columns = spec.r if self.u_resident else min(self.u_block, spec.r)
-        v_columns = spec.n if self.v_resident else min(self.v_block, spec.n)
-        panel, segment_tiles = min(self.v_block, spec.n), tiles(self.segment(spec), 128)
-        x_tiles = segment_tiles if self.x_stream else k_tiles
-        u_tiles = tiles(self.k_chunk, 128) if self.u_stream else segment_tiles
-        v_tiles = tiles(self.v_chunk, 128) if self.v_stream else r_tiles
+        u_columns = spec.r if self.u.resident else min(self.u.block, spec.r)
+        v_columns = spec.n if self.v.resident else min(self.v.block, spec.n)
+        panel, segment_tiles = min(self.v.block, spec.n), tiles(self.segment(spec), 128)
+        x_tiles = segment_tiles if self.x.stream else k_tiles
+        u_tiles = tiles(self.u.chunk, 128) if self.u.stream else segment_tiles
         rows = spec.out_layout == "row"
         held = {
             "x": x_tiles * pitch(tokens, pairs) * size,
             "u": u_tiles * pitch(u_columns, pairs) * size,
             "p": r_tiles * pitch(tokens, second) * p_size,
-            "v": v_tiles * pitch(v_columns, second) * v_size,
+            "v": r_tiles * pitch(v_columns, second) * v_size,
             "y": panel * y_size if rows else tiles(panel, 128) * tokens * y_size,
         }
         if self.segment(spec) < spec.k:
@@ -116,15 +105,15 @@ class LowRankSchedule(KernelSchedule):
             held["bias"] = 2 * spec.n * y_size if rows else 6 * tiles(spec.n, 128)
         if spec.fp8:
             held["scale"] = scale_bytes(spec.r, spec.scales, down=True) + scale_bytes(
-                spec.n, spec.scales, down=self.v_still or not rows
+                spec.n, spec.scales, down=self.v_stationary or not rows
             )
             if spec.requantized:
                 held["quantized"] = 512 * 4
         held |= sum_bytes(spec)
-        if "tensor" in (self.x_load, self.u_load, self.w_load):
-            held["flat"] = min(max(self.k_chunk, self.x_chunk), spec.k) * size
-        if self.v_load == "tensor":
-            held["flat_v"] = min(self.v_chunk, spec.r) * size
+        if "tensor" in (self.x.load, self.u.load, self.w_load):
+            held["flat"] = min(max(self.u.chunk, self.x.chunk), spec.k) * size
+        if self.v.load == "tensor":
+            held["flat_v"] = min(self.v.chunk, spec.r) * size
         return held
 
     def overlapped_bytes(self, spec: LowRankSpec) -> int:
@@ -133,15 +122,15 @@ class LowRankSchedule(KernelSchedule):
         streams = ["y", *(["sum"] if "sum" in held else [])]
         blocks = tiles(spec.m, self.m_block)
         segments = self.segment(spec) < spec.k
-        many = blocks > 1 or self.u_block < spec.r or self.u_stream or segments
-        if not self.u_resident and many:
+        many = blocks > 1 or self.u.block < spec.r or self.u.stream or segments
+        if not self.u.resident and many:
             streams.append("u")
-        if self.x_stream:
+        if self.x.stream:
             streams.append("x")
-        if not self.v_resident and (blocks > 1 or self.v_block < spec.n or self.v_stream):
+        if not self.v.resident and (blocks > 1 or self.v.block < spec.n):
             streams += ["v", *(["w"] if spec.base else [])]
         if (
-            blocks > 1 and spec.base and not self.x_stream
+            blocks > 1 and spec.base and not self.x.stream
         ):  # else x is free again once stage 1 is done
             streams.append("x")
         streams += [name for name in ("flat", "flat_v") if name in held]
@@ -150,12 +139,12 @@ class LowRankSchedule(KernelSchedule):
     def psum_banks(self, spec: LowRankSpec) -> dict[str, int]:
         """Return PSUM banks in use in each stage."""
         m_tiles = tiles(min(self.m_block, spec.m), 512)
-        turning = 2 if "tensor" in (self.x_load, self.u_load) else 0
-        turning_v = 2 if "tensor" in (self.v_load, self.w_load) else 0
-        moving_v = spec.out_layout == "row" and not self.v_still
-        second = self.n_group if moving_v else self.n_group * m_tiles
+        turning = 2 if "tensor" in (self.x.load, self.u.load) else 0
+        turning_v = 2 if "tensor" in (self.v.load, self.w_load) else 0
+        moving_v = spec.out_layout == "row" and not self.v_stationary
+        second = self.v.group if moving_v else self.v.group * m_tiles
         return {
-            "stage 1": min(self.r_group, tiles(spec.r, 128)) * m_tiles + turning,
+            "stage 1": min(self.u.group, tiles(spec.r, 128)) * m_tiles + turning,
             "stage 2": second + turning_v,
         }
 
@@ -163,37 +152,37 @@ class LowRankSchedule(KernelSchedule):
         """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
         sizes = {
             "m_block": spec.m,
-            "k_chunk": spec.k,
-            "x_chunk": spec.k,
-            "u_block": spec.r,
-            "v_block": spec.n,
+            "u.chunk": spec.k,
+            "x.chunk": spec.k,
+            "u.block": spec.r,
+            "v.block": spec.n,
         }
-        check_blocks(self, sizes | {"v_chunk": spec.r}, ("r_group", "n_group"))
-        check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
-        check_load("u_load", self.u_load, spec.u_layout == "row", spec.dtype, target)
-        check_load("v_load", self.v_load, spec.v_layout == "row", spec.dtype, target)
-        check_widened("v_load", self.v_load, spec)
+        check_blocks(self, sizes | {"v.chunk": spec.r}, ("u.group", "v.group"))
+        check_load("x.load", self.x.load, spec.x_layout == "col", spec.dtype, target, strided=True)
+        check_load("u.load", self.u.load, spec.u_layout == "row", spec.dtype, target)
+        check_load("v.load", self.v.load, spec.v_layout == "row", spec.dtype, target)
+        check_widened("v.load", self.v.load, spec)
         if spec.base:
             check_load("w_load", self.w_load, spec.w_layout == "row", spec.dtype, target)
-        check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
-        check_order(self.k_order, (self.x_load, self.u_load, *self._base_load(spec)))
-        check_loop(self, spec.m, (self.u_resident, self.v_resident))
+        check_multiple("x.chunk", self.x.chunk, "u.chunk", self.u.chunk, spec.k)
+        check_order(self.k_order, (self.x.load, self.u.load, *self._base_load(spec)))
+        check_loop(self, spec.m, (self.u.resident, self.v.resident))
         self._check_segment(spec)
         check_double_row(self.double_row, spec.dtype, target)
-        self._check_streams(spec)
-        panel = min(self.v_block, spec.n)
+        self._check_stream()
+        panel = min(self.v.block, spec.n)
         whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
-        if self.v_still and spec.out_layout == "row" and not (whole and target.name != "trn1"):
+        if self.v_stationary and spec.out_layout == "row" and not (whole and target.name != "trn1"):
             raise SpecError(
-                "schedule: v_still with a row result takes whole tiles, no bias, trn2 or trn3; "
-                f"n is {spec.n}, v_block {self.v_block}, bias {spec.bias}, target {target.name}"
+                "schedule: v_stationary with a row result takes whole tiles, no bias, trn2 or trn3; "
+                f"n is {spec.n}, v.block {self.v.block}, bias {spec.bias}, target {target.name}"
             )
         for stage, banks in self.psum_banks(spec).items():
             if banks > target.psum_banks:
-                group = "r_group" if stage == "stage 1" else "n_group"
+                group = "u.group" if stage == "stage 1" else "v.group"
                 raise CapacityError(
                     f"{spec.short()}: {stage} needs {banks} PSUM banks, {target.name} has "
-                    f"{target.psum_banks}; lower {group} from {getattr(self, group)} or m_block "
+                    f"{target.psum_banks}; lower {group} from {attrgetter(group)(self)} or m_block "
                     f"from {self.m_block}"
                 )
         self.check_sbuf(spec, target, _REMEDY)
@@ -201,34 +190,26 @@ class LowRankSchedule(KernelSchedule):
     def _check_segment(self, spec: LowRankSpec) -> None:
         """Raise SpecError unless the segments hold whole loads, and x stays if it is used again."""
         segment = self.segment(spec)
-        check_multiple("k_segment", segment, "k_chunk", self.k_chunk, spec.k)
-        if self.x_stream and segment % self.x_chunk:
+        check_multiple("k_segment", segment, "u.chunk", self.u.chunk, spec.k)
+        if self.x.stream and segment % self.x.chunk:
             raise SpecError(
-                f"schedule: x_stream loads x per segment of {segment} rows; pass an x_chunk that "
-                f"divides it, not {self.x_chunk}"
+                f"schedule: x.stream loads x per segment of {segment} rows; pass an x.chunk that "
+                f"divides it, not {self.x.chunk}"
             )
-        if segment < spec.k and self.u_resident:
-            raise SpecError("schedule: k_segment below k reads u once; drop u_resident")
-        if spec.base and self.x_stream:
-            raise SpecError("schedule: the base product reads x again; drop x_stream")
+        if segment < spec.k and self.u.resident:
+            raise SpecError("schedule: k_segment below k reads u once; drop u.resident")
+        if spec.base and self.x.stream:
+            raise SpecError("schedule: the base product reads x again; drop x.stream")
 
-    def _check_streams(self, spec: LowRankSpec) -> None:
-        """Raise SpecError unless what streams is used by a single pass over its contraction."""
-        tokens = min(self.m_block, spec.m)
-        moving_v = spec.out_layout == "row" and not self.v_still
-        second = (512 if moving_v else 128) * self.n_group
-        one_pass = {
-            "u": self.u_block <= 128 * self.r_group,
-            "v": self.v_block <= second and (not moving_v or tokens <= 128),
-        }
-        for name, single in one_pass.items():
-            if getattr(self, f"{name}_stream") and (
-                not single or getattr(self, f"{name}_resident")
-            ):
-                raise SpecError(
-                    f"schedule: {name}_stream needs one pass over the contraction per panel; lower "
-                    f"{name}_block from {getattr(self, f'{name}_block')}, keep {name} not resident"
-                )
+    def _check_stream(self) -> None:
+        """Raise SpecError unless a u that streams is used by a single pass over k."""
+        if self.u.stream and (self.u.block > 128 * self.u.group or self.u.resident):
+            raise SpecError(
+                "schedule: u.stream needs one pass over the contraction per panel; lower u.block "
+                f"from {self.u.block}, keep u not resident"
+            )
+        if self.v.stream:
+            raise SpecError("schedule: v is used by every tile of tokens; drop v.stream")
 
     def _base_load(self, spec: LowRankSpec) -> tuple[str, ...]:
         return (self.w_load,) if spec.base else ()
@@ -239,20 +220,20 @@ class LowRankSchedule(KernelSchedule):
             f" {name}-{use}"
             for name in ("u", "v")
             for use in ("resident", "stream")
-            if getattr(self, f"{name}_{use}")
+            if getattr(getattr(self, name), use)
         )
         loop = " loop" if self.m_loop else ""
-        segment = f" s{self.k_segment}{'x' if self.x_stream else ''}" if self.k_segment else ""
-        still = " v-still" if self.v_still else ""
-        still += " double-row" if self.double_row else ""
+        segment = f" s{self.k_segment}{'x' if self.x.stream else ''}" if self.k_segment else ""
+        how = " v-stationary" if self.v_stationary else ""
+        how += " double-row" if self.double_row else ""
         return (
-            f"m{self.m_block}{loop} u{self.u_block} v{self.v_block} k{self.k_chunk}{self.k_order}"
-            f"{segment} r{self.v_chunk}{resident}{still}"
+            f"m{self.m_block}{loop} u{self.u.block} v{self.v.block} k{self.u.chunk} {self.k_order}"
+            f"{segment} r{self.v.chunk}{resident}{how}"
         )
 
 
 # Which field of the schedule decides the size of a buffer.
-_REMEDY = {"x": "m_block", "u": "u_block", "p": "m_block", "v": "v_block", "w": "v_block"}
+_REMEDY = {"x": "m_block", "u": "u.block", "p": "m_block", "v": "v.block", "w": "v.block"}
 
 
 def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
@@ -293,39 +274,36 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 chunk_rows(spec.r, min(v_block, spec.n) * (4 if spec.wide else size), wanted)
                 for wanted in ((4096, 8192) if few else (8192,))
             }
-            still = [spec.out_layout == "col"]
+            stationary = [spec.out_layout == "col"]
             turns = spec.n % 128 == 0 and not spec.bias and target.name != "trn1"
-            if spec.m <= 64 and turns and not still[0]:
-                still.append(True)
+            if spec.m <= 64 and turns and not stationary[0]:
+                stationary.append(True)
             residents = (False, True) if spec.m > m_block else (False,)
             for (
-                (u_resident, u_stream), v_resident, k_chunk, v_chunk, v_still, double_row
+                (u_resident, u_stream), v_resident, k_chunk, v_chunk, v_stationary, double_row
             ) in itertools.product(
-                uses, residents, sorted(k_chunks), sorted(v_chunks), still, row_modes(spec.dtype)
+                uses, residents, sorted(k_chunks), sorted(v_chunks), stationary,
+                row_modes(spec.dtype),
             ):  # fmt: skip
                 n_group = min(banks, tiles(v_block, 512))
-                if v_still:
+                if v_stationary:
                     n_group = max(1, min(banks, tiles(v_block, 128)) // m_tiles)
                 yield LowRankSchedule(
-                    x_load=x_load,
-                    u_load=u_load,
-                    v_load=v_load,
+                    x=Operand(load=x_load, chunk=x_rows(spec.m, spec.k, k_chunk)),
+                    u=Operand(
+                        load=u_load, block=u_block, chunk=k_chunk, group=r_group,
+                        resident=u_resident, stream=u_stream,
+                    ),
+                    v=Operand(
+                        load=v_load, block=v_block, chunk=v_chunk, group=n_group,
+                        resident=v_resident,
+                    ),
                     w_load=w_load,
                     k_order=chunk_order(spec.k, turned),
                     m_block=m_block,
-                    k_chunk=k_chunk,
-                    x_chunk=x_rows(spec.m, spec.k, k_chunk),
-                    u_block=u_block,
-                    r_group=r_group,
-                    v_block=v_block,
-                    v_chunk=v_chunk,
-                    n_group=n_group,
-                    u_resident=u_resident,
-                    v_resident=v_resident,
-                    u_stream=u_stream,
-                    v_still=v_still,
+                    v_stationary=v_stationary,
                     double_row=double_row,
-                )
+                )  # fmt: skip
 
 
 def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
@@ -336,24 +314,26 @@ def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     for plain in _plain(spec, target):
         tokens = min(plain.m_block, spec.m)
         m_tiles = tiles(tokens, 512)
-        banks = 3 if "tensor" in (plain.x_load, plain.u_load) else 4  # two groups take turns
-        if plain.u_resident or plain.u_stream or m_tiles > banks:
+        banks = 3 if "tensor" in (plain.x.load, plain.u.load) else 4  # two groups take turns
+        if plain.u.resident or plain.u.stream or m_tiles > banks:
             continue
-        if few and plain.u_block < spec.r:
+        if few and plain.u.block < spec.r:
             continue
-        chunk_tiles = tiles(plain.k_chunk, 128)
+        chunk_tiles = tiles(plain.u.chunk, 128)
         for wanted in (8, 16) if few else (4, 8, 16):
             segment = 128 * chunk_tiles * max(1, wanted // chunk_tiles)
             if segment >= spec.k:
                 continue
             streams = (False, True) if few else (True,)
             for x_stream in streams:
+                x_chunk = segment if few else plain.u.chunk
                 yield dataclasses.replace(
                     plain,
                     k_segment=segment,
-                    x_stream=x_stream,
-                    x_chunk=(segment if few else plain.k_chunk) if x_stream else plain.x_chunk,
-                    r_group=max(1, banks // m_tiles),
+                    x=dataclasses.replace(plain.x, stream=True, chunk=x_chunk)
+                    if x_stream
+                    else plain.x,
+                    u=dataclasses.replace(plain.u, group=max(1, banks // m_tiles)),
                 )
 
 
@@ -363,37 +343,21 @@ def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     yield from _segmented(spec, target)
 
 
-def parameters(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> dict[str, Any]:
-    """Return the compile-time arguments of the NKI function."""
-    given = {name: getattr(spec, name) for name in ("m", "k", "r", "n", "out_layout")}
-    given["base_k"] = spec.k if spec.base else 0
-    given |= {"scale": float(spec.scale), "activation": spec.activation, "has_bias": spec.bias}
-    if not spec.base:
-        given["w"] = None
-    if not spec.bias:
-        given["bias"] = None
-    given |= schedule.to_dict() | {
-        "k_segment": schedule.segment(spec),
-        "x_by_features": spec.x_layout == "col",
-    }
-    return given | format_parameters(spec, schedule, "xuvp")
-
-
 def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
-    second = "v still, p^T moving" if schedule.v_still else "p^T still, v moving"
+    second = "v stationary, p^T moving" if schedule.v_stationary else "p^T stationary, v moving"
     base = "x w joins the same PSUM sums; " if spec.base else ""
     segment = schedule.segment(spec)
     summed = "summed in PSUM over all of k"
     if segment < spec.k:
         summed = f"summed in PSUM over {segment} of k, these sums in fp32 in SBUF"
     return (
-        f"x: {LOADED[schedule.x_load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
-        f"u: {LOADED[schedule.u_load]}, {min(schedule.u_block, spec.r)} columns at a time"
-        f"{', loaded once' if schedule.u_resident else ''}.",
-        f"stage 1: u still, x^T moving; p^T = (x u)^T {summed}; kept in SBUF.",
-        f"v: {LOADED[schedule.v_load]}, {min(schedule.v_block, spec.n)} columns at a time"
-        f"{', loaded once' if schedule.v_resident else ''}.",
+        f"x: {LOADED[schedule.x.load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
+        f"u: {LOADED[schedule.u.load]}, {min(schedule.u.block, spec.r)} columns at a time"
+        f"{', loaded once' if schedule.u.resident else ''}.",
+        f"stage 1: u stationary, x^T moving; p^T = (x u)^T {summed}; kept in SBUF.",
+        f"v: {LOADED[schedule.v.load]}, {min(schedule.v.block, spec.n)} columns at a time"
+        f"{', loaded once' if schedule.v.resident else ''}.",
         f"stage 2: {second}; {base}epilogue {spec.activation} while leaving PSUM.",
     )
 
@@ -401,18 +365,18 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
 def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     """Count what the engines do; see `Work`."""
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
-    v_size = 4 if spec.wide and schedule.v_load == "rows" else size  # widened on the way in
+    v_size = 4 if spec.wide and schedule.v.load == "rows" else size  # widened on the way in
     pairs, second = schedule.double_row, schedule.double_row and spec.requantized
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
     k_tiles, r_tiles = tiles(k, 128), tiles(r, 128)
     m_blocks, segments = tiles(m, schedule.m_block), tiles(k, schedule.segment(spec))
     tokens = min(schedule.m_block, m)
-    panel, u_columns = min(schedule.v_block, n), min(schedule.u_block, r)
-    matmuls = [(passes(k, schedule.k_chunk, pairs) * r_tiles * tiles(m, 512), min(512, m))]
+    panel, u_columns = min(schedule.v.block, n), min(schedule.u.block, r)
+    matmuls = [(passes(k, schedule.u.chunk, pairs) * r_tiles * tiles(m, 512), min(512, m))]
     # sums that are added in SBUF leave PSUM through VectorE alone
     evictions = [(r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m))]
-    contraction = passes(r, schedule.v_chunk, second) + (k_tiles if spec.base else 0)
-    if spec.out_layout == "row" and not schedule.v_still:
+    contraction = passes(r, schedule.v.chunk, second) + (k_tiles if spec.base else 0)
+    if spec.out_layout == "row" and not schedule.v_stationary:
         out_tiles, out_columns = tiles(m, 128) * tiles(n, 512), min(512, n)
         store_run, stores = panel * y_size, tiles(m, 128) * tiles(n, panel)
     else:
@@ -427,20 +391,22 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     matmuls.append((contraction * out_tiles, out_columns))
     evictions.append((out_tiles, out_columns))
     dmas: list[tuple[int, int, int, str]] = [(stores, m * n * y_size // stores, store_run, "copy")]
-    k_chunks, r_chunks = tiles(k, schedule.k_chunk), tiles(r, schedule.v_chunk)
-    rows_at_once = schedule.k_chunk // 128 if schedule.k_order == "p" else 1
-    u_times = 1 if schedule.u_resident else m_blocks
-    v_times = 1 if schedule.v_resident else m_blocks
-    u_run = u_columns * size * (rows_at_once if u_columns == r and not schedule.u_resident else 1)
-    if u_columns == r and schedule.u_resident:
+    k_chunks, r_chunks = tiles(k, schedule.u.chunk), tiles(r, schedule.v.chunk)
+    rows_at_once = schedule.u.chunk // 128 if schedule.k_order == "consecutive_rows" else 1
+    u_times = 1 if schedule.u.resident else m_blocks
+    v_times = 1 if schedule.v.resident else m_blocks
+    u_run = u_columns * size * (rows_at_once if u_columns == r and not schedule.u.resident else 1)
+    if u_columns == r and schedule.u.resident:
         u_run = u_columns * size * rows_at_once
-    x_at_once = tiles(min(schedule.x_chunk, k), 128) if schedule.k_order == "p" else 1
+    x_at_once = (
+        tiles(min(schedule.x.chunk, k), 128) if schedule.k_order == "consecutive_rows" else 1
+    )
     x_run = tokens * size * (x_at_once if tokens == m else 1)
     loads = [
-        (schedule.x_load, m * k * size, tiles(k, schedule.x_chunk) * m_blocks, x_run, m, 1),
-        (schedule.u_load, k * r * size * u_times, k_chunks * tiles(r, u_columns) * u_times, u_run,
+        (schedule.x.load, m * k * size, tiles(k, schedule.x.chunk) * m_blocks, x_run, m, 1),
+        (schedule.u.load, k * r * size * u_times, k_chunks * tiles(r, u_columns) * u_times, u_run,
          r, u_times),
-        (schedule.v_load, r * n * v_size * v_times, r_chunks * tiles(n, panel) * v_times,
+        (schedule.v.load, r * n * v_size * v_times, r_chunks * tiles(n, panel) * v_times,
          panel * v_size, n, v_times),
     ]  # fmt: skip
     if spec.base:
@@ -455,16 +421,16 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
             matmuls.append((squares, 128))
             evictions.append((tiles(squares, 4), 512))
             dmas.append((count * tiles(free, 128), total // (count * tiles(free, 128)),
-                         min(schedule.k_chunk, inner) * size, "copy"))  # fmt: skip
+                         min(schedule.u.chunk, inner) * size, "copy"))  # fmt: skip
         elif how == "dma":
             dmas.append((count, total // count, run, "transpose"))
         elif how == "strided":
             dmas.append((count, total // count, x_at_once * size, "copy"))
         else:
             dmas.append((count, total // count, run, "copy"))
-    first_chunk = min(schedule.k_chunk, k)
-    last_rows = min(schedule.v_chunk, r)
-    panel_tiles = tiles(panel, 128 if schedule.v_still else 512)
+    first_chunk = min(schedule.u.chunk, k)
+    last_rows = min(schedule.v.chunk, r)
+    panel_tiles = tiles(panel, 128 if schedule.v_stationary else 512)
     return Work(
         matmuls=tuple(matmuls),
         evictions=tuple(evictions),
@@ -476,7 +442,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         early_bytes=k * (r + m) * size if m_blocks == 1 else 0,
         late_matmuls=(
             matmuls[1],
-            (tiles(schedule.segment(spec), 128) * max(0, r_tiles - schedule.r_group), min(512, m)),
+            (tiles(schedule.segment(spec), 128) * max(0, r_tiles - schedule.u.group), min(512, m)),
         )
         if m_blocks == 1
         else (),
@@ -492,7 +458,6 @@ LOWRANK = Family(
     schedule_class=LowRankSchedule,
     folder="lowrank",
     candidates=candidates,
-    parameters=parameters,
     work=work,
     data_flow=data_flow,
 )

@@ -11,42 +11,28 @@ import nki.language as nl
 
 from ..pieces.loads_and_stores import bias_columns, evict, load, spread_bias
 from ..pieces.product_to_hbm import expand_columns, expand_rows
+from ..pieces.records import Base, Block, Chunk, Epilogue, Part, Product, Result, Strip, Weight
 
 
 @nki.jit
-def lowrank_shared(
-    x,
-    us,
-    vs,
-    biases,
-    m=1,  # tokens
-    k=1,  # input features
-    ranks=(1,),  # of every u
-    starts=(0, 1),  # first rank tile of every u, then the number of tiles
-    ns=(1,),  # output features of every v
-    pair_of=(0,),  # the u that each v follows
-    bias_of=(-1,),  # place among the biases, -1 for none
-    activations=("identity",),
-    out_layouts=("row",),
-    stills=(False,),  # where stage 2 holds v still
-    reorder=False,  # make the results in the order of `turns`
-    turns=(0,),
-    u_chunks=(128,),  # contraction rows per load of each u
-    x_load="rows",
-    u_load="rows",
-    v_load="rows",
-    k_order="p",
-    m_block=128,
-    k_chunk=128,
-    x_chunk=128,
-    r_group=1,
-    v_block=128,
-    v_chunk=128,
-    n_group=1,
-    u_resident=False,
-    v_resident=False,
-):
-    """Return every y, [m, n], or [n, m] where its layout is "col"."""
+def lowrank_shared(x, us, vs, biases, spec, schedule):
+    """Return every y."""
+    m = spec.m  # tokens
+    k = spec.k  # input features
+    ranks = spec.ranks  # of every u
+    starts = schedule.starts  # first rank tile of every u, then the number of tiles
+    ns = spec.ns  # output features of every v
+    pair_of = spec.pair_of  # the u that each v follows
+    bias_of = spec.bias_of  # place among the biases, -1 for none
+    activations = spec.activations
+    out_layouts = spec.out_layouts
+    stationary = schedule.stationary  # where stage 2 holds v stationary
+    turns = schedule.turns
+    u_chunks = schedule.u_chunks  # contraction rows per load of each u
+    m_block = schedule.m_block
+    k_chunk = schedule.k_chunk
+    x_chunk = schedule.x.chunk
+    r_group = schedule.u.group
     k_tiles = (k + 127) // 128
     outs = []
     bias_sbs = []
@@ -62,11 +48,11 @@ def lowrank_shared(
                 bias_sbs.append(spread_bias(biases[bias_of[j]], ns[j]))
             else:
                 bias_sbs.append(bias_columns(biases[bias_of[j]], ns[j]))
-        if v_resident:
+        if schedule.v.resident:
             depth = (ranks[pair_of[j]] + 127) // 128
             v_alls.append(nl.ndarray((128, depth, ns[j]), dtype=x.dtype, buffer=nl.sbuf))
     for i in range(len(ranks)):
-        if u_resident:
+        if schedule.u.resident:
             u_sbs.append(nl.ndarray((128, k_tiles, ranks[i]), dtype=x.dtype, buffer=nl.sbuf))
         else:
             u_sbs.append(None)
@@ -87,7 +73,8 @@ def lowrank_shared(
                 rows = min(k_chunk, k - k0)
                 if t0 == 0 and k0 % x_chunk == 0:
                     x_rows = min(x_chunk, k - k0)
-                    load(x_sb, k0 // 128, x, k0, x_rows, m0, tokens, x_load, k_order, k)
+                    part = Part(x, k0, x_rows, m0, tokens)
+                    load(x_sb, k0 // 128, part, schedule.x.load, schedule.k_order, k)
                 for i in range(len(ranks)):
                     r0 = 128 * max(0, t0 - starts[i])  # its columns in tiles t0 to t1
                     r1 = min(ranks[i], 128 * (t1 - starts[i]))
@@ -95,70 +82,69 @@ def lowrank_shared(
                         u_rows = min(u_chunks[i], k - k0)
                         deep = (u_rows + 127) // 128
                         if k0 % u_chunks[i] == 0:
-                            if not u_resident:
+                            if not schedule.u.resident:
                                 u_sbs[i] = nl.ndarray((128, deep, r1 - r0), dtype=x.dtype)
-                                load(
-                                    u_sbs[i], 0, us[i], k0, u_rows, r0, r1 - r0, u_load, k_order, k
-                                )
+                                part = Part(us[i], k0, u_rows, r0, r1 - r0)
+                                load(u_sbs[i], 0, part, schedule.u.load, schedule.k_order, k)
                             elif m0 == 0 and r0 == 0:
-                                r = ranks[i]
+                                part = Part(us[i], k0, u_rows, 0, ranks[i])
                                 load(
-                                    u_sbs[i], k0 // 128, us[i], k0, u_rows, 0, r, u_load, k_order, k
+                                    u_sbs[i], k0 // 128, part, schedule.u.load, schedule.k_order, k
                                 )
+                        chunk = Chunk(
+                            u_sbs[i], k0 // 128 if schedule.u.resident else k0 % u_chunks[i] // 128,
+                            r0 if schedule.u.resident else 0, r1 - r0, k0, rows, k,
+                        )  # fmt: skip
                         add_chunk(
-                            p_sb, starts[i] + r0 // 128, sums, starts[i] + r0 // 128 - t0, u_sbs[i],
-                            k0 // 128 if u_resident else k0 % u_chunks[i] // 128,
-                            r0 if u_resident else 0, x_sb, k0, rows, k, r1 - r0, tokens,
+                            p_sb, starts[i] + r0 // 128, sums, starts[i] + r0 // 128 - t0, chunk,
+                            x_sb, tokens,
                         )  # fmt: skip
 
         # Stage 2: contracts over the rank, panel by panel of every v.
         for place in range(len(ns)):
-            j = turns[place] if reorder else place
+            j = turns[place] if schedule.narrow_first else place
             i = pair_of[j]
             bias_sb = None
             if bias_of[j] >= 0:
                 bias_sb = bias_sbs[bias_of[j]]
             v_all = None
-            if v_resident:
+            if schedule.v.resident:
                 v_all = v_alls[j]
-            if stills[j]:
-                expand_columns(
-                    outs[j], p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], v_all, None,
-                    bias_sb, None, vs[j], None, m0, tokens, ranks[i], ns[j], 0, "none", 128,
-                    v_load, "rows", "t", "t", v_chunk, 128, v_block, n_group, v_resident, False,
-                    bias_of[j] >= 0, activations[j], out_layouts[j] == "row", None, "none", False,
-                    False,
-                )  # fmt: skip
+            left = Strip(p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], None, schedule.kept)
+            right = Weight(vs[j], v_all, schedule.v)
+            base = Base(None, None, 0, "rows", 128, "strided_rows")
+            product = Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False)
+            epilogue = Epilogue(None, bias_sb, None, bias_of[j] >= 0, activations[j])
+            at = Block(m0, tokens)
+            if stationary[j]:
+                as_rows = out_layouts[j] == "row"
+                expand_columns(Result(outs[j], as_rows), left, right, base, at, product, epilogue)
             else:
-                expand_rows(
-                    outs[j], p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], v_all, None,
-                    bias_sb, None, vs[j], None, m0, tokens, ranks[i], ns[j], 0, "none", 128,
-                    v_load, "rows", "t", "t", v_chunk, 128, v_block, n_group, v_resident, False,
-                    bias_of[j] >= 0, activations[j], None, "none", False, False,
-                )  # fmt: skip
+                expand_rows(outs[j], left, right, base, at, product, epilogue)
     return tuple(outs)
 
 
-def add_chunk(p_sb, tile, sums, at, u_sb, u_tile, u_first, x_sb, k0, rows, k, columns, tokens):
+def add_chunk(p_sb, tile, sums, at, chunk: Chunk, x_sb, tokens):
     """Add a chunk of the contraction to the sums of one u's columns; the last one rounds them."""
-    # tile: of the first column, in the strip; at: the same, in the sums; u_first: it, in u_sb
+    # tile: of the first column, in the strip; at: the same, in the sums
     m_tiles = (tokens + 511) // 512
-    for kt in range((rows + 127) // 128):
-        kp = min(128, rows - 128 * kt)
-        for c in range(0, columns, 128):
-            rp = min(128, columns - c)
+    for kt in range((chunk.rows + 127) // 128):
+        kp = min(128, chunk.rows - 128 * kt)
+        for c in range(0, chunk.columns, 128):
+            rp = min(128, chunk.columns - c)
+            first = chunk.first + c
             for mt in range(m_tiles):
                 ms = 512 * mt
                 mw = min(512, tokens - ms)
                 nisa.nc_matmul(
                     dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
-                    stationary=u_sb[0:kp, u_tile + kt, u_first + c : u_first + c + rp],
-                    moving=x_sb[0:kp, k0 // 128 + kt, ms : ms + mw],
-                    accumulate=k0 + kt > 0,
+                    stationary=chunk.u_sb[0:kp, chunk.u_tile + kt, first : first + rp],
+                    moving=x_sb[0:kp, chunk.k0 // 128 + kt, ms : ms + mw],
+                    accumulate=chunk.k0 + kt > 0,
                 )
-    if k0 + rows == k:
-        for c in range(0, columns, 128):
-            rp = min(128, columns - c)
+    if chunk.k0 + chunk.rows == chunk.k:
+        for c in range(0, chunk.columns, 128):
+            rp = min(128, chunk.columns - c)
             for mt in range(m_tiles):
                 ms = 512 * mt
                 mw = min(512, tokens - ms)

@@ -106,6 +106,32 @@ class LowRankSharedSpec(KernelSpec):
         """The rank of every u."""
         return tuple(r for r, _ in self.pairs)
 
+    @property
+    def ns(self) -> tuple[int, ...]:
+        """The output features of every v."""
+        return tuple(n for _, ns in self.pairs for n in ns)
+
+    @property
+    def pair_of(self) -> tuple[int, ...]:
+        """The u that each v follows."""
+        return tuple(i for i, (_, ns) in enumerate(self.pairs) for _ in ns)
+
+    @property
+    def bias_of(self) -> tuple[int, ...]:
+        """The place of each result's bias among the biases, -1 for none."""
+        each = self._each("bias")
+        return tuple(sum(each[:j]) if has else -1 for j, has in enumerate(each))
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The epilogue of each result."""
+        return self._each("activation")
+
+    @property
+    def out_layouts(self) -> tuple[str, ...]:
+        """The layout of each result."""
+        return self._each("out_layout")
+
     def results(self) -> tuple[Output, ...]:
         """Return what there is to know about every result, in order."""
         names = ("bias", "activation", "out_layout")

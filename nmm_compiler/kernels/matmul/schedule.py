@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, KernelSchedule, Work, item_bytes
+from nmm_compiler.kernels.base import Family, KernelSchedule, Operand, Work, item_bytes
 from nmm_compiler.kernels.matmul.spec import MatmulSpec
 from nmm_compiler.kernels.number_formats import (
     check_double_row,
-    format_parameters,
     passes,
     pitch,
     row_modes,
@@ -41,40 +39,25 @@ from nmm_compiler.targets import Target
 class MatmulSchedule(KernelSchedule):
     """How a matmul kernel runs.
 
-    x_load, w_load: how an operand gets k onto the partitions: "rows" as it lies, "strided" element
-        runs, "dma" a DMA transpose, "tensor" TensorE.
-    k_order: which contraction rows share a partition: "p" consecutive ones, "t" every 128th.
-    m_block: tokens in SBUF at a time. k_chunk, x_chunk: contraction rows per load of w and x.
+    x, w: how these arrive; w.group counts output tiles.
     m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
-    n_block: columns of w in SBUF at a time. n_group: output tiles summed
-    together. w_resident: w is loaded once.
-    w_stream: each chunk of w is used by one pass over k, and so no panel stays in SBUF.
     double_row: fp8 only, TensorE takes pairs of tiles of k in one pass.
     """
 
-    x_load: str
-    w_load: str
-    k_order: str
-    m_block: int
-    k_chunk: int
-    x_chunk: int
-    n_block: int
-    n_group: int
+    w: Operand
     m_loop: bool = False
-    w_resident: bool = False
-    w_stream: bool = False
     double_row: bool = False
 
     def sbuf_bytes(self, spec: MatmulSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
         k_tiles = tiles(spec.k, 128)
-        tokens, panel = min(self.m_block, spec.m), min(self.n_block, spec.n)
+        tokens, panel = min(self.m_block, spec.m), min(self.w.block, spec.n)
         rows = spec.out_layout == "row"
         held = {
             "x": k_tiles * pitch(tokens, self.double_row) * size,
-            "w": (tiles(self.k_chunk, 128) if self.w_stream else k_tiles)
-            * pitch(spec.n if self.w_resident else panel, self.double_row)
+            "w": (tiles(self.w.chunk, 128) if self.w.stream else k_tiles)
+            * pitch(spec.n if self.w.resident else panel, self.double_row)
             * size,
             "y": panel * y_size if rows else tiles(panel, 128) * tokens * y_size,
         }
@@ -83,8 +66,8 @@ class MatmulSchedule(KernelSchedule):
         if spec.fp8:
             held["scale"] = scale_bytes(spec.n, spec.scales, down=not rows)
         held |= sum_bytes(spec)
-        if "tensor" in (self.x_load, self.w_load):
-            held["flat"] = min(max(self.k_chunk, self.x_chunk), spec.k) * size
+        if "tensor" in (self.x.load, self.w.load):
+            held["flat"] = min(max(self.w.chunk, self.x.chunk), spec.k) * size
         return held
 
     def overlapped_bytes(self, spec: MatmulSpec) -> int:
@@ -92,7 +75,7 @@ class MatmulSchedule(KernelSchedule):
         held = self.sbuf_bytes(spec)
         streams = ["y", *(name for name in ("sum", "flat") if name in held)]
         m_blocks = tiles(spec.m, self.m_block)
-        if not self.w_resident and (m_blocks > 1 or self.n_block < spec.n or self.w_stream):
+        if not self.w.resident and (m_blocks > 1 or self.w.block < spec.n or self.w.stream):
             streams.append("w")
         if m_blocks > 1:
             streams.append("x")
@@ -101,46 +84,45 @@ class MatmulSchedule(KernelSchedule):
     def one_pass(self, spec: MatmulSpec) -> bool:
         """Return whether one group of PSUM sums takes a whole panel of w, for all its tokens."""
         if spec.out_layout == "col":
-            return self.n_block <= 128 * self.n_group
-        return self.n_block <= 512 * self.n_group and min(self.m_block, spec.m) <= 128
+            return self.w.block <= 128 * self.w.group
+        return self.w.block <= 512 * self.w.group and min(self.m_block, spec.m) <= 128
 
     def psum_banks(self, spec: MatmulSpec) -> int:
         """Return PSUM banks in use at once."""
-        turning = 2 if "tensor" in (self.x_load, self.w_load) else 0
+        turning = 2 if "tensor" in (self.x.load, self.w.load) else 0
         m_tiles = tiles(min(self.m_block, spec.m), 512)
-        return self.n_group * (1 if spec.out_layout == "row" else m_tiles) + turning
+        return self.w.group * (1 if spec.out_layout == "row" else m_tiles) + turning
 
     def check(self, spec: MatmulSpec, target: Target) -> None:
         """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
-        sizes = {"m_block": spec.m, "k_chunk": spec.k, "x_chunk": spec.k, "n_block": spec.n}
-        check_blocks(self, sizes, ("n_group",))
-        check_load("x_load", self.x_load, spec.x_layout == "col", spec.dtype, target, strided=True)
-        check_load("w_load", self.w_load, spec.w_layout == "row", spec.dtype, target)
-        check_multiple("x_chunk", self.x_chunk, "k_chunk", self.k_chunk, spec.k)
-        check_order(self.k_order, (self.x_load, self.w_load))
+        sizes = {"m_block": spec.m, "w.chunk": spec.k, "x.chunk": spec.k, "w.block": spec.n}
+        check_blocks(self, sizes, ("w.group",))
+        check_load("x.load", self.x.load, spec.x_layout == "col", spec.dtype, target, strided=True)
+        check_load("w.load", self.w.load, spec.w_layout == "row", spec.dtype, target)
+        check_multiple("x.chunk", self.x.chunk, "w.chunk", self.w.chunk, spec.k)
+        check_order(self.k_order, (self.x.load, self.w.load))
         check_double_row(self.double_row, spec.dtype, target)
-        check_loop(self, spec.m, (self.w_resident,))
-        if self.w_stream and (self.w_resident or not self.one_pass(spec)):
+        check_loop(self, spec.m, (self.w.resident,))
+        if self.w.stream and (self.w.resident or not self.one_pass(spec)):
             raise SpecError(
-                "schedule: w_stream needs one pass over k per panel of w; lower n_block from "
-                f"{self.n_block} or m_block from {self.m_block}, and keep w not resident"
+                "schedule: w.stream needs one pass over k per panel of w; lower w.block from "
+                f"{self.w.block} or m_block from {self.m_block}, and keep w not resident"
             )
         banks = self.psum_banks(spec)
         if banks > target.psum_banks:
             raise CapacityError(
                 f"{spec.short()}: the schedule needs {banks} PSUM banks, {target.name} has "
-                f"{target.psum_banks}; lower n_group from {self.n_group}"
+                f"{target.psum_banks}; lower w.group from {self.w.group}"
             )
-        self.check_sbuf(spec, target, {"x": "m_block", "w": "n_block", "flat": "k_chunk"})
+        self.check_sbuf(spec, target, {"x": "m_block", "w": "w.block", "flat": "w.chunk"})
 
     def short(self) -> str:
         """Return the blocks."""
-        resident = " w-resident" if self.w_resident else " w-stream" if self.w_stream else ""
+        resident = " w-resident" if self.w.resident else " w-stream" if self.w.stream else ""
         loop = " loop" if self.m_loop else ""
         double = " double-row" if self.double_row else ""
-        return (
-            f"m{self.m_block}{loop} n{self.n_block} k{self.k_chunk}{self.k_order}{resident}{double}"
-        )
+        blocks = f"n{self.w.block} k{self.w.chunk}"
+        return f"m{self.m_block}{loop} {blocks} {self.k_order}{resident}{double}"
 
 
 def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
@@ -163,41 +145,29 @@ def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
         k_chunk = chunk_rows(spec.k, min(n_block, spec.n) * size)
         for (resident, stream), double_row in itertools.product(uses, row_modes(spec.dtype)):
             made = MatmulSchedule(
-                x_load=x_load,
-                w_load=w_load,
+                x=Operand(load=x_load, chunk=x_rows(spec.m, spec.k, k_chunk)),
+                w=Operand(
+                    load=w_load, block=n_block, chunk=k_chunk, group=n_group, resident=resident,
+                    stream=stream,
+                ),
                 k_order=chunk_order(spec.k, (x_load, w_load)),
                 m_block=m_block,
-                k_chunk=k_chunk,
-                x_chunk=x_rows(spec.m, spec.k, k_chunk),
-                n_block=n_block,
-                n_group=n_group,
-                w_resident=resident,
-                w_stream=stream,
                 double_row=double_row,
-            )
+            )  # fmt: skip
             if not stream or made.one_pass(spec):
                 yield made
 
 
-def parameters(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> dict[str, Any]:
-    """Return the compile-time arguments of the NKI function."""
-    given = {name: getattr(spec, name) for name in ("m", "k", "n", "out_layout", "activation")}
-    given["has_bias"] = spec.bias
-    if not spec.bias:
-        given["bias"] = None
-    given["x_by_features"] = spec.x_layout == "col"
-    return given | schedule.to_dict() | format_parameters(spec, schedule, ("x", "w"))
-
-
 def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
-    resident = ", loaded once" if schedule.w_resident else ""
-    still = "x^T still, w moving" if spec.out_layout == "row" else "w still, x^T moving"
-    panel = min(schedule.n_block, spec.n)
+    resident = ", loaded once" if schedule.w.resident else ""
+    row = spec.out_layout == "row"
+    moves = "x^T stationary, w moving" if row else "w stationary, x^T moving"
+    panel = min(schedule.w.block, spec.n)
     return (
-        f"x: {LOADED[schedule.x_load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
-        f"w: {LOADED[schedule.w_load]}, {panel} columns at a time{resident}.",
-        f"product: {still}; summed in PSUM over all of k.",
+        f"x: {LOADED[schedule.x.load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
+        f"w: {LOADED[schedule.w.load]}, {panel} columns at a time{resident}.",
+        f"product: {moves}; summed in PSUM over all of k.",
         f"epilogue: {'bias, ' if spec.bias else ''}{spec.activation}, while leaving PSUM.",
     )
 
@@ -207,23 +177,23 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
     m, k, n = spec.m, spec.k, spec.n
     k_tiles, m_blocks = tiles(k, 128), tiles(m, schedule.m_block)
-    tokens, panel = min(schedule.m_block, m), min(schedule.n_block, n)
+    tokens, panel = min(schedule.m_block, m), min(schedule.w.block, n)
     if spec.out_layout == "row":
         out_tiles, columns = tiles(m, 128) * tiles(n, min(512, panel)), min(512, panel)
         store_run, stores = panel * y_size, tiles(m, 128) * tiles(n, panel)
     else:
         out_tiles, columns = tiles(n, 128) * tiles(m, min(512, tokens)), min(512, tokens)
         store_run, stores = tokens * y_size, m_blocks * tiles(n, panel)
-    matmuls = [(passes(k, schedule.k_chunk, schedule.double_row) * out_tiles, columns)]
+    matmuls = [(passes(k, schedule.w.chunk, schedule.double_row) * out_tiles, columns)]
     evictions = [(out_tiles, columns)]
     dmas: list[tuple[int, int, int, str]] = [(stores, m * n * y_size // stores, store_run, "copy")]
-    k_chunks = tiles(k, schedule.k_chunk)
-    at_once = schedule.k_chunk // 128 if schedule.k_order == "p" else 1
-    w_times = 1 if schedule.w_resident else m_blocks
+    k_chunks = tiles(k, schedule.w.chunk)
+    at_once = schedule.w.chunk // 128 if schedule.k_order == "consecutive_rows" else 1
+    w_times = 1 if schedule.w.resident else m_blocks
     loads = [
-        (schedule.x_load, k * m * size, k_chunks * m_blocks,
+        (schedule.x.load, k * m * size, k_chunks * m_blocks,
          tokens * size * (at_once if tokens == m else 1), m),
-        (schedule.w_load, k * n * size * w_times, k_chunks * tiles(n, panel) * w_times,
+        (schedule.w.load, k * n * size * w_times, k_chunks * tiles(n, panel) * w_times,
          panel * size * (at_once if panel == n else 1), n * w_times),
     ]  # fmt: skip
     for how, total, count, run, free in loads:
@@ -232,13 +202,13 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
             matmuls.append((squares, 128))
             evictions.append((tiles(squares, 4), 512))
             pieces = k_chunks * tiles(free, 128)
-            dmas.append((pieces, total // pieces, min(schedule.k_chunk, k) * size, "copy"))
+            dmas.append((pieces, total // pieces, min(schedule.w.chunk, k) * size, "copy"))
         elif how == "dma":
             dmas.append((count, total // count, run, "transpose"))
         else:
             run = at_once * size if how == "strided" else run
             dmas.append((count, total // count, run, "copy"))
-    first = min(schedule.k_chunk, k)
+    first = min(schedule.w.chunk, k)
     return Work(
         matmuls=tuple(matmuls),
         evictions=tuple(evictions),
@@ -261,7 +231,6 @@ MATMUL = Family(
     schedule_class=MatmulSchedule,
     folder="matmul",
     candidates=candidates,
-    parameters=parameters,
     work=work,
     data_flow=data_flow,
 )

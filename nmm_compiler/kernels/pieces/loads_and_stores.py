@@ -2,100 +2,127 @@
 
 Everywhere the contraction index lies on the partitions, in tiles of 128: an operand in SBUF is
 [128, tiles, free]. Which row of HBM lands in which (partition, tile) is free as long as both
-factors agree: `order` "p" gives each partition consecutive rows (one long run per partition and
-DMA), "t" gives tile j the rows 128 j to 128 j + 127 (what a DMA transpose produces).
+factors agree: `order` "consecutive_rows" gives each partition consecutive rows (one long run per
+partition and DMA), "strided_rows" gives tile j the rows 128 j to 128 j + 127 (what a DMA transpose
+produces).
 """
 
 import nki.isa as nisa
 import nki.language as nl
 
+from .records import Epilogue, Part
 
-def load(dst, tile, src, row, rows, column, columns, how, order, total):
-    """Load an operand so that its contraction index lies on the partitions, from `tile` on."""
+
+def load(dst, tile, part: Part, how, order, total):
+    """Load a part so that its contraction index, `total` long, lies on the partitions."""
     if how == "rows":
-        load_rows(dst, tile, src, row, rows, column, columns, order, total)
+        load_rows(dst, tile, part, order, total)
     elif how == "strided":
-        load_strided(dst, tile, src, row, rows, column, columns, order, total)
+        load_strided(dst, tile, part, order, total)
     elif how == "dma":
-        load_transposed_by_dma(dst, tile, src, row, rows, column, columns)
+        load_transposed_by_dma(dst, tile, part)
     elif how == "tensor8":
-        load_bytes_transposed_by_tensor(dst, tile, src, row, rows, column, columns)
+        load_bytes_transposed_by_tensor(dst, tile, part)
     else:
-        load_transposed_by_tensor(dst, tile, src, row, rows, column, columns)
+        load_transposed_by_tensor(dst, tile, part)
 
 
-def load_rows(dst, tile, src, row, rows, column, columns, order, total):
-    """Load rows of `src`, the contraction index, of which there are `total`."""
-    tiles = rows // 128
+def load_rows(dst, tile, part: Part, order, total):
+    """Load rows of a matrix, the contraction index."""
+    tiles = part.rows // 128
     if tiles > 0:
-        if order == "p":
+        if order == "consecutive_rows":
             # partition p holds rows p * depth ... p * depth + depth - 1: a run of `tiles` rows
             depth = total // 128
-            view = src[0 : 128 * depth, column : column + columns].reshape_dim(0, (128, depth))
-            view = view[0:128, row // 128 : row // 128 + tiles, 0:columns]
+            view = part.src[0 : 128 * depth, part.column : part.column + part.columns]
+            view = view.reshape_dim(0, (128, depth))
+            view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
         else:
             # tile j holds rows 128 j ... 128 j + 127
-            view = src[row : row + 128 * tiles, column : column + columns]
+            view = part.src[
+                part.row : part.row + 128 * tiles, part.column : part.column + part.columns
+            ]
             view = view.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
-        nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0:columns], src=view)
-    if rows % 128 > 0:
+        nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
+    if part.rows % 128 > 0:
         nisa.dma_copy(
-            dst=dst[0 : rows % 128, tile + tiles, 0:columns],
-            src=src[row + 128 * tiles : row + rows, column : column + columns],
+            dst=dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
+            src=part.src[
+                part.row + 128 * tiles : part.row + part.rows,
+                part.column : part.column + part.columns,
+            ],
         )
 
 
-def load_strided(dst, tile, src, row, rows, column, columns, order, total):
-    """Load columns of `src`, which has few rows, in runs of a few elements."""
-    tiles = rows // 128
+def load_strided(dst, tile, part: Part, order, total):
+    """Load columns of a matrix that has few rows, in runs of a few elements."""
+    tiles = part.rows // 128
     if tiles > 0:
-        if order == "p":
+        if order == "consecutive_rows":
             depth = total // 128
-            view = src[column : column + columns, 0 : 128 * depth].reshape_dim(1, (128, depth))
-            view = view[0:columns, 0:128, row // 128 : row // 128 + tiles].permute((1, 0, 2))
+            view = part.src[part.column : part.column + part.columns, 0 : 128 * depth]
+            view = view.reshape_dim(1, (128, depth))
+            view = view[0 : part.columns, 0:128, part.row // 128 : part.row // 128 + tiles].permute(
+                (1, 0, 2)
+            )
         else:
-            view = src[column : column + columns, row : row + 128 * tiles]
+            view = part.src[
+                part.column : part.column + part.columns, part.row : part.row + 128 * tiles
+            ]
             view = view.reshape_dim(1, (tiles, 128)).permute((2, 0, 1))
         nisa.dma_copy(
-            dst=dst[0:128, tile : tile + tiles, 0:columns].permute((0, 2, 1)),
+            dst=dst[0:128, tile : tile + tiles, 0 : part.columns].permute((0, 2, 1)),
             src=view,
         )
-    if rows % 128 > 0:
+    if part.rows % 128 > 0:
         nisa.dma_copy(
-            dst=dst[0 : rows % 128, tile + tiles, 0:columns],
-            src=src[column : column + columns, row + 128 * tiles : row + rows].permute((1, 0)),
+            dst=dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
+            src=part.src[
+                part.column : part.column + part.columns,
+                part.row + 128 * tiles : part.row + part.rows,
+            ].permute((1, 0)),
         )
 
 
-def load_transposed_by_dma(dst, tile, src, row, rows, column, columns):
-    """Load with a DMA transpose: dst[p, tile, :] <- src[column:..., row + 128 tile + p]."""
-    tiles = rows // 128
+def load_transposed_by_dma(dst, tile, part: Part):
+    """Load with a DMA transpose: row 128 tile + p of the contraction lands in dst[p, tile, :]."""
+    tiles = part.rows // 128
     if tiles > 0:
-        block = src[column : column + columns, row : row + 128 * tiles]
+        block = part.src[
+            part.column : part.column + part.columns, part.row : part.row + 128 * tiles
+        ]
         nisa.dma_transpose(
-            dst=dst[0:128, tile : tile + tiles, 0:columns],
+            dst=dst[0:128, tile : tile + tiles, 0 : part.columns],
             src=block.reshape_dim(1, (tiles, 128)),
             axes=(2, 1, 0),
         )
-    if rows % 128 > 0:
+    if part.rows % 128 > 0:
         nisa.dma_transpose(
-            dst=dst[0 : rows % 128, tile + tiles, 0:columns],
-            src=src[column : column + columns, row + 128 * tiles : row + rows],
+            dst=dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
+            src=part.src[
+                part.column : part.column + part.columns,
+                part.row + 128 * tiles : part.row + part.rows,
+            ],
             axes=(1, 0),
         )
 
 
-def load_transposed_by_tensor(dst, tile, src, row, rows, column, columns):
-    """Load rows of `src` as they lie, then turn 128 x 128 tiles on TensorE."""
-    tiles = rows // 128
-    for start in range(0, columns, 128):
-        width = min(128, columns - start)
-        flat = nl.ndarray((width, rows), dtype=src.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=flat, src=src[column + start : column + start + width, row : row + rows])
+def load_transposed_by_tensor(dst, tile, part: Part):
+    """Load rows as they lie, then turn 128 x 128 tiles on TensorE."""
+    tiles = part.rows // 128
+    for start in range(0, part.columns, 128):
+        width = min(128, part.columns - start)
+        flat = nl.ndarray((width, part.rows), dtype=part.src.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=flat,
+            src=part.src[
+                part.column + start : part.column + start + width, part.row : part.row + part.rows
+            ],
+        )
         # a bank of PSUM takes four turned tiles; one copy takes them out
         for first in range(0, tiles, 4):
             count = min(4, tiles - first)
-            turned = nl.ndarray((128, count, width), dtype=src.dtype, buffer=nl.psum)
+            turned = nl.ndarray((128, count, width), dtype=part.src.dtype, buffer=nl.psum)
             for i in range(count):
                 square = flat[0:width, 128 * (first + i) : 128 * (first + i + 1)]
                 nisa.nc_transpose(
@@ -106,23 +133,30 @@ def load_transposed_by_tensor(dst, tile, src, row, rows, column, columns):
                 turned,
                 first // 4 + start // 128,
             )
-        if rows % 128 > 0:
-            turned = nl.ndarray((rows % 128, width), dtype=src.dtype, buffer=nl.psum)
+        if part.rows % 128 > 0:
+            turned = nl.ndarray((part.rows % 128, width), dtype=part.src.dtype, buffer=nl.psum)
             nisa.nc_transpose(
-                dst=turned, data=flat[0:width, 128 * tiles : rows], engine=nisa.engine.tensor
+                dst=turned, data=flat[0:width, 128 * tiles : part.rows], engine=nisa.engine.tensor
             )
-            evict(dst[0 : rows % 128, tile + tiles, start : start + width], turned, start // 128)
+            evict(
+                dst[0 : part.rows % 128, tile + tiles, start : start + width], turned, start // 128
+            )
 
 
-def load_bytes_transposed_by_tensor(dst, tile, src, row, rows, column, columns):
+def load_bytes_transposed_by_tensor(dst, tile, part: Part):
     """Load rows of fp8 numbers, then turn tiles on TensorE, which writes 16 bits for each."""
-    for start in range(0, columns, 128):
-        width = min(128, columns - start)
-        flat = nl.ndarray((width, rows), dtype=src.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=flat, src=src[column + start : column + start + width, row : row + rows])
-        for first in range(0, rows, 128):
-            deep = min(128, rows - first)
-            turned = nl.ndarray((deep, width, 2), dtype=src.dtype, buffer=nl.psum)
+    for start in range(0, part.columns, 128):
+        width = min(128, part.columns - start)
+        flat = nl.ndarray((width, part.rows), dtype=part.src.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=flat,
+            src=part.src[
+                part.column + start : part.column + start + width, part.row : part.row + part.rows
+            ],
+        )
+        for first in range(0, part.rows, 128):
+            deep = min(128, part.rows - first)
+            turned = nl.ndarray((deep, width, 2), dtype=part.src.dtype, buffer=nl.psum)
             nisa.nc_transpose(
                 dst=turned[0:deep, 0:width, 0],
                 data=flat[0:width, first : first + deep],
@@ -136,7 +170,7 @@ def load_bytes_transposed_by_tensor(dst, tile, src, row, rows, column, columns):
 
 
 def evict(dst, src, turn):
-    """Copy PSUM to SBUF, rounding to dst's dtype; VectorE and ScalarE take turns."""
+    """Copy PSUM to SBUF, rounding to dst's dtype."""
     if turn % 2 == 0:
         nisa.tensor_copy(dst=dst, src=src, engine=nisa.engine.vector)
     else:
@@ -144,7 +178,7 @@ def evict(dst, src, turn):
 
 
 def evict_scaled(dst, src, scale, turn):
-    """Copy PSUM to SBUF times `scale`, a number or [P, 1]; VectorE and ScalarE take turns."""
+    """Copy PSUM times a scale to SBUF."""
     if turn % 2 == 0:
         nisa.tensor_scalar(dst=dst, data=src, op0=nl.multiply, operand0=scale)
     else:
@@ -152,7 +186,7 @@ def evict_scaled(dst, src, scale, turn):
 
 
 def activate(dst, src, activation, turn):
-    """Apply the epilogue while copying PSUM to SBUF."""
+    """Apply the activation on the way to SBUF."""
     if activation == "identity":
         evict(dst, src, turn)
     elif activation == "relu":
@@ -169,7 +203,7 @@ def activate(dst, src, activation, turn):
 
 
 def activate_with_bias_column(dst, src, bias, activation):
-    """Add a bias per partition, [P, 1], and apply the epilogue in one pass of ScalarE."""
+    """Add a bias per partition and apply the activation in one pass."""
     if activation == "identity":
         nisa.tensor_scalar(dst=dst, data=src, op0=nl.add, operand0=bias)
     elif activation == "relu":
@@ -183,7 +217,7 @@ def activate_with_bias_column(dst, src, bias, activation):
 
 
 def activate_with_bias_row(dst, src, bias, activation, turn):
-    """Add a bias per column, spread over the partitions, then apply the epilogue."""
+    """Add a bias per column, spread over the partitions, and apply the activation."""
     if activation == "identity":
         nisa.tensor_tensor(dst=dst, data1=src, data2=bias, op=nl.add)
     else:
@@ -193,7 +227,7 @@ def activate_with_bias_row(dst, src, bias, activation, turn):
 
 
 def quantize(dst, src, scale):
-    """Write src times `scale`, [P, 1], to fp8, saturating at the largest finite number."""
+    """Write src times a scale to fp8, saturating at the largest finite number."""
     scaled = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=scaled, op=nl.copy, data=src, scale=scale)
     nisa.tensor_scalar(
@@ -202,7 +236,7 @@ def quantize(dst, src, scale):
 
 
 def round_to(dst, src, scale, requantize, scaled, turn):
-    """Round src, times `scale` if `scaled`, to dst's dtype; to fp8 saturating."""
+    """Round to the dtype of dst."""
     if requantize:
         quantize(dst, src, scale)
     elif scaled:
@@ -211,47 +245,46 @@ def round_to(dst, src, scale, requantize, scaled, turn):
         evict(dst, src, turn)
 
 
-def finish_rows(dst, src, scale, bias, scales, has_bias, activation, turn):
-    """Apply activation(scale src + bias), outputs along the free axis.
-
-    scale: [P, 1] with scales "tensor", else as src; bias: as src.
-    """
-    if scales == "none":
-        if has_bias:
-            activate_with_bias_row(dst, src, bias, activation, turn)
+def finish_rows(dst, src, epilogue: Epilogue, turn):
+    """Take sums out of PSUM through the epilogue, outputs along the free axis."""
+    if not epilogue.scales:
+        if epilogue.has_bias:
+            activate_with_bias_row(dst, src, epilogue.bias, epilogue.activation, turn)
         else:
-            activate(dst, src, activation, turn)
-    elif scales == "tensor" and not has_bias:
-        activate_scaled(dst, src, scale, activation, turn)
-    elif activation == "identity" and not has_bias:
-        nisa.tensor_tensor(dst=dst, data1=src, data2=scale, op=nl.multiply)
+            activate(dst, src, epilogue.activation, turn)
+    elif epilogue.scales == "tensor" and not epilogue.has_bias:
+        activate_scaled(dst, src, epilogue.scale, epilogue.activation, turn)
+    elif epilogue.activation == "identity" and not epilogue.has_bias:
+        nisa.tensor_tensor(dst=dst, data1=src, data2=epilogue.scale, op=nl.multiply)
     else:
         whole = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
-        if scales == "tensor":
-            evict_scaled(whole, src, scale, turn)
+        if epilogue.scales == "tensor":
+            evict_scaled(whole, src, epilogue.scale, turn)
         else:
-            nisa.tensor_tensor(dst=whole, data1=src, data2=scale, op=nl.multiply)
-        if has_bias:
-            activate_with_bias_row(dst, whole, bias, activation, turn)
+            nisa.tensor_tensor(dst=whole, data1=src, data2=epilogue.scale, op=nl.multiply)
+        if epilogue.has_bias:
+            activate_with_bias_row(dst, whole, epilogue.bias, epilogue.activation, turn)
         else:
-            activate(dst, whole, activation, turn)
+            activate(dst, whole, epilogue.activation, turn)
 
 
-def finish_columns(dst, src, scale, bias, scales, has_bias, activation, turn):
-    """Apply activation(scale src + bias), outputs on the partitions: scale and bias are [P, 1]."""
-    if scales == "none":
-        if has_bias:
-            activate_with_bias_column(dst, src, bias, activation)
+def finish_columns(dst, src, epilogue: Epilogue, turn):
+    """Take sums out of PSUM through the epilogue, outputs on the partitions."""
+    if not epilogue.scales:
+        if epilogue.has_bias:
+            activate_with_bias_column(dst, src, epilogue.bias, epilogue.activation)
         else:
-            activate(dst, src, activation, turn)
-    elif has_bias:
-        activate_scaled_with_bias_column(dst, src, scale, bias, activation)
+            activate(dst, src, epilogue.activation, turn)
+    elif epilogue.has_bias:
+        activate_scaled_with_bias_column(
+            dst, src, epilogue.scale, epilogue.bias, epilogue.activation
+        )
     else:
-        activate_scaled(dst, src, scale, activation, turn)
+        activate_scaled(dst, src, epilogue.scale, epilogue.activation, turn)
 
 
 def activate_scaled(dst, src, scale, activation, turn):
-    """Apply the epilogue to src times `scale`, [P, 1]."""
+    """Apply the activation to src times a scale per partition."""
     if activation == "identity":
         evict_scaled(dst, src, scale, turn)
     elif activation == "relu":
@@ -265,7 +298,7 @@ def activate_scaled(dst, src, scale, activation, turn):
 
 
 def activate_scaled_with_bias_column(dst, src, scale, bias, activation):
-    """Apply the epilogue to src times `scale` plus `bias`, both [P, 1], in one pass."""
+    """Apply the activation to src times a scale plus a bias, both per partition, in one pass."""
     if activation == "identity":
         nisa.tensor_scalar(
             dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
@@ -281,11 +314,8 @@ def activate_scaled_with_bias_column(dst, src, scale, bias, activation):
 
 
 def product_scales(scale, factor, n, scales, down, has_factor):
-    """Return what a product's sums are multiplied by: its weight's scales times its factor's.
-
-    [128, 1] with scales "tensor"; with "channel" as outputs lie: a column per 128 of them if they
-    are on the partitions (`down`), else [128, n].
-    """
+    """Return what the sums of a product are multiplied by, as its outputs lie."""
+    # [128, 1] for one scale of the weight, else a column per 128 outputs (down), or [128, n]
     factor_sb = load_scale(factor) if has_factor else None
     if scales == "channel" and not down:
         product = spread_scales(scale, factor_sb, n, has_factor)
@@ -351,7 +381,7 @@ def panel_scales(scale, n, block):
 
 
 def spread_scales(scale, factor, n, has_factor):
-    """Load a scale per output, [n], and return it times `factor` as [128, n]."""
+    """Load a scale per output, [n], and return it on every partition, [128, n]."""
     row = nl.ndarray((1, n), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=row, src=scale.reshape((1, n)))
     ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)
@@ -412,7 +442,7 @@ def bias_columns(bias, n):
 
 
 def store_rows(dst, src, row, rows, column, columns):
-    """Store src [128, tiles, columns] to rows of `dst`: tile j holds rows 128 j to 128 j + 127."""
+    """Store tiles of 128 rows."""
     tiles = rows // 128
     if tiles > 0:
         block = dst[row : row + 128 * tiles, column : column + columns]
@@ -428,7 +458,7 @@ def store_rows(dst, src, row, rows, column, columns):
 
 
 def split(tensor, dim, blocks, size):
-    """Return a view of an HBM matrix whose dimension `dim` is [blocks, size], without the rest."""
+    """Return a view of an HBM matrix in which one dimension is [blocks, size], without the rest."""
     if dim == 0:
         return tensor[0 : blocks * size, 0 : tensor.shape[1]].reshape_dim(0, (blocks, size))
     return tensor[0 : tensor.shape[0], 0 : blocks * size].reshape_dim(1, (blocks, size))

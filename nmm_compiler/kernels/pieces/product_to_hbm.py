@@ -1,139 +1,107 @@
 """The products that give a result in HBM, for one block of tokens: y or y^T.
 
-The left factor s is a strip [128, tiles, tokens] with its contraction index on the partitions:
-loaded here on its first use (s_load), or already there ("none"). A weight is loaded in panels, or
-once (w_all).
+The left factor has its contraction index on the partitions. A weight is loaded in panels, or once.
 """
 
 import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import finish_columns, finish_rows, load, store_rows
+from .records import Base, Block, Epilogue, Part, Product, Result, Strip, Weight
 
 
 def expand_rows(
-    out,
-    s_sb,
-    w_all,
-    x_sb,
-    bias_sb,
-    s,
-    w,
-    base_w,
-    m0,
-    tokens,
-    k,  # contraction length
-    n,  # outputs
-    base_k,  # contraction length of a second product into the same sums, 0 for none
-    s_load,
-    s_chunk,
-    w_load,
-    base_load,
-    order,
-    base_order,
-    k_chunk,
-    base_chunk,
-    w_block,
-    group_tiles,
-    resident,
-    stream,
-    has_bias,
-    activation,
-    scale_sb,  # fp8: [128, 1], or with scales "channel" [128, n], multiplied in
-    scales,
-    widen,  # w is widened to fp32 on its way in
-    double_row,  # pairs of tiles of the contraction in one pass
+    out, left: Strip, right: Weight, base: Base, at: Block, product: Product, epilogue: Epilogue
 ):
-    """Store y [tokens, n] = activation(s w + x base_w + bias): tokens still, weights moving."""
-    k_tiles = (k + 127) // 128
-    base_tiles = (base_k + 127) // 128
-    for n0 in range(0, n, w_block):
-        columns = min(w_block, n - n0)
-        pitch = (columns + 15) // 16 * 16 if double_row else columns
-        if resident:
-            w_sb = w_all[0:128, 0:k_tiles, n0 : n0 + columns]
-        elif not stream:
-            w_sb = nl.ndarray(
-                (128, k_tiles, pitch), dtype=nl.float32 if widen else w.dtype, buffer=nl.sbuf
-            )
-        if base_k > 0:
-            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base_w.dtype, buffer=nl.sbuf)
-        for mt in range((tokens + 127) // 128):
+    """Store y of a block of tokens: tokens stationary, weights moving."""
+    w_type = nl.float32 if product.widen else right.weight.dtype
+    k_tiles = (product.k + 127) // 128
+    base_tiles = (base.length + 127) // 128
+    for n0 in range(0, product.n, right.plan.block):
+        columns = min(right.plan.block, product.n - n0)
+        pitch = (columns + 15) // 16 * 16 if product.double_row else columns
+        if right.plan.resident:
+            w_sb = right.whole[0:128, 0:k_tiles, n0 : n0 + columns]
+        elif not right.plan.stream:
+            w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
+        if base.length > 0:
+            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base.w.dtype, buffer=nl.sbuf)
+        for mt in range((at.tokens + 127) // 128):
             ms = 128 * mt
-            mw = min(128, tokens - ms)
+            mw = min(128, at.tokens - ms)
             y_sb = nl.ndarray((mw, columns), dtype=out.dtype, buffer=nl.sbuf)
-            for n1 in range(0, columns, 512 * group_tiles):
-                group = (min(512 * group_tiles, columns - n1) + 511) // 512
+            for n1 in range(0, columns, 512 * right.plan.group):
+                group = (min(512 * right.plan.group, columns - n1) + 511) // 512
                 sums = []
                 for _ in range(group):
                     sums.append(
                         nl.ndarray((mw, min(512, columns)), dtype=nl.float32, buffer=nl.psum)
                     )
-                for k0 in range(0, base_k, base_chunk):
-                    rows = min(base_chunk, base_k - k0)
+                for k0 in range(0, base.length, base.chunk):
+                    rows = min(base.chunk, base.length - k0)
                     if mt == 0 and n1 == 0:
-                        load(
-                            base_sb,
-                            k0 // 128,
-                            base_w,
-                            k0,
-                            rows,
-                            n0,
-                            columns,
-                            base_load,
-                            base_order,
-                            base_k,
-                        )
+                        panel = Part(base.w, k0, rows, n0, columns)
+                        load(base_sb, k0 // 128, panel, base.load, base.order, base.length)
                     for kt in range(k0 // 128, (k0 + rows + 127) // 128):
-                        kp = min(128, base_k - 128 * kt)
+                        kp = min(128, base.length - 128 * kt)
                         for i in range(group):
                             ns = n1 + 512 * i
                             nw = min(512, columns - ns)
                             nisa.nc_matmul(
                                 dst=sums[i][0:mw, 0:nw],
-                                stationary=x_sb[0:kp, kt, ms : ms + mw],
+                                stationary=base.x_sb[0:kp, kt, ms : ms + mw],
                                 moving=base_sb[0:kp, kt, ns : ns + nw],
                                 accumulate=kt > 0,
                             )
-                for k0 in range(0, k, k_chunk):
-                    rows = min(k_chunk, k - k0)
-                    if s_load != "none" and n0 == 0 and mt == 0 and n1 == 0 and k0 % s_chunk == 0:
-                        s_rows = min(s_chunk, k - k0)
-                        load(s_sb, k0 // 128, s, k0, s_rows, m0, tokens, s_load, order, k)
+                for k0 in range(0, product.k, right.plan.chunk):
+                    rows = min(right.plan.chunk, product.k - k0)
+                    if (
+                        left.plan.load != "none"
+                        and n0 == 0
+                        and mt == 0
+                        and n1 == 0
+                        and k0 % left.plan.chunk == 0
+                    ):
+                        s_rows = min(left.plan.chunk, product.k - k0)
+                        part = Part(left.source, k0, s_rows, at.m0, at.tokens)
+                        load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
                     first = k0 // 128
-                    if stream:
+                    panel = Part(right.weight, k0, rows, n0, columns)
+                    if right.plan.stream:
                         w_sb = nl.ndarray(
                             (128, (rows + 127) // 128, pitch),
-                            dtype=nl.float32 if widen else w.dtype,
+                            dtype=w_type,
                             buffer=nl.sbuf,
                         )
-                        load(w_sb, 0, w, k0, rows, n0, columns, w_load, order, k)
-                    elif mt == 0 and n1 == 0 and (m0 == 0 or not resident):
-                        load(w_sb, first, w, k0, rows, n0, columns, w_load, order, k)
-                    pairs = rows // 256 if double_row else 0
+                        load(w_sb, 0, panel, right.plan.load, product.order, product.k)
+                    elif mt == 0 and n1 == 0 and (at.m0 == 0 or not right.plan.resident):
+                        load(w_sb, first, panel, right.plan.load, product.order, product.k)
+                    pairs = rows // 256 if product.double_row else 0
                     for pair in range(pairs):
                         kt = k0 // 128 + 2 * pair
-                        at = kt - first if stream else kt
+                        wt = kt - first if right.plan.stream else kt
                         for i in range(group):
                             ns = n1 + 512 * i
                             nw = min(512, columns - ns)
                             nisa.nc_matmul(
                                 dst=sums[i][0:mw, 0:nw],
-                                stationary=s_sb[0:128, kt : kt + 2, ms : ms + mw],
-                                moving=w_sb[0:128, at : at + 2, ns : ns + nw],
-                                accumulate=base_k > 0 or kt > 0,
+                                stationary=left.strip[0:128, kt : kt + 2, ms : ms + mw],
+                                moving=w_sb[0:128, wt : wt + 2, ns : ns + nw],
+                                accumulate=base.length > 0 or kt > 0,
                                 perf_mode=nisa.matmul_perf_mode.double_row,
                             )
                     for kt in range(k0 // 128 + 2 * pairs, (k0 + rows + 127) // 128):
-                        kp = min(128, k - 128 * kt)
+                        kp = min(128, product.k - 128 * kt)
                         for i in range(group):
                             ns = n1 + 512 * i
                             nw = min(512, columns - ns)
                             nisa.nc_matmul(
                                 dst=sums[i][0:mw, 0:nw],
-                                stationary=s_sb[0:kp, kt, ms : ms + mw],
-                                moving=w_sb[0:kp, kt - first if stream else kt, ns : ns + nw],
-                                accumulate=base_k > 0 or kt > 0,
+                                stationary=left.strip[0:kp, kt, ms : ms + mw],
+                                moving=w_sb[
+                                    0:kp, kt - first if right.plan.stream else kt, ns : ns + nw
+                                ],
+                                accumulate=base.length > 0 or kt > 0,
                             )
                 for i in range(group):
                     ns = n1 + 512 * i
@@ -141,189 +109,159 @@ def expand_rows(
                     y_tile = y_sb[0:mw, ns : ns + nw]
                     y_sum = sums[i][0:mw, 0:nw]
                     n_at = n0 + ns
-                    b_tile = bias_sb[0:mw, n_at : n_at + nw] if has_bias else None
-                    if scales == "channel":
-                        scale = scale_sb[0:mw, n_at : n_at + nw]
-                    elif scales == "tensor":
-                        scale = scale_sb[0:mw, 0:1]
+                    b_tile = epilogue.bias[0:mw, n_at : n_at + nw] if epilogue.has_bias else None
+                    if epilogue.scales == "channel":
+                        s_tile = epilogue.scale[0:mw, n_at : n_at + nw]
+                    elif epilogue.scales == "tensor":
+                        s_tile = epilogue.scale[0:mw, 0:1]
                     else:
-                        scale = None
+                        s_tile = None
                     turn = i + mt + n0 // 512
-                    finish_rows(y_tile, y_sum, scale, b_tile, scales, has_bias, activation, turn)
-            nisa.dma_copy(dst=out[m0 + ms : m0 + ms + mw, n0 : n0 + columns], src=y_sb)
+                    done = Epilogue(
+                        s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation
+                    )
+                    finish_rows(y_tile, y_sum, done, turn)
+            nisa.dma_copy(dst=out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], src=y_sb)
 
 
 def expand_columns(
-    out,
-    s_sb,
-    w_all,
-    x_sb,
-    bias_sb,
-    s,
-    w,
-    base_w,
-    m0,
-    tokens,
-    k,  # contraction length
-    n,  # outputs
-    base_k,  # contraction length of a second product into the same sums, 0 for none
-    s_load,
-    s_chunk,
-    w_load,
-    base_load,
-    order,
-    base_order,
-    k_chunk,
-    base_chunk,
-    w_block,
-    group_tiles,
-    resident,
-    stream,
-    has_bias,
-    activation,
-    as_rows,
-    scale_sb,  # fp8: [128, 1] or a column per tile of n, multiplied in
-    scales,
-    widen,  # w is widened to fp32 on its way in
-    double_row,  # pairs of tiles of the contraction in one pass
+    result: Result,
+    left: Strip,
+    right: Weight,
+    base: Base,
+    at: Block,
+    product: Product,
+    epilogue: Epilogue,
 ):
-    """Store y^T [n, tokens] = activation(s w + x base_w + bias)^T: weights still, tokens moving.
-
-    as_rows: store y [tokens, n] instead. Partition p then holds n_tiles neighbouring outputs of a
-    panel, so that what it stores per token is a short run.
-    """
-    k_tiles = (k + 127) // 128
-    base_tiles = (base_k + 127) // 128
-    m_tiles = (tokens + 511) // 512
-    for n0 in range(0, n, w_block):
-        columns = min(w_block, n - n0)
-        pitch = (columns + 15) // 16 * 16 if double_row else columns
+    """Store the result of a block of tokens: weights stationary, tokens moving."""
+    w_type = nl.float32 if product.widen else right.weight.dtype
+    k_tiles = (product.k + 127) // 128
+    base_tiles = (base.length + 127) // 128
+    m_tiles = (at.tokens + 511) // 512
+    for n0 in range(0, product.n, right.plan.block):
+        columns = min(right.plan.block, product.n - n0)
+        pitch = (columns + 15) // 16 * 16 if product.double_row else columns
         n_tiles = (columns + 127) // 128
-        if resident:
-            w_sb = w_all[0:128, 0:k_tiles, n0 : n0 + columns]
-        elif not stream:
-            w_sb = nl.ndarray(
-                (128, k_tiles, pitch), dtype=nl.float32 if widen else w.dtype, buffer=nl.sbuf
-            )
-        if base_k > 0:
-            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base_w.dtype, buffer=nl.sbuf)
-        if as_rows:
-            y_sb = nl.ndarray((128, tokens, n_tiles), dtype=out.dtype, buffer=nl.sbuf)
+        if right.plan.resident:
+            w_sb = right.whole[0:128, 0:k_tiles, n0 : n0 + columns]
+        elif not right.plan.stream:
+            w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
+        if base.length > 0:
+            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base.w.dtype, buffer=nl.sbuf)
+        if result.as_rows:
+            y_sb = nl.ndarray((128, at.tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
         else:
-            y_sb = nl.ndarray((128, n_tiles, tokens), dtype=out.dtype, buffer=nl.sbuf)
-        for n1 in range(0, n_tiles, group_tiles):
-            group = min(group_tiles, n_tiles - n1)
+            y_sb = nl.ndarray((128, n_tiles, at.tokens), dtype=result.out.dtype, buffer=nl.sbuf)
+        for n1 in range(0, n_tiles, right.plan.group):
+            group = min(right.plan.group, n_tiles - n1)
             sums = []
             for _ in range(group * m_tiles):
-                sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
-            for k0 in range(0, base_k, base_chunk):
-                rows = min(base_chunk, base_k - k0)
+                sums.append(
+                    nl.ndarray((128, min(512, at.tokens)), dtype=nl.float32, buffer=nl.psum)
+                )
+            for k0 in range(0, base.length, base.chunk):
+                rows = min(base.chunk, base.length - k0)
                 if n1 == 0:
-                    load(
-                        base_sb,
-                        k0 // 128,
-                        base_w,
-                        k0,
-                        rows,
-                        n0,
-                        columns,
-                        base_load,
-                        base_order,
-                        base_k,
-                    )
+                    panel = Part(base.w, k0, rows, n0, columns)
+                    load(base_sb, k0 // 128, panel, base.load, base.order, base.length)
                 for kt in range(k0 // 128, (k0 + rows + 127) // 128):
-                    kp = min(128, base_k - 128 * kt)
+                    kp = min(128, base.length - 128 * kt)
                     for i in range(group):
                         ns = 128 * (n1 + i)
                         nw = min(128, columns - ns)
-                        if as_rows:
-                            still = base_sb[0:kp, kt, n1 + i : columns : n_tiles]
+                        if result.as_rows:
+                            stationary = base_sb[0:kp, kt, n1 + i : columns : n_tiles]
                         else:
-                            still = base_sb[0:kp, kt, ns : ns + nw]
+                            stationary = base_sb[0:kp, kt, ns : ns + nw]
                         for mt in range(m_tiles):
                             ms = 512 * mt
-                            mw = min(512, tokens - ms)
+                            mw = min(512, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:nw, 0:mw],
-                                stationary=still,
-                                moving=x_sb[0:kp, kt, ms : ms + mw],
+                                stationary=stationary,
+                                moving=base.x_sb[0:kp, kt, ms : ms + mw],
                                 accumulate=kt > 0,
                             )
-            for k0 in range(0, k, k_chunk):
-                rows = min(k_chunk, k - k0)
-                if s_load != "none" and n0 == 0 and n1 == 0 and k0 % s_chunk == 0:
-                    s_rows = min(s_chunk, k - k0)
-                    load(s_sb, k0 // 128, s, k0, s_rows, m0, tokens, s_load, order, k)
+            for k0 in range(0, product.k, right.plan.chunk):
+                rows = min(right.plan.chunk, product.k - k0)
+                if left.plan.load != "none" and n0 == 0 and n1 == 0 and k0 % left.plan.chunk == 0:
+                    s_rows = min(left.plan.chunk, product.k - k0)
+                    part = Part(left.source, k0, s_rows, at.m0, at.tokens)
+                    load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
                 first = k0 // 128
-                if stream:
+                panel = Part(right.weight, k0, rows, n0, columns)
+                if right.plan.stream:
                     w_sb = nl.ndarray(
                         (128, (rows + 127) // 128, pitch),
-                        dtype=nl.float32 if widen else w.dtype,
+                        dtype=w_type,
                         buffer=nl.sbuf,
                     )
-                    load(w_sb, 0, w, k0, rows, n0, columns, w_load, order, k)
-                elif n1 == 0 and (m0 == 0 or not resident):
-                    load(w_sb, first, w, k0, rows, n0, columns, w_load, order, k)
-                pairs = rows // 256 if double_row else 0
+                    load(w_sb, 0, panel, right.plan.load, product.order, product.k)
+                elif n1 == 0 and (at.m0 == 0 or not right.plan.resident):
+                    load(w_sb, first, panel, right.plan.load, product.order, product.k)
+                pairs = rows // 256 if product.double_row else 0
                 for pair in range(pairs):
                     kt = k0 // 128 + 2 * pair
-                    at = kt - first if stream else kt
+                    wt = kt - first if right.plan.stream else kt
                     for i in range(group):
                         ns = 128 * (n1 + i)
                         nw = min(128, columns - ns)
-                        if as_rows:
-                            still = w_sb[0:128, at : at + 2, n1 + i : columns : n_tiles]
+                        if result.as_rows:
+                            stationary = w_sb[0:128, wt : wt + 2, n1 + i : columns : n_tiles]
                         else:
-                            still = w_sb[0:128, at : at + 2, ns : ns + nw]
+                            stationary = w_sb[0:128, wt : wt + 2, ns : ns + nw]
                         for mt in range(m_tiles):
                             ms = 512 * mt
-                            mw = min(512, tokens - ms)
+                            mw = min(512, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:nw, 0:mw],
-                                stationary=still,
-                                moving=s_sb[0:128, kt : kt + 2, ms : ms + mw],
-                                accumulate=base_k > 0 or kt > 0,
+                                stationary=stationary,
+                                moving=left.strip[0:128, kt : kt + 2, ms : ms + mw],
+                                accumulate=base.length > 0 or kt > 0,
                                 perf_mode=nisa.matmul_perf_mode.double_row,
                             )
                 for kt in range(k0 // 128 + 2 * pairs, (k0 + rows + 127) // 128):
-                    kp = min(128, k - 128 * kt)
+                    kp = min(128, product.k - 128 * kt)
                     for i in range(group):
                         ns = 128 * (n1 + i)
                         nw = min(128, columns - ns)
-                        at = kt - first if stream else kt
-                        if as_rows:
-                            still = w_sb[0:kp, at, n1 + i : columns : n_tiles]
+                        wt = kt - first if right.plan.stream else kt
+                        if result.as_rows:
+                            stationary = w_sb[0:kp, wt, n1 + i : columns : n_tiles]
                         else:
-                            still = w_sb[0:kp, at, ns : ns + nw]
+                            stationary = w_sb[0:kp, wt, ns : ns + nw]
                         for mt in range(m_tiles):
                             ms = 512 * mt
-                            mw = min(512, tokens - ms)
+                            mw = min(512, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:nw, 0:mw],
-                                stationary=still,
-                                moving=s_sb[0:kp, kt, ms : ms + mw],
-                                accumulate=base_k > 0 or kt > 0,
+                                stationary=stationary,
+                                moving=left.strip[0:kp, kt, ms : ms + mw],
+                                accumulate=base.length > 0 or kt > 0,
                             )
             for i in range(group):
                 ns = 128 * (n1 + i)
                 nw = min(128, columns - ns)
                 for mt in range(m_tiles):
                     ms = 512 * mt
-                    mw = min(512, tokens - ms)
-                    if as_rows:
+                    mw = min(512, at.tokens - ms)
+                    if result.as_rows:
                         y_tile = y_sb[0:nw, ms : ms + mw, n1 + i]
                     else:
                         y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
                     y_sum = sums[i * m_tiles + mt][0:nw, 0:mw]
                     nt = n0 // 128 + n1 + i
-                    st = nt if scales == "channel" else 0
-                    b_tile = bias_sb[0:nw, nt : nt + 1] if has_bias else None
-                    scale = scale_sb[0:nw, st : st + 1] if scales != "none" else None
-                    finish_columns(
-                        y_tile, y_sum, scale, b_tile, scales, has_bias, activation, i + mt
+                    st = nt if epilogue.scales == "channel" else 0
+                    b_tile = epilogue.bias[0:nw, nt : nt + 1] if epilogue.has_bias else None
+                    s_tile = epilogue.scale[0:nw, st : st + 1] if epilogue.scales else None
+                    done = Epilogue(
+                        s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation
                     )
-        if as_rows:
-            view = out[m0 : m0 + tokens, n0 : n0 + columns].reshape_dim(1, (128, n_tiles))
+                    finish_columns(y_tile, y_sum, done, i + mt)
+        if result.as_rows:
+            view = result.out[at.m0 : at.m0 + at.tokens, n0 : n0 + columns].reshape_dim(
+                1, (128, n_tiles)
+            )
             # many short runs: the hardware writes their descriptors
             nisa.dma_copy(
                 dst=view.permute((1, 0, 2)),
@@ -332,4 +270,4 @@ def expand_columns(
                 engine=nisa.engine.sync,
             )
         else:
-            store_rows(out, y_sb, n0, columns, m0, tokens)
+            store_rows(result.out, y_sb, n0, columns, at.m0, at.tokens)

@@ -1,0 +1,264 @@
+"""Writes records out: helpers of templates take them, helpers of emitted files take their fields.
+
+    def load(dst, part: Part, how): ... part.rows ...    load(x_sb, Part(x, 0, 128, m0, 64), how)
+      ->
+    def load(dst, src, row, rows, column, columns, how): ... rows ...    load(x_sb, x, 0, 128, ...)
+
+A parameter is a record if its annotation names a class of the template's files. A field may be a
+record again. What is passed for a record is a record parameter, a field of one, a new record, None,
+or a constant of the schedule. An argument has its field's name where a function knows no other
+thing by it, else the parameter's, or the record's, before it.
+"""
+
+# libcst names its visitor methods after node classes; a name says what each does.
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import libcst as cst
+
+from nmm_compiler.codegen.tidy import with_comments
+
+Classes = Mapping[str, Sequence[tuple[str, str]]]
+"""Class -> (field, its class if it is a record, else "")."""
+Leaves = dict[tuple[str, ...], cst.BaseExpression]
+"""Path of a field -> what stands for it."""
+
+
+def record_classes(module: cst.Module) -> dict[str, list[tuple[str, str]]]:
+    """Return the classes of a module, each with its annotated fields."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for statement in module.body:
+        if isinstance(statement, cst.ClassDef):
+            found[statement.name.value] = [
+                (small.target.value, getattr(small.annotation.annotation, "value", ""))
+                for line in statement.body.body
+                if isinstance(line, cst.SimpleStatementLine)
+                for small in line.body
+                if isinstance(small, cst.AnnAssign) and isinstance(small.target, cst.Name)
+            ]
+    return found
+
+
+def flatten_records(
+    functions: Mapping[str, cst.FunctionDef], classes: Classes
+) -> dict[str, cst.FunctionDef]:
+    """Return the functions without records."""
+    signatures = {name: _signature(node, classes) for name, node in functions.items()}
+    return {
+        name: _flat_function(node, signatures, classes) if classes else node
+        for name, node in functions.items()
+    }
+
+
+def _signature(node: cst.FunctionDef, classes: Classes) -> list[tuple[str, str]]:
+    """Return (parameter, its class if it is a record, else "")."""
+    made = []
+    for p in node.params.params:
+        kind = getattr(p.annotation.annotation, "value", "") if p.annotation else ""
+        made.append((p.name.value, kind if kind in classes else ""))
+    return made
+
+
+def _paths(kind: str, classes: Classes) -> Iterator[tuple[str, ...]]:
+    for field, inner in classes[kind]:
+        if inner in classes:
+            yield from ((field, *path) for path in _paths(inner, classes))
+        else:
+            yield (field,)
+
+
+def _flat_function(
+    node: cst.FunctionDef, signatures: dict[str, list[tuple[str, str]]], classes: Classes
+) -> cst.FunctionDef:
+    own = signatures[node.name.value]
+    names = _Names()
+    node.visit(names)
+    leaves = {p: list(_paths(kind, classes)) for p, kind in own if kind}
+    every = [(p, *path) for p, paths in leaves.items() for path in paths]
+    taken = {name for name in names.found if name not in leaves}
+    records: dict[str, Leaves] = {}
+    for parameter, paths in leaves.items():
+        records[parameter] = {}
+        for path in paths:
+            records[parameter][path] = cst.Name(_name((parameter, *path), every, taken))
+    flat = [
+        [cst.Param(cst.Name(leaf.value)) for leaf in records[p.name.value].values()]  # type: ignore[attr-defined]
+        if p.name.value in records
+        else [p.with_changes(annotation=None)]
+        for p in node.params.params
+    ]
+    parameters = node.params.with_changes(params=list(itertools.chain(*flat)))
+    changed = node.with_changes(params=parameters).visit(_Flatten(records, signatures, classes))
+    assert isinstance(changed, cst.FunctionDef)
+    return changed
+
+
+def _name(leaf: tuple[str, ...], every: Sequence[tuple[str, ...]], taken: set[str]) -> str:
+    """Return the first unused of: the field's name, with the parameter's, with its record's."""
+    for short in (_last, _first_and_last, _last_two):
+        name = short(leaf)
+        if name not in taken and [short(other) for other in every].count(name) == 1:
+            return name
+    raise AssertionError(f"{'.'.join(leaf)} has no name of its own")
+
+
+def _last(leaf: tuple[str, ...]) -> str:
+    return leaf[-1]
+
+
+def _first_and_last(leaf: tuple[str, ...]) -> str:
+    return f"{leaf[0]}_{leaf[-1]}"
+
+
+def _last_two(leaf: tuple[str, ...]) -> str:
+    return f"{leaf[-2]}_{leaf[-1]}"
+
+
+class _Names(cst.CSTVisitor):
+    """Collects the names of a function, but not those of fields and keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Annotation(self, node: cst.Annotation) -> bool:
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.found.add(node.value)
+
+
+class _Flatten(cst.CSTTransformer):
+    """Rewrites one function: fields become names, and arguments that are records their fields."""
+
+    def __init__(
+        self,
+        records: dict[str, Leaves],
+        signatures: dict[str, list[tuple[str, str]]],
+        classes: Classes,
+    ) -> None:
+        super().__init__()
+        self.records, self.signatures, self.classes = dict(records), signatures, classes
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        return False  # the whole chain is looked up at once, from its outer end
+
+    def leave_Attribute(
+        self, original: cst.Attribute, updated: cst.Attribute
+    ) -> cst.BaseExpression:
+        root, path = _chain(original)
+        held = self.records.get(root, {})
+        for length in range(len(path), 0, -1):
+            value: Any = held.get(path[:length])
+            if value is not None:
+                for attribute in path[length:]:
+                    value = cst.Attribute(value, cst.Name(attribute))
+                return value
+        if held:
+            return original  # a record in a record: what it is passed to takes its fields
+        return original.with_changes(value=original.value.visit(self))
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        """Note `a = Record(...)`; its fields are written where they are used."""
+        small = node.body[0]
+        kind = _made_class(small.value, self.classes) if isinstance(small, cst.Assign) else ""
+        if kind:
+            assert isinstance(small, cst.Assign)
+            target = small.targets[0].target
+            assert isinstance(target, cst.Name)
+            self.records[target.value] = self.leaves(small.value, kind)
+
+    def leave_IndentedBlock(
+        self, original: cst.IndentedBlock, updated: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        made = [
+            None if self._makes_record(before) else after
+            for before, after in zip(original.body, updated.body, strict=True)
+        ]
+        return updated.with_changes(body=with_comments(made, list(original.body)))
+
+    def _makes_record(self, node: cst.CSTNode) -> bool:
+        small = node.body[0] if isinstance(node, cst.SimpleStatementLine) else None
+        return isinstance(small, cst.Assign) and bool(_made_class(small.value, self.classes))
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        name = original.func.value if isinstance(original.func, cst.Name) else ""
+        signature = self.signatures.get(name, ()) if isinstance(name, str) else ()
+        if not any(kind for _, kind in signature):
+            return updated
+        assert all(arg.keyword is None for arg in original.args), f"{name}: pass by position"
+        flat: list[cst.Arg] = []
+        for place, (before, after) in enumerate(zip(original.args, updated.args, strict=True)):
+            kind = signature[place][1]
+            if kind:
+                values = self.leaves(before.value, kind).values()
+                flat += [cst.Arg(value.deep_clone()) for value in values]
+            else:
+                flat.append(cst.Arg(after.value))
+        return updated.with_changes(args=flat, whitespace_before_args=cst.SimpleWhitespace(""))
+
+    def leaves(self, node: cst.BaseExpression, kind: str) -> Leaves:
+        """Return what stands for each field of the record that an argument is."""
+        if isinstance(node, cst.Call) and _made_class(node, self.classes) == kind:
+            return self._made(node, kind)
+        paths = list(_paths(kind, self.classes))
+        if isinstance(node, cst.Name) and node.value == "None":
+            return dict.fromkeys(paths, node)
+        root, before = _chain(node)
+        if root in self.records:
+            return {path: self.records[root][(*before, *path)] for path in paths}
+        made: Leaves = {}
+        for path in paths:
+            value: Any = node
+            for field in path:
+                value = cst.Attribute(value, cst.Name(field))
+            made[path] = value
+        return made
+
+    def _made(self, node: cst.Call, kind: str) -> Leaves:
+        fields = self.classes[kind]
+        given = {
+            (arg.keyword.value if arg.keyword else fields[place][0]): arg.value
+            for place, arg in enumerate(node.args)
+        }
+        made: Leaves = {}
+        for field, inner in fields:
+            value = given.pop(field, cst.Name("None"))
+            if inner in self.classes:
+                nested = self.leaves(value, inner)
+                made |= {(field, *path): leaf for path, leaf in nested.items()}
+            else:
+                visited = value.visit(self)
+                assert isinstance(visited, cst.BaseExpression)
+                made[(field,)] = visited
+        assert not given, f"{kind} has no fields {sorted(given)}"
+        return made
+
+
+def _made_class(node: cst.BaseExpression, classes: Classes) -> str:
+    """Return the class of a new record, "" for anything else."""
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
+        return node.func.value if node.func.value in classes else ""
+    return ""
+
+
+def _chain(node: cst.BaseExpression) -> tuple[str, tuple[str, ...]]:
+    """Return (name, fields) of `name.field.field`; name is "" for anything else."""
+    fields: list[str] = []
+    while isinstance(node, cst.Attribute):
+        fields.append(node.attr.value)
+        node = node.value
+    return (node.value if isinstance(node, cst.Name) else ""), tuple(reversed(fields))

@@ -1,0 +1,208 @@
+"""Records that NKI helpers take. They exist while a kernel of kernels/<family> runs as it is; an
+emitted file has their fields as arguments and constants.
+
+A strip is a left factor in SBUF: [128, tiles, tokens], its contraction index on the partitions.
+"""
+
+from dataclasses import dataclass
+
+import nki.language as nl
+
+
+@dataclass
+class Operand(nl.NKIObject):
+    """How an operand arrives: the record of schedules, kernels.base.Operand."""
+
+    load: str  # "none" for a strip that is there
+    block: int
+    chunk: int
+    group: int
+    resident: bool
+    stream: bool
+
+
+@dataclass
+class Part(nl.NKIObject):
+    """A part of a matrix in HBM whose rows, or columns, are a contraction index."""
+
+    src: object
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+@dataclass
+class Block(nl.NKIObject):
+    """A block of tokens."""
+
+    m0: int
+    tokens: int
+
+
+@dataclass
+class Strip(nl.NKIObject):
+    """A left factor: its strip, and the matrix in HBM that is loaded into it on its first use."""
+
+    strip: object
+    source: object
+    plan: Operand
+
+
+@dataclass
+class Weight(nl.NKIObject):
+    """A right factor in HBM, the whole of it in SBUF if it is resident, and how it arrives."""
+
+    weight: object
+    whole: object
+    plan: Operand
+
+
+@dataclass
+class Product(nl.NKIObject):
+    """The sizes of a product, and how its contraction runs."""
+
+    k: int  # contraction length
+    n: int  # outputs
+    order: str  # which rows of the contraction share a partition
+    segment: int  # rows that are summed in PSUM at a time
+    double_row: bool  # pairs of tiles of the contraction in one pass
+    widen: bool  # the weight is widened to fp32 on its way in
+
+
+@dataclass
+class Segment(nl.NKIObject):
+    """Contraction rows first to stop of a product."""
+
+    first: int
+    stop: int
+    several: bool
+    parts: object  # fp32 sums of all segments, where there are several
+
+
+@dataclass
+class Rounding(nl.NKIObject):
+    """What sums are multiplied by, and whether the result is fp8 again."""
+
+    factor: float
+    scale: object  # [128, 1], or a column per tile of outputs
+    scales: str
+    requantize: bool
+
+
+@dataclass
+class Epilogue(nl.NKIObject):
+    """activation(scale sum + bias), scale and bias in SBUF where there are any."""
+
+    scale: object
+    bias: object
+    scales: str
+    has_bias: bool
+    activation: str
+
+
+@dataclass
+class Branch(nl.NKIObject):
+    """A product of a strip that is there, and its epilogue."""
+
+    strip: object
+    weight: object
+    product: Product
+    epilogue: Epilogue
+
+
+@dataclass
+class Base(nl.NKIObject):
+    """A second product into the same sums, of a strip that is there; length is 0 for none."""
+
+    x_sb: object
+    w: object
+    length: int  # of the contraction
+    load: str
+    chunk: int
+    order: str
+
+
+@dataclass
+class Group(nl.NKIObject):
+    """Tiles of a panel that are summed together: the panel, and the group's place in it."""
+
+    n0: int
+    columns: int
+    first: int
+    count: int
+
+
+@dataclass
+class Panels(nl.NKIObject):
+    """The outputs first to stop of a product."""
+
+    first: int
+    stop: int
+
+
+@dataclass
+class Result(nl.NKIObject):
+    """A result in HBM; as_rows: tokens first, though the outputs are on the partitions."""
+
+    out: object
+    as_rows: bool
+
+
+@dataclass
+class Chunk(nl.NKIObject):
+    """Rows k0 to k0 + rows of k, of some columns of a u in SBUF."""
+
+    u_sb: object
+    u_tile: int  # of row k0
+    first: int  # column, in u_sb
+    columns: int
+    k0: int
+    rows: int
+    k: int
+
+
+@dataclass
+class Kept(nl.NKIObject):
+    """The strip that keeps a result in SBUF, `keep` False for none."""
+
+    strip: object
+    inverse: object  # one over its scale, where it is fp8
+    keep: bool
+    requantize: bool
+
+
+@dataclass
+class Held(nl.NKIObject):
+    """The weights of a low-rank product in HBM, and what is in SBUF for all tokens."""
+
+    u: object
+    v: object
+    w: object
+    u_all: object
+    v_all: object
+    bias_sb: object
+    p_scale_sb: object
+    y_scale_sb: object
+
+
+@dataclass
+class Projection(nl.NKIObject):
+    """A projection of a gated MLP: two factors or one dense weight; the rest is in SBUF."""
+
+    u: object
+    v: object
+    w: object
+    bias: object
+    p_scale: object
+    scale: object
+
+
+@dataclass
+class MLP(nl.NKIObject):
+    """The projections of a gated MLP; h_inverse is one over the scale of h, where it is fp8."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    h_inverse: object
