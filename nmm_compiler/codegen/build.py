@@ -18,8 +18,8 @@ from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
+from nmm_compiler.codegen.code_digests import code_digests, printer_version
 from nmm_compiler.codegen.emitted_file import kernel_source
-from nmm_compiler.codegen.stamp import code_digests, printer_version
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSchedule, KernelSpec

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nmm_compiler
-from nmm_compiler.codegen import stamp
+from nmm_compiler.codegen import code_digests
 
 PACKAGE = Path(nmm_compiler.__file__).resolve().parent
 
@@ -40,8 +40,8 @@ def copy(tmp_path):
 
 
 def digests(package):
-    stamp.code_digests.cache_clear()
-    return dict(stamp.code_digests(package))
+    code_digests.code_digests.cache_clear()
+    return dict(code_digests.code_digests(package))
 
 
 def emit(folder: Path) -> list[str]:
@@ -56,7 +56,7 @@ def emit(folder: Path) -> list[str]:
 def test_an_edit_of_any_covered_file_changes_its_rooms_digest_and_no_other(copy):
     before = digests(copy)
     assert before == digests(PACKAGE)  # by content, wherever the package lies
-    names = [name for name, _ in stamp.covered_files(copy)]
+    names = [name for name, _ in code_digests.covered_files(copy)]
     assert {"codegen/tidy.py", "codegen/fold_constants.py", "records.py"} <= set(names)
     for name in names:
         path = copy / name
@@ -87,13 +87,13 @@ def test_what_is_left_out_changes_nothing_and_says_why(copy):
     (copy / "codegen" / "__pycache__" / "tidy.cpython-312.pyc").write_bytes(b"x")
     (copy / "codegen" / ".tidy.py.swp").write_bytes(b"x")
     assert digests(copy) == before
-    assert all(len(reason) > 10 for reason in stamp.LEFT_OUT.values())
+    assert all(len(reason) > 10 for reason in code_digests.LEFT_OUT.values())
 
 
 def test_every_file_that_emitting_a_kernel_loads_is_covered(copy):
     """In a fresh process; the one room loaded and not covered is the cache, which holds results."""
     key, lines, *loaded = emit(copy.parent)
-    covered = {str(path) for _, path in stamp.covered_files(copy)}
+    covered = {str(path) for _, path in code_digests.covered_files(copy)}
     missed = {Path(f).relative_to(copy).as_posix() for f in loaded} - {
         Path(f).relative_to(copy).as_posix() for f in covered
     }

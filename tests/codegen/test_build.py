@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from nmm_compiler.codegen import build, stamp
+from nmm_compiler.codegen import build
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.errors import CapacityError, SpecError, UnknownNameError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -169,12 +170,11 @@ def test_unknown_target():
         build_kernel(SPEC, "trn22")
 
 
-def test_a_change_in_any_folder_of_the_simulator_changes_the_key(tmp_path, monkeypatch):
+def test_a_change_in_any_folder_of_the_simulator_changes_the_key(tmp_path):
     cost = tmp_path / "simulator" / "timing" / "costs.py"
     cost.parent.mkdir(parents=True)
-    monkeypatch.setattr(stamp, "_PACKAGE", tmp_path)
     digests = set()
     for text in ("CYCLES = 64\n", "CYCLES = 65\n"):
         cost.write_text(text)
-        digests.add(stamp.search_stamp.__wrapped__())
+        digests.add(code_digests.__wrapped__(tmp_path)["simulator"])
     assert len(digests) == 2

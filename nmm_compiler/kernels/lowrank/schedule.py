@@ -174,7 +174,7 @@ class LowRankSchedule(KernelSchedule):
         whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
         if self.v_stationary and spec.out_layout == "row" and not (whole and target.name != "trn1"):
             raise SpecError(
-                "schedule: v_stationary with a row result takes whole tiles, no bias, trn2 or trn3; "
+                "schedule: v_stationary with a row result takes whole tiles, no bias, trn2 or 3; "
                 f"n is {spec.n}, v.block {self.v.block}, bias {spec.bias}, target {target.name}"
             )
         for stage, banks in self.psum_banks(spec).items():
