@@ -8,6 +8,7 @@ None are allowed as fields; nothing else, so that equal records always give equa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import types
@@ -57,6 +58,12 @@ def _revive(annotation: Any, value: Any) -> Any:
     return value
 
 
+@functools.lru_cache(maxsize=256)
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of a class's fields; reading them costs more than building a record."""
+    return typing.get_type_hints(cls)
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """Base of the frozen records; subclasses are `@dataclass(frozen=True, kw_only=True)`."""
@@ -68,7 +75,7 @@ class Record:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Build the record again from `to_dict`'s data; unknown keys raise TypeError."""
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
         return cls(**{key: _revive(hints.get(key, Any), value) for key, value in data.items()})
 
     def to_json(self, indent: int | None = None) -> str:

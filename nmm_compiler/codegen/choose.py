@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
@@ -123,7 +124,7 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
     What fits the budget of instructions comes first, then what has its loads overlap.
     """
     family = FAMILIES[spec.family]
-    choices: list[tuple[bool, bool, float, str, Choice]] = []
+    choices: list[tuple[tuple[bool, bool, float], Choice]] = []
     nearest: tuple[int, Exception] | None = None
     dtype = str(getattr(spec, "dtype", "bfloat16"))
     limit = target.sbuf_usable_bytes_per_partition
@@ -157,13 +158,18 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
                     traffic += times * dma_us(work.dmas, target)
         crowded = schedule.overlapped_bytes(spec) > limit
         choice = Choice(schedule, cost, None, instructions, traffic)
-        charged = _charged(cost, choice)
-        choices.append((instructions > budget, crowded, charged, schedule.to_json(), choice))
+        choices.append(((instructions > budget, crowded, _charged(cost, choice)), choice))
     if not choices:
         assert nearest is not None
         raise CapacityError(f"no schedule fits {target.name}; the nearest: {nearest[1]}")
-    choices.sort(key=lambda item: item[:4])
-    return tuple(choice for *_, choice in choices)
+    choices.sort(key=lambda item: item[0])
+    ties = itertools.groupby(choices, key=lambda item: item[0])
+    equal = ([choice for _, choice in tie] for _, tie in ties)
+    return tuple(c for same in equal for c in (sorted(same, key=_text) if len(same) > 1 else same))
+
+
+def _text(choice: Choice) -> str:
+    return str(choice.schedule.to_json())
 
 
 def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:

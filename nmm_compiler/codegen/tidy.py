@@ -169,6 +169,8 @@ class ShortCalls(cst.CSTTransformer):
         small = updated.body[0]
         if not isinstance(small, (cst.Assign, cst.Expr)):
             return updated
+        if "\n" not in cst.Module(body=[]).code_for_node(small):
+            return updated
         joined: Any = small.visit(_Join())
         text = cst.Module(body=[]).code_for_node(joined)
         if "\n" in text or 4 * self.depth + len(text) > WIDTH:
