@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from nmm_compiler.errors import InstructionLimitError, SimulationError
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
-
-if TYPE_CHECKING:
-    from nmm_compiler.simulator.programs import Programs
-    from nmm_compiler.targets.base import Target
+from nmm_compiler.targets.base import Target
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OWN_FILES: dict[str, bool] = {}
@@ -67,12 +65,30 @@ def kernel_frame() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
+class Grid(Protocol):
+    """What a program needs of the other programs of its grid."""
+
+    def shared(
+        self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
+    ) -> Any:
+        """Return the next shared_hbm tensor, the same for all programs."""
+
+    def barrier(self, machine: Machine) -> None:
+        """Wait until every program is here."""
+
+    def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
+        """Leave `sent` for ranks[0] and return what ranks[1] left."""
+
+
 class Machine:
-    """One program on one core."""
+    """One program on one core.
+
+    assign: what `tensor[key] = value` does, as a function of the three; the language's copy.
+    """
 
     __slots__ = (
-        "accumulators", "data", "generation", "grid", "identities", "instructions", "loop_depth",
-        "max_instructions", "no_reorder_depth", "outputs", "prints", "program_id", "programs",
+        "accumulators", "assign", "data", "generation", "grid", "identities", "instructions",
+        "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "program_id", "programs",
         "random_state", "shared_count", "storages", "strict", "target", "trace", "warning_keys",
         "warnings",
     )  # fmt: skip
@@ -81,14 +97,16 @@ class Machine:
         self,
         target: Target,
         *,
+        assign: Callable[[Any, Any, Any], None],
         data: bool = True,
         strict: bool = True,
         max_instructions: int = 10_000_000,
         program_id: int = 0,
         grid: int = 1,
-        programs: Programs | None = None,
+        programs: Grid | None = None,
     ) -> None:
         self.target = target
+        self.assign = assign
         self.generation = int(target.generation.removeprefix("gen"))
         self.data = data
         self.strict = strict
@@ -107,7 +125,6 @@ class Machine:
         self.shared_count = 0
         self.no_reorder_depth = 0
         self.loop_depth = 0
-        self.prints: list[str] = []
         self.outputs: Any = None
 
     def error(self, kind: type[SimulationError], message: str) -> SimulationError:

@@ -7,6 +7,7 @@ comes is an error and no hang.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,4 @@ class Programs:
 
 
 def _copy_allocation(storage: Storage) -> Any:
-    import dataclasses
-
     return dataclasses.replace(storage.allocation, first_index=-1, last_index=-1)

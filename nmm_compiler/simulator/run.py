@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,20 +27,19 @@ from nmm_compiler.errors import (
     UnknownNameError,
 )
 from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
+from nmm_compiler.simulator.language.tiles import assign
 from nmm_compiler.simulator.loading.loader import resolve
-from nmm_compiler.simulator.loading.standins import JitKernel
+from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
 from nmm_compiler.simulator.machine import Machine, running, set_current
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.timing.profile import Profile, profile_trace
 from nmm_compiler.simulator.timing.timeline import collector_held_off
 from nmm_compiler.simulator.trace import Trace
+from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
-
-if TYPE_CHECKING:
-    from nmm_compiler.simulator.timing.profile import Profile
-    from nmm_compiler.targets.base import Target
 
 MODES = ("full", "functional", "timing")
 _LONGEST_MESSAGE = 1000
@@ -119,7 +118,7 @@ def simulate(
     programs = Programs(grid) if grid > 1 else None
     machines = [
         Machine(
-            hardware, data=data, strict=strict, max_instructions=max_instructions,
+            hardware, assign=assign, data=data, strict=strict, max_instructions=max_instructions,
             program_id=p, grid=grid, programs=programs,
         )
         for p in range(grid)
@@ -148,8 +147,6 @@ def simulate(
     specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
     profile = None
     if mode != "functional":
-        from nmm_compiler.simulator.timing.profile import profile_trace
-
         profiles = [profile_trace(m.trace, hardware) for m in machines]
         profile = max(profiles, key=lambda p: p.latency_us)
     warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings))
@@ -157,6 +154,9 @@ def simulate(
         outputs, profile, machines[0].trace, warnings, tuple(m.trace for m in machines), specs,
         single,
     )  # fmt: skip
+
+
+run_kernels_with(simulate)
 
 
 def _load(kernel: Any) -> tuple[Any, str]:

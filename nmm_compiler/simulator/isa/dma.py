@@ -21,10 +21,10 @@ from nmm_compiler.simulator.isa.operands import (
     check_hazard,
     dge_mode,
     engine,
-    find_op_name,
     oob_mode,
     operand,
 )
+from nmm_compiler.simulator.isa.operators import find_op
 from nmm_compiler.simulator.machine import Machine, current
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.indirect import gather, index_access, scatter
@@ -296,7 +296,7 @@ def dma_compute(
 ) -> Instruction:
     """dst = sum of srcs in float32, computed by the DMA engines."""
     machine = current()
-    if find_op_name(machine, reduce_op, "dma_compute") != "add":
+    if find_op(machine, reduce_op, "dma_compute").name != "add":
         raise machine.error(
             UnsupportedInstructionError, "nisa.dma_compute: reduce_op must be nl.add"
         )

@@ -21,6 +21,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import DType, cast, round_tfloat32
+from nmm_compiler.simulator.tensors.indirect import gather, scatter
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
@@ -266,9 +267,7 @@ def f32(view: NkiTensor) -> np.ndarray:
 def raw(view: NkiTensor) -> np.ndarray:
     """Return the view's values in their storage dtype."""
     if view.indirection is not None:
-        from nmm_compiler.simulator.tensors.indirect import gather_columns
-
-        return gather_columns(view)
+        return gather(view)[0]
     return view.load()
 
 
@@ -280,9 +279,7 @@ def like(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def put(dst: NkiTensor, values: np.ndarray) -> None:
     """Write computed values: cast to the dtype of dst, note that they are written."""
     if dst.indirection is not None:
-        from nmm_compiler.simulator.tensors.indirect import scatter_columns
-
-        scatter_columns(dst, values)
+        scatter(dst, values)
         return
     shape = dst.shape
     if values.shape != shape:
@@ -340,10 +337,3 @@ def scalar_value(value: Any, rank: int) -> Any:
     if isinstance(value, VirtualRegister):
         value = value.read()
     return F32(value)
-
-
-def find_op_name(machine: Machine, op: Any, instruction: str) -> str:
-    """Return the name of an operator."""
-    from nmm_compiler.simulator.isa.operators import find_op
-
-    return find_op(machine, op, instruction).name

@@ -16,12 +16,15 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
+from nmm_compiler.simulator.isa.dma import dma_copy
+from nmm_compiler.simulator.isa.elementwise import tensor_copy
 from nmm_compiler.simulator.machine import Machine, current, running
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor, row_major
+from nmm_compiler.targets import get
 
 
 class MemoryRegion(Enum):
@@ -77,8 +80,6 @@ class TileSize:
         machine = running()
         if machine is not None:
             return machine.target
-        from nmm_compiler.targets import get
-
         return get("trn2")
 
     @property
@@ -353,8 +354,6 @@ def shared_identity_matrix(
     n: int, dtype: Any = dtypes.uint8, dst: NkiTensor | None = None
 ) -> NkiTensor:
     """Return an [n, n] identity matrix in SBUF; one per size and dtype is shared."""
-    from nmm_compiler.simulator.isa.dma import dma_copy
-
     machine = current()
     kind = dtype_of(machine, dtype)
     key = (n, str(kind))
@@ -364,8 +363,6 @@ def shared_identity_matrix(
         dma_copy(known, identity(machine, n, kind))
         machine.identities[key] = known
     if dst is not None:
-        from nmm_compiler.simulator.isa.elementwise import tensor_copy
-
         tensor_copy(dst, known)
         return dst
     return known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmm_compiler.simulator.isa import elementwise, random_numbers
+from nmm_compiler.simulator.isa import dma, elementwise, random_numbers
 from nmm_compiler.simulator.language.base import dtype_of, ndarray, sbuf
 from nmm_compiler.simulator.language.math import FUNCTIONS
 from nmm_compiler.simulator.machine import current
@@ -23,9 +23,7 @@ def rand(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTenso
         target = ndarray(shape, dtype_of(machine, dtype), sbuf, "")
     elementwise.tensor_scalar(target, bits, FUNCTIONS["multiply"], 1.0 / 65536.0)
     if target is not result:
-        from nmm_compiler.simulator.isa.dma import dma_copy
-
-        dma_copy(result, target)
+        dma.dma_copy(result, target)
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nmm_compiler.errors import TensorShapeError, UnsupportedInstructionError
-from nmm_compiler.simulator.isa import dma, elementwise, tensor_engine
+from nmm_compiler.simulator.isa import dma, elementwise, gather, tensor_engine
 from nmm_compiler.simulator.isa.operands import engine as engines
 from nmm_compiler.simulator.language.base import (
     MemoryRegion,
@@ -40,6 +40,20 @@ def load(src: Any, dtype: Any = None) -> NkiTensor:
 def store(dst: Any, value: Any) -> None:
     """Copy an SBUF tile to an HBM tensor."""
     dma.dma_copy(dst, value)
+
+
+def assign(tensor: NkiTensor, key: Any, value: Any) -> None:
+    """Do `tensor[key] = value`: a copy on chip, or a DMA when one side is in HBM."""
+    if not isinstance(value, NkiTensor):
+        raise current().error(
+            UnsupportedInstructionError,
+            f"assignment of {type(value).__name__} to a part of {tensor.name!r}; use "
+            "nisa.memset, nisa.tensor_copy or nisa.dma_copy",
+        )
+    if tensor.memory == "hbm" or value.memory == "hbm":
+        dma.dma_copy(tensor[key], value)
+    else:
+        elementwise.tensor_copy(tensor[key], value)
 
 
 def load_transpose2d(src: Any, dtype: Any = None) -> NkiTensor:
@@ -120,8 +134,6 @@ def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
 
 def gather_flattened(data: Any, indices: Any, axis: int = 0, dtype: Any = None) -> NkiTensor:
     """Return data gathered along its flattened free dimensions, per partition."""
-    from nmm_compiler.simulator.isa.gather import nc_n_gather
-
     machine = current()
     if axis not in (0, 1, -1):
         raise machine.error(
@@ -129,7 +141,7 @@ def gather_flattened(data: Any, indices: Any, axis: int = 0, dtype: Any = None) 
         )
     wide = indices if indices.dtype == "uint32" else copy(indices, "uint32")
     result = ndarray(indices.shape, data.dtype, sbuf, "")
-    nc_n_gather(result, data, wide)
+    gather.nc_n_gather(result, data, wide)
     return result if dtype is None or dtype == data.dtype else copy(result, dtype)
 
 

@@ -83,12 +83,19 @@ def jit(function: Any = None, **options: Any) -> Any:
     return function if isinstance(function, JitKernel) else JitKernel(function)
 
 
+_RUNNERS: list[Callable[..., Any]] = []
+
+
+def run_kernels_with(simulate: Callable[..., Any]) -> None:
+    """Hand in what a kernel runs with that is called outside of a simulation."""
+    _RUNNERS[:] = [simulate]
+
+
 def _simulate(kernel: Any) -> Callable[..., Any]:
     """Return a callable that runs `kernel` here and returns its outputs (nki.simulate)."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        from nmm_compiler.simulator.run import simulate
-
+        (simulate,) = _RUNNERS
         result = simulate(kernel, *args, mode="functional", **kwargs)
         outputs = result.outputs or ()
         return outputs[0] if result.single else outputs

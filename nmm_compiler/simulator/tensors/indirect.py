@@ -171,13 +171,3 @@ def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False) -> None:
         storage.missing = int(np.count_nonzero(storage.unwritten))
         if storage.missing == 0:
             storage.unwritten = None
-
-
-def gather_columns(view: NkiTensor) -> np.ndarray:
-    """Return what a compute instruction reads through an indirect view."""
-    return gather(view)[0]
-
-
-def scatter_columns(view: NkiTensor, values: np.ndarray) -> None:
-    """Write what a compute instruction computed through an indirect view."""
-    scatter(view, values)

@@ -299,20 +299,7 @@ class NkiTensor(TensorData):
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        from nmm_compiler.simulator.isa.elementwise import tensor_copy
-
-        if not isinstance(value, NkiTensor):
-            raise fail(
-                UnsupportedInstructionError,
-                f"assignment of {type(value).__name__} to a part of {self.name!r}; use "
-                "nisa.memset, nisa.tensor_copy or nisa.dma_copy",
-            )
-        if self.memory == "hbm" or value.memory == "hbm":
-            from nmm_compiler.simulator.isa.dma import dma_copy
-
-            dma_copy(self[key], value)
-        else:
-            tensor_copy(self[key], value)
+        current().assign(self, key, value)
 
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Return elements start..end of dimension `dim`."""
