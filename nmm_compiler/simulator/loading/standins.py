@@ -97,7 +97,7 @@ def _simulate(kernel: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         (simulate,) = _RUNNERS
         result = simulate(kernel, *args, mode="functional", **kwargs)
-        outputs = result.outputs or ()
+        outputs: tuple[Any, ...] = result.outputs or ()
         return outputs[0] if result.single else outputs
 
     return call
