@@ -87,7 +87,7 @@ class Machine:
     """
 
     __slots__ = (
-        "accumulators", "assign", "data", "generation", "grid", "identities", "instructions",
+        "accumulators", "assign", "data", "grid", "identities", "instructions",
         "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "program_id", "programs",
         "random_state", "shared_count", "storages", "strict", "target", "trace", "warning_keys",
         "warnings",
@@ -107,7 +107,6 @@ class Machine:
     ) -> None:
         self.target = target
         self.assign = assign
-        self.generation = int(target.generation.removeprefix("gen"))
         self.data = data
         self.strict = strict
         self.max_instructions = max_instructions

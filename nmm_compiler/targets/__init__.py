@@ -5,11 +5,12 @@ Every file `<name>.py` of this folder that has a `TARGET` is one target.
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.targets.base import Source, Target
 
-__all__ = ["Source", "Target", "get", "names"]
+__all__ = ["Source", "Target", "get", "names", "oldest_with"]
 
 
 def _load() -> dict[str, Target]:
@@ -39,3 +40,8 @@ def get(name: str | Target) -> Target:
     if name not in _TARGETS:
         raise UnknownNameError("target", name, names())
     return _TARGETS[name]
+
+
+def oldest_with(has: Callable[[Target], bool]) -> str:
+    """Return the name of the oldest target for which `has` is true; at least one must be."""
+    return next(target.name for target in _TARGETS.values() if has(target))

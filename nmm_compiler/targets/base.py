@@ -31,7 +31,7 @@ class Known(NamedTuple):
     source: Source
 
 
-def documented(value: float, where: str) -> Known:
+def documented(value: Any, where: str) -> Known:
     """Return a number printed by AWS."""
     return Known(value, Source("documented", where))
 
@@ -117,6 +117,22 @@ class Target:
     # What one engine's use of a memory shuts out
     vector_gpsimd_share_sbuf: bool
     vector_scalar_share_psum: bool
+
+    # What instructions may do; nki.isa names those that a generation lacks
+    absent_instructions: tuple[str, ...]
+    tensor_transpose_mode: bool
+    matmul_tile_min_elements: int
+    matmul_psum_banks: int
+    matmul_bfloat16_sums: bool
+    matmul_adds_to_written_psum: bool
+    matmul_float8_e4m3fn: bool
+    scalar_number_bias: bool
+    scalar_tensor_copy: bool
+    scalar_tensor_scalar: bool
+    scalar_all_operators: bool
+    scalar_fast_modes: bool
+    vector_fast_float8: bool
+    tensor_indirection: bool
 
     sources: Mapping[str, Source] = dataclasses.field(repr=False, hash=False, compare=False)
 

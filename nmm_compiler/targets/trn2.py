@@ -111,4 +111,39 @@ TARGET = Target.of(
     vector_scalar_share_psum=documented(
         False, "trainium2_arch: concurrency of VectorE and ScalarE"
     ),
+    # What instructions may do
+    absent_instructions=documented(
+        ("activate2", "exponential", "nc_matmul_mx", "quantize_mx", "rand2"),
+        "nki.isa: the page of each instruction names its generations",
+    ),
+    tensor_transpose_mode=documented(
+        True, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
+    ),
+    matmul_tile_min_elements=documented(
+        32, "nki.isa.nc_matmul: row tiles of 64, of 32 on trn2 and newer"
+    ),
+    matmul_psum_banks=documented(
+        1, "nki.isa.nc_matmul: N up to 512; on trn3 up to 4096 in fp32, 8192 in bf16"
+    ),
+    matmul_bfloat16_sums=documented(False, "nki.isa.nc_matmul: dst is fp32; fp32 or bf16 on trn3"),
+    matmul_adds_to_written_psum=documented(
+        False,
+        "nki.isa.nc_matmul: accumulating onto what another engine wrote is undefined before trn3",
+    ),
+    matmul_float8_e4m3fn=documented(
+        False, "nki.isa.nc_matmul: float8_e4m3fn operands on trn3 only"
+    ),
+    scalar_number_bias=documented(True, "nki.isa.activation: a scalar bias on trn2 and newer"),
+    scalar_tensor_copy=documented(True, "nki.isa.tensor_copy: ScalarE on trn2 and newer"),
+    scalar_tensor_scalar=documented(True, "nki.isa.tensor_scalar: ScalarE on trn2 and newer"),
+    scalar_all_operators=documented(
+        False, "nki.isa.tensor_scalar: ScalarE takes (multiply, add), multiply or add on trn2"
+    ),
+    scalar_fast_modes=documented(
+        False, "trainium3_arch: ScalarE copies and scales 16-bit data twice as fast"
+    ),
+    vector_fast_float8=documented(
+        False, "trainium3_arch: VectorE performance modes take 8-bit floats"
+    ),
+    tensor_indirection=documented(False, "NkiTensor.indirect: trn3 and newer"),
 )

@@ -37,4 +37,28 @@ TARGET = TRN2.successor(
     vector_scalar_share_psum=documented(
         False, "trainium3_arch: concurrency of VectorE and ScalarE"
     ),
+    # What instructions may do
+    absent_instructions=documented(
+        (),
+        "nki.isa: the page of each instruction names its generations",
+    ),
+    matmul_psum_banks=documented(
+        8, "nki.isa.nc_matmul: N up to 512; on trn3 up to 4096 in fp32, 8192 in bf16"
+    ),
+    matmul_bfloat16_sums=documented(True, "nki.isa.nc_matmul: dst is fp32; fp32 or bf16 on trn3"),
+    matmul_adds_to_written_psum=documented(
+        True,
+        "nki.isa.nc_matmul: accumulating onto what another engine wrote is undefined before trn3",
+    ),
+    matmul_float8_e4m3fn=documented(True, "nki.isa.nc_matmul: float8_e4m3fn operands on trn3 only"),
+    scalar_all_operators=documented(
+        True, "nki.isa.tensor_scalar: ScalarE takes (multiply, add), multiply or add on trn2"
+    ),
+    scalar_fast_modes=documented(
+        True, "trainium3_arch: ScalarE copies and scales 16-bit data twice as fast"
+    ),
+    vector_fast_float8=documented(
+        True, "trainium3_arch: VectorE performance modes take 8-bit floats"
+    ),
+    tensor_indirection=documented(True, "NkiTensor.indirect: trn3 and newer"),
 )

@@ -1,11 +1,15 @@
 """Targets: every number sourced, sums agree with the documented totals."""
 
+import ast
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
 from nmm_compiler import targets
 from nmm_compiler.errors import UnknownNameError
+from nmm_compiler.nki_api.api import api
 from nmm_compiler.targets.base import Known, Source, Target
 
 ALL = [targets.get(name) for name in targets.names()]
@@ -58,6 +62,9 @@ def test_fp8_doubles_where_double_row_exists():
 def test_values_are_sane(target):
     for name in numbers:
         value = getattr(target, name)
+        if name == "absent_instructions":
+            assert set(value) <= {n.removeprefix("nki.isa.") for n in api().functions}
+            continue
         assert isinstance(value, (int, float)), name
         assert value >= 0, name
         if name.endswith("_fraction"):
@@ -89,3 +96,26 @@ def test_a_successor_carries_over_what_holds_and_says_what_it_assumes():
 
 def trn2_number(trn2):
     return Known(trn2.hbm_bytes_per_second, trn2.sources["hbm_bytes_per_second"])
+
+
+def test_every_instruction_exists_on_some_target():
+    absent = [set(target.absent_instructions) for target in ALL]
+    assert not set.intersection(*absent)
+    assert targets.oldest_with(lambda t: "range_select" not in t.absent_instructions) == "trn2"
+    assert targets.oldest_with(lambda t: "activate2" not in t.absent_instructions) == "trn3"
+
+
+def test_no_code_compares_a_targets_name_or_generation():
+    """A difference between targets is a field of targets, with a source."""
+    package = Path(targets.__file__).parent.parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        if path.parent.name == "targets" or "kernels" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                for side in (node.left, *node.comparators):
+                    text = ast.unparse(side)
+                    if re.search(r"\.generation\b|\b(target|hardware)\.name\b", text):
+                        found.append(f"{path.relative_to(package)}:{node.lineno} {text}")
+    assert not found

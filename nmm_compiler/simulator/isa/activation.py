@@ -22,7 +22,7 @@ from nmm_compiler.simulator.isa.operands import (
     f32,
     operand,
     reduce_cmd,
-    require_generation,
+    require_instruction,
     same_elements,
     scalar_operand,
     scalar_value,
@@ -132,7 +132,7 @@ def activation(
     partitions = data.shape[0]
     if bias is not None:
         is_tensor = scalar_operand(machine, "activation", "bias", bias, partitions, reads)
-        if not is_tensor and machine.generation < 3:
+        if not is_tensor and not machine.target.scalar_number_bias:
             machine.rule(
                 TargetRuleError,
                 f"nisa.activation: a scalar bias needs trn2 or newer, the target is "
@@ -236,7 +236,7 @@ def activate2(
 ) -> Instruction:
     """dst = op((data <op0> imm0) <op1> imm1) on ScalarE of trn3."""
     machine = current()
-    require_generation(machine, "activate2", 4)
+    require_instruction(machine, "activate2")
     function = activation_function(machine, op, "activate2")
     first = alu(machine, op0, "activate2")
     second = alu(machine, op1, "activate2")
@@ -295,7 +295,7 @@ def exponential(
 ) -> Instruction:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
     machine = current()
-    require_generation(machine, "exponential", 4)
+    require_instruction(machine, "exponential")
     op = "exponential"
     writes = [operand(machine, op, "dst", dst, ON_CHIP)]
     reads = [operand(machine, op, "src", src, ON_CHIP)]

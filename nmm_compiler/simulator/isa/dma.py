@@ -51,7 +51,7 @@ def _issue(machine: Machine, op: str, mode: Any, given: Any, same_dtype: bool) -
     """Return (issuing engine, DGE mode) after their rules."""
     name = _MODES.get(mode, "unknown")
     if name == "hwdge":
-        if machine.generation < 3:
+        if not machine.target.dma_generates_descriptors:
             machine.rule(
                 EngineRuleError,
                 f"nisa.{op}: hwdge needs trn2 or newer, the target is {machine.target.name}",
@@ -203,7 +203,7 @@ def dma_transpose(
             EngineRuleError,
             f"nisa.dma_transpose: dst {dst.name!r} is in HBM; it must be in SBUF",
         )
-    if machine.generation < 3:
+    if not machine.target.dma_transposes:
         machine.rule(
             EngineRuleError,
             f"nisa.dma_transpose needs trn2 or newer, the target is {machine.target.name}; use "

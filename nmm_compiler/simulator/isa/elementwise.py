@@ -91,7 +91,7 @@ def tensor_copy(
     chosen = choose_engine(machine, "tensor_copy", engine, ("vector", "scalar", "gpsimd"), "vector")
     if chosen == "gpsimd":
         no_psum_on_gpsimd(machine, "tensor_copy", chosen, dst, src)
-    elif chosen == "scalar" and machine.generation < 3:
+    elif chosen == "scalar" and not machine.target.scalar_tensor_copy:
         machine.rule(
             TargetRuleError,
             f"nisa.tensor_copy on ScalarE needs trn2 or newer, the target is "
@@ -323,7 +323,8 @@ def tensor_scalar(
     if chosen == "scalar":
         pair = (first.name, second.name if second else None)
         allowed = (("multiply", "add"), ("multiply", None), ("add", None))
-        if machine.generation < 3 or (machine.generation == 3 and pair not in allowed):
+        target = machine.target
+        if not (target.scalar_tensor_scalar and (target.scalar_all_operators or pair in allowed)):
             machine.rule(
                 EngineRuleError,
                 f"nisa.tensor_scalar on ScalarE: operators {pair} on {machine.target.name}; it "

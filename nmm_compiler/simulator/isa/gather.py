@@ -20,7 +20,7 @@ from nmm_compiler.simulator.isa.operands import (
     check_hazard,
     operand,
     raw,
-    require_generation,
+    require_instruction,
 )
 from nmm_compiler.simulator.machine import Machine, current
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -180,7 +180,7 @@ def nonzero_with_count(
     """dst[p] = positions of nonzero src[p], padding, then their count; p = 0, 16, 32, ..."""
     machine = current()
     op = "nonzero_with_count"
-    require_generation(machine, op, 3)
+    require_instruction(machine, op)
     access = require_sbuf(machine, op, dst=dst, src=src)
     if src.dtype not in ("float32", "int32") or dst.dtype != "int32":
         raise machine.error(

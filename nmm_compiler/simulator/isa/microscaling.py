@@ -22,7 +22,7 @@ from nmm_compiler.simulator.isa.operands import (
     f32,
     operand,
     raw,
-    require_generation,
+    require_instruction,
 )
 from nmm_compiler.simulator.isa.tensor_engine import _accumulate, _attributes, _check_bank
 from nmm_compiler.simulator.machine import Machine, current
@@ -69,7 +69,7 @@ def quantize_mx(dst: Any, src: Any, dst_scale: Any, name: str | None = None) -> 
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
     machine = current()
     op = "quantize_mx"
-    require_generation(machine, op, 4)
+    require_instruction(machine, op)
     writes = operand(machine, op, "dst", dst, SBUF)
     scale = operand(machine, op, "dst_scale", dst_scale, SBUF)
     reads = operand(machine, op, "src", src, SBUF)
@@ -129,7 +129,7 @@ def nc_matmul_mx(
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
     machine = current()
     op = "nc_matmul_mx"
-    require_generation(machine, op, 4)
+    require_instruction(machine, op)
     writes = operand(machine, op, "dst", dst, PSUM)
     reads = tuple(
         operand(machine, op, role, view, SBUF)

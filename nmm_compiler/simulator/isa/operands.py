@@ -7,6 +7,7 @@ in the trace.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -25,6 +26,7 @@ from nmm_compiler.simulator.tensors.indirect import gather, scatter
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
+from nmm_compiler.targets import Target, oldest_with
 
 F32 = np.float32
 SBUF = ("sbuf",)
@@ -161,15 +163,21 @@ def require_dtype(
         )
 
 
-def require_generation(machine: Machine, op: str, generation: int) -> None:
-    """Check that the target has the instruction."""
-    if machine.generation < generation:
-        needed = {3: "trn2", 4: "trn3"}[generation]
+def require(machine: Machine, what: str, has: Callable[[Target], bool]) -> None:
+    """Check that the target has `what`: an instruction, or a mode of one."""
+    if not has(machine.target):
+        needed = oldest_with(has)
         machine.rule(
             TargetRuleError,
-            f"nisa.{op} needs {needed} or newer, the target is {machine.target.name}; pass "
+            f"nisa.{what} needs {needed} or newer, the target is {machine.target.name}; pass "
             f'target="{needed}"',
         )
+
+
+def require_instruction(machine: Machine, op: str) -> None:
+    """Check that the target has the instruction."""
+    if op in machine.target.absent_instructions:
+        require(machine, op, lambda target: op not in target.absent_instructions)
 
 
 def choose_engine(

@@ -22,7 +22,7 @@ from nmm_compiler.simulator.isa.operands import (
     no_psum_on_gpsimd,
     operand,
     raw,
-    require_generation,
+    require_instruction,
     same_elements,
     scalar_operand,
     scalar_value,
@@ -90,7 +90,7 @@ def rand_set_state(
 ) -> Instruction:
     """Seed an engine's generators from a uint32 tile."""
     machine = current()
-    require_generation(machine, "rand_set_state", 3)
+    require_instruction(machine, "rand_set_state")
     reads = operand(machine, "rand_set_state", "src_seeds", src_seeds, ("sbuf",))
     chosen = choose_engine(machine, "rand_set_state", engine, ("gpsimd", "vector"), "gpsimd")
     _state_size(machine, "rand_set_state", src_seeds, chosen)
@@ -105,7 +105,7 @@ def rand_set_state(
 def rand_get_state(dst: Any, engine: Any = engine.gpsimd, name: str | None = None) -> Instruction:
     """Store an engine's generator state: what was last set, or zeros."""
     machine = current()
-    require_generation(machine, "rand_get_state", 3)
+    require_instruction(machine, "rand_get_state")
     writes = operand(machine, "rand_get_state", "dst", dst, ON_CHIP)
     chosen = choose_engine(machine, "rand_get_state", engine, ("gpsimd", "vector"), "gpsimd")
     no_psum_on_gpsimd(machine, "rand_get_state", chosen, dst)
@@ -122,7 +122,7 @@ def rand_get_state(dst: Any, engine: Any = engine.gpsimd, name: str | None = Non
 def rand2(dst: Any, min: Any, max: Any, name: str | None = None) -> Instruction:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
     machine = current()
-    require_generation(machine, "rand2", 4)
+    require_instruction(machine, "rand2")
     writes = operand(machine, "rand2", "dst", dst, ON_CHIP)
     reads: list[Any] = []
     scalar_operand(machine, "rand2", "min", min, dst.shape[0], reads)

@@ -18,18 +18,19 @@ from nmm_compiler.simulator.isa.operands import (
     nc_version,
     operand,
     raw,
-    require_generation,
+    require_instruction,
     same_elements,
 )
 from nmm_compiler.simulator.machine import current, running
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.trace import Instruction
+from nmm_compiler.targets import get
 
 
 def get_nc_version() -> nc_version:
     """Return the generation of the target (trn2 outside a run)."""
     machine = running()
-    return nc_version(machine.generation if machine is not None else 3)
+    return nc_version[(machine.target if machine is not None else get("trn2")).generation]
 
 
 def get_nc_sub_version() -> int:
@@ -105,7 +106,7 @@ def core_barrier(
 ) -> Instruction:
     """Wait until the other program is here too; then its writes to `data` are visible."""
     machine = current()
-    require_generation(machine, "core_barrier", 3)
+    require_instruction(machine, "core_barrier")
     access = operand(machine, "core_barrier", "data", data, ("hbm",))
     if tuple(cores) != (0, 1):
         raise machine.error(
@@ -135,7 +136,7 @@ def sendrecv(
 ) -> Instruction:
     """Exchange SBUF tiles with the other program."""
     machine = current()
-    require_generation(machine, "sendrecv", 3)
+    require_instruction(machine, "sendrecv")
     writes = operand(machine, "sendrecv", "dst", dst, SBUF)
     reads = operand(machine, "sendrecv", "src", src, SBUF)
     same_elements(machine, "sendrecv", dst, src)

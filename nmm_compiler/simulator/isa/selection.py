@@ -29,7 +29,7 @@ from nmm_compiler.simulator.isa.operands import (
     operand,
     raw,
     reduce_cmd,
-    require_generation,
+    require_instruction,
     same_elements,
     scalar_operand,
     scalar_value,
@@ -143,7 +143,7 @@ def range_select(
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
     machine = current()
     op = "range_select"
-    require_generation(machine, op, 3)
+    require_instruction(machine, op)
     first, second = _comparison(machine, op, comp_op0), _comparison(machine, op, comp_op1)
     reducer = BY_NAME["maximum"] if reduce_op is None else reduction(machine, reduce_op, op)
     if reducer.name not in ("maximum", "max"):

@@ -28,7 +28,7 @@ from nmm_compiler.simulator.isa.operands import (
     operand,
     put,
     raw,
-    require_generation,
+    require,
 )
 from nmm_compiler.simulator.machine import Machine, current
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8
@@ -68,7 +68,7 @@ def _check_tile(machine: Machine, position: Any, size: Any, k: int, m: int) -> A
         )
     rows, columns = size
     row, column = position
-    smallest = 32 if machine.generation >= 3 else 64
+    smallest = machine.target.matmul_tile_min_elements
     if rows not in (32, 64, 128) or columns not in (32, 64, 128) or min(size) < smallest:
         raise machine.error(
             TensorShapeError,
@@ -154,7 +154,7 @@ def _accumulate(machine: Machine, dst: NkiTensor, product: np.ndarray, accumulat
             )
             target = dst.array()
             target[state == 0] = 0
-        elif machine.generation < 4 and state.max() == 2:
+        elif state.max() == 2 and not machine.target.matmul_adds_to_written_psum:
             machine.rule(
                 SimulationError,
                 f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, which memset or another "
@@ -164,7 +164,7 @@ def _accumulate(machine: Machine, dst: NkiTensor, product: np.ndarray, accumulat
         state[...] = 1
         return
     if state.any():
-        if state.max() == 2 and machine.generation < 4:
+        if state.max() == 2 and not machine.target.matmul_adds_to_written_psum:
             text = (
                 f"nisa.nc_matmul accumulates into {dst.name!r}, which memset or another engine "
                 "wrote: undefined before trn3; pass accumulate=False for the first matmul"
@@ -214,9 +214,11 @@ def nc_matmul(
         m, n = _check_double_row(machine, stationary, moving, perf_mode)
     if left_dtype != right_dtype or left_dtype not in _OPERANDS:
         _check_operand_dtypes(machine, stationary, moving, is_transpose)
-    limit = machine.target.moving_free_max_elements
-    if machine.generation >= 4:
-        limit = 8192 if dst.dtype == "bfloat16" else 4096
+    target = machine.target
+    limit = target.moving_free_max_elements
+    if target.matmul_psum_banks > 1:
+        wide = 2 if dst.dtype == "bfloat16" else 4
+        limit = target.matmul_psum_banks * target.psum_bank_bytes_per_partition // wide
     if moving.shape[0] != k or m > 128 or n > limit:
         raise machine.error(
             TensorShapeError,
@@ -230,19 +232,19 @@ def nc_matmul(
             f"moving {moving.shape} give ({m}, {n})",
         )
     if is_transpose:
-        if dst.dtype != left_dtype and machine.generation >= 3 and dst.dtype != "float32":
+        if dst.dtype != left_dtype and target.tensor_transpose_mode and dst.dtype != "float32":
             raise machine.error(
                 TensorDtypeError,
                 f"nisa.nc_matmul(is_transpose=True): dst is {dst.dtype}, the data {left_dtype}; "
                 "use the same dtype",
             )
-    elif dst.dtype != "float32" and not (machine.generation >= 4 and dst.dtype == "bfloat16"):
+    elif dst.dtype != "float32" and not (target.matmul_bfloat16_sums and dst.dtype == "bfloat16"):
         raise machine.error(
             TensorDtypeError,
             f"nisa.nc_matmul: dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
-            + (" (or bfloat16)" if machine.generation >= 4 else ""),
+            + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
-    _check_bank(machine, "nc_matmul", dst, 1 if machine.generation < 4 else 8)
+    _check_bank(machine, "nc_matmul", dst, target.matmul_psum_banks)
     tile = _check_tile(machine, tile_position, tile_size, k, m) if tile_position or tile_size \
         else None  # fmt: skip
     if machine.data:
@@ -320,7 +322,7 @@ def _check_double_row(
         raise machine.error(
             TensorDtypeError, f"nisa.nc_matmul: perf_mode {mode!r}; use nisa.matmul_perf_mode"
         )
-    require_generation(machine, "nc_matmul(perf_mode=double_row)", 3)
+    require(machine, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
     for view in (stationary, moving):
         if view.dtype not in FLOAT8:
             raise machine.error(
@@ -357,7 +359,7 @@ def _check_operand_dtypes(
                 f"nisa.nc_matmul: {view.name!r} is {view.dtype}; operands are "
                 f"{', '.join(sorted(_OPERANDS))}",
             )
-        if view.dtype == "float8_e4m3fn" and machine.generation < 4:
+        if view.dtype == "float8_e4m3fn" and not machine.target.matmul_float8_e4m3fn:
             machine.rule(
                 TargetRuleError,
                 f"nisa.nc_matmul: float8_e4m3fn operands need trn3, the target is "
@@ -421,7 +423,7 @@ def nc_transpose(
             f"nisa.nc_transpose: dst {dst.shape}, data {data.shape} transposes to ({f}, {p})",
         )
     apart = dst.strides[-1]
-    spread = data.dtype in FLOAT8 and chosen == "tensor" and machine.generation >= 3
+    spread = data.dtype in FLOAT8 and chosen == "tensor" and machine.target.tensor_transpose_mode
     if spread and p > 1 and apart != 2:
         # trainium2_arch, Built-in Transpose Support: fp8 data leaves 16-bit elements in PSUM
         machine.rule(

@@ -435,7 +435,7 @@ class NkiTensor(TensorData):
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
         """Return columns chosen at run time (tensor indirection, trn3 and later)."""
         machine = current()
-        if machine.generation < 4:
+        if not machine.target.tensor_indirection:
             machine.rule(
                 TargetRuleError,
                 f"tensor indirection (.indirect) needs trn3, the target is {machine.target.name}",

@@ -98,7 +98,7 @@ class ComputeCosts:
         if dtype == "float32":
             transpose = attributes.get("is_transpose") or instruction.op == "nc_transpose"
             factor = target.fp32_pass_factor
-            if transpose and target.fp8_double_row:  # transpose mode came with the same generation
+            if transpose and target.tensor_transpose_mode:
                 factor /= 2.0
             elif attributes.get("onezero"):
                 factor /= 2.0  # an operand of ones and zeros needs no low half
@@ -173,14 +173,14 @@ def _fast_mode(target: Target, instruction: Instruction) -> float:
         if a.elements_per_partition > 1 or a in instruction.writes
     ]
     small = set(_SIXTEEN_BIT)
-    if target.generation == "gen4":
+    if target.vector_fast_float8:
         small |= _EIGHT_BIT_FLOAT
     if any(a.dtype not in small for a in tensors):
         return 1.0
     contiguous = all(_inner_contiguous(a) for a in tensors)
     in_psum = sum(a.memory == "psum" for a in tensors)
     if instruction.engine == "scalar":  # trn3: two elements a cycle on 16-bit data
-        return 2.0 if target.generation == "gen4" else 1.0
+        return 2.0 if target.scalar_fast_modes else 1.0
     if in_psum == 0:
         return 4.0 if contiguous else 2.0
     return 2.0 if in_psum == 1 and contiguous else 1.0
