@@ -58,7 +58,11 @@ def _is_own(filename: str) -> bool:
 def kernel_frame() -> tuple[str, int]:
     """Return (file, line) of the innermost frame that is not the simulator's."""
     frame: Any = sys._getframe(1)
-    while frame is not None and _is_own(frame.f_code.co_filename):
+    own = _OWN_FILES
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not (own.get(filename) or (filename not in own and _is_own(filename))):
+            break
         frame = frame.f_back
     if frame is None:
         return "", 0
@@ -83,11 +87,12 @@ class Grid(Protocol):
 class Machine:
     """One program on one core.
 
+    absent: instructions that the target lacks.
     assign: what `tensor[key] = value` does, as a function of the three; the language's copy.
     """
 
     __slots__ = (
-        "accumulators", "assign", "data", "grid", "identities", "instructions",
+        "absent", "accumulators", "assign", "data", "grid", "identities", "instructions",
         "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "program_id", "programs",
         "random_state", "shared_count", "storages", "strict", "target", "trace", "warning_keys",
         "warnings",
@@ -107,6 +112,7 @@ class Machine:
     ) -> None:
         self.target = target
         self.assign = assign
+        self.absent = frozenset(target.absent_instructions)
         self.data = data
         self.strict = strict
         self.max_instructions = max_instructions

@@ -9,90 +9,34 @@ import numpy as np
 from nmm_compiler.errors import (
     TargetRuleError,
     TensorDtypeError,
-    TensorShapeError,
-    UninitializedReadError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.elementwise import apply_scalar, attributes, extra_reads, write
-from nmm_compiler.simulator.isa.operands import (
-    F32,
-    ON_CHIP,
-    check_destination,
-    check_hazard,
-    f32,
-    operand,
+from nmm_compiler.simulator.isa.accumulators import accumulate, reduce_result
+from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
-    require_instruction,
-    same_elements,
-    scalar_operand,
-    scalar_value,
+)
+from nmm_compiler.simulator.isa.instruction import (
+    Call,
+    Steps,
+    attributes,
+    instruction,
+)
+from nmm_compiler.simulator.isa.operands import (
+    ON_CHIP,
 )
 from nmm_compiler.simulator.isa.operators import Op, activation_function, alu, reduction
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    apply_scalar,
+    f32,
+    scalar_value,
+    write,
+)
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Access, Instruction
+from nmm_compiler.simulator.trace import Instruction
 
 _IDLE = reduce_cmd.idle
-
-
-def accumulate(
-    machine: Machine,
-    register: str,
-    command: Any,
-    op: Op,
-    values: np.ndarray | None,
-    initial: Any = None,
-) -> np.ndarray:
-    """Update the accumulator registers of an engine; return float32 [P].
-
-    register: "scalar" or "vector". values: what is reduced along the free axes, [P, ...].
-    """
-    name = getattr(command, "name", "idle")
-    state = machine.accumulators.get(register)
-    partitions = 0 if values is None else values.shape[0]
-    if name in ("reset", "reset_reduce"):
-        state = np.full(partitions, op.identity, F32)
-    elif name == "load_reduce":
-        start = scalar_value(initial, 1)
-        state = np.broadcast_to(np.asarray(start, F32).reshape(-1), (partitions,)).copy()
-    elif name == "reduce" and (state is None or state.shape[0] != partitions):
-        machine.rule(
-            TensorShapeError,
-            f"reduce_cmd.reduce continues the {register} engine's accumulators, which hold "
-            f"{0 if state is None else state.shape[0]} partitions, not {partitions}; start with "
-            "reset_reduce",
-        )
-        state = np.full(partitions, op.identity, F32)
-    if name in ("reduce", "reset_reduce", "load_reduce") and values is not None:
-        assert state is not None
-        flat = np.asarray(values, F32).reshape(partitions, -1)
-        part = op.reduce.reduce(flat, axis=1)
-        state = op.reduce(state, part).astype(F32)
-    if state is None or state.shape[0] != partitions:
-        machine.rule(
-            UninitializedReadError,
-            f"reduce_res reads the {register} engine's accumulators, which no instruction has set "
-            f"for {partitions} partitions; pass reduce_cmd=nisa.reduce_cmd.reset_reduce",
-        )
-        return np.full(partitions, np.nan, F32)
-    machine.accumulators[register] = state
-    return state
-
-
-def reduce_result(
-    machine: Machine, op: str, result: Any, partitions: int, writes: list[Access]
-) -> None:
-    """Check the tile that accumulators are read into."""
-    if result is None:
-        return
-    access = operand(machine, op, "reduce_res", result, ON_CHIP)
-    if result.shape[0] != partitions or result.free_size != 1:
-        raise machine.error(
-            TensorShapeError,
-            f"nisa.{op}: reduce_res {result.shape}; it must be ({partitions}, 1)",
-        )
-    check_destination(machine, op, result)
-    writes.append(access)
 
 
 def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
@@ -111,7 +55,15 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
         )
 
 
+@instruction(
+    engines=("scalar",),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP},
+    like_dst=("data",),
+    hazards=("data",),
+)
 def activation(
+    call: Call,
     dst: Any,
     op: Any,
     data: Any,
@@ -121,17 +73,13 @@ def activation(
     reduce_res: Any = None,
     reduce_cmd: Any = _IDLE,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = op(data * scale + bias) on ScalarE, with an optional sum over the free axes."""
-    machine = current()
+    machine = call.machine
     function = activation_function(machine, op, "activation")
-    writes = [operand(machine, "activation", "dst", dst, ON_CHIP)]
-    reads = [operand(machine, "activation", "data", data, ON_CHIP)]
-    if dst.shape != data.shape:
-        same_elements(machine, "activation", dst, data)
     partitions = data.shape[0]
     if bias is not None:
-        is_tensor = scalar_operand(machine, "activation", "bias", bias, partitions, reads)
+        is_tensor = call.scalar("bias", bias, partitions)
         if not is_tensor and not machine.target.scalar_number_bias:
             machine.rule(
                 TargetRuleError,
@@ -139,40 +87,25 @@ def activation(
                 f"{machine.target.name}; pass a ({partitions}, 1) tensor",
             )
     if scale.__class__ is NkiTensor:
-        scalar_operand(machine, "activation", "scale", scale, partitions, reads)
+        call.scalar("scale", scale, partitions)
         if scale.dtype != "float32":
-            raise machine.error(
+            raise call.error(
                 TensorDtypeError,
-                f"nisa.activation: scale {scale.name!r} is {scale.dtype}; it must be float32",
+                f"scale {scale.name!r} is {scale.dtype}; it must be float32",
             )
     else:
-        scalar_operand(machine, "activation", "scale", scale, partitions, reads)
-    check_destination(machine, "activation", dst)
-    if dst.storage is data.storage:
-        check_hazard(machine, "activation", dst, data)
+        call.scalar("scale", scale, partitions)
     if reduce_op is not None and reduction(machine, reduce_op, "activation").name != "add":
-        raise machine.error(
-            UnsupportedInstructionError, "nisa.activation: reduce_op must be nl.add"
-        )
+        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.add")
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    reduce_result(machine, "activation", reduce_res, partitions, writes)
-    if data.indirection is not None or dst.indirection is not None:
-        reads += extra_reads(data, dst)
-    instruction = machine.record(
-        "activation", "scalar", tuple(reads), tuple(writes),
-        attributes(function=function.name, reduces=reduces, reads_out=reduce_res is not None),
-        name,
-    )  # fmt: skip
-    if machine.data:
-        result = _apply(machine, function, f32(data), scale, bias)
-        write(machine, dst, result)
-        if reduces:
-            total = accumulate(
-                machine, "scalar", reduce_cmd, reduction(machine, _add_op(), ""), result
-            )
-            if reduce_res is not None:
-                write(machine, reduce_res, total.reshape(reduce_res.shape))
-    return instruction
+    reduce_result(call, reduce_res, partitions)
+    yield attributes(function=function.name, reduces=reduces, reads_out=reduce_res is not None)
+    result = _apply(machine, function, f32(data), scale, bias)
+    write(dst, result)
+    if reduces:
+        total = accumulate(machine, "scalar", reduce_cmd, reduction(machine, _add_op(), ""), result)
+        if reduce_res is not None:
+            write(reduce_res, total.reshape(reduce_res.shape))
 
 
 class _Named:
@@ -218,7 +151,15 @@ def activation_reduce(
     )
 
 
+@instruction(
+    engines=("scalar",),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP},
+    like_dst=("data",),
+    hazards=("data",),
+)
 def activate2(
+    call: Call,
     dst: Any,
     op: Any,
     data: Any,
@@ -233,10 +174,9 @@ def activate2(
     reduce_res: Any = None,
     reduce_cmd: Any = _IDLE,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = op((data <op0> imm0) <op1> imm1) on ScalarE of trn3."""
-    machine = current()
-    require_instruction(machine, "activate2")
+    machine = call.machine
     function = activation_function(machine, op, "activate2")
     first = alu(machine, op0, "activate2")
     second = alu(machine, op1, "activate2")
@@ -245,46 +185,43 @@ def activate2(
         ("multiply", "add"), ("multiply", "subtract"), ("multiply", "bypass"), ("add", "bypass"),
         ("subtract", "bypass"), ("bypass", "bypass"),
     ):  # fmt: skip
-        raise machine.error(
+        raise call.error(
             UnsupportedInstructionError,
-            f"nisa.activate2: operators {pair}; use (multiply, add), (multiply, subtract), "
+            f"operators {pair}; use (multiply, add), (multiply, subtract), "
             "(multiply, bypass), (add, bypass), (subtract, bypass) or (bypass, bypass)",
         )
-    writes = [operand(machine, "activate2", "dst", dst, ON_CHIP)]
-    reads = [operand(machine, "activate2", "data", data, ON_CHIP)]
-    same_elements(machine, "activate2", dst, data)
     partitions = data.shape[0]
     for role, value in (("imm0", imm0), ("imm1", imm1), ("relu_param", relu_param)):
-        scalar_operand(machine, "activate2", role, value, partitions, reads)
-    check_destination(machine, "activate2", dst)
-    check_hazard(machine, "activate2", dst, data)
+        call.scalar(role, value, partitions)
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    reduce_result(machine, "activate2", reduce_res, partitions, writes)
-    instruction = machine.record(
-        "activate2", "scalar", tuple(reads), tuple(writes),
-        attributes(function=function.name, reduces=reduces, reads_out=reduce_res is not None),
-        name,
-    )  # fmt: skip
-    if machine.data:
-        values = apply_scalar(machine, first, f32(data), imm0, reverse0)
-        values = apply_scalar(machine, second, values, imm1, reverse1)
-        if function.name == "prelu":
-            slope = scalar_value(relu_param, values.ndim)
-            result = np.where(values >= 0, values, values * slope).astype(F32)
-        else:
-            result = _apply(machine, function, values, 1.0, None)
-        write(machine, dst, result)
-        if reduces:
-            total = accumulate(
-                machine, "scalar", reduce_cmd,
-                reduction(machine, reduce_op or _add_op(), "activate2"), result,
-            )  # fmt: skip
-            if reduce_res is not None:
-                write(machine, reduce_res, total.reshape(reduce_res.shape))
-    return instruction
+    reduce_result(call, reduce_res, partitions)
+    yield attributes(function=function.name, reduces=reduces, reads_out=reduce_res is not None)
+    values = apply_scalar(machine, first, f32(data), imm0, reverse0)
+    values = apply_scalar(machine, second, values, imm1, reverse1)
+    if function.name == "prelu":
+        slope = scalar_value(relu_param, values.ndim)
+        result = np.where(values >= 0, values, values * slope).astype(F32)
+    else:
+        result = _apply(machine, function, values, 1.0, None)
+    write(dst, result)
+    if reduces:
+        total = accumulate(
+            machine, "scalar", reduce_cmd,
+            reduction(machine, reduce_op or _add_op(), "activate2"), result,
+        )  # fmt: skip
+        if reduce_res is not None:
+            write(reduce_res, total.reshape(reduce_res.shape))
 
 
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"src": ON_CHIP},
+    like_dst=("src",),
+    hazards=("src",),
+)
 def exponential(
+    call: Call,
     dst: Any,
     src: Any,
     max_value: Any = 0.0,
@@ -292,33 +229,23 @@ def exponential(
     reduce_cmd: Any = _IDLE,
     reduce_init: Any = 0.0,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
-    machine = current()
-    require_instruction(machine, "exponential")
+    machine = call.machine
     op = "exponential"
-    writes = [operand(machine, op, "dst", dst, ON_CHIP)]
-    reads = [operand(machine, op, "src", src, ON_CHIP)]
-    same_elements(machine, op, dst, src)
     partitions = src.shape[0]
-    scalar_operand(machine, op, "max_value", max_value, partitions, reads)
-    scalar_operand(machine, op, "reduce_init", reduce_init, partitions, reads)
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, src)
-    reduce_result(machine, op, reduce_res, partitions, writes)
+    call.scalar("max_value", max_value, partitions)
+    call.scalar("reduce_init", reduce_init, partitions)
+    reduce_result(call, reduce_res, partitions)
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    instruction = machine.record(
-        op, "vector", tuple(reads), tuple(writes), attributes(reduces=reduces), name
-    )
-    if machine.data:
-        values = f32(src)
-        result = np.exp(values - scalar_value(max_value, values.ndim))
-        write(machine, dst, result)
-        if reduces:
-            total = accumulate(
-                machine, "vector", reduce_cmd, reduction(machine, _add_op(), op), result,
-                reduce_init,
-            )  # fmt: skip
-            if reduce_res is not None:
-                write(machine, reduce_res, total.reshape(reduce_res.shape))
-    return instruction
+    yield attributes(reduces=reduces)
+    values = f32(src)
+    result = np.exp(values - scalar_value(max_value, values.ndim))
+    write(dst, result)
+    if reduces:
+        total = accumulate(
+            machine, "vector", reduce_cmd, reduction(machine, _add_op(), op), result,
+            reduce_init,
+        )  # fmt: skip
+        if reduce_res is not None:
+            write(reduce_res, total.reshape(reduce_res.shape))

@@ -13,26 +13,32 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.operands import (
-    DMA_MEMORIES,
-    F32,
-    SBUF,
-    check_destination,
-    check_hazard,
+from nmm_compiler.simulator.isa.enums import (
     dge_mode,
     engine,
     oob_mode,
-    operand,
+)
+from nmm_compiler.simulator.isa.instruction import (
+    Call,
+    Steps,
+    instruction,
+)
+from nmm_compiler.simulator.isa.operands import (
+    DMA_MEMORIES,
+    SBUF,
 )
 from nmm_compiler.simulator.isa.operators import find_op
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.isa.values import (
+    F32,
+)
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.indirect import gather, index_access, scatter
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 _ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
 _UNKNOWN = engine.unknown
+_UNKNOWN_MODE = dge_mode.unknown
 _MODES = {m: m.name for m in dge_mode}
 _ISSUERS = {engine.sync: "sync", engine.scalar: "scalar", engine.gpsimd: "gpsimd"}
 
@@ -49,7 +55,7 @@ def _attributes(issuer: str, mode: str, transpose: bool, indirect: bool) -> dict
 
 def _issue(machine: Machine, op: str, mode: Any, given: Any, same_dtype: bool) -> tuple[str, str]:
     """Return (issuing engine, DGE mode) after their rules."""
-    name = _MODES.get(mode, "unknown")
+    name = "unknown" if mode is _UNKNOWN_MODE else _MODES.get(mode, "unknown")
     if name == "hwdge":
         if not machine.target.dma_generates_descriptors:
             machine.rule(
@@ -71,7 +77,11 @@ def _issue(machine: Machine, op: str, mode: Any, given: Any, same_dtype: bool) -
     return ("gpsimd" if name == "swdge" else "sync"), name
 
 
+@instruction(
+    engines=("dma",), writes={"dst": DMA_MEMORIES}, reads={"src": DMA_MEMORIES}, hazards=("src",)
+)
 def dma_copy(
+    call: Call,
     dst: Any,
     src: Any,
     priority: Any = None,
@@ -79,34 +89,29 @@ def dma_copy(
     dge_mode: Any = dge_mode.unknown,
     engine: Any = _UNKNOWN,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = src between HBM and SBUF, with a dtype conversion through float32."""
-    machine = current()
-    writes = operand(machine, "dma_copy", "dst", dst, DMA_MEMORIES)
-    reads = operand(machine, "dma_copy", "src", src, DMA_MEMORIES)
+    machine = call.machine
     if dst.shape != src.shape and math.prod(dst.shape) != math.prod(src.shape):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.dma_copy: dst {dst.name!r} {dst.shape} and src {src.name!r} {src.shape} have "
+            f"dst {dst.name!r} {dst.shape} and src {src.name!r} {src.shape} have "
             "different numbers of elements",
         )
-    check_destination(machine, "dma_copy", dst)
-    if dst.storage is src.storage:
-        check_hazard(machine, "dma_copy", dst, src)
     same = dst.dtype == src.dtype
     issuer, mode = _issue(machine, "dma_copy", dge_mode, engine, same)
     indirect = dst.indirection is not None or src.indirection is not None
+    chosen_rows = indirect and _chooses_rows(call, dst, src, mode)
+    if chosen_rows:
+        issuer = "gpsimd"
+    yield _attributes(issuer, mode, False, chosen_rows)
     if indirect:
-        return _indirect_copy(machine, dst, src, oob_mode, mode, issuer, name)
-    instruction = machine.record(
-        "dma_copy", "dma", (reads,), (writes,), _attributes(issuer, mode, False, False), name
-    )
-    if machine.data:
-        values = src.load()
-        if values.shape != dst.shape:
-            values = values.reshape(dst.shape)
-        store(dst, values, same)
-    return instruction
+        _copy_indirect(dst, src, same, getattr(oob_mode, "name", "") == "skip")
+        return
+    values = src.load()
+    if values.shape != dst.shape:
+        values = values.reshape(dst.shape)
+    store(dst, values, same)
 
 
 def store(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
@@ -119,35 +124,27 @@ def store(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
         dst.mark_written()
 
 
-def _indirect_copy(
-    machine: Machine, dst: NkiTensor, src: NkiTensor, mode: Any, dge: str, issuer: str, name: Any
-) -> Instruction:
-    vector = any(v.indirection is not None and v.indirection.kind == "vector" for v in (dst, src))
-    if vector and dge in ("hwdge", "none"):
-        raise machine.error(
+def _chooses_rows(call: Call, dst: NkiTensor, src: NkiTensor, mode: str) -> bool:
+    """Return whether an index tensor chooses rows of dst or src, after the rules for that."""
+    chosen = [v for v in (dst, src) if v.indirection is not None and v.indirection.kind == "vector"]
+    if chosen and mode in ("hwdge", "none"):
+        raise call.error(
             EngineRuleError,
-            f"nisa.dma_copy: gather and scatter need software descriptors, not {dge}; leave "
-            "dge_mode unset or use swdge",
+            f"gather and scatter need software descriptors, not {mode}; leave dge_mode unset or "
+            "use swdge",
         )
-    if vector:
-        issuer = "gpsimd"
-    for view in (dst, src):
-        if view.indirection is not None and view.indirection.kind == "vector" \
-                and view.memory != "hbm":  # fmt: skip
-            raise machine.error(
+    for view in chosen:
+        if view.memory != "hbm":
+            raise call.error(
                 EngineRuleError,
-                f"nisa.dma_copy: vector_offset on {view.name!r} in {view.memory.upper()}; the "
-                "indexed tensor must be in HBM",
+                f"vector_offset on {view.name!r} in {view.memory.upper()}; the indexed tensor "
+                "must be in HBM",
             )
-    instruction = machine.record(
-        "dma_copy", "dma",
-        (src.access(), *index_access(src), *index_access(dst)), (dst.access(),),
-        _attributes(issuer, dge, False, vector), name,
-    )  # fmt: skip
-    if not machine.data:
-        return instruction
-    skip = getattr(mode, "name", "") == "skip"
-    same = dst.dtype == src.dtype
+    return bool(chosen)
+
+
+def _copy_indirect(dst: NkiTensor, src: NkiTensor, same: bool, skip: bool) -> None:
+    """Copy through runtime indices; skip: leave out rows whose index is out of bounds."""
     valid = None
     if src.indirection is not None:
         values, valid = gather(src, skip)
@@ -157,12 +154,10 @@ def _indirect_copy(
         values = values.astype(F32)
     if dst.indirection is not None:
         scatter(dst, values, skip)
-        return instruction
-    if valid is not None and not valid.all():
+    elif valid is not None and not valid.all():
         _store_rows(dst, values, valid, src)
     else:
         store(dst, values.reshape(dst.shape), same)
-    return instruction
 
 
 def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiTensor) -> None:
@@ -185,7 +180,9 @@ def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiT
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
+@instruction(engines=("dma",), writes={"dst": SBUF + ("hbm",)}, reads={"src": DMA_MEMORIES})
 def dma_transpose(
+    call: Call,
     dst: Any,
     src: Any,
     axes: Any = None,
@@ -193,15 +190,13 @@ def dma_transpose(
     dge_mode: Any = dge_mode.unknown,
     oob_mode: Any = oob_mode.error,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
-    machine = current()
-    writes = operand(machine, "dma_transpose", "dst", dst, SBUF + ("hbm",))
-    reads = operand(machine, "dma_transpose", "src", src, DMA_MEMORIES)
-    if writes.memory != "sbuf":
-        raise machine.error(
+    machine = call.machine
+    if dst.memory != "sbuf":
+        raise call.error(
             EngineRuleError,
-            f"nisa.dma_transpose: dst {dst.name!r} is in HBM; it must be in SBUF",
+            f"dst {dst.name!r} is in HBM; it must be in SBUF",
         )
     if not machine.target.dma_transposes:
         machine.rule(
@@ -212,44 +207,38 @@ def dma_transpose(
     rank = len(src.shape)
     order = _AXES.get(rank)
     if order is None or (axes is not None and tuple(axes) != order):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.dma_transpose: src {src.shape} with axes {axes}; axes are (1, 0), (2, 1, 0) "
+            f"src {src.shape} with axes {axes}; axes are (1, 0), (2, 1, 0) "
             "or (3, 1, 2, 0) for 2, 3 or 4 dimensions",
         )
     expected = tuple(src.shape[a] for a in order)
     if dst.shape != expected:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.dma_transpose: dst {dst.name!r} {dst.shape}, src {src.shape} transposes to "
-            f"{expected}",
+            f"dst {dst.name!r} {dst.shape}, src {src.shape} transposes to {expected}",
         )
     if dst.dtype != src.dtype:
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.dma_transpose: dst is {dst.dtype}, src {src.dtype}; they must be the same",
+            f"dst is {dst.dtype}, src {src.dtype}; they must be the same",
         )
     mode = _MODES.get(dge_mode, "unknown")
     indirect = src.indirection is not None and src.indirection.kind == "vector"
     _check_transpose_mode(machine, src, mode, indirect)
-    instruction = machine.record(
-        "dma_transpose", "dma", (reads, *index_access(src)), (writes,),
-        _attributes("gpsimd" if indirect else "sync", mode, True, indirect), name,
-    )  # fmt: skip
-    if machine.data:
-        if src.indirection is not None:
-            skip = getattr(oob_mode, "name", "") == "skip"
-            values, valid = gather(src, skip)
-            if not valid.all():
-                values = np.where(
-                    valid.reshape((-1,) + (1,) * (rank - 1)),
-                    values,
-                    np.zeros((), values.dtype),
-                )
-        else:
-            values = src.load()
-        store(dst, values.transpose(order), True)
-    return instruction
+    yield _attributes("gpsimd" if indirect else "sync", mode, True, indirect)
+    if src.indirection is not None:
+        skip = getattr(oob_mode, "name", "") == "skip"
+        values, valid = gather(src, skip)
+        if not valid.all():
+            values = np.where(
+                valid.reshape((-1,) + (1,) * (rank - 1)),
+                values,
+                np.zeros((), values.dtype),
+            )
+    else:
+        values = src.load()
+    store(dst, values.transpose(order), True)
 
 
 def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect: bool) -> None:
@@ -285,7 +274,9 @@ def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect:
         )
 
 
+@instruction(engines=("dma",), writes={"dst": DMA_MEMORIES})
 def dma_compute(
+    call: Call,
     dst: Any,
     srcs: Any,
     reduce_op: Any,
@@ -293,51 +284,39 @@ def dma_compute(
     unique_indices: bool = True,
     oob_mode: Any = oob_mode.error,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = sum of srcs in float32, computed by the DMA engines."""
-    machine = current()
+    machine = call.machine
     if find_op(machine, reduce_op, "dma_compute").name != "add":
-        raise machine.error(
-            UnsupportedInstructionError, "nisa.dma_compute: reduce_op must be nl.add"
-        )
+        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.add")
     srcs = list(srcs)
     if not 1 <= len(srcs) <= 16:
-        raise machine.error(
-            TensorShapeError, f"nisa.dma_compute: {len(srcs)} sources; it takes 1 to 16"
-        )
+        raise call.error(TensorShapeError, f"{len(srcs)} sources; it takes 1 to 16")
     if scales is not None and any(s != 1.0 for s in scales):
-        raise machine.error(
-            UnsupportedInstructionError, f"nisa.dma_compute: scales {scales}; all must be 1.0"
-        )
-    writes = operand(machine, "dma_compute", "dst", dst, DMA_MEMORIES)
-    reads = [operand(machine, "dma_compute", "src", s, DMA_MEMORIES) for s in srcs]
+        raise call.error(UnsupportedInstructionError, f"scales {scales}; all must be 1.0")
+    for s in srcs:
+        call.read("src", s, DMA_MEMORIES)
     for s in srcs:
         if s.size != dst.size:
-            raise machine.error(
+            raise call.error(
                 TensorShapeError,
-                f"nisa.dma_compute: src {s.shape} and dst {dst.shape} differ in size",
+                f"src {s.shape} and dst {dst.shape} differ in size",
             )
-        reads += index_access(s)
+        call.reads += index_access(s)
     indirect = dst.indirection is not None or any(s.indirection is not None for s in srcs)
     if indirect and not unique_indices:
-        raise machine.error(
-            UnsupportedInstructionError, "nisa.dma_compute: unique_indices must be True"
-        )
-    instruction = machine.record(
-        "dma_compute", "dma", tuple(reads), (writes, *()),
-        _attributes("gpsimd" if indirect else "sync", "swdge" if indirect else "none", False,
-                    indirect), name,
-    )  # fmt: skip
-    if machine.data:
-        skip = getattr(oob_mode, "name", "") == "skip"
-        total = None
-        for s in srcs:
-            values = gather(s, skip)[0] if s.indirection is not None else s.load()
-            part = values.astype(F32).reshape(dst.shape)
-            total = part if total is None else total + part
-        assert total is not None
-        if dst.indirection is not None:
-            scatter(dst, total, skip)
-        else:
-            store(dst, total, False)
-    return instruction
+        raise call.error(UnsupportedInstructionError, "unique_indices must be True")
+    yield _attributes(
+        "gpsimd" if indirect else "sync", "swdge" if indirect else "none", False, indirect
+    )
+    skip = getattr(oob_mode, "name", "") == "skip"
+    total = None
+    for s in srcs:
+        values = gather(s, skip)[0] if s.indirection is not None else s.load()
+        part = values.astype(F32).reshape(dst.shape)
+        total = part if total is None else total + part
+    assert total is not None
+    if dst.indirection is not None:
+        scatter(dst, total, skip)
+    else:
+        store(dst, total, False)

@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import OutOfBoundsError, TensorDtypeError, TensorShapeError
-from nmm_compiler.simulator.isa.elementwise import (
+from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
+    Call,
+    Steps,
     attributes,
-    require_sbuf,
-    write,
+    instruction,
 )
 from nmm_compiler.simulator.isa.operands import (
-    F32,
     ON_CHIP,
-    check_destination,
-    check_hazard,
-    operand,
-    raw,
-    require_instruction,
+    SBUF,
 )
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    raw,
+    write,
+)
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 
 def _same_dtype(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> None:
@@ -35,60 +35,55 @@ def _same_dtype(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> No
         )
 
 
-def nc_n_gather(dst: Any, data: Any, indices: Any, name: str | None = None) -> Instruction:
+@instruction(
+    engines=("gpsimd",),
+    writes={"dst": SBUF},
+    reads={"data": SBUF, "indices": SBUF},
+    hazards=("data",),
+)
+def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None = None) -> Steps:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
-    machine = current()
+    machine = call.machine
     op = "nc_n_gather"
-    access = require_sbuf(machine, op, dst=dst, data=data, indices=indices)
     _same_dtype(machine, op, dst, data)
     if indices.dtype != "uint32":
-        raise machine.error(
-            TensorDtypeError, f"nisa.{op}: indices are {indices.dtype}; they must be uint32"
-        )
+        raise call.error(TensorDtypeError, f"indices are {indices.dtype}; they must be uint32")
     if not (dst.shape[0] == data.shape[0] == indices.shape[0]) or (
         dst.free_size != indices.free_size
     ):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: dst {dst.shape}, data {data.shape}, indices {indices.shape}; partitions "
+            f"dst {dst.shape}, data {data.shape}, indices {indices.shape}; partitions "
             "must match, and dst has as many elements as indices",
         )
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, data)
-    instruction = machine.record(
-        op, "gpsimd", (access["data"], access["indices"]), (access["dst"],), NO_ATTRIBUTES, name
-    )
-    if machine.data:
-        values = raw(data).reshape(data.shape[0], -1)
-        chosen = raw(indices).reshape(data.shape[0], -1).astype(np.int64)
-        if chosen.max() >= values.shape[1]:
-            raise machine.error(
-                OutOfBoundsError,
-                f"nisa.{op}: index {int(chosen.max())} into {values.shape[1]} elements of "
-                f"{data.name!r}",
-            )
-        write(machine, dst, np.take_along_axis(values, chosen, axis=1))
-    return instruction
+    yield NO_ATTRIBUTES
+    values = raw(data).reshape(data.shape[0], -1)
+    chosen = raw(indices).reshape(data.shape[0], -1).astype(np.int64)
+    if chosen.max() >= values.shape[1]:
+        raise call.error(
+            OutOfBoundsError,
+            f"index {int(chosen.max())} into {values.shape[1]} elements of {data.name!r}",
+        )
+    write(dst, np.take_along_axis(values, chosen, axis=1))
 
 
+@instruction(engines=("gpsimd",), writes={"dst": SBUF}, reads={"src_buffer": SBUF, "index": SBUF})
 def local_gather(
+    call: Call,
     dst: Any,
     src_buffer: Any,
     index: Any,
     num_elem_per_idx: int = 1,
     num_valid_indices: Any = None,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """Gather in groups of 16 partitions; a group's indices are its own 16 rows, column first."""
-    machine = current()
+    machine = call.machine
     op = "local_gather"
-    access = require_sbuf(machine, op, dst=dst, src_buffer=src_buffer, index=index)
     _same_dtype(machine, op, dst, src_buffer)
     partitions = src_buffer.shape[0]
     if index.dtype != "uint16":
-        raise machine.error(
-            TensorDtypeError, f"nisa.{op}: index is {index.dtype}; it must be uint16"
-        )
+        raise call.error(TensorDtypeError, f"index is {index.dtype}; it must be uint16")
     width = index.free_size
     valid = 16 * width if num_valid_indices is None else int(num_valid_indices)
     if (
@@ -99,161 +94,141 @@ def local_gather(
         or dst.shape[0] != partitions
         or dst.free_size < valid * num_elem_per_idx
     ):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: dst {dst.shape}, src_buffer {src_buffer.shape}, index {index.shape}, "
+            f"dst {dst.shape}, src_buffer {src_buffer.shape}, index {index.shape}, "
             f"{num_elem_per_idx} elements per index, {valid} indices; partitions are the same "
             "multiple of 16, 1 to 32 (power of two) elements per index, at most 4096 indices",
         )
-    check_destination(machine, op, dst)
-    instruction = machine.record(
-        op, "gpsimd", (access["src_buffer"], access["index"]), (access["dst"],),
-        attributes(indices=valid, elements=num_elem_per_idx), name,
-    )  # fmt: skip
-    if machine.data:
-        values = raw(src_buffer).reshape(partitions, -1)
-        rows = raw(index).reshape(partitions, width).astype(np.int64)
-        size = valid * num_elem_per_idx
-        result = np.zeros((partitions, size), values.dtype)
-        for start in range(0, partitions, 16):
-            flat = rows[start : start + 16].T.reshape(-1)[:valid]
-            places = (flat[:, None] * num_elem_per_idx + np.arange(num_elem_per_idx)).reshape(-1)
-            if places.size and places.max() >= values.shape[1]:
-                raise machine.error(
-                    OutOfBoundsError,
-                    f"nisa.{op}: index {int(flat.max())} leaves {src_buffer.name!r} "
-                    f"{src_buffer.shape}",
-                )
-            result[start : start + 16] = values[start : start + 16, places]
-        target = dst if dst.free_size == size else dst.reshape(
-            (partitions, dst.free_size))[:, 0:size]  # fmt: skip
-        write(machine, target, result)
-    return instruction
+    yield attributes(indices=valid, elements=num_elem_per_idx)
+    values = raw(src_buffer).reshape(partitions, -1)
+    rows = raw(index).reshape(partitions, width).astype(np.int64)
+    size = valid * num_elem_per_idx
+    result = np.zeros((partitions, size), values.dtype)
+    for start in range(0, partitions, 16):
+        flat = rows[start : start + 16].T.reshape(-1)[:valid]
+        places = (flat[:, None] * num_elem_per_idx + np.arange(num_elem_per_idx)).reshape(-1)
+        if places.size and places.max() >= values.shape[1]:
+            raise call.error(
+                OutOfBoundsError,
+                f"index {int(flat.max())} leaves {src_buffer.name!r} {src_buffer.shape}",
+            )
+        result[start : start + 16] = values[start : start + 16, places]
+    target = dst if dst.free_size == size else dst.reshape(
+        (partitions, dst.free_size))[:, 0:size]  # fmt: skip
+    write(target, result)
 
 
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"src": ON_CHIP})
 def nc_stream_shuffle(
-    dst: Any, src: Any, shuffle_mask: Any, name: str | None = None
-) -> Instruction:
+    call: Call, dst: Any, src: Any, shuffle_mask: Any, name: str | None = None
+) -> Steps:
     """dst[p] = src[mask[p]] within each quadrant of 32 partitions; 255 leaves dst[p]."""
-    machine = current()
+    machine = call.machine
     op = "nc_stream_shuffle"
-    writes = operand(machine, op, "dst", dst, ON_CHIP)
-    reads = operand(machine, op, "src", src, ON_CHIP)
     _same_dtype(machine, op, dst, src)
     mask = [int(m) for m in shuffle_mask]
     if len(mask) != 32 or any(m != 255 and not 0 <= m < 32 for m in mask):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: shuffle_mask has {len(mask)} entries; it needs 32, each 0..31 or 255",
+            f"shuffle_mask has {len(mask)} entries; it needs 32, each 0..31 or 255",
         )
     if dst.free_size != src.free_size:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: dst {dst.shape}, src {src.shape}; elements per partition must match",
+            f"dst {dst.shape}, src {src.shape}; elements per partition must match",
         )
-    check_destination(machine, op, dst)
-    instruction = machine.record(op, "vector", (reads,), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        source = src.array().reshape(src.shape[0], -1).copy()
-        for p in range(dst.shape[0]):
-            choice = mask[p % 32]
-            if choice == 255:
-                continue
-            origin = p - p % 32 + choice
-            if src.shape[0] <= 32:
-                origin = choice
-            if origin >= src.shape[0]:
-                raise machine.error(
-                    OutOfBoundsError,
-                    f"nisa.{op}: mask[{p % 32}] = {choice} reads partition {origin} of src "
-                    f"{src.shape}; give src enough partitions",
-                )
-            if src.storage.unwritten is not None:
-                src[origin : origin + 1].check_written()
-            write(machine, dst[p : p + 1], source[origin : origin + 1])
-    return instruction
+    yield NO_ATTRIBUTES
+    source = src.array().reshape(src.shape[0], -1).copy()
+    for p in range(dst.shape[0]):
+        choice = mask[p % 32]
+        if choice == 255:
+            continue
+        origin = p - p % 32 + choice
+        if src.shape[0] <= 32:
+            origin = choice
+        if origin >= src.shape[0]:
+            raise call.error(
+                OutOfBoundsError,
+                f"mask[{p % 32}] = {choice} reads partition {origin} of src "
+                f"{src.shape}; give src enough partitions",
+            )
+        if src.storage.unwritten is not None:
+            src[origin : origin + 1].check_written()
+        write(dst[p : p + 1], source[origin : origin + 1])
 
 
+@instruction(engines=("gpsimd",), writes={"dst": SBUF}, reads={"src": SBUF})
 def nonzero_with_count(
-    dst: Any, src: Any, index_offset: Any = 0, padding_val: Any = -1, name: str | None = None
-) -> Instruction:
+    call: Call,
+    dst: Any,
+    src: Any,
+    index_offset: Any = 0,
+    padding_val: Any = -1,
+    name: str | None = None,
+) -> Steps:
     """dst[p] = positions of nonzero src[p], padding, then their count; p = 0, 16, 32, ..."""
-    machine = current()
-    op = "nonzero_with_count"
-    require_instruction(machine, op)
-    access = require_sbuf(machine, op, dst=dst, src=src)
     if src.dtype not in ("float32", "int32") or dst.dtype != "int32":
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.{op}: src is {src.dtype}, dst {dst.dtype}; src is float32 or int32, dst int32",
+            f"src is {src.dtype}, dst {dst.dtype}; src is float32 or int32, dst int32",
         )
     if dst.shape[0] != src.shape[0] or dst.free_size != src.free_size + 1:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: dst {dst.shape}, src {src.shape}; dst has one element more per partition",
+            f"dst {dst.shape}, src {src.shape}; dst has one element more per partition",
         )
-    check_destination(machine, op, dst)
-    instruction = machine.record(
-        op, "gpsimd", (access["src"],), (access["dst"],), NO_ATTRIBUTES, name
-    )
-    if machine.data:
-        for p in range(0, src.shape[0], 16):
-            mask = src[p : p + 1].unwritten_view()
-            if mask is not None and mask.all():
-                continue  # a group that is not used: its results stay unwritten
-            row = raw(src[p : p + 1]).reshape(-1)
-            found = np.flatnonzero(row) + int(index_offset)
-            result = np.full(row.size + 1, int(padding_val), np.int64)
-            result[: found.size] = found
-            result[-1] = found.size
-            write(machine, dst[p : p + 1], result)
-    return instruction
+    yield NO_ATTRIBUTES
+    for p in range(0, src.shape[0], 16):
+        mask = src[p : p + 1].unwritten_view()
+        if mask is not None and mask.all():
+            continue  # a group that is not used: its results stay unwritten
+        row = raw(src[p : p + 1]).reshape(-1)
+        found = np.flatnonzero(row) + int(index_offset)
+        result = np.full(row.size + 1, int(padding_val), np.int64)
+        result[: found.size] = found
+        result[-1] = found.size
+        write(dst[p : p + 1], result)
 
 
-def sequence_bounds(dst: Any, segment_ids: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("gpsimd",), writes={"dst": SBUF}, reads={"segment_ids": SBUF})
+def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = None) -> Steps:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
-    machine = current()
-    op = "sequence_bounds"
-    access = require_sbuf(machine, op, dst=dst, segment_ids=segment_ids)
     count = segment_ids.free_size
     if segment_ids.shape[0] != 1 or dst.shape[0] != 1 or dst.free_size != 2 * count:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: dst {dst.shape}, segment_ids {segment_ids.shape}; (1, 2, n) and (1, n)",
+            f"dst {dst.shape}, segment_ids {segment_ids.shape}; (1, 2, n) and (1, n)",
         )
     for view in (dst, segment_ids):
         if view.dtype not in ("float32", "int32"):
-            raise machine.error(
-                TensorDtypeError, f"nisa.{op}: {view.name!r} is {view.dtype}; use float32 or int32"
+            raise call.error(
+                TensorDtypeError, f"{view.name!r} is {view.dtype}; use float32 or int32"
             )
-    check_destination(machine, op, dst)
-    instruction = machine.record(
-        op, "gpsimd", (access["segment_ids"],), (access["dst"],), NO_ATTRIBUTES, name
-    )
-    if machine.data:
-        ids = raw(segment_ids).reshape(-1)
-        result = np.zeros((2, count), F32)
-        for i, value in enumerate(ids):
-            same = np.flatnonzero(ids == value)
-            result[:, i] = (count, -1) if value == 0 else (same[0], same[-1] + 1)
-        write(machine, dst, result)
-    return instruction
+    yield NO_ATTRIBUTES
+    ids = raw(segment_ids).reshape(-1)
+    result = np.zeros((2, count), F32)
+    for i, value in enumerate(ids):
+        same = np.flatnonzero(ids == value)
+        result[:, i] = (count, -1) if value == 0 else (same[0], same[-1] + 1)
+    write(dst, result)
 
 
-def topk(val_dst: Any, idx_dst: Any, src: Any, n: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("gpsimd",), writes={"val_dst": SBUF, "idx_dst": SBUF}, reads={"src": SBUF})
+def topk(
+    call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any, name: str | None = None
+) -> Steps:
     """Find the K largest of each group's n elements, ascending, with their indices, on GpSimd.
 
     A group of 16 partitions holds its elements column by column: element e sits in partition
     e % 16, column e // 16.
     """
-    machine = current()
-    access = require_sbuf(machine, "topk", val_dst=val_dst, idx_dst=idx_dst, src=src)
     k, n = val_dst.free_size, int(n)
     partitions = src.shape[0]
     if src.dtype != "bfloat16" or val_dst.dtype != "bfloat16" or idx_dst.dtype != "uint32":
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.topk: src {src.dtype}, val_dst {val_dst.dtype}, idx_dst {idx_dst.dtype}; they "
+            f"src {src.dtype}, val_dst {val_dst.dtype}, idx_dst {idx_dst.dtype}; they "
             "must be bfloat16, bfloat16 and uint32",
         )
     if (
@@ -265,26 +240,19 @@ def topk(val_dst: Any, idx_dst: Any, src: Any, n: Any, name: str | None = None) 
         or val_dst.shape[0] != partitions
         or idx_dst.shape[0] != partitions
     ):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.topk: src {src.shape}, val_dst {val_dst.shape}, idx_dst {idx_dst.shape}, n={n}; "
+            f"src {src.shape}, val_dst {val_dst.shape}, idx_dst {idx_dst.shape}, n={n}; "
             "partitions a multiple of 16, 8 <= n < 65536, K <= n, ceil(n / 16) columns",
         )
-    check_destination(machine, "topk", val_dst)
-    check_destination(machine, "topk", idx_dst)
-    instruction = machine.record(
-        "topk", "gpsimd", (access["src"],), (access["val_dst"], access["idx_dst"]),
-        attributes(n=n, k=k), name,
-    )  # fmt: skip
-    if machine.data:
-        values = raw(src).reshape(partitions, -1)
-        best = np.zeros((partitions, k), values.dtype)
-        places = np.zeros((partitions, k), np.int64)
-        for start in range(0, partitions, 16):
-            snake = values[start : start + 16].T.reshape(-1)[:n].astype(F32)
-            order = np.argsort(snake, kind="stable")[-k:]
-            best[start : start + 16] = snake[order].astype(values.dtype)
-            places[start : start + 16] = order
-        write(machine, val_dst, best)
-        write(machine, idx_dst, places)
-    return instruction
+    yield attributes(n=n, k=k)
+    values = raw(src).reshape(partitions, -1)
+    best = np.zeros((partitions, k), values.dtype)
+    places = np.zeros((partitions, k), np.int64)
+    for start in range(0, partitions, 16):
+        snake = values[start : start + 16].T.reshape(-1)[:n].astype(F32)
+        order = np.argsort(snake, kind="stable")[-k:]
+        best[start : start + 16] = snake[order].astype(values.dtype)
+        places[start : start + 16] = order
+    write(val_dst, best)
+    write(idx_dst, places)

@@ -13,21 +13,24 @@ import ml_dtypes
 import numpy as np
 
 from nmm_compiler.errors import TensorDtypeError, TensorShapeError
-from nmm_compiler.simulator.isa.elementwise import NO_ATTRIBUTES
+from nmm_compiler.simulator.isa.instruction import (
+    NO_ATTRIBUTES,
+    Call,
+    Steps,
+    instruction,
+)
 from nmm_compiler.simulator.isa.operands import (
-    F32,
     PSUM,
     SBUF,
-    check_destination,
-    f32,
-    operand,
-    raw,
-    require_instruction,
 )
 from nmm_compiler.simulator.isa.tensor_engine import _accumulate, _attributes, _check_bank
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    f32,
+    raw,
+)
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 _ELEMENT = {
     "float8_e4m3fn_x4": (np.dtype(ml_dtypes.float8_e4m3fn), 8),
@@ -65,57 +68,57 @@ def _check_scale(machine: Machine, op: str, role: str, view: NkiTensor) -> None:
         )
 
 
-def quantize_mx(dst: Any, src: Any, dst_scale: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("vector",), writes={"dst": SBUF, "dst_scale": SBUF}, reads={"src": SBUF})
+def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None = None) -> Steps:
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
-    machine = current()
+    machine = call.machine
     op = "quantize_mx"
-    require_instruction(machine, op)
-    writes = operand(machine, op, "dst", dst, SBUF)
-    scale = operand(machine, op, "dst_scale", dst_scale, SBUF)
-    reads = operand(machine, op, "src", src, SBUF)
     _check_scale(machine, op, "dst_scale", dst_scale)
     if dst.dtype not in _ELEMENT or src.dtype not in ("float16", "bfloat16"):
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.{op}: src {src.dtype}, dst {dst.dtype}; src is float16 or bfloat16, dst "
+            f"src {src.dtype}, dst {dst.dtype}; src is float16 or bfloat16, dst "
             "float8_e5m2_x4 or float8_e4m3fn_x4",
         )
     p = src.shape[0]
     if p % 32 or src.free_size % 4 or dst.shape[0] != p or dst.free_size * 4 != src.free_size:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: src {src.shape}, dst {dst.shape}; partitions a multiple of 32, free size "
+            f"src {src.shape}, dst {dst.shape}; partitions a multiple of 32, free size "
             "a multiple of 4, dst a quarter of it",
         )
     rows = scale_rows(p)
     if dst_scale.shape[0] <= rows.max() or dst_scale.free_size != dst.free_size:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: dst_scale {dst_scale.shape}; it needs partitions up to {rows.max()} and "
+            f"dst_scale {dst_scale.shape}; it needs partitions up to {rows.max()} and "
             f"{dst.free_size} elements per partition",
         )
-    check_destination(machine, op, dst)
-    instruction = machine.record(op, "vector", (reads,), (writes, scale), NO_ATTRIBUTES, name)
-    if machine.data:
-        element, top = _ELEMENT[dst.dtype]
-        values = f32(src).reshape(p // 8, 8, -1, 4)
-        largest = np.abs(values).max(axis=(1, 3))
-        exponent = np.frexp(largest)[1] - 1 - (top - 1)
-        exponent = np.where(largest == 0, -127, np.clip(exponent, -127, 127))
-        scaled = values * np.ldexp(F32(1.0), -exponent)[:, None, :, None].astype(F32)
-        packed = np.ascontiguousarray(scaled.astype(element)).view(np.uint32)
-        target = dst.array()
-        target[...] = packed.reshape(dst.shape)
-        dst.mark_written()
-        bits = (exponent + 127).astype(np.uint8)
-        for group, row in enumerate(rows):
-            view = dst_scale[int(row) : int(row) + 1]
-            view.array()[...] = bits[group].view(view.dtype.numpy).reshape(view.shape)
-            view.mark_written()
-    return instruction
+    yield NO_ATTRIBUTES
+    element, top = _ELEMENT[dst.dtype]
+    values = f32(src).reshape(p // 8, 8, -1, 4)
+    largest = np.abs(values).max(axis=(1, 3))
+    exponent = np.frexp(largest)[1] - 1 - (top - 1)
+    exponent = np.where(largest == 0, -127, np.clip(exponent, -127, 127))
+    scaled = values * np.ldexp(F32(1.0), -exponent)[:, None, :, None].astype(F32)
+    packed = np.ascontiguousarray(scaled.astype(element)).view(np.uint32)
+    target = dst.array()
+    target[...] = packed.reshape(dst.shape)
+    dst.mark_written()
+    bits = (exponent + 127).astype(np.uint8)
+    for group, row in enumerate(rows):
+        view = dst_scale[int(row) : int(row) + 1]
+        view.array()[...] = bits[group].view(view.dtype.numpy).reshape(view.shape)
+        view.mark_written()
 
 
+@instruction(
+    engines=("tensor",),
+    writes={"dst": PSUM},
+    reads={"stationary": SBUF, "moving": SBUF, "stationary_scale": SBUF, "moving_scale": SBUF},
+)
 def nc_matmul_mx(
+    call: Call,
     dst: Any,
     stationary: Any,
     moving: Any,
@@ -125,53 +128,39 @@ def nc_matmul_mx(
     tile_size: Any = None,
     accumulate: Any = None,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
-    machine = current()
+    machine = call.machine
     op = "nc_matmul_mx"
-    require_instruction(machine, op)
-    writes = operand(machine, op, "dst", dst, PSUM)
-    reads = tuple(
-        operand(machine, op, role, view, SBUF)
-        for role, view in (
-            ("stationary", stationary), ("moving", moving),
-            ("stationary_scale", stationary_scale), ("moving_scale", moving_scale),
-        )
-    )  # fmt: skip
     packed = (*_ELEMENT, "float4_e2m1fn_x4")
     for role, view in (("stationary", stationary), ("moving", moving)):
         if view.dtype not in packed:
-            raise machine.error(
+            raise call.error(
                 TensorDtypeError,
-                f"nisa.{op}: {role} is {view.dtype}; it must be one of {', '.join(packed)}",
+                f"{role} is {view.dtype}; it must be one of {', '.join(packed)}",
             )
     _check_scale(machine, op, "stationary_scale", stationary_scale)
     _check_scale(machine, op, "moving_scale", moving_scale)
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
     limit = 8192 if dst.dtype == "bfloat16" else 4096
     if moving.shape[0] != k or k % 32 or k > 128 or m > 128 or m % 2 or n > limit:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: stationary {stationary.shape}, moving {moving.shape}; the same K, a "
+            f"stationary {stationary.shape}, moving {moving.shape}; the same K, a "
             f"multiple of 32 up to 128, M even up to 128, N up to {limit}",
         )
     if dst.shape[0] != m or dst.free_size != n or dst.dtype not in ("float32", "bfloat16"):
-        raise machine.error(
-            TensorShapeError, f"nisa.{op}: dst {dst.shape} {dst.dtype}; it must be ({m}, {n}) "
+        raise call.error(
+            TensorShapeError, f"dst {dst.shape} {dst.dtype}; it must be ({m}, {n}) "
             "float32 or bfloat16",
         )  # fmt: skip
     _check_bank(machine, op, dst, 8)
-    instruction = machine.record(
-        op, "tensor", reads, (writes,),
-        _attributes(k, m, n, False, "mx", stationary.dtype, None, False), name,
-    )  # fmt: skip
-    if machine.data:
-        rows = scale_rows(k)
-        sides = []
-        for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
-            values = unpack(raw(view).reshape(k, -1), view.dtype)
-            factor = np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
-            values = values * np.repeat(factor, 8, axis=0)[:, :, None]
-            sides.append(values.transpose(0, 2, 1).reshape(4 * k, -1))
-        _accumulate(machine, dst, sides[0].T @ sides[1], accumulate)
-    return instruction
+    yield _attributes(k, m, n, False, "mx", stationary.dtype, None, False)
+    rows = scale_rows(k)
+    sides = []
+    for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
+        values = unpack(raw(view).reshape(k, -1), view.dtype)
+        factor = np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
+        values = values * np.repeat(factor, 8, axis=0)[:, :, None]
+        sides.append(values.transpose(0, 2, 1).reshape(4 * k, -1))
+    _accumulate(machine, dst, sides[0].T @ sides[1], accumulate)

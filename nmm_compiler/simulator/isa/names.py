@@ -8,9 +8,9 @@ from nmm_compiler.simulator.isa import (
     activation,
     dma,
     elementwise,
+    enums,
     gather,
     microscaling,
-    operands,
     random_numbers,
     reductions,
     registers_and_programs,
@@ -23,17 +23,17 @@ from nmm_compiler.simulator.trace import Instruction
 NAMES: dict[str, Any] = {
     "VirtualRegister": VirtualRegister,
     "NkiInstruction": Instruction,
-    "tensor_engine": operands.engine.tensor,
-    "vector_engine": operands.engine.vector,
-    "scalar_engine": operands.engine.scalar,
-    "gpsimd_engine": operands.engine.gpsimd,
-    "unknown_engine": operands.engine.unknown,
+    "tensor_engine": enums.engine.tensor,
+    "vector_engine": enums.engine.vector,
+    "scalar_engine": enums.engine.scalar,
+    "gpsimd_engine": enums.engine.gpsimd,
+    "unknown_engine": enums.engine.unknown,
 }
 ENUMS = (
     "engine", "reduce_cmd", "dge_mode", "oob_mode", "matmul_perf_mode", "nc_version", "dma_engine",
 )  # fmt: skip
 for _name in ENUMS:
-    NAMES[_name] = getattr(operands, _name)
+    NAMES[_name] = getattr(enums, _name)
 _INSTRUCTIONS: dict[Any, tuple[str, ...]] = {
     activation: ("activation", "activation_reduce", "activate2", "exponential"),
     dma: ("dma_copy", "dma_transpose", "dma_compute"),

@@ -1,14 +1,8 @@
-"""What all instructions share: operand checks, reading and writing values, hazards.
-
-An instruction is a function in one of the files beside this one: check the operands, record the
-instruction, and compute when there is data. The order matters: a refused instruction is never
-in the trace.
-"""
+"""Checks of operands: memory, partition, shape, dtype, engine, hazards; and of the target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -20,96 +14,17 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
+from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.dtypes import DType, cast, round_tfloat32
-from nmm_compiler.simulator.tensors.indirect import gather, scatter
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
 from nmm_compiler.targets import Target, oldest_with
 
-F32 = np.float32
 SBUF = ("sbuf",)
 PSUM = ("psum",)
 ON_CHIP = ("sbuf", "psum")
 DMA_MEMORIES = ("sbuf", "hbm")
-
-
-class engine(Enum):  # noqa: N801  (the name NKI gives it)
-    """Engines of a NeuronCore."""
-
-    tensor = 1
-    vector = 5
-    scalar = 2
-    gpsimd = 3
-    dma = 4
-    sync = 6
-    unknown = 0
-
-
-class reduce_cmd(Enum):  # noqa: N801
-    """What an instruction does with the accumulator registers."""
-
-    idle = 0
-    reset = 1
-    reduce = 2
-    reset_reduce = 3
-    load_reduce = 4
-
-
-class dge_mode(Enum):  # noqa: N801
-    """Who makes DMA descriptors."""
-
-    unknown = 0
-    swdge = 1
-    hwdge = 2
-    none = 3
-
-
-class oob_mode(Enum):  # noqa: N801
-    """What an out-of-bounds runtime index does."""
-
-    error = 0
-    skip = 1
-
-
-class matmul_perf_mode(Enum):  # noqa: N801
-    """TensorE performance mode."""
-
-    none = "none"
-    double_row = "double_row"
-
-
-class nc_version(Enum):  # noqa: N801
-    """NeuronCore generations; they compare as numbers."""
-
-    gen2 = 2
-    gen3 = 3
-    gen4 = 4
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.value < getattr(other, "value", other))
-
-    def __le__(self, other: Any) -> bool:
-        return bool(self.value <= getattr(other, "value", other))
-
-    def __gt__(self, other: Any) -> bool:
-        return bool(self.value > getattr(other, "value", other))
-
-    def __ge__(self, other: Any) -> bool:
-        return bool(self.value >= getattr(other, "value", other))
-
-    __hash__ = Enum.__hash__
-
-
-class dma_engine(Enum):  # noqa: N801
-    """DMA transfer mechanism of sendrecv."""
-
-    dma = 1
-    gpsimd_dma = 2
-
-
-ENGINE_NAMES = {e: e.name for e in engine}
 
 
 def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str, ...]) -> Access:
@@ -151,18 +66,6 @@ def same_elements(machine: Machine, op: str, first: NkiTensor, second: NkiTensor
         )
 
 
-def require_dtype(
-    machine: Machine, op: str, role: str, view: NkiTensor, allowed: Any, hint: str = ""
-) -> None:
-    """Check that the view's dtype is one of `allowed`."""
-    if view.dtype not in allowed:
-        raise machine.error(
-            TensorDtypeError,
-            f"nisa.{op}: {role} {view.name!r} is {view.dtype}; it must be "
-            f"{', '.join(sorted(allowed))}{hint}",
-        )
-
-
 def require(machine: Machine, what: str, has: Callable[[Target], bool]) -> None:
     """Check that the target has `what`: an instruction, or a mode of one."""
     if not has(machine.target):
@@ -186,7 +89,7 @@ def choose_engine(
     """Return the engine's name: the given one when the instruction runs on it, or the default."""
     if given is None or given is engine.unknown:
         return default
-    name = ENGINE_NAMES.get(given)
+    name = given._name_ if given.__class__ is engine else ""
     if name in allowed:
         return name
     raise machine.error(
@@ -261,47 +164,6 @@ def check_hazard(
         )
 
 
-def f32(view: NkiTensor) -> np.ndarray:
-    """Return the view's values as float32 (what engines compute with).
-
-    A tfloat32 view may lie over float32 data: an engine reads ten bits of its mantissas.
-    """
-    values = raw(view)
-    if view.dtype == "tfloat32":
-        return round_tfloat32(values)
-    return values if values.dtype == F32 else values.astype(F32)
-
-
-def raw(view: NkiTensor) -> np.ndarray:
-    """Return the view's values in their storage dtype."""
-    if view.indirection is not None:
-        return gather(view)[0]
-    return view.load()
-
-
-def like(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return values in `shape` (same elements per partition)."""
-    return values if values.shape == shape else values.reshape(shape)
-
-
-def put(dst: NkiTensor, values: np.ndarray) -> None:
-    """Write computed values: cast to the dtype of dst, note that they are written."""
-    if dst.indirection is not None:
-        scatter(dst, values)
-        return
-    shape = dst.shape
-    if values.shape != shape:
-        values = values.reshape(shape)
-    target = dst.array()
-    dtype: DType = dst.dtype
-    if dtype.kind == "float" and dtype != "tfloat32" and values.dtype == F32:
-        np.copyto(target, values, casting="unsafe")
-    else:
-        target[...] = cast(values, dtype)
-    if dst.storage.unwritten is not None:
-        dst.mark_written()
-
-
 def check_destination(machine: Machine, op: str, dst: NkiTensor) -> None:
     """Refuse to write a constant.
 
@@ -336,12 +198,3 @@ def scalar_operand(
         TensorDtypeError,
         f"nisa.{op}: {role} is {type(value).__name__}; pass a number or a ({partitions}, 1) tensor",
     )
-
-
-def scalar_value(value: Any, rank: int) -> Any:
-    """Return a float32 scalar, or float32 [P, 1, ...] to broadcast over the free dimensions."""
-    if value.__class__ is NkiTensor:
-        return f32(value).reshape((value.shape[0],) + (1,) * (rank - 1))
-    if isinstance(value, VirtualRegister):
-        value = value.read()
-    return F32(value)

@@ -11,24 +11,28 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import TensorDtypeError, TensorShapeError
-from nmm_compiler.simulator.isa.elementwise import NO_ATTRIBUTES, write
-from nmm_compiler.simulator.isa.operands import (
-    F32,
-    ON_CHIP,
-    check_destination,
-    choose_engine,
+from nmm_compiler.simulator.isa.enums import (
     engine,
-    f32,
-    no_psum_on_gpsimd,
-    operand,
-    raw,
-    require_instruction,
-    same_elements,
-    scalar_operand,
-    scalar_value,
 )
-from nmm_compiler.simulator.machine import Machine, current
-from nmm_compiler.simulator.trace import Instruction
+from nmm_compiler.simulator.isa.instruction import (
+    NO_ATTRIBUTES,
+    Call,
+    Steps,
+    instruction,
+)
+from nmm_compiler.simulator.isa.operands import (
+    ON_CHIP,
+    SBUF,
+    no_psum_on_gpsimd,
+)
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    f32,
+    raw,
+    scalar_value,
+    write,
+)
+from nmm_compiler.simulator.machine import Machine
 
 
 def generator(machine: Machine) -> np.random.Generator:
@@ -39,40 +43,31 @@ def generator(machine: Machine) -> np.random.Generator:
     return found
 
 
-def rng(dst: Any, engine: Any = engine.vector, name: str | None = None) -> Instruction:
+@instruction(engines=("vector", "gpsimd"), writes={"dst": ON_CHIP})
+def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = None) -> Steps:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
-    machine = current()
-    writes = operand(machine, "rng", "dst", dst, ON_CHIP)
-    chosen = choose_engine(machine, "rng", engine, ("vector", "gpsimd"), "vector")
-    no_psum_on_gpsimd(machine, "rng", chosen, dst)
+    machine = call.machine
     if dst.dtype.kind != "int":
-        raise machine.error(
-            TensorDtypeError, f"nisa.rng: dst is {dst.dtype}; it must be an integer dtype"
-        )
-    check_destination(machine, "rng", dst)
-    instruction = machine.record("rng", chosen, (), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        bits = generator(machine).integers(0, 1 << 32, dst.shape, np.uint64)
-        item = dst.dtype.item_bytes
-        low = (bits & ((1 << (8 * item)) - 1)).astype(f"u{item}").view(dst.dtype.numpy)
-        write(machine, dst, low)
-    return instruction
+        raise call.error(TensorDtypeError, f"dst is {dst.dtype}; it must be an integer dtype")
+    yield NO_ATTRIBUTES
+    bits = generator(machine).integers(0, 1 << 32, dst.shape, np.uint64)
+    item = dst.dtype.item_bytes
+    low = (bits & ((1 << (8 * item)) - 1)).astype(f"u{item}").view(dst.dtype.numpy)
+    write(dst, low)
 
 
-def set_rng_seed(src_seeds: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("vector",), reads={"src_seeds": ON_CHIP})
+def set_rng_seed(call: Call, src_seeds: Any, name: str | None = None) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
-    machine = current()
-    reads = operand(machine, "set_rng_seed", "src_seeds", src_seeds, ON_CHIP)
+    machine = call.machine
     if src_seeds.size != 1 or src_seeds.dtype.item_bytes != 4:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.set_rng_seed: {src_seeds.shape} {src_seeds.dtype}; pass one 32-bit value",
+            f"{src_seeds.shape} {src_seeds.dtype}; pass one 32-bit value",
         )
-    instruction = machine.record("set_rng_seed", "vector", (reads,), (), NO_ATTRIBUTES, name)
-    if machine.data:
-        seed = int(np.ascontiguousarray(raw(src_seeds)).reshape(-1).view(np.uint32)[0])
-        machine.random_state = np.random.default_rng(seed)
-    return instruction
+    yield NO_ATTRIBUTES
+    seed = int(np.ascontiguousarray(raw(src_seeds)).reshape(-1).view(np.uint32)[0])
+    machine.random_state = np.random.default_rng(seed)
 
 
 def _state_size(machine: Machine, op: str, view: Any, chosen: str) -> None:
@@ -85,73 +80,61 @@ def _state_size(machine: Machine, op: str, view: Any, chosen: str) -> None:
         )
 
 
+@instruction(engines=("gpsimd", "vector"), reads={"src_seeds": SBUF})
 def rand_set_state(
-    src_seeds: Any, engine: Any = engine.gpsimd, name: str | None = None
-) -> Instruction:
+    call: Call, src_seeds: Any, engine: Any = engine.gpsimd, name: str | None = None
+) -> Steps:
     """Seed an engine's generators from a uint32 tile."""
-    machine = current()
-    require_instruction(machine, "rand_set_state")
-    reads = operand(machine, "rand_set_state", "src_seeds", src_seeds, ("sbuf",))
-    chosen = choose_engine(machine, "rand_set_state", engine, ("gpsimd", "vector"), "gpsimd")
+    machine = call.machine
+    chosen = call.choose()
     _state_size(machine, "rand_set_state", src_seeds, chosen)
-    instruction = machine.record("rand_set_state", chosen, (reads,), (), NO_ATTRIBUTES, name)
-    if machine.data:
-        seeds = raw(src_seeds)
-        machine.accumulators["random " + chosen] = seeds.copy()
-        machine.random_state = np.random.default_rng([int(s) for s in seeds.reshape(-1)])
-    return instruction
+    yield NO_ATTRIBUTES
+    seeds = raw(src_seeds)
+    machine.accumulators["random " + chosen] = seeds.copy()
+    machine.random_state = np.random.default_rng([int(s) for s in seeds.reshape(-1)])
 
 
-def rand_get_state(dst: Any, engine: Any = engine.gpsimd, name: str | None = None) -> Instruction:
+@instruction(engines=("gpsimd", "vector"), writes={"dst": ON_CHIP})
+def rand_get_state(
+    call: Call, dst: Any, engine: Any = engine.gpsimd, name: str | None = None
+) -> Steps:
     """Store an engine's generator state: what was last set, or zeros."""
-    machine = current()
-    require_instruction(machine, "rand_get_state")
-    writes = operand(machine, "rand_get_state", "dst", dst, ON_CHIP)
-    chosen = choose_engine(machine, "rand_get_state", engine, ("gpsimd", "vector"), "gpsimd")
+    machine = call.machine
+    chosen = call.choose()
     no_psum_on_gpsimd(machine, "rand_get_state", chosen, dst)
     _state_size(machine, "rand_get_state", dst, chosen)
-    instruction = machine.record("rand_get_state", chosen, (), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        known = machine.accumulators.get("random " + chosen)
-        if known is None or known.size != dst.size:
-            known = np.zeros(dst.shape, np.uint32)
-        write(machine, dst, known.reshape(dst.shape))
-    return instruction
+    yield NO_ATTRIBUTES
+    known = machine.accumulators.get("random " + chosen)
+    if known is None or known.size != dst.size:
+        known = np.zeros(dst.shape, np.uint32)
+    write(dst, known.reshape(dst.shape))
 
 
-def rand2(dst: Any, min: Any, max: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("vector",), writes={"dst": ON_CHIP})
+def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
-    machine = current()
-    require_instruction(machine, "rand2")
-    writes = operand(machine, "rand2", "dst", dst, ON_CHIP)
-    reads: list[Any] = []
-    scalar_operand(machine, "rand2", "min", min, dst.shape[0], reads)
-    scalar_operand(machine, "rand2", "max", max, dst.shape[0], reads)
-    check_destination(machine, "rand2", dst)
-    instruction = machine.record("rand2", "vector", tuple(reads), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
-        unit = generator(machine).random(dst.shape, dtype=F32)
-        write(machine, dst, (low + unit * (high - low)).astype(F32))
-    return instruction
+    machine = call.machine
+    call.scalar("min", min, dst.shape[0])
+    call.scalar("max", max, dst.shape[0])
+    yield NO_ATTRIBUTES
+    low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
+    unit = generator(machine).random(dst.shape, dtype=F32)
+    write(dst, (low + unit * (high - low)).astype(F32))
 
 
-def dropout(dst: Any, data: Any, prob: Any, name: str | None = None) -> Instruction:
+@instruction(
+    engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP}, like_dst=("data",)
+)
+def dropout(call: Call, dst: Any, data: Any, prob: Any, name: str | None = None) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
-    machine = current()
-    writes = operand(machine, "dropout", "dst", dst, ON_CHIP)
-    reads = [operand(machine, "dropout", "data", data, ON_CHIP)]
-    same_elements(machine, "dropout", dst, data)
-    scalar_operand(machine, "dropout", "prob", prob, data.shape[0], reads)
+    machine = call.machine
+    call.scalar("prob", prob, data.shape[0])
     if dst.dtype != data.dtype:
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.dropout: dst is {dst.dtype}, data {data.dtype}; they must be the same",
+            f"dst is {dst.dtype}, data {data.dtype}; they must be the same",
         )
-    check_destination(machine, "dropout", dst)
-    instruction = machine.record("dropout", "vector", tuple(reads), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        values = f32(data)
-        drop = generator(machine).random(values.shape, dtype=F32)
-        write(machine, dst, np.where(drop < scalar_value(prob, values.ndim), F32(0), values))
-    return instruction
+    yield NO_ATTRIBUTES
+    values = f32(data)
+    drop = generator(machine).random(values.shape, dtype=F32)
+    write(dst, np.where(drop < scalar_value(prob, values.ndim), F32(0), values))

@@ -13,31 +13,34 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.activation import accumulate, reduce_result
-from nmm_compiler.simulator.isa.elementwise import (
+from nmm_compiler.simulator.isa.accumulators import accumulate, reduce_result
+from nmm_compiler.simulator.isa.enums import (
+    reduce_cmd,
+)
+from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
-    apply_scalar,
+    Call,
+    Steps,
     attributes,
-    require_sbuf,
-    write,
+    instruction,
 )
 from nmm_compiler.simulator.isa.operands import (
-    F32,
     ON_CHIP,
-    check_destination,
+    SBUF,
     check_hazard,
-    f32,
-    operand,
-    raw,
-    reduce_cmd,
     same_elements,
-    scalar_operand,
-    scalar_value,
 )
 from nmm_compiler.simulator.isa.operators import Op, alu, reduction
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    apply_scalar,
+    f32,
+    raw,
+    scalar_value,
+    write,
+)
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 
 def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
@@ -52,7 +55,9 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
     return np.asarray(function.reduce.reduce(values, axis=-1))
 
 
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP})
 def tensor_reduce(
+    call: Call,
     dst: Any,
     op: Any,
     data: Any,
@@ -60,70 +65,64 @@ def tensor_reduce(
     negate: bool = False,
     keepdims: bool = False,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """Reduce the last contiguous free axes of data on VectorE, in float32."""
-    machine = current()
+    machine = call.machine
     function = reduction(machine, op, "tensor_reduce")
-    writes = operand(machine, "tensor_reduce", "dst", dst, ON_CHIP)
-    reads = operand(machine, "tensor_reduce", "data", data, ON_CHIP)
     rank = len(data.shape)
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     axes = tuple(sorted(a + rank if a < 0 else a for a in given))
     if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.tensor_reduce: axis {axis} of data {data.shape}; give the last contiguous free "
+            f"axis {axis} of data {data.shape}; give the last contiguous free "
             "axes, e.g. the last one (partitions: nisa.tensor_partition_reduce or a transpose)",
         )
     kept = math.prod(data.shape[1 : axes[0]])
     if dst.shape[0] != data.shape[0] or dst.free_size != kept:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.tensor_reduce: dst {dst.shape}; reducing {axes} of {data.shape} leaves "
+            f"dst {dst.shape}; reducing {axes} of {data.shape} leaves "
             f"{data.shape[0]} partitions with {kept} elements",
         )
     bitvec = function.kind == "bitvec"
     if bitvec and (dst.dtype.kind == "float" or data.dtype.kind == "float"):
-        raise machine.error(
-            TensorDtypeError, "nisa.tensor_reduce: bit operators need integer tensors"
-        )
-    check_destination(machine, "tensor_reduce", dst)
+        raise call.error(TensorDtypeError, "bit operators need integer tensors")
     if dst.storage is data.storage:
         check_hazard(machine, "tensor_reduce", dst, data, data.free_size // kept)
-    instruction = machine.record(
-        "tensor_reduce", "vector", (reads,), (writes,), attributes(function=function.name), name
-    )
-    if machine.data:
-        values = (raw(data) if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
-        result = _reduce(function, values)
-        write(machine, dst, -result if negate and not bitvec else result)
-    return instruction
+    yield attributes(function=function.name)
+    values = (raw(data) if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
+    result = _reduce(function, values)
+    write(dst, -result if negate and not bitvec else result)
 
 
-def tensor_partition_reduce(dst: Any, op: Any, data: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("gpsimd",), writes={"dst": SBUF}, reads={"data": SBUF})
+def tensor_partition_reduce(
+    call: Call, dst: Any, op: Any, data: Any, name: str | None = None
+) -> Steps:
     """Reduce across partitions on GpSimd; dst has one partition."""
-    machine = current()
+    machine = call.machine
     function = reduction(machine, op, "tensor_partition_reduce")
-    access = require_sbuf(machine, "tensor_partition_reduce", dst=dst, data=data)
     if dst.shape[0] != 1 or dst.free_size != data.free_size:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.tensor_partition_reduce: dst {dst.shape}, data {data.shape}; dst must be "
-            f"(1, {data.free_size})",
+            f"dst {dst.shape}, data {data.shape}; dst must be (1, {data.free_size})",
         )
-    check_destination(machine, "tensor_partition_reduce", dst)
-    instruction = machine.record(
-        "tensor_partition_reduce", "gpsimd", (access["data"],), (access["dst"],),
-        attributes(function=function.name), name,
-    )  # fmt: skip
-    if machine.data:
-        values = raw(data) if function.kind == "bitvec" else f32(data)
-        flat = values.reshape(data.shape[0], -1).T
-        write(machine, dst, _reduce(function, flat[None]).reshape(dst.shape))
-    return instruction
+    yield attributes(function=function.name)
+    values = raw(data) if function.kind == "bitvec" else f32(data)
+    flat = values.reshape(data.shape[0], -1).T
+    write(dst, _reduce(function, flat[None]).reshape(dst.shape))
 
 
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP},
+    like_dst=("data",),
+    hazards=("data",),
+)
 def tensor_scalar_reduce(
+    call: Call,
     dst: Any,
     data: Any,
     op0: Any,
@@ -135,42 +134,40 @@ def tensor_scalar_reduce(
     reduce_init: Any = None,
     reduce_res_negate: bool = False,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = data <op0> operand0, and its reduction over the free axes, on VectorE."""
-    machine = current()
+    machine = call.machine
     op = "tensor_scalar_reduce"
     first, reducer = alu(machine, op0, op), reduction(machine, reduce_op, op)
-    writes = [operand(machine, op, "dst", dst, ON_CHIP)]
-    reads = [operand(machine, op, "data", data, ON_CHIP)]
-    same_elements(machine, op, dst, data)
     partitions = data.shape[0]
     if operand0 is not None:
-        scalar_operand(machine, op, "operand0", operand0, partitions, reads)
+        call.scalar("operand0", operand0, partitions)
     if reduce_init is not None:
-        scalar_operand(machine, op, "reduce_init", reduce_init, partitions, reads)
+        call.scalar("reduce_init", reduce_init, partitions)
     if reducer.name not in ("add", "multiply", "maximum", "minimum", "max", "min"):
-        raise machine.error(
+        raise call.error(
             UnsupportedInstructionError,
-            f"nisa.{op}: reduce_op nl.{reducer.name}; use nl.add, nl.multiply, nl.max or nl.min",
+            f"reduce_op nl.{reducer.name}; use nl.add, nl.multiply, nl.max or nl.min",
         )
-    reduce_result(machine, op, reduce_res, partitions, writes)
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, data)
-    instruction = machine.record(
-        op, "vector", tuple(reads), tuple(writes),
-        attributes(function=first.name, reduces=True), name,
-    )  # fmt: skip
-    if machine.data:
-        result = apply_scalar(machine, first, f32(data), operand0, reverse0)
-        write(machine, dst, result)
-        total = accumulate(machine, "vector", reduce_cmd, reducer, result, reduce_init)
-        if reduce_res is not None:
-            total = -total if reduce_res_negate else total
-            write(machine, reduce_res, total.reshape(reduce_res.shape))
-    return instruction
+    reduce_result(call, reduce_res, partitions)
+    yield attributes(function=first.name, reduces=True)
+    result = apply_scalar(machine, first, f32(data), operand0, reverse0)
+    write(dst, result)
+    total = accumulate(machine, "vector", reduce_cmd, reducer, result, reduce_init)
+    if reduce_res is not None:
+        total = -total if reduce_res_negate else total
+        write(reduce_res, total.reshape(reduce_res.shape))
 
 
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"src": ON_CHIP},
+    like_dst=("src",),
+    hazards=("src",),
+)
 def tensor_scalar_cumulative(
+    call: Call,
     dst: Any,
     src: Any,
     op0: Any,
@@ -179,42 +176,32 @@ def tensor_scalar_cumulative(
     imm1: Any = None,
     reduce_cmd: Any = reduce_cmd.reset_reduce,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
-    machine = current()
+    machine = call.machine
     op = "tensor_scalar_cumulative"
     first, second = alu(machine, op0, op), reduction(machine, op1, op)
-    writes = operand(machine, op, "dst", dst, ON_CHIP)
-    reads = [operand(machine, op, "src", src, ON_CHIP)]
-    same_elements(machine, op, dst, src)
     for view in (dst, src):
         if view.dtype in ("int32", "uint32"):
-            raise machine.error(
-                TensorDtypeError, f"nisa.{op}: {view.name!r} is {view.dtype}; 32-bit integers "
+            raise call.error(
+                TensorDtypeError, f"{view.name!r} is {view.dtype}; 32-bit integers "
                 "are not supported",
             )  # fmt: skip
     partitions = src.shape[0]
-    scalar_operand(machine, op, "imm0", imm0, partitions, reads)
+    call.scalar("imm0", imm0, partitions)
     if imm1 is not None:
-        scalar_operand(machine, op, "imm1", imm1, partitions, reads)
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, src)
-    instruction = machine.record(
-        op, "vector", tuple(reads), (writes,),
-        attributes(function=first.name, function1=second.name), name,
-    )  # fmt: skip
-    if machine.data:
-        values = apply_scalar(machine, first, f32(src), imm0, False).reshape(partitions, -1)
-        start = _start(machine, reduce_cmd, second, partitions, imm1)
-        result = np.empty_like(values)
-        register = start.astype(F32)
-        assert second.alu is not None
-        for i in range(values.shape[1]):
-            register = np.asarray(second.alu(values[:, i], register), F32)
-            result[:, i] = register
-        machine.accumulators["vector"] = register
-        write(machine, dst, result)
-    return instruction
+        call.scalar("imm1", imm1, partitions)
+    yield attributes(function=first.name, function1=second.name)
+    values = apply_scalar(machine, first, f32(src), imm0, False).reshape(partitions, -1)
+    start = _start(machine, reduce_cmd, second, partitions, imm1)
+    result = np.empty_like(values)
+    register = start.astype(F32)
+    assert second.alu is not None
+    for i in range(values.shape[1]):
+        register = np.asarray(second.alu(values[:, i], register), F32)
+        result[:, i] = register
+    machine.accumulators["vector"] = register
+    write(dst, result)
 
 
 def _start(machine: Machine, command: Any, op: Op, partitions: int, initial: Any) -> np.ndarray:
@@ -229,7 +216,15 @@ def _start(machine: Machine, command: Any, op: Op, partitions: int, initial: Any
     return np.full(partitions, op.identity, F32)
 
 
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"data0": ON_CHIP, "data1": ON_CHIP},
+    like_dst=("data0",),
+    hazards=("data0", "data1"),
+)
 def tensor_tensor_scan(
+    call: Call,
     dst: Any,
     data0: Any,
     data1: Any,
@@ -239,102 +234,74 @@ def tensor_tensor_scan(
     reverse0: bool = False,
     reverse1: bool = False,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst[i] = op1(op0(data0[i], dst[i - 1]), data1[i]) along the free dimension, on VectorE."""
-    machine = current()
+    machine = call.machine
     op = "tensor_tensor_scan"
     first, second = alu(machine, op0, op), alu(machine, op1, op)
-    writes = operand(machine, op, "dst", dst, ON_CHIP)
-    a = operand(machine, op, "data0", data0, ON_CHIP)
-    b = operand(machine, op, "data1", data1, ON_CHIP)
     same_elements(machine, op, data0, data1)
-    same_elements(machine, op, dst, data0)
-    reads = [a, b]
-    scalar_operand(machine, op, "initial", initial, data0.shape[0], reads)
-    if a.memory == "psum" and b.memory == "psum":
-        raise machine.error(
-            EngineRuleError, f"nisa.{op}: data0 and data1 are both in PSUM; copy one to SBUF"
-        )
+    call.scalar("initial", initial, data0.shape[0])
+    if data0.memory == "psum" and data1.memory == "psum":
+        raise call.error(EngineRuleError, "data0 and data1 are both in PSUM; copy one to SBUF")
     if first.kind != "arith" or second.kind != "arith":
-        raise machine.error(
-            UnsupportedInstructionError, f"nisa.{op}: op0 and op1 must be binary and arithmetic"
-        )
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, data0)
-    check_hazard(machine, op, dst, data1)
-    instruction = machine.record(
-        op, "vector", tuple(reads), (writes,),
-        attributes(function=first.name, function1=second.name), name,
-    )  # fmt: skip
-    if machine.data:
-        partitions = data0.shape[0]
-        x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
-        state = np.broadcast_to(
-            np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,)
-        )
-        result = np.empty_like(x)
-        f, g = first.alu, second.alu
-        assert f is not None
-        assert g is not None
-        for i in range(x.shape[1]):
-            inner = f(state, x[:, i]) if reverse0 else f(x[:, i], state)
-            state = g(y[:, i], inner) if reverse1 else g(inner, y[:, i])
-            result[:, i] = state
-        write(machine, dst, result)
-    return instruction
+        raise call.error(UnsupportedInstructionError, "op0 and op1 must be binary and arithmetic")
+    yield attributes(function=first.name, function1=second.name)
+    partitions = data0.shape[0]
+    x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
+    state = np.broadcast_to(np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,))
+    result = np.empty_like(x)
+    f, g = first.alu, second.alu
+    assert f is not None
+    assert g is not None
+    for i in range(x.shape[1]):
+        inner = f(state, x[:, i]) if reverse0 else f(x[:, i], state)
+        state = g(y[:, i], inner) if reverse1 else g(inner, y[:, i])
+        result[:, i] = state
+    write(dst, result)
 
 
-def bn_stats(dst: Any, data: Any, name: str | None = None) -> Instruction:
+@instruction(
+    engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP}, hazards=("data",)
+)
+def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
     """dst = (count, mean, variance * count) of the even, then of the odd elements."""
-    machine = current()
-    writes = operand(machine, "bn_stats", "dst", dst, ON_CHIP)
-    reads = operand(machine, "bn_stats", "data", data, ON_CHIP)
     if data.free_size > 512 or dst.shape[0] != data.shape[0] or dst.free_size != 6:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.bn_stats: dst {dst.shape}, data {data.shape}; data has at most 512 elements "
+            f"dst {dst.shape}, data {data.shape}; data has at most 512 elements "
             "per partition and dst 6",
         )
-    check_destination(machine, "bn_stats", dst)
-    check_hazard(machine, "bn_stats", dst, data)
-    instruction = machine.record("bn_stats", "vector", (reads,), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        values = f32(data).reshape(data.shape[0], -1)
-        result = np.zeros((data.shape[0], 6), F32)
-        for start in (0, 1):
-            part = values[:, start::2].astype(np.float64)
-            count = part.shape[1]
-            if count:
-                average = part.mean(axis=1)
-                result[:, 3 * start] = count
-                result[:, 3 * start + 1] = average
-                result[:, 3 * start + 2] = ((part - average[:, None]) ** 2).sum(axis=1)
-        write(machine, dst, result)
-    return instruction
+    yield NO_ATTRIBUTES
+    values = f32(data).reshape(data.shape[0], -1)
+    result = np.zeros((data.shape[0], 6), F32)
+    for start in (0, 1):
+        part = values[:, start::2].astype(np.float64)
+        count = part.shape[1]
+        if count:
+            average = part.mean(axis=1)
+            result[:, 3 * start] = count
+            result[:, 3 * start + 1] = average
+            result[:, 3 * start + 2] = ((part - average[:, None]) ** 2).sum(axis=1)
+    write(dst, result)
 
 
-def bn_aggr(dst: Any, data: Any, name: str | None = None) -> Instruction:
+@instruction(
+    engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP}, hazards=("data",)
+)
+def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
     """dst = (mean, variance) from (count, mean, variance * count) triples."""
-    machine = current()
-    writes = operand(machine, "bn_aggr", "dst", dst, ON_CHIP)
-    reads = operand(machine, "bn_aggr", "data", data, ON_CHIP)
     if data.free_size % 3 or dst.shape[0] != data.shape[0] or dst.free_size != 2:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.bn_aggr: dst {dst.shape}, data {data.shape}; data has triples, dst 2 elements "
-            "per partition",
+            f"dst {dst.shape}, data {data.shape}; data has triples, dst 2 elements per partition",
         )
-    check_destination(machine, "bn_aggr", dst)
-    check_hazard(machine, "bn_aggr", dst, data)
-    instruction = machine.record("bn_aggr", "vector", (reads,), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        triples = f32(data).reshape(data.shape[0], -1, 3).astype(np.float64)
-        count, average, spread = triples[..., 0], triples[..., 1], triples[..., 2]
-        total = count.sum(axis=1)
-        mean = (count * average).sum(axis=1) / total
-        apart = spread.sum(axis=1) + (count * (average - mean[:, None]) ** 2).sum(axis=1)
-        write(machine, dst, np.stack([mean, apart / total], axis=1).astype(F32))
-    return instruction
+    yield NO_ATTRIBUTES
+    triples = f32(data).reshape(data.shape[0], -1, 3).astype(np.float64)
+    count, average, spread = triples[..., 0], triples[..., 1], triples[..., 2]
+    total = count.sum(axis=1)
+    mean = (count * average).sum(axis=1) / total
+    apart = spread.sum(axis=1) + (count * (average - mean[:, None]) ** 2).sum(axis=1)
+    write(dst, np.stack([mean, apart / total], axis=1).astype(F32))
 
 
 def _eight(machine: Machine, op: str, data: NkiTensor, result: NkiTensor) -> None:
@@ -347,20 +314,15 @@ def _eight(machine: Machine, op: str, data: NkiTensor, result: NkiTensor) -> Non
         )
 
 
-def max8(dst: Any, src: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"src": ON_CHIP}, hazards=("src",))
+def max8(call: Call, dst: Any, src: Any, name: str | None = None) -> Steps:
     """dst = the 8 largest values of each partition, descending."""
-    machine = current()
-    writes = operand(machine, "max8", "dst", dst, ON_CHIP)
-    reads = operand(machine, "max8", "src", src, ON_CHIP)
+    machine = call.machine
     _eight(machine, "max8", src, dst)
-    check_destination(machine, "max8", dst)
-    check_hazard(machine, "max8", dst, src)
-    instruction = machine.record("max8", "vector", (reads,), (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        values = f32(src).reshape(src.shape[0], -1)
-        top = np.sort(values, axis=1)[:, ::-1][:, :8]
-        write(machine, dst, np.ascontiguousarray(top))
-    return instruction
+    yield NO_ATTRIBUTES
+    values = f32(src).reshape(src.shape[0], -1)
+    top = np.sort(values, axis=1)[:, ::-1][:, :8]
+    write(dst, np.ascontiguousarray(top))
 
 
 def find_eight(
@@ -384,53 +346,51 @@ def find_eight(
     return places, found
 
 
-def nc_find_index8(dst: Any, data: Any, vals: Any, name: str | None = None) -> Instruction:
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP, "vals": ON_CHIP})
+def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any, name: str | None = None) -> Steps:
     """dst = positions of 8 values in each partition of data; all ones where absent."""
-    machine = current()
+    machine = call.machine
     op = "nc_find_index8"
-    writes = operand(machine, op, "dst", dst, ON_CHIP)
-    reads = (operand(machine, op, "data", data, ON_CHIP), operand(machine, op, "vals", vals,
-             ON_CHIP))  # fmt: skip
     _eight(machine, op, data, vals)
     _eight(machine, op, data, dst)
     if dst.dtype not in ("uint16", "uint32"):
-        raise machine.error(
-            TensorDtypeError, f"nisa.{op}: dst is {dst.dtype}; use uint16 or uint32"
-        )
-    check_destination(machine, op, dst)
-    instruction = machine.record(op, "vector", reads, (writes,), NO_ATTRIBUTES, name)
-    if machine.data:
-        places, found = find_eight(
-            f32(data).reshape(data.shape[0], -1), f32(vals).reshape(vals.shape[0], 8), False
-        )
-        write(machine, dst, np.where(found, places, dst.dtype.high))
-    return instruction
+        raise call.error(TensorDtypeError, f"dst is {dst.dtype}; use uint16 or uint32")
+    yield NO_ATTRIBUTES
+    places, found = find_eight(
+        f32(data).reshape(data.shape[0], -1), f32(vals).reshape(vals.shape[0], 8), False
+    )
+    write(dst, np.where(found, places, dst.dtype.high))
 
 
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP, "vals": ON_CHIP},
+    like_dst=("data",),
+    hazards=("data",),
+)
 def nc_match_replace8(
-    dst: Any, data: Any, vals: Any, imm: float, dst_idx: Any = None, name: str | None = None
-) -> Instruction:
+    call: Call,
+    dst: Any,
+    data: Any,
+    vals: Any,
+    imm: float,
+    dst_idx: Any = None,
+    name: str | None = None,
+) -> Steps:
     """dst = data with the first occurrence of each of 8 values replaced by imm."""
-    machine = current()
+    machine = call.machine
     op = "nc_match_replace8"
-    writes = [operand(machine, op, "dst", dst, ON_CHIP)]
-    reads = (operand(machine, op, "data", data, ON_CHIP), operand(machine, op, "vals", vals,
-             ON_CHIP))  # fmt: skip
     _eight(machine, op, data, vals)
-    same_elements(machine, op, dst, data)
     if dst_idx is not None:
-        writes.append(operand(machine, op, "dst_idx", dst_idx, ON_CHIP))
+        call.write("dst_idx", dst_idx)
         _eight(machine, op, data, dst_idx)
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, data)
-    instruction = machine.record(op, "vector", reads, tuple(writes), NO_ATTRIBUTES, name)
-    if machine.data:
-        values = f32(data).reshape(data.shape[0], -1)
-        places, found = find_eight(values, f32(vals).reshape(vals.shape[0], 8), True)
-        result = values.copy()
-        rows = np.broadcast_to(np.arange(values.shape[0])[:, None], places.shape)
-        result[rows[found], places[found]] = imm
-        write(machine, dst, result)
-        if dst_idx is not None:
-            write(machine, dst_idx, np.where(found, places, dst_idx.dtype.high))
-    return instruction
+    yield NO_ATTRIBUTES
+    values = f32(data).reshape(data.shape[0], -1)
+    places, found = find_eight(values, f32(vals).reshape(vals.shape[0], 8), True)
+    result = values.copy()
+    rows = np.broadcast_to(np.arange(values.shape[0])[:, None], places.shape)
+    result[rows[found], places[found]] = imm
+    write(dst, result)
+    if dst_idx is not None:
+        write(dst_idx, np.where(found, places, dst_idx.dtype.high))

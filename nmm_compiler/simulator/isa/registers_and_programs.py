@@ -8,22 +8,27 @@ import numpy as np
 
 from nmm_compiler.errors import SimulationError, TensorDtypeError, TensorShapeError
 from nmm_compiler.simulator.isa.dma import store
-from nmm_compiler.simulator.isa.elementwise import attributes
-from nmm_compiler.simulator.isa.operands import (
-    DMA_MEMORIES,
-    SBUF,
-    check_destination,
+from nmm_compiler.simulator.isa.enums import (
     dma_engine,
     engine,
     nc_version,
-    operand,
+)
+from nmm_compiler.simulator.isa.instruction import (
+    NO_ATTRIBUTES,
+    Call,
+    Steps,
+    attributes,
+    instruction,
+)
+from nmm_compiler.simulator.isa.operands import (
+    DMA_MEMORIES,
+    SBUF,
+)
+from nmm_compiler.simulator.isa.values import (
     raw,
-    require_instruction,
-    same_elements,
 )
 from nmm_compiler.simulator.machine import current, running
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
-from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets import get
 
 
@@ -60,72 +65,64 @@ def _register(role: str, value: Any) -> VirtualRegister:
     raise current().error(TensorDtypeError, f"nisa.{role}: {type(value).__name__}; pass a register")
 
 
-def register_move(dst: Any, src: Any) -> None:
+@instruction(engines=("sync",), waits=True)
+def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     target = _register("register_move", dst)
-    machine = current()
-    machine.record("register_move", "sync", (), (), {}, None)
+    yield NO_ATTRIBUTES
     if isinstance(src, VirtualRegister):
         target.write(src.value, src.known)
     else:
         target.write(int(src))
 
 
-def register_load(dst: Any, src: Any) -> None:
+@instruction(engines=("sync",), reads={"src": DMA_MEMORIES}, waits=True)
+def register_load(call: Call, dst: Any, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
+    machine = call.machine
     target = _register("register_load", dst)
-    machine = current()
-    access = operand(machine, "register_load", "src", src, DMA_MEMORIES)
     if src.size != 1:
-        raise machine.error(
-            TensorShapeError, f"nisa.register_load: src {src.shape}; it must have one element"
-        )
-    machine.record("register_load", "sync", (access,), (), {}, None)
+        raise call.error(TensorShapeError, f"src {src.shape}; it must have one element")
+    yield NO_ATTRIBUTES
     if machine.data:
         target.write(int(raw(src).reshape(-1)[0]))
     else:
         target.write(0, known=False)
 
 
-def register_store(dst: Any, src: Any) -> None:
+@instruction(engines=("sync",), writes={"dst": DMA_MEMORIES})
+def register_store(call: Call, dst: Any, src: Any) -> Steps:
     """dst (one element, HBM or SBUF) = register src."""
-    machine = current()
-    access = operand(machine, "register_store", "dst", dst, DMA_MEMORIES)
     if dst.size != 1:
-        raise machine.error(
-            TensorShapeError, f"nisa.register_store: dst {dst.shape}; it must have one element"
-        )
-    check_destination(machine, "register_store", dst)
-    machine.record("register_store", "sync", (), (access,), {}, None)
-    if machine.data:
-        store(dst, np.full(dst.shape, _register("register_store", src).read()), False)
+        raise call.error(TensorShapeError, f"dst {dst.shape}; it must have one element")
+    yield NO_ATTRIBUTES
+    store(dst, np.full(dst.shape, _register("register_store", src).read()), False)
 
 
+@instruction(engines=("gpsimd",), reads={"data": ("hbm",)}, waits=True)
 def core_barrier(
-    data: Any, cores: Any, engine: Any = engine.gpsimd, name: str | None = None
-) -> Instruction:
+    call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd, name: str | None = None
+) -> Steps:
     """Wait until the other program is here too; then its writes to `data` are visible."""
-    machine = current()
-    require_instruction(machine, "core_barrier")
-    access = operand(machine, "core_barrier", "data", data, ("hbm",))
+    machine = call.machine
     if tuple(cores) != (0, 1):
-        raise machine.error(
-            TensorShapeError, f"nisa.core_barrier: cores {tuple(cores)}; only (0, 1) is supported"
-        )
+        raise call.error(TensorShapeError, f"cores {tuple(cores)}; only (0, 1) is supported")
     if machine.programs is None:
         raise machine.error(
             SimulationError,
             "nisa.core_barrier in a single program waits for a core that does not run; pass grid=2",
         )
-    instruction = machine.record(
-        "core_barrier", getattr(engine, "name", "gpsimd"), (access,), (access,),
-        attributes(cores=2), name,
-    )  # fmt: skip
+    call.writes += call.reads
+    call.engine = getattr(engine, "name", "gpsimd")
+    yield attributes(cores=2)
     machine.programs.barrier(machine)
-    return instruction
 
 
+@instruction(
+    engines=("dma",), writes={"dst": SBUF}, reads={"src": SBUF}, like_dst=("src",), waits=True
+)
 def sendrecv(
+    call: Call,
     src: Any,
     dst: Any,
     send_to_rank: Any,
@@ -133,18 +130,13 @@ def sendrecv(
     pipe_id: Any,
     dma_engine: Any = dma_engine.dma,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """Exchange SBUF tiles with the other program."""
-    machine = current()
-    require_instruction(machine, "sendrecv")
-    writes = operand(machine, "sendrecv", "dst", dst, SBUF)
-    reads = operand(machine, "sendrecv", "src", src, SBUF)
-    same_elements(machine, "sendrecv", dst, src)
-    check_destination(machine, "sendrecv", dst)
+    machine = call.machine
     if dst.dtype != src.dtype:
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.sendrecv: dst is {dst.dtype}, src {src.dtype}; they must be the same",
+            f"dst is {dst.dtype}, src {src.dtype}; they must be the same",
         )
     if machine.programs is None:
         raise machine.error(
@@ -152,7 +144,7 @@ def sendrecv(
         )
     ranks = (int(send_to_rank), int(recv_from_rank))
     if any(r not in (0, 1) for r in ranks):
-        raise machine.error(TensorShapeError, f"nisa.sendrecv: ranks {ranks}; each must be 0 or 1")
+        raise call.error(TensorShapeError, f"ranks {ranks}; each must be 0 or 1")
     size = src.free_size * src.dtype.item_bytes
     limit = 256 * src.dtype.item_bytes
     if getattr(dma_engine, "name", "") == "gpsimd_dma" and size > limit:
@@ -161,13 +153,15 @@ def sendrecv(
             f"nisa.sendrecv by gpsimd_dma: {size} B per partition; at most {limit} B of "
             f"{src.dtype}",
         )
-    instruction = machine.record(
-        "sendrecv", "dma", (reads,), (writes,),
-        attributes(issuer="gpsimd", dge_mode="none", transpose=False, indirect=False,
-                   pipe=str(pipe_id), engine=getattr(dma_engine, "name", "dma")), name,
-    )  # fmt: skip
+    yield attributes(
+        issuer="gpsimd",
+        dge_mode="none",
+        transpose=False,
+        indirect=False,
+        pipe=str(pipe_id),
+        engine=getattr(dma_engine, "name", "dma"),
+    )
     sent = raw(src).copy() if machine.data else None
     received = machine.programs.exchange(machine, ranks, str(pipe_id), sent)
     if machine.data:
         store(dst, received.reshape(dst.shape), True)
-    return instruction

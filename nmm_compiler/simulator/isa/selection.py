@@ -13,31 +13,31 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.activation import accumulate, reduce_result
-from nmm_compiler.simulator.isa.elementwise import (
+from nmm_compiler.simulator.isa.accumulators import accumulate, reduce_result
+from nmm_compiler.simulator.isa.enums import (
+    reduce_cmd,
+)
+from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
+    Call,
+    Steps,
     attributes,
-    require_sbuf,
-    write,
+    instruction,
 )
 from nmm_compiler.simulator.isa.operands import (
-    F32,
     ON_CHIP,
-    check_destination,
-    check_hazard,
-    f32,
-    operand,
-    raw,
-    reduce_cmd,
-    require_instruction,
-    same_elements,
-    scalar_operand,
-    scalar_value,
+    SBUF,
 )
 from nmm_compiler.simulator.isa.operators import BY_NAME, find_op, reduction
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    f32,
+    raw,
+    scalar_value,
+    write,
+)
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 FP32_MIN = float(np.finfo(np.float32).min)
@@ -62,23 +62,21 @@ def affine_values(
     return np.asarray(rows[:, None] + values.reshape(1, -1))
 
 
+@instruction(engines=("gpsimd",), writes={"dst": SBUF})
 def iota(
+    call: Call,
     dst: Any,
     pattern: Any,
     offset: Any = 0,
     channel_multiplier: Any = 0,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst[p, ...] = offset + p * channel_multiplier + pattern, on GpSimd."""
-    machine = current()
-    access = require_sbuf(machine, "iota", dst=dst)
-    check_destination(machine, "iota", dst)
+    machine = call.machine
     values = affine_values(machine, "iota", dst, pattern, offset, channel_multiplier)
-    instruction = machine.record("iota", "gpsimd", (), (access["dst"],), NO_ATTRIBUTES, name)
-    if machine.data:
-        wrapped = (values & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-        write(machine, dst, wrapped.astype(F32) if dst.dtype.kind == "float" else wrapped)
-    return instruction
+    yield NO_ATTRIBUTES
+    wrapped = (values & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+    write(dst, wrapped.astype(F32) if dst.dtype.kind == "float" else wrapped)
 
 
 def _comparison(machine: Machine, op: str, function: Any) -> Any:
@@ -91,7 +89,15 @@ def _comparison(machine: Machine, op: str, function: Any) -> Any:
     return found
 
 
+@instruction(
+    engines=("gpsimd",),
+    writes={"dst": SBUF},
+    reads={"on_true_tile": SBUF},
+    like_dst=("on_true_tile",),
+    hazards=("on_true_tile",),
+)
 def affine_select(
+    call: Call,
     dst: Any,
     pattern: Any,
     channel_multiplier: Any,
@@ -100,33 +106,33 @@ def affine_select(
     cmp_op: Any = None,
     offset: Any = 0,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = on_true_tile where cmp_op(affine value, 0), else on_false_value, on GpSimd."""
-    machine = current()
+    machine = call.machine
     op = "affine_select"
     compare = BY_NAME["equal"] if cmp_op is None else _comparison(machine, op, cmp_op)
-    access = require_sbuf(machine, op, dst=dst, on_true_tile=on_true_tile)
-    same_elements(machine, op, dst, on_true_tile)
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, on_true_tile)
     values = affine_values(machine, op, dst, pattern, offset, channel_multiplier)
-    instruction = machine.record(
-        op, "gpsimd", (access["on_true_tile"],), (access["dst"],), NO_ATTRIBUTES, name
-    )
-    if machine.data:
-        assert compare.alu is not None
-        chosen = np.asarray(compare.alu(values, 0)) != 0
-        if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
-            source = raw(on_true_tile).reshape(values.shape)
-            fill = np.asarray(F32(on_false_value)).astype(dst.dtype.numpy)
-            write(machine, dst, np.where(chosen, source, fill))
-        else:
-            source = f32(on_true_tile).reshape(values.shape)
-            write(machine, dst, np.where(chosen, source, F32(on_false_value)))
-    return instruction
+    yield NO_ATTRIBUTES
+    assert compare.alu is not None
+    chosen = np.asarray(compare.alu(values, 0)) != 0
+    if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
+        source = raw(on_true_tile).reshape(values.shape)
+        fill = np.asarray(F32(on_false_value)).astype(dst.dtype.numpy)
+        write(dst, np.where(chosen, source, fill))
+    else:
+        source = f32(on_true_tile).reshape(values.shape)
+        write(dst, np.where(chosen, source, F32(on_false_value)))
 
 
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"on_true_tile": ON_CHIP},
+    like_dst=("on_true_tile",),
+    hazards=("on_true_tile",),
+)
 def range_select(
+    call: Call,
     dst: Any,
     on_true_tile: Any,
     comp_op0: Any,
@@ -137,33 +143,25 @@ def range_select(
     reduce_res: Any = None,
     reduce_op: Any = None,
     range_start: int = 0,
-    on_false_value: Any = FP32_MIN,
+    on_false_value: Any = ...,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
-    machine = current()
+    machine = call.machine
     op = "range_select"
-    require_instruction(machine, op)
     first, second = _comparison(machine, op, comp_op0), _comparison(machine, op, comp_op1)
     reducer = BY_NAME["maximum"] if reduce_op is None else reduction(machine, reduce_op, op)
     if reducer.name not in ("maximum", "max"):
-        raise machine.error(UnsupportedInstructionError, f"nisa.{op}: reduce_op must be nl.maximum")
-    writes = [operand(machine, op, "dst", dst, ON_CHIP)]
-    reads = [operand(machine, op, "on_true_tile", on_true_tile, ON_CHIP)]
-    same_elements(machine, op, dst, on_true_tile)
+        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.maximum")
     partitions = dst.shape[0]
     for role, bound in (("bound0", bound0), ("bound1", bound1)):
-        if not scalar_operand(machine, op, role, bound, partitions, reads):
-            raise machine.error(
-                TensorDtypeError, f"nisa.{op}: {role} must be a ({partitions}, 1) float32 tensor"
-            )
+        if not call.scalar(role, bound, partitions):
+            raise call.error(TensorDtypeError, f"{role} must be a ({partitions}, 1) float32 tensor")
         if bound.dtype != "float32":
-            raise machine.error(
-                TensorDtypeError, f"nisa.{op}: {role} is {bound.dtype}; it must be float32"
-            )
+            raise call.error(TensorDtypeError, f"{role} is {bound.dtype}; it must be float32")
     if on_true_tile.dtype.kind != "float":
-        raise machine.error(
-            TensorDtypeError, f"nisa.{op}: on_true_tile is {on_true_tile.dtype}; use a float dtype"
+        raise call.error(
+            TensorDtypeError, f"on_true_tile is {on_true_tile.dtype}; use a float dtype"
         )
     if on_false_value is not Ellipsis and abs(float(on_false_value) - FP32_MIN) > 1e31:
         machine.rule(
@@ -171,30 +169,32 @@ def range_select(
             f"nisa.{op}: on_false_value {on_false_value}; the hardware fills FP32_MIN "
             f"({FP32_MIN:g}) only",
         )
-    reduce_result(machine, op, reduce_res, partitions, writes)
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, on_true_tile)
-    instruction = machine.record(
-        op, "vector", tuple(reads), tuple(writes), attributes(reduces=reduce_res is not None), name
-    )
-    if machine.data:
-        values = f32(on_true_tile).reshape(partitions, -1)
-        index = (int(range_start) + np.arange(values.shape[1])).astype(F32)[None, :]
-        low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
-        assert first.alu is not None
-        assert second.alu is not None
-        chosen = (np.asarray(first.alu(index, low)) != 0) & (np.asarray(second.alu(index, high))
-                                                             != 0)  # fmt: skip
-        fill = FP32_MIN if on_false_value is Ellipsis else on_false_value
-        result = np.where(chosen, values, F32(fill))
-        write(machine, dst, result)
-        total = accumulate(machine, "vector", reduce_cmd, reducer, result)
-        if reduce_res is not None:
-            write(machine, reduce_res, total.reshape(reduce_res.shape))
-    return instruction
+    reduce_result(call, reduce_res, partitions)
+    yield attributes(reduces=reduce_res is not None)
+    values = f32(on_true_tile).reshape(partitions, -1)
+    index = (int(range_start) + np.arange(values.shape[1])).astype(F32)[None, :]
+    low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
+    assert first.alu is not None
+    assert second.alu is not None
+    chosen = (np.asarray(first.alu(index, low)) != 0) & (np.asarray(second.alu(index, high))
+                                                         != 0)  # fmt: skip
+    fill = FP32_MIN if on_false_value is Ellipsis else on_false_value
+    result = np.where(chosen, values, F32(fill))
+    write(dst, result)
+    total = accumulate(machine, "vector", reduce_cmd, reducer, result)
+    if reduce_res is not None:
+        write(reduce_res, total.reshape(reduce_res.shape))
 
 
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"predicate": ON_CHIP, "on_true": ON_CHIP},
+    like_dst=("on_true", "predicate"),
+    hazards=("on_true",),
+)
 def select_reduce(
+    call: Call,
     dst: Any,
     predicate: Any,
     on_true: Any,
@@ -204,48 +204,32 @@ def select_reduce(
     reduce_op: Any = None,
     reverse_pred: bool = False,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
-    machine = current()
+    machine = call.machine
     op = "select_reduce"
     reducer = BY_NAME["maximum"] if reduce_op is None else reduction(machine, reduce_op, op)
     if reducer.name not in ("maximum", "max"):
-        raise machine.error(UnsupportedInstructionError, f"nisa.{op}: reduce_op must be nl.maximum")
-    writes = [operand(machine, op, "dst", dst, ON_CHIP)]
-    a = operand(machine, op, "predicate", predicate, ON_CHIP)
-    b = operand(machine, op, "on_true", on_true, ON_CHIP)
-    reads = [a, b]
-    same_elements(machine, op, dst, on_true)
-    same_elements(machine, op, dst, predicate)
-    if a.memory == "psum" and b.memory == "psum":
-        raise machine.error(
-            EngineRuleError, f"nisa.{op}: predicate and on_true are both in PSUM; copy one first"
-        )
+        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.maximum")
+    if predicate.memory == "psum" and on_true.memory == "psum":
+        raise call.error(EngineRuleError, "predicate and on_true are both in PSUM; copy one first")
     if on_true.dtype in ("tfloat32", "int32", "uint32"):
-        raise machine.error(
-            TensorDtypeError, f"nisa.{op}: on_true is {on_true.dtype}; not supported"
-        )
+        raise call.error(TensorDtypeError, f"on_true is {on_true.dtype}; not supported")
     if predicate.dtype not in ("int8", "uint8", "int16", "uint16", "bool"):
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.{op}: predicate is {predicate.dtype}; use int8, uint8, int16 or uint16",
+            f"predicate is {predicate.dtype}; use int8, uint8, int16 or uint16",
         )
     partitions = dst.shape[0]
-    scalar_operand(machine, op, "on_false", on_false, partitions, reads)
-    reduce_result(machine, op, reduce_res, partitions, writes)
-    check_destination(machine, op, dst)
-    check_hazard(machine, op, dst, on_true)
-    instruction = machine.record(
-        op, "vector", tuple(reads), tuple(writes), attributes(reduces=reduce_res is not None), name
-    )
-    if machine.data:
-        chosen = raw(predicate).reshape(partitions, -1) != 0
-        if reverse_pred:
-            chosen = ~chosen
-        values = f32(on_true).reshape(partitions, -1)
-        result = np.where(chosen, values, scalar_value(on_false, 2))
-        write(machine, dst, result)
-        total = accumulate(machine, "vector", reduce_cmd, reducer, result)
-        if reduce_res is not None:
-            write(machine, reduce_res, total.reshape(reduce_res.shape))
-    return instruction
+    call.scalar("on_false", on_false, partitions)
+    reduce_result(call, reduce_res, partitions)
+    yield attributes(reduces=reduce_res is not None)
+    chosen = raw(predicate).reshape(partitions, -1) != 0
+    if reverse_pred:
+        chosen = ~chosen
+    values = f32(on_true).reshape(partitions, -1)
+    result = np.where(chosen, values, scalar_value(on_false, 2))
+    write(dst, result)
+    total = accumulate(machine, "vector", reduce_cmd, reducer, result)
+    if reduce_res is not None:
+        write(reduce_res, total.reshape(reduce_res.shape))

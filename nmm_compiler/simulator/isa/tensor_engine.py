@@ -14,26 +14,31 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
+from nmm_compiler.simulator.isa.enums import (
+    engine,
+    matmul_perf_mode,
+)
+from nmm_compiler.simulator.isa.instruction import (
+    Call,
+    Steps,
+    instruction,
+)
 from nmm_compiler.simulator.isa.operands import (
-    F32,
     ON_CHIP,
     PSUM,
     SBUF,
-    check_destination,
-    check_hazard,
-    choose_engine,
-    engine,
-    f32,
-    matmul_perf_mode,
-    operand,
-    put,
-    raw,
     require,
 )
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    f32,
+    matmul_state,
+    put,
+    raw,
+)
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 _OPERANDS = frozenset(
     {"float8_e4m3", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "tfloat32", "float32"}
@@ -91,6 +96,8 @@ def _check_tile(machine: Machine, position: Any, size: Any, k: int, m: int) -> A
 
 def _check_bank(machine: Machine, op: str, dst: NkiTensor, banks: int = 1) -> None:
     bank = machine.target.psum_bank_bytes_per_partition
+    if dst.storage.bytes_per_partition <= bank and dst.storage.address is None:
+        return
     access = dst.access()
     base = dst.storage.address[1] if dst.storage.address else 0
     first = (base + access.byte_start) // bank
@@ -101,33 +108,6 @@ def _check_bank(machine: Machine, op: str, dst: NkiTensor, banks: int = 1) -> No
             f"nisa.{op}: dst {dst.name!r} covers bytes {access.byte_start}..{access.byte_stop} of "
             f"its PSUM partition and so crosses a bank of {bank} B; write one bank at a time",
         )
-
-
-def matmul_state(dst: NkiTensor) -> np.ndarray:
-    """Return the view of what wrote each PSUM element: 0 nothing, 1 TensorE, 2 another engine."""
-    storage = dst.storage
-    item = dst.dtype.item_bytes
-    storage.products = None
-    if storage.matmul is None:
-        size = storage.shape[0] * storage.bytes_per_partition
-        storage.matmul_granule = min(item, storage.dtype.item_bytes)
-        storage.matmul = np.zeros(size // storage.matmul_granule, np.uint8)
-    elif item < storage.matmul_granule:
-        storage.matmul = np.repeat(storage.matmul, storage.matmul_granule // item)
-        storage.matmul_granule = item
-    step = item // storage.matmul_granule
-    return np.ndarray(
-        dst.shape,
-        np.uint8,
-        storage.matmul,
-        dst.offset * step,
-        tuple([s * step for s in dst.strides]),
-    )
-
-
-def note_psum_write(dst: NkiTensor) -> None:
-    """Note that another engine than TensorE wrote a PSUM region."""
-    matmul_state(dst)[...] = 2
 
 
 def _accumulate(machine: Machine, dst: NkiTensor, product: np.ndarray, accumulate: Any) -> None:
@@ -187,7 +167,9 @@ def _accumulate(machine: Machine, dst: NkiTensor, product: np.ndarray, accumulat
     state[...] = 1
 
 
+@instruction(engines=("tensor",), writes={"dst": PSUM}, reads={"stationary": SBUF, "moving": SBUF})
 def nc_matmul(
+    call: Call,
     dst: Any,
     stationary: Any,
     moving: Any,
@@ -199,12 +181,9 @@ def nc_matmul(
     tile_size: Any = (),
     perf_mode: Any = _NONE,
     name: str | None = None,
-) -> Instruction:
+) -> Steps:
     """dst [M, N] (+)= stationary [K, M].T @ moving [K, N], accumulated in float32."""
-    machine = current()
-    writes = operand(machine, "nc_matmul", "dst", dst, PSUM)
-    left = operand(machine, "nc_matmul", "stationary", stationary, SBUF)
-    right = operand(machine, "nc_matmul", "moving", moving, SBUF)
+    machine = call.machine
     double = perf_mode is not _NONE and perf_mode is not None and perf_mode != "none"
     k = stationary.shape[0]
     m = stationary.shape[1] if len(stationary.shape) == 2 else stationary.free_size
@@ -220,15 +199,15 @@ def nc_matmul(
         wide = 2 if dst.dtype == "bfloat16" else 4
         limit = target.matmul_psum_banks * target.psum_bank_bytes_per_partition // wide
     if moving.shape[0] != k or m > 128 or n > limit:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.nc_matmul: stationary {stationary.shape} and moving {moving.shape}; both need "
+            f"stationary {stationary.shape} and moving {moving.shape}; both need "
             f"the same K on partitions, M <= 128 and N <= {limit}",
         )
     if dst.shape[0] != m or dst.free_size != n:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.nc_matmul: dst {dst.name!r} {dst.shape}, but stationary {stationary.shape} and "
+            f"dst {dst.name!r} {dst.shape}, but stationary {stationary.shape} and "
             f"moving {moving.shape} give ({m}, {n})",
         )
     if is_transpose:
@@ -239,9 +218,9 @@ def nc_matmul(
                 "use the same dtype",
             )
     elif dst.dtype != "float32" and not (target.matmul_bfloat16_sums and dst.dtype == "bfloat16"):
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.nc_matmul: dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
+            f"dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
     _check_bank(machine, "nc_matmul", dst, target.matmul_psum_banks)
@@ -255,26 +234,26 @@ def nc_matmul(
             _check_onezero(machine, "moving", b)
         if is_transpose:
             moved = _pass_through(machine, stationary, moving.name, b, k, m, n)
-    instruction = machine.record(
-        "nc_matmul", "tensor", (left, right), (writes,),
-        _attributes(
-            k, m, n, is_transpose, "double_row" if double else "none", left_dtype, tile,
-            is_stationary_onezero or is_moving_onezero,
-        ),
-        name,
-    )  # fmt: skip
-    if machine.data:
-        if is_transpose:
-            put(dst, moved)
-            matmul_state(dst)[...] = 1
-        else:
-            if double:
-                a, b = a.reshape(2 * k, m), b.reshape(2 * k, n)
-            elif a.ndim != 2 or b.ndim != 2:
-                a, b = a.reshape(k, m), b.reshape(k, n)
-            # one term is not summed: -0.0 stays -0.0
-            _accumulate(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
-    return instruction
+    yield _attributes(
+        k,
+        m,
+        n,
+        is_transpose,
+        "double_row" if double else "none",
+        left_dtype,
+        tile,
+        is_stationary_onezero or is_moving_onezero,
+    )
+    if is_transpose:
+        put(dst, moved)
+        matmul_state(dst)[...] = 1
+    else:
+        if double:
+            a, b = a.reshape(2 * k, m), b.reshape(2 * k, n)
+        elif a.ndim != 2 or b.ndim != 2:
+            a, b = a.reshape(k, m), b.reshape(k, n)
+        # one term is not summed: -0.0 stays -0.0
+        _accumulate(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
 
 
 def _check_onezero(machine: Machine, role: str, values: np.ndarray) -> None:
@@ -379,25 +358,28 @@ def _check_operand_dtypes(
         )
 
 
+@instruction(
+    engines=("tensor", "vector"),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP},
+    hazards=("data",),
+)
 def nc_transpose(
-    dst: Any, data: Any, engine: Any = engine.unknown, name: str | None = None
-) -> Instruction:
+    call: Call, dst: Any, data: Any, engine: Any = engine.unknown, name: str | None = None
+) -> Steps:
     """dst [F, P] = data [P, F].T on TensorE (up to 128 x 128) or VectorE (up to 32 x 32)."""
-    machine = current()
-    writes = operand(machine, "nc_transpose", "dst", dst, ON_CHIP)
-    reads = operand(machine, "nc_transpose", "data", data, ON_CHIP)
-    check_destination(machine, "nc_transpose", dst)
+    machine = call.machine
     p, f = data.shape[0], data.free_size
     small = p <= 32 and f <= 32
-    fits_tensor = writes.memory == "psum" and reads.memory == "sbuf"
+    fits_tensor = dst.memory == "psum" and data.memory == "sbuf"
     default = "tensor" if fits_tensor and not (small and engine is None) else "vector"
-    chosen = choose_engine(machine, "nc_transpose", engine, ("tensor", "vector"), default)
+    chosen = call.choose(default)
     if chosen == "tensor":
         if not fits_tensor:
             raise machine.error(
                 EngineRuleError,
                 f"nisa.nc_transpose on TensorE reads SBUF and writes PSUM; data {data.name!r} is "
-                f"in {reads.memory.upper()}, dst {dst.name!r} in {writes.memory.upper()}",
+                f"in {data.memory.upper()}, dst {dst.name!r} in {dst.memory.upper()}",
             )
         if p > 128 or f > 128:
             raise machine.error(
@@ -407,20 +389,19 @@ def nc_transpose(
     elif not small:
         raise machine.error(
             TensorShapeError,
-            f"nisa.nc_transpose on VectorE: data {data.shape} (in {reads.memory.upper()}, dst in "
-            f"{writes.memory.upper()}); at most [32, 32]; TensorE takes up to [128, 128] from "
+            f"nisa.nc_transpose on VectorE: data {data.shape} (in {data.memory.upper()}, dst in "
+            f"{dst.memory.upper()}); at most [32, 32]; TensorE takes up to [128, 128] from "
             "SBUF to PSUM",
         )
     if dst.dtype != data.dtype:
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.nc_transpose: dst {dst.name!r} is {dst.dtype}, data {data.dtype}; they must "
-            "be the same",
+            f"dst {dst.name!r} is {dst.dtype}, data {data.dtype}; they must be the same",
         )
     if dst.shape[0] != f or dst.free_size != p:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.nc_transpose: dst {dst.shape}, data {data.shape} transposes to ({f}, {p})",
+            f"dst {dst.shape}, data {data.shape} transposes to ({f}, {p})",
         )
     apart = dst.strides[-1]
     spread = data.dtype in FLOAT8 and chosen == "tensor" and machine.target.tensor_transpose_mode
@@ -432,14 +413,7 @@ def nc_transpose(
             f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
             "of 2 and pass its element 0",
         )
-    check_hazard(machine, "nc_transpose", dst, data)
-    instruction = machine.record(
-        "nc_transpose", chosen, (reads,), (writes,),
-        _attributes(p, f, p, True, "none", data.dtype, None, False),
-        name,
-    )  # fmt: skip
-    if machine.data:
-        put(dst, raw(data).reshape(p, f).T.copy())
-        if writes.memory == "psum":
-            matmul_state(dst)[...] = 1
-    return instruction
+    yield _attributes(p, f, p, True, "none", data.dtype, None, False)
+    put(dst, raw(data).reshape(p, f).T.copy())
+    if dst.memory == "psum":
+        matmul_state(dst)[...] = 1

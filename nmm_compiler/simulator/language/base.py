@@ -39,7 +39,6 @@ class MemoryRegion(Enum):
 sbuf, psum = MemoryRegion.sbuf, MemoryRegion.psum
 private_hbm = hbm = MemoryRegion.private_hbm
 shared_hbm = MemoryRegion.shared_hbm
-_MEMORY = {sbuf: "sbuf", psum: "psum", private_hbm: "hbm", shared_hbm: "hbm"}
 
 
 def is_hbm(buffer: Any) -> bool:
@@ -126,7 +125,12 @@ def ndarray(
     """Allocate a tensor; its contents are undefined until written."""
     machine = current()
     kind = dtype if dtype.__class__ is DType else dtype_of(machine, dtype)
-    memory = _MEMORY.get(buffer) if buffer.__class__ is MemoryRegion else None
+    if buffer is sbuf:  # no dictionary: hashing a member of an Enum runs Python code
+        memory: str | None = "sbuf"
+    elif buffer is psum:
+        memory = "psum"
+    else:
+        memory = "hbm" if buffer.__class__ is MemoryRegion else None
     if memory is None:
         if buffer is not None:
             raise machine.error(

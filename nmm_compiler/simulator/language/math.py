@@ -14,7 +14,7 @@ import numpy as np
 
 from nmm_compiler.errors import TensorShapeError
 from nmm_compiler.simulator.isa import activation, elementwise, operators
-from nmm_compiler.simulator.isa.operands import engine as engines
+from nmm_compiler.simulator.isa.enums import engine as engines
 from nmm_compiler.simulator.language.base import (
     dtype_of,
     ndarray,

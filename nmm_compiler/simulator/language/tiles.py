@@ -6,7 +6,7 @@ from typing import Any
 
 from nmm_compiler.errors import TensorShapeError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import dma, elementwise, gather, tensor_engine
-from nmm_compiler.simulator.isa.operands import engine as engines
+from nmm_compiler.simulator.isa.enums import engine as engines
 from nmm_compiler.simulator.language.base import (
     MemoryRegion,
     dtype_of,

@@ -106,7 +106,8 @@ class TensorData(Reshaping):
             storage = self.storage
             item = self.dtype.item_bytes
             if storage.memory == "hbm":
-                pattern, extent = walk_pattern(self.shape, self.strides, item)
+                whole = (self.shape, self.strides, item)
+                pattern, extent = _PATTERNS.get(whole) or walk_pattern(*whole)
                 start = self.offset * item
                 if self.indirection is not None:
                     start, extent = 0, storage.bytes_per_partition
@@ -114,7 +115,8 @@ class TensorData(Reshaping):
                     storage.identity, "hbm", 0, 1, start, start + extent, pattern, self.dtype, item
                 )
             else:
-                pattern, extent = walk_pattern(self.shape[1:], self.strides[1:], item)
+                inner = (self.shape[1:], self.strides[1:], item)
+                pattern, extent = _PATTERNS.get(inner) or walk_pattern(*inner)
                 partition, start = divmod(self.offset * item, storage.bytes_per_partition)
                 address = storage.address
                 if address is not None:

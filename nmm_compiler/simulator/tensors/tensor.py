@@ -174,10 +174,11 @@ class NkiTensor(TensorData):
         shape, strides = self.shape, self.strides
         rank = len(shape)
         given = len(key)
-        if any(k is Ellipsis for k in key):
-            at = key.index(Ellipsis)
-            key = key[:at] + (slice(None),) * (rank - given + 1) + key[at + 1 :]
-            given = len(key)
+        for at, k in enumerate(key):
+            if k is Ellipsis:
+                key = key[:at] + (slice(None),) * (rank - given + 1) + key[at + 1 :]
+                given = len(key)
+                break
         if given > rank:
             raise fail(
                 TensorShapeError,
@@ -195,6 +196,11 @@ class NkiTensor(TensorData):
             kind = k.__class__
             if kind is slice:
                 start, stop, step = k.start, k.stop, k.step
+                if start is None and stop is None and step is None:
+                    new_shape.append(size)
+                    new_strides.append(stride)
+                    d += 1
+                    continue
                 if start is None:
                     start = 0
                 elif start.__class__ is not int:
@@ -227,7 +233,11 @@ class NkiTensor(TensorData):
                     new_strides.append(stride * step)
                 offset += start * stride
             elif kind is DynamicSlice:
-                start, count = self._number(k.start), self._number(k.size)
+                start, count = k.start, k.size
+                if start.__class__ is not int:
+                    start = self._number(start)
+                if count.__class__ is not int:
+                    count = self._number(count)
                 if start < 0 or count < 1 or start + count > size:
                     self._bad_slice(d, slice(start, start + count))
                 new_shape.append(count)

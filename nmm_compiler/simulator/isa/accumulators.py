@@ -1,0 +1,70 @@
+"""The accumulator registers of ScalarE and VectorE, which reductions on the way go through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import TensorShapeError, UninitializedReadError
+from nmm_compiler.simulator.isa.instruction import Call
+from nmm_compiler.simulator.isa.operands import check_destination
+from nmm_compiler.simulator.isa.operators import Op
+from nmm_compiler.simulator.isa.values import F32, scalar_value
+from nmm_compiler.simulator.machine import Machine
+
+
+def accumulate(
+    machine: Machine,
+    register: str,
+    command: Any,
+    op: Op,
+    values: np.ndarray | None,
+    initial: Any = None,
+) -> np.ndarray:
+    """Update the accumulator registers of an engine; return float32 [P].
+
+    register: "scalar" or "vector". values: what is reduced along the free axes, [P, ...].
+    """
+    name = getattr(command, "name", "idle")
+    state = machine.accumulators.get(register)
+    partitions = 0 if values is None else values.shape[0]
+    if name in ("reset", "reset_reduce"):
+        state = np.full(partitions, op.identity, F32)
+    elif name == "load_reduce":
+        start = scalar_value(initial, 1)
+        state = np.broadcast_to(np.asarray(start, F32).reshape(-1), (partitions,)).copy()
+    elif name == "reduce" and (state is None or state.shape[0] != partitions):
+        machine.rule(
+            TensorShapeError,
+            f"reduce_cmd.reduce continues the {register} engine's accumulators, which hold "
+            f"{0 if state is None else state.shape[0]} partitions, not {partitions}; start with "
+            "reset_reduce",
+        )
+        state = np.full(partitions, op.identity, F32)
+    if name in ("reduce", "reset_reduce", "load_reduce") and values is not None:
+        assert state is not None
+        flat = np.asarray(values, F32).reshape(partitions, -1)
+        part = op.reduce.reduce(flat, axis=1)
+        state = op.reduce(state, part).astype(F32)
+    if state is None or state.shape[0] != partitions:
+        machine.rule(
+            UninitializedReadError,
+            f"reduce_res reads the {register} engine's accumulators, which no instruction has set "
+            f"for {partitions} partitions; pass reduce_cmd=nisa.reduce_cmd.reset_reduce",
+        )
+        return np.full(partitions, np.nan, F32)
+    machine.accumulators[register] = state
+    return state
+
+
+def reduce_result(call: Call, result: Any, partitions: int) -> None:
+    """Check and add the tile that accumulators are read into, if one is given."""
+    if result is None:
+        return
+    call.write("reduce_res", result)
+    if result.shape[0] != partitions or result.free_size != 1:
+        raise call.error(
+            TensorShapeError, f"reduce_res {result.shape}; it must be ({partitions}, 1)"
+        )
+    check_destination(call.machine, call.op, result)

@@ -1,0 +1,250 @@
+"""`@instruction`: what all instructions of `nki.isa` share, done once.
+
+An instruction is one decorated generator. Before it runs, its declared tensors are checked: each is
+a tensor, in a memory that the instruction reaches, at a legal partition, as large as dst where
+`like_dst` says so. Then it runs to its `yield`: its own checks, and what it yields are the
+attributes that its cost depends on. Then dst may be no constant, no element may be overwritten
+before it is read (`hazards`), the engine is chosen, and the instruction is recorded: a refused one
+is never in the trace. With data, the rest of the generator computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec
+
+from nmm_compiler.errors import SimulationError
+from nmm_compiler.simulator.isa.operands import (
+    ON_CHIP,
+    check_destination,
+    check_hazard,
+    choose_engine,
+    no_psum_on_gpsimd,
+    operand,
+    require_instruction,
+    same_elements,
+    scalar_operand,
+)
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.indirect import index_access
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Access
+
+Attributes = dict[str, Any]
+Steps = Iterator[Attributes]
+Memories = Mapping[str, tuple[str, ...]]
+P = ParamSpec("P")
+
+_ATTRIBUTES: dict[tuple[Any, ...], Attributes] = {}
+NO_ATTRIBUTES: Attributes = {}
+
+
+def attributes(**values: Any) -> Attributes:
+    """Return a shared dictionary of attributes (readers must not change it)."""
+    key = tuple(values.items())
+    known = _ATTRIBUTES.get(key)
+    if known is None:
+        known = _ATTRIBUTES[key] = values
+    return known
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """An instruction's name and the engines that can run it, the default first."""
+
+    op: str
+    engines: tuple[str, ...]
+
+
+class Call:
+    """One call of an instruction, between its declared checks and its record.
+
+    reads, writes: the regions so far; an instruction adds those of its optional operands.
+    engine: the name of the engine, "" until it is chosen.
+    """
+
+    __slots__ = ("engine", "given", "kind", "machine", "reads", "writes")
+
+    def __init__(
+        self,
+        machine: Machine,
+        kind: Kind,
+        given: Any,
+        reads: list[Access],
+        writes: list[Access],
+    ) -> None:
+        self.machine = machine
+        self.kind = kind
+        self.given = given
+        self.reads = reads
+        self.writes = writes
+        self.engine = ""
+
+    @property
+    def op(self) -> str:
+        """The instruction's name."""
+        return self.kind.op
+
+    def error(self, kind: type[SimulationError], message: str) -> SimulationError:
+        """Return an error that names the instruction and the kernel's line."""
+        return self.machine.error(kind, f"nisa.{self.op}: {message}")
+
+    def read(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> Access:
+        """Check an optional tensor that is read, and add it."""
+        access = operand(self.machine, self.op, role, view, memories)
+        self.reads.append(access)
+        return access
+
+    def write(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> Access:
+        """Check an optional tensor that is written, and add it."""
+        access = operand(self.machine, self.op, role, view, memories)
+        self.writes.append(access)
+        return access
+
+    def scalar(self, role: str, value: Any, partitions: int) -> bool:
+        """Check a number or a [P, 1] tensor; return whether it is a tensor, then added."""
+        return scalar_operand(self.machine, self.op, role, value, partitions, self.reads)
+
+    def choose(self, default: str = "") -> str:
+        """Choose the engine now: the one that the kernel gave, or the default."""
+        engines = self.kind.engines
+        self.engine = choose_engine(
+            self.machine, self.op, self.given, engines, default or engines[0]
+        )
+        return self.engine
+
+
+def instruction(
+    *,
+    engines: tuple[str, ...],
+    writes: Memories | None = None,
+    reads: Memories | None = None,
+    like_dst: tuple[str, ...] = (),
+    hazards: tuple[str, ...] = (),
+    waits: bool = False,
+) -> Callable[[Callable[Concatenate[Call, P], Steps]], Callable[P, Any]]:
+    """Return the decorator of an instruction.
+
+    engines: those that can run it; of several, the parameter `engine` chooses and the first is
+        the default. writes, reads: required tensors and the memories that each may be in.
+    like_dst: operands with the partitions, and elements per partition, of dst.
+    hazards: operands that stream through the engine while dst, the first of `writes`, is written.
+    waits: the part after the yield runs without data as well.
+    """
+    written, read = dict(writes or {}), dict(reads or {})
+
+    def decorate(body: Callable[Concatenate[Call, P], Steps]) -> Callable[P, Any]:
+        op = body.__name__
+        parameters = list(inspect.signature(body).parameters.values())[1:]
+        names = [p.name for p in parameters]
+        known: dict[str, Any] = {
+            "BODY": body, "KIND": Kind(op, engines), "OP": op, "FIRST": engines[0], "Call": Call,
+            "NkiTensor": NkiTensor, "current": current, "operand": operand,
+            "require_instruction": require_instruction, "same_elements": same_elements,
+            "check_destination": check_destination, "check_hazard": check_hazard,
+            "no_psum_on_gpsimd": no_psum_on_gpsimd, "index_access": index_access,
+        }  # fmt: skip
+        for p in parameters:
+            if p.default is not p.empty:
+                known[f"{p.name}_default"] = p.default
+        for role, where in (*written.items(), *read.items()):
+            known[f"{role}_memories"] = where
+        text = _checks(op, parameters, list(written), list(read), like_dst, hazards)
+        several = len(engines) > 1
+        text += _choice("engine" if several else "None", (*written, *read) if several else ())
+        text += _record("name" if "name" in names else "None", waits)
+        # its own path in the simulator's folder: no error is said to be on a line of it
+        exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
+        made: Callable[P, Any] = known[op]
+        made.__doc__, made.__module__ = body.__doc__, body.__module__
+        return made
+
+    return decorate
+
+
+# The text of an instruction's function, as the standard library writes that of a dataclass: calls
+# are bound by Python itself and every check stands in line. Loops over roles, `*args` and
+# `**kwargs` would make an instruction twice as slow.
+
+
+def _checks(
+    op: str,
+    parameters: list[inspect.Parameter],
+    written: list[str],
+    read: list[str],
+    like_dst: tuple[str, ...],
+    hazards: tuple[str, ...],
+) -> str:
+    """Return the text up to the checks that follow the body's own."""
+    shown = ", ".join(
+        p.name if p.default is p.empty else f"{p.name}={p.name}_default" for p in parameters
+    )
+    dst = written[0] if written else ""
+    lines = [
+        f"def {op}({shown}):",
+        "    machine = current()",
+        "    if OP in machine.absent:",
+        "        require_instruction(machine, OP)",
+    ]
+    for role in (*written, *read):
+        lines += [
+            f"    if {role}.__class__ is not NkiTensor:",
+            f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
+            f"    at_{role} = {role}._access or {role}.access()",
+            f"    if at_{role}.memory not in {role}_memories or at_{role}.partition_start:",
+            f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
+        ]
+    for role in like_dst:
+        lines += [
+            f"    if {role}.shape != {dst}.shape:",
+            f"        same_elements(machine, OP, {dst}, {role})",
+        ]
+    regions = [", ".join(f"at_{role}" for role in roles) for roles in (read, written)]
+    given = "engine" if "engine" in {p.name for p in parameters} else "None"
+    lines += [
+        f"    call = Call(machine, KIND, {given}, [{regions[0]}], [{regions[1]}])",
+        f"    steps = BODY(call, {', '.join(p.name for p in parameters)})",
+        "    attributes = next(steps)",
+    ]
+    for role in written:
+        lines += [
+            f"    if {role}.storage.constant:",
+            f"        check_destination(machine, OP, {role})",
+        ]
+    for role in hazards:
+        lines += [
+            f"    if {role}.storage is {dst}.storage:",
+            f"        check_hazard(machine, OP, {dst}, {role})",
+        ]
+    for role in (*read, *written):
+        lines += [
+            f"    if {role}.indirection is not None:",
+            f"        call.reads += index_access({role})",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _choice(given: str, views: tuple[str, ...]) -> str:
+    """Return the text that chooses the engine, unless the body has."""
+    if given == "None":
+        return "    chosen = call.engine or FIRST\n"
+    return (
+        "    chosen = call.engine\n"
+        "    if not chosen:\n"
+        "        chosen = call.choose()\n"
+        f"        no_psum_on_gpsimd(machine, OP, chosen, {', '.join(views)})\n"
+    )
+
+
+def _record(name: str, waits: bool) -> str:
+    """Return the text that records the instruction, and computes when there is data."""
+    return (
+        "    record = machine.record(\n"
+        f"        OP, chosen, tuple(call.reads), tuple(call.writes), attributes, {name}\n"
+        "    )\n"
+        + ("" if waits else "    if machine.data:\n    ")
+        + "    next(steps, None)\n"
+        + ("" if name == "None" else "    return record\n")
+    )
