@@ -39,6 +39,8 @@ P = ParamSpec("P")
 
 _ATTRIBUTES: dict[tuple[Any, ...], Attributes] = {}
 NO_ATTRIBUTES: Attributes = {}
+INSTRUCTIONS: dict[str, Callable[..., Any]] = {}
+"""Every decorated instruction by its name."""
 
 
 def attributes(**values: Any) -> Attributes:
@@ -159,6 +161,7 @@ def instruction(
         exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
         made: Callable[P, Any] = known[op]
         made.__doc__, made.__module__ = body.__doc__, body.__module__
+        INSTRUCTIONS[op] = made
         return made
 
     return decorate
