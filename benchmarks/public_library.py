@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from public_outcomes import WrongError, classify, timed
 
-from nmm_compiler.simulator.loading.loader import PrivateModules
+from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.tensors import dtypes
 

@@ -23,7 +23,8 @@ from nmm_compiler.simulator.isa.operands import (
     PSUM,
     SBUF,
 )
-from nmm_compiler.simulator.isa.tensor_engine import _accumulate, _attributes, _check_bank
+from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
+from nmm_compiler.simulator.isa.tensor_engine import matmul_attributes
 from nmm_compiler.simulator.isa.values import (
     F32,
     f32,
@@ -154,8 +155,8 @@ def nc_matmul_mx(
             TensorShapeError, f"dst {dst.shape} {dst.dtype}; it must be ({m}, {n}) "
             "float32 or bfloat16",
         )  # fmt: skip
-    _check_bank(machine, op, dst, 8)
-    yield _attributes(k, m, n, False, "mx", stationary.dtype, None, False)
+    check_bank(machine, op, dst, 8)
+    yield matmul_attributes(k, m, n, False, "mx", stationary.dtype, None, False)
     rows = scale_rows(k)
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
@@ -163,4 +164,4 @@ def nc_matmul_mx(
         factor = np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
         values = values * np.repeat(factor, 8, axis=0)[:, :, None]
         sides.append(values.transpose(0, 2, 1).reshape(4 * k, -1))
-    _accumulate(machine, dst, sides[0].T @ sides[1], accumulate)
+    accumulate_product(machine, dst, sides[0].T @ sides[1], accumulate)

@@ -9,7 +9,6 @@ import numpy as np
 from nmm_compiler.errors import (
     EngineRuleError,
     OperandValueError,
-    SimulationError,
     TargetRuleError,
     TensorDtypeError,
     TensorShapeError,
@@ -29,8 +28,8 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     require,
 )
+from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
 from nmm_compiler.simulator.isa.values import (
-    F32,
     f32,
     matmul_state,
     put,
@@ -50,9 +49,10 @@ _ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
 _NONE = matmul_perf_mode.none
 
 
-def _attributes(
+def matmul_attributes(
     k: int, m: int, n: int, is_transpose: bool, mode: str, dtype: str, tile: Any, onezero: bool
 ) -> dict[str, Any]:
+    """Return what the cost of a pass through TensorE depends on, in a shared dictionary."""
     key = (k, m, n, is_transpose, mode, dtype, tile, onezero)
     known = _ATTRIBUTES.get(key)
     if known is None:
@@ -92,79 +92,6 @@ def _check_tile(machine: Machine, position: Any, size: Any, k: int, m: int) -> A
             f"nisa.nc_matmul: stationary [{k}, {m}] exceeds tile_size {tuple(size)}",
         )
     return (row, column, rows, columns)
-
-
-def _check_bank(machine: Machine, op: str, dst: NkiTensor, banks: int = 1) -> None:
-    bank = machine.target.psum_bank_bytes_per_partition
-    if dst.storage.bytes_per_partition <= bank and dst.storage.address is None:
-        return
-    access = dst.access()
-    base = dst.storage.address[1] if dst.storage.address else 0
-    first = (base + access.byte_start) // bank
-    last = (base + access.byte_stop - 1) // bank
-    if last - first >= banks:
-        raise machine.error(
-            TensorShapeError,
-            f"nisa.{op}: dst {dst.name!r} covers bytes {access.byte_start}..{access.byte_stop} of "
-            f"its PSUM partition and so crosses a bank of {bank} B; write one bank at a time",
-        )
-
-
-def _accumulate(machine: Machine, dst: NkiTensor, product: np.ndarray, accumulate: Any) -> None:
-    if product.shape != dst.shape:
-        product = product.reshape(dst.shape)
-    storage = dst.storage
-    key = (dst.offset, dst.shape, dst.strides)
-    if storage.products == key and accumulate is not False and dst.dtype == "float32":
-        target = dst.array()  # the same region as the matmul before: nothing to find out
-        target += product
-        return
-    state = matmul_state(dst)
-    storage.products = key
-    if accumulate is False:
-        put(dst, product)
-        state[...] = 1
-        return
-    if accumulate:
-        if not state.all():
-            machine.rule(
-                SimulationError,
-                f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, where no matmul has written "
-                "yet: undefined on hardware; start with accumulate=False (or leave it unset)",
-            )
-            target = dst.array()
-            target[state == 0] = 0
-        elif state.max() == 2 and not machine.target.matmul_adds_to_written_psum:
-            machine.rule(
-                SimulationError,
-                f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, which memset or another "
-                "engine wrote: undefined before trn3; start with accumulate=False",
-            )
-        put(dst, f32(dst) + product)
-        state[...] = 1
-        return
-    if state.any():
-        if state.max() == 2 and not machine.target.matmul_adds_to_written_psum:
-            text = (
-                f"nisa.nc_matmul accumulates into {dst.name!r}, which memset or another engine "
-                "wrote: undefined before trn3; pass accumulate=False for the first matmul"
-            )
-            if (dst.array()[state == 2] == 0).all():
-                machine.warn(text)  # overwriting and adding to zeros are the same
-            else:
-                machine.rule(SimulationError, text)
-        if state.all():
-            target = dst.array()
-            if target.dtype == F32:
-                target += product
-            else:
-                put(dst, f32(dst) + product)
-        else:
-            old = np.where(state != 0, dst.array().astype(F32), F32(0))
-            put(dst, old + product)
-    else:
-        put(dst, product)
-    state[...] = 1
 
 
 @instruction(engines=("tensor",), writes={"dst": PSUM}, reads={"stationary": SBUF, "moving": SBUF})
@@ -223,7 +150,7 @@ def nc_matmul(
             f"dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
-    _check_bank(machine, "nc_matmul", dst, target.matmul_psum_banks)
+    check_bank(machine, "nc_matmul", dst, target.matmul_psum_banks)
     tile = _check_tile(machine, tile_position, tile_size, k, m) if tile_position or tile_size \
         else None  # fmt: skip
     if machine.data:
@@ -234,7 +161,7 @@ def nc_matmul(
             _check_onezero(machine, "moving", b)
         if is_transpose:
             moved = _pass_through(machine, stationary, moving.name, b, k, m, n)
-    yield _attributes(
+    yield matmul_attributes(
         k,
         m,
         n,
@@ -253,7 +180,7 @@ def nc_matmul(
         elif a.ndim != 2 or b.ndim != 2:
             a, b = a.reshape(k, m), b.reshape(k, n)
         # one term is not summed: -0.0 stays -0.0
-        _accumulate(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
+        accumulate_product(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
 
 
 def _check_onezero(machine: Machine, role: str, values: np.ndarray) -> None:
@@ -413,7 +340,7 @@ def nc_transpose(
             f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
             "of 2 and pass its element 0",
         )
-    yield _attributes(p, f, p, True, "none", data.dtype, None, False)
+    yield matmul_attributes(p, f, p, True, "none", data.dtype, None, False)
     put(dst, raw(data).reshape(p, f).T.copy())
     if dst.memory == "psum":
         matmul_state(dst)[...] = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -23,7 +22,7 @@ from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
-from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor, row_major
+from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor
 from nmm_compiler.targets import get
 
 
@@ -370,13 +369,3 @@ def shared_identity_matrix(
         tensor_copy(dst, known)
         return dst
     return known
-
-
-def as_view(tensor: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
-    """Return the whole storage of a dense tensor in another shape."""
-    return NkiTensor(tensor.storage, shape, row_major(shape), tensor.offset, tensor.dtype)
-
-
-def total(shape: tuple[int, ...]) -> int:
-    """Return the number of elements."""
-    return math.prod(shape)

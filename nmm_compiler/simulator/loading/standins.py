@@ -13,7 +13,6 @@ from typing import Any
 
 from nmm_compiler.errors import (
     EngineRuleError,
-    SimulationError,
     UnsupportedInstructionError,
     closest,
 )
@@ -208,4 +207,4 @@ def beta_typing(name: str, direct: bool) -> Any:
     return _module("neuronxcc", {"nki": _module("neuronxcc.nki", {"typing": typing})})
 
 
-__all__ = ["MODULES", "JitKernel", "SimulationError", "beta_typing", "find", "jit"]
+__all__ = ["MODULES", "JitKernel", "beta_typing", "find", "jit", "run_kernels_with"]

@@ -168,7 +168,6 @@ class TensorData(Reshaping):
             return
         where = [int(i) for i in np.argwhere(mask)[0][: len(self.shape)]]
         storage = self.storage
-        storage.machine = current()
         current().rule(
             UninitializedReadError,
             f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} "

@@ -1,0 +1,252 @@
+"""Private modules: kernel files and what they import, loaded without touching `sys.modules`.
+
+Every file gets builtins of its own whose `__import__` resolves `nki...` to the stand-ins, modules
+found beside the kernel (in its package or directory) to private copies loaded the same way, and
+everything else to the real import.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.nki_api.source_text import read_source
+from nmm_compiler.simulator.loading import standins
+from nmm_compiler.simulator.loading.nki_object import NKIObject
+from nmm_compiler.simulator.loading.run_text import run_source
+
+_LIBRARIES = frozenset({"nkilib", "nkilib_src", "nki_samples"})
+_STDLIB = sys.stdlib_module_names
+
+
+class PrivateModules:
+    """The private modules of some search roots.
+
+    shadows: names of the standard library that the roots may replace.
+    """
+
+    def __init__(self, roots: list[Path]) -> None:
+        self.roots = roots
+        self.modules: dict[str, types.ModuleType] = {}
+        self.stamps: dict[Path, tuple[int, int]] = {}
+        self.shadows: frozenset[str] = frozenset()
+        self.builtins = dict(vars(builtins))
+        self.builtins["__import__"] = self.import_module
+
+    def locate(self, name: str) -> Path | None:
+        """Return the source of a dotted module name under the roots, or None."""
+        parts = name.split(".")
+        for root in self.roots:
+            base = root.joinpath(*parts)
+            if (base / "__init__.py").is_file():
+                return base / "__init__.py"
+            if base.with_suffix(".py").is_file():
+                return base.with_suffix(".py")
+        if parts[0] in _LIBRARIES:
+            return self._installed(parts)
+        for root in self.roots:
+            base = root.joinpath(*parts)
+            if (base.is_dir() and any(base.glob("*.py"))) or (base.is_dir() and len(parts) > 1):
+                return base
+        return None
+
+    def _installed(self, parts: list[str]) -> Path | None:
+        spec = importlib.util.find_spec(parts[0])
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        root = Path(next(iter(spec.submodule_search_locations))).parent
+        if root in self.roots:
+            return None
+        self.roots.append(root)
+        return self.locate(".".join(parts))
+
+    def load(self, name: str) -> types.ModuleType | None:
+        """Return the private module of a dotted name, loading it and its parents."""
+        known = self.modules.get(name)
+        if known is not None:
+            return known
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            self.load(parent)
+            known = self.modules.get(name)
+            if known is not None:
+                return known
+        path = self.locate(name)
+        if path is None:
+            return None
+        if name.partition(".")[0] == "nmm_compiler" and path.name == "__init__.py":
+            path = path.parent  # our own rooms: their doors import what no kernel needs
+        module = self.execute(path, name)
+        if parent and parent in self.modules:
+            setattr(self.modules[parent], leaf, module)
+        return module
+
+    def execute(self, path: Path, name: str) -> types.ModuleType:
+        """Execute a file (or make a namespace package) as private module `name`."""
+        module = types.ModuleType(name)
+        self.modules[name] = module
+        module.__dict__["__builtins__"] = self.builtins
+        if path.is_dir():
+            module.__path__ = [str(path)]
+            module.__package__ = name
+            return module
+        is_package = path.name == "__init__.py"
+        module.__file__ = str(path)
+        module.__package__ = name if is_package else name.rpartition(".")[0]
+        if is_package:
+            module.__path__ = [str(path.parent)]
+        stat = path.stat()
+        self.stamps[path] = (stat.st_mtime_ns, stat.st_size)
+        return self.run_text(read_source(path), path, name, module)
+
+    def run_text(
+        self, text: str, path: Path, name: str, module: types.ModuleType
+    ) -> types.ModuleType:
+        """Execute source text as the body of `module`."""
+        module.__dict__["__builtins__"] = self.builtins
+        if "dataclass" in text:
+            # dataclasses looks string annotations up in sys.modules[__module__]
+            module.__dict__["__name__"] = __name__
+        try:
+            run_source(text, str(path), module.__dict__)
+        except BaseException:
+            self.modules.pop(name, None)
+            raise
+        return module
+
+    def fresh(self) -> bool:
+        """Return whether no loaded file has changed since."""
+        for path, stamp in self.stamps.items():
+            try:
+                stat = path.stat()
+            except OSError:
+                return False
+            if (stat.st_mtime_ns, stat.st_size) != stamp:
+                return False
+        return True
+
+    def import_module(
+        self,
+        name: str,
+        globals: Any = None,
+        locals: Any = None,
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> Any:
+        """Stand in for `__import__` inside private modules."""
+        if level:
+            package = (globals or {}).get("__package__") or ""
+            parts = package.split(".") if package else []
+            if level > len(parts) + (0 if package else 1):
+                raise ImportError(f"relative import of {'.' * level}{name} beyond its package")
+            base = parts[: len(parts) - level + 1]
+            full = ".".join([*base, *([name] if name else [])])
+            module = self.load(full)
+            if module is None:
+                raise ModuleNotFoundError(f"no module {full!r} under {self.roots}", name=full)
+            return self._with_fromlist(module, full, fromlist)
+        top = name.partition(".")[0]
+        if name == "importlib":
+            return self._importlib()
+        if name == "inspect":
+            return self._inspect()
+        if name == "dataclasses":
+            return _DATACLASSES
+        if top == "neuronxcc" and name.startswith("neuronxcc.nki"):
+            return standins.beta_typing(name, bool(fromlist))
+        if top == "nki":
+            module = standins.find(name)
+            if fromlist:
+                for item in fromlist:
+                    if f"{name}.{item}" in standins.MODULES:
+                        setattr(module, item, standins.MODULES[f"{name}.{item}"])
+                return module
+            return standins.find(top)
+        if (top not in _STDLIB or top in self.shadows) and top != "nmm_compiler":
+            module = self.load(name)
+            if module is not None:
+                return self._with_fromlist(module, name, fromlist) if fromlist else self.load(top)
+        return builtins.__import__(name, globals, locals, fromlist, 0)
+
+    def _importlib(self) -> types.ModuleType:
+        """Return `importlib` whose import_module goes through this loader."""
+        proxy = types.ModuleType("importlib")
+        proxy.__dict__.update(vars(importlib))
+
+        def import_module(name: str, package: str | None = None) -> Any:
+            level = len(name) - len(name.lstrip("."))
+            context = {"__package__": package}
+            return self.import_module(name[level:], context, None, ("__name__",), level)
+
+        proxy.__dict__["import_module"] = import_module
+        return proxy
+
+    def _inspect(self) -> types.ModuleType:
+        """Return `inspect` whose getmodule knows private modules."""
+        proxy = types.ModuleType("inspect")
+        proxy.__dict__.update(vars(inspect))
+
+        def getmodule(thing: Any, filename: str | None = None) -> Any:
+            namespace = getattr(thing, "f_globals", getattr(thing, "__globals__", None))
+            for module in self.modules.values():
+                if namespace is not None and vars(module) is namespace:
+                    return module
+            return inspect.getmodule(thing, filename)
+
+        proxy.__dict__["getmodule"] = getmodule
+        return proxy
+
+    def _with_fromlist(self, module: types.ModuleType, name: str, fromlist: Any) -> Any:
+        if hasattr(module, "__path__"):
+            for item in fromlist or ():
+                if item != "*" and not hasattr(module, item):
+                    self.load(f"{name}.{item}")
+        return module
+
+
+def _dataclass(cls: Any = None, /, **options: Any) -> Any:
+    """Do dataclasses.dataclass; in an NKIObject a field that is not given is None.
+
+    So the NKI language guide defines the initializer of such classes, decorated or not.
+    """
+    if cls is None:
+        return lambda c: _dataclass(c, **options)
+    own = "__init__" in vars(cls)
+    made = dataclasses.dataclass(**options)(cls)
+    if own or not issubclass(made, NKIObject) or not options.get("init", True):
+        return made
+    record: Any = made
+    fields = [f for f in dataclasses.fields(record) if f.init]
+    required = {
+        f.name
+        for f in fields
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    names = {f.name for f in fields}
+    initialize = record.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        for field in fields[len(args) :]:
+            if field.name in required:
+                kwargs.setdefault(field.name, None)
+        plain = {k: kwargs.pop(k) for k in list(kwargs) if k not in names and hasattr(made, k)}
+        initialize(self, *args, **kwargs)
+        for name, value in plain.items():  # class attributes without an annotation
+            object.__setattr__(self, name, value)
+
+    record.__init__ = __init__
+    return made
+
+
+_DATACLASSES = types.ModuleType("dataclasses")
+_DATACLASSES.__dict__.update(vars(dataclasses))
+_DATACLASSES.__dict__["dataclass"] = _dataclass
