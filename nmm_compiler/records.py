@@ -75,7 +75,7 @@ class Record:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Build the record again from `to_dict`'s data; unknown keys raise TypeError."""
-        hints = _hints(cls)
+        hints = _hints(typing.cast(Any, cls))
         return cls(**{key: _revive(hints.get(key, Any), value) for key, value in data.items()})
 
     def to_json(self, indent: int | None = None) -> str:

@@ -55,7 +55,7 @@ def x_rows(m: int, contraction: int, k_chunk: int) -> int:
 
 def turned_loads(dtype: str, target: Target) -> list[str]:
     """Return how an operand can be loaded whose contraction index is the inner one in HBM."""
-    if item_bytes(dtype) == 2 and target.name != "trn1":
+    if item_bytes(dtype) == 2 and target.dma_transposes:
         return ["dma", "tensor"]
     return ["tensor"]
 

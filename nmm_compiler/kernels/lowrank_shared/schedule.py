@@ -159,7 +159,7 @@ class LowRankSharedSchedule(KernelSchedule):
         check_multiple("u.chunk", self.u.chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x.load, self.u.load))
         if self.v_stationary and (
-            target.name == "trn1" or not any(y.layout == "row" and self._turns(y) for y in results)
+            not target.dma_transposes or not any(y.layout == "row" and self._turns(y) for y in results)
         ):
             raise SpecError(
                 "schedule: v_stationary takes a row result of whole tiles, no bias, trn2 or trn3; "
@@ -213,7 +213,7 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
     r_tiles, widest = sum(tiles(r, 128) for r in spec.ranks), max(y.n for y in results)
     rows = [y for y in results if y.layout == "row"]
     stills = [False]
-    if spec.m <= 64 and target.name != "trn1" and any(y.n % 128 == 0 and not y.bias for y in rows):
+    if spec.m <= 64 and target.dma_transposes and any(y.n % 128 == 0 and not y.bias for y in rows):
         stills.append(True)
     few = spec.m <= 128
     strips = (tiles(spec.k, 128) + r_tiles) * 512 * size  # of x and of the intermediates
