@@ -90,7 +90,6 @@ def test_deep_nesting_is_one_finding(before, again, after):
 @pytest.mark.parametrize(
     ("texts", "shown"),
     [
-        (["kernel=3"], "option of simulate itself"),
         (["a=1", "a=2"], "given twice"),
         (["a=8x8:object"], "no dtype of NKI"),
         (["a=99999999x99999999:float32"], "more than a TiB"),
