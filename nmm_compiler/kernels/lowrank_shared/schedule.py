@@ -158,10 +158,8 @@ class LowRankSharedSchedule(KernelSchedule):
         check_multiple("x.chunk", self.x.chunk, "k_chunk", self.k_chunk, spec.k)
         check_multiple("u.chunk", self.u.chunk, "k_chunk", self.k_chunk, spec.k)
         check_order(self.k_order, (self.x.load, self.u.load))
-        if self.v_stationary and (
-            not target.dma_transposes
-            or not any(y.layout == "row" and self._turns(y) for y in results)
-        ):
+        turned = any(y.layout == "row" and self._turns(y) for y in results)
+        if self.v_stationary and not (turned and target.dma_transposes):
             raise SpecError(
                 "schedule: v_stationary takes a row result of whole tiles, no bias, trn2 or trn3; "
                 f"v.block is {self.v.block}, target {target.name}, the results "
