@@ -1,8 +1,8 @@
 """Every option of the package, in one frozen record, and the only place that reads the environment.
 
 `Options.make` accepts what users pass (a dict, an Options, keywords), refuses unknown names with
-the closest known one, and checks each value. `code_options` names the fields that can change an
-emitted kernel, and so belong to the cache key; all others must not.
+the closest known one, and checks each value. Target and instruction
+budget can change an emitted kernel, and so belong to the cache key; all others must not.
 """
 
 from __future__ import annotations
@@ -129,10 +129,6 @@ class Options:
         names = ("buckets", "freeze", "strict", "instruction_budget", *CACHE_OPTIONS)
         fields = {f.name: f.default for f in dataclasses.fields(self)}
         return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
-
-    def code_options(self) -> dict[str, Any]:
-        """Return the options that can change an emitted kernel: the cache key's share."""
-        return {"target": self.target, "instruction_budget": self.instruction_budget}
 
 
 def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:

@@ -166,15 +166,6 @@ def test_every_option_is_documented():
 
 
 @settings(max_examples=100, deadline=None)
-@given(valid, valid)
-def test_only_target_and_budget_can_change_emitted_code(a, b):
-    """An option outside of `code_options` that changed a kernel would make the cache lie."""
-    left, right = Options.make(a), Options.make(b)
-    same = (left.target, left.instruction_budget) == (right.target, right.instruction_budget)
-    assert (left.code_options() == right.code_options()) == same
-
-
-@settings(max_examples=100, deadline=None)
 @given(valid)
 def test_call_options_bring_back_what_a_call_needs(given_options):
     options = Options.make(given_options)

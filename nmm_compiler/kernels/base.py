@@ -58,6 +58,10 @@ class TensorSpec(Record):
         return f"{self.name}: {self.dtype}{list(self.shape)}"
 
 
+Products = tuple[tuple["KernelSpec", ...], tuple["KernelSpec", ...]]
+"""The products of a kernel one by one, and what would be computed without low rank."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSpec(Record):
     """Base of the specs; subclasses add fields and override what is abstract here."""
@@ -115,6 +119,10 @@ class KernelSpec(Record):
         launched as its parts.
         """
         return ()
+
+    def as_products(self) -> Products:
+        """Return specs that compute the same unfused: its products one by one, and dense."""
+        return (self,), (self,)
 
     def notes(self) -> tuple[str, ...]:
         """Return remarks for people, e.g. that another form of the product is cheaper."""

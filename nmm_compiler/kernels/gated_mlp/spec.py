@@ -9,7 +9,7 @@ gate, up and down are each two factors, or one dense weight where their rank is 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from nmm_compiler.kernels.base import (
     ACTIVATIONS,
     LAYOUTS,
     Array,
+    KernelSpec,
+    Products,
     TensorSpec,
     check_arrays,
     check_name,
@@ -31,6 +33,7 @@ from nmm_compiler.kernels.error_bounds import (
     product_error,
     rounding_error,
 )
+from nmm_compiler.kernels.matmul.spec import MatmulSpec
 from nmm_compiler.kernels.number_formats import Estimate, FormattedSpec
 from nmm_compiler.kernels.tiling import lay
 
@@ -153,6 +156,41 @@ class GatedMLPUpSpec(FormattedSpec):
             if self.rank(branch) and self.rank(branch) * sum(self.ends(branch)) >= self.k * self.n
         )
         return (*self._format_notes("every product but those of x"), *dense)
+
+    def as_products(self) -> Products:
+        """Return (every product, every projection dense) of a gated MLP.
+
+        The elementwise product between up and down is left out of both, which favours them.
+        """
+        separate: list[KernelSpec] = []
+        dense: list[KernelSpec] = []
+        for branch in self.branches:
+            rank, (first, last) = self.rank(branch), self.ends(branch)
+            down = branch == "down"
+            ends: dict[str, Any] = {
+                "x_layout": "col" if down else self.x_layout,
+                "out_layout": self.out_layout if down or len(self.branches) == 2 else "col",
+                "activation": self.activation if branch == "gate" else "identity",
+                "bias": getattr(self, f"{branch}_bias"),
+            }
+            common: dict[str, Any] = {
+                "m": self.m,
+                "dtype": self.dtype,
+                "w_layout": self.weight_layout,
+            }
+            whole = MatmulSpec(k=first, n=last, **common, **ends)
+            dense.append(whole)
+            if rank:
+                separate.append(
+                    MatmulSpec(
+                        k=first, n=rank, x_layout=ends["x_layout"], out_layout="col", **common
+                    )
+                )
+                turned = {**ends, "x_layout": "col"}
+                separate.append(MatmulSpec(k=rank, n=last, **common, **turned))
+            else:
+                separate.append(whole)
+        return tuple(separate), tuple(dense)
 
     def reference(self, *arrays: Array) -> Array:
         """Return the result in float64, laid out as `out_layout` says."""

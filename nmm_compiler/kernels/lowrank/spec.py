@@ -15,6 +15,7 @@ from nmm_compiler.kernels.base import (
     ACTIVATIONS,
     LAYOUTS,
     Array,
+    Products,
     TensorSpec,
     check_arrays,
     check_name,
@@ -28,6 +29,7 @@ from nmm_compiler.kernels.error_bounds import (
     product_error,
     rounding_error,
 )
+from nmm_compiler.kernels.matmul.spec import MatmulSpec
 from nmm_compiler.kernels.number_formats import Estimate, FormattedSpec
 from nmm_compiler.kernels.tiling import lay
 
@@ -127,6 +129,24 @@ class LowRankSpec(FormattedSpec):
             f"{what}: the dense product x (u v) needs {self.k * self.n:,} weights, the factors "
             f"have {self.r * (self.k + self.n):,}; multiply them once and use family matmul",
         )
+
+    def as_products(self) -> Products:
+        """Return (two products and the base product, one dense product) of a low-rank chain."""
+        first = MatmulSpec(
+            m=self.m, k=self.k, n=self.r, dtype=self.dtype,
+            x_layout=self.x_layout, w_layout=self.u_layout, out_layout="col",
+        )  # fmt: skip
+        second = MatmulSpec(
+            m=self.m, k=self.r, n=self.n, dtype=self.dtype, x_layout="col", w_layout=self.v_layout,
+            out_layout=self.out_layout, bias=self.bias, activation=self.activation,
+        )  # fmt: skip
+        dense = MatmulSpec(
+            m=self.m, k=self.k, n=self.n, dtype=self.dtype, x_layout=self.x_layout,
+            w_layout="col" if self.u_layout == "col" else "row", out_layout=self.out_layout,
+            bias=self.bias, activation=self.activation,
+        )  # fmt: skip
+        base = (dense,) if self.base else ()
+        return (first, second, *base), (dense,)
 
     def reference(self, *arrays: Array) -> Array:
         """Return y in float64, laid out as `out_layout` says."""

@@ -18,6 +18,7 @@ from nmm_compiler.kernels.base import (
     LAYOUTS,
     Array,
     KernelSpec,
+    Products,
     TensorSpec,
     check_arrays,
     check_name,
@@ -32,6 +33,7 @@ from nmm_compiler.kernels.error_bounds import (
     rounding_error,
 )
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
+from nmm_compiler.kernels.matmul.spec import MatmulSpec
 from nmm_compiler.kernels.tiling import lay
 
 Pair = tuple[int, tuple[int, ...]]
@@ -188,6 +190,38 @@ class LowRankSharedSpec(KernelSpec):
             bias = (f"bias{j}",) if y.bias else ()
             made.append((spec, ("x", f"u{y.pair}", f"v{j}", *bias)))
         return tuple(made)
+
+    def as_products(self) -> Products:
+        """Return (every u and every v as a product, every result dense) of chains that share x."""
+        common: dict[str, Any] = {"m": self.m, "dtype": self.dtype}
+        separate: list[KernelSpec] = [
+            MatmulSpec(
+                k=self.k, n=r, x_layout=self.x_layout, w_layout=self.u_layout, out_layout="col",
+                **common,
+            )
+            for r in self.ranks
+        ]  # fmt: skip
+        dense: list[KernelSpec] = []
+        for y in self.results():
+            ends: dict[str, Any] = {
+                "out_layout": y.layout,
+                "bias": y.bias,
+                "activation": y.activation,
+            }
+            separate.append(
+                MatmulSpec(k=y.r, n=y.n, x_layout="col", w_layout=self.v_layout, **ends, **common)
+            )
+            dense.append(
+                MatmulSpec(
+                    k=self.k,
+                    n=y.n,
+                    x_layout=self.x_layout,
+                    w_layout=self.u_layout,
+                    **ends,
+                    **common,
+                )
+            )
+        return tuple(separate), tuple(dense)
 
     def notes(self) -> tuple[str, ...]:
         """Say which pairs would be cheaper as dense products."""
