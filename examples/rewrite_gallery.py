@@ -375,7 +375,7 @@ def write_to_x(p: Holder, x: torch.Tensor) -> torch.Tensor:
 
 lam("no:activations", "attention", lambda p, x: ((x @ p.u) @ (x @ p.u).mT) @ (x @ p.w.t()),
     A="no:weight_computed")  # fmt: skip
-lam("no:weight_computed", "right_associated", lambda p, x: x @ (p.u @ p.v),
+lam("no:factors_multiplied", "right_associated", lambda p, x: x @ (p.u @ p.v),
     A="no:rank_too_large")  # fmt: skip
 lam("no:weight_computed", "lora_delta_weight", lambda p, x: F.linear(x, p.w + 0.5 * p.b @ p.a),
     A="no:factor_shape")  # fmt: skip

@@ -26,6 +26,7 @@ from nmm_compiler.passes.graph.canonical_forms import Leaf, Product
 from nmm_compiler.passes.graph.metadata import value_key
 from nmm_compiler.passes.layout.assignment import assign_layouts, count_transposes
 from nmm_compiler.passes.layout.regions import LAYOUT, Pointwise
+from nmm_compiler.passes.multiplied_back import multiplied_back
 from nmm_compiler.passes.opportunities import opportunities
 from nmm_compiler.passes.result import RewriteResult
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
@@ -72,6 +73,7 @@ class Attempt:
         taken = {n for match in matches for n in match.nodes}
         if built_in:
             self.result.opportunities += opportunities(c, taken)
+            self._note_multiplied_back(c, taken, graph)
         seen = {n for n in c.sources if isinstance(n, fx.Node) and n.users}
         editor = Editor(c, value_key(self.module.graph), self.options)
         editor.careful = self.mode == "careful"
@@ -91,6 +93,18 @@ class Attempt:
             raise BrokenRuleError(rules[0].name, "graph", error) from error
         self.values = {n: v for n, v in c.values.items() if n.graph is self.module.graph}
         return True
+
+    def _note_multiplied_back(self, c: Canonical, taken: set[fx.Node], graph: str) -> None:
+        """Say where factors are multiplied back; of their use there is nothing else to say."""
+        with self.faults.guard("looking for products of factors", next(iter(c.graph.nodes))):
+            found = [dataclasses.replace(d, graph=graph) for d in multiplied_back(c, taken)]
+            told = {(d.at, graph) for d in found}
+            kept = [
+                d
+                for d in self.result.declined
+                if d.code != "weight_computed" or (d.at, d.graph) not in told
+            ]
+            self.result.declined[:] = [*kept, *found]
 
     def _emit_all(
         self,

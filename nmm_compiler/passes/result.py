@@ -131,7 +131,8 @@ class RewriteResult:
 # From a chain that only something outside of it hinders, to one that hardly is a chain.
 _NEARNESS = (
     "other_user", "mutation", "region", "dtype", "dtype_unsupported", "device", "subclass",
-    "rank_too_large", "scaled_gate", "other_x", "inner_reshaped", "factor_shape", "weight_computed",
+    "rank_too_large", "scaled_gate", "other_x", "inner_reshaped", "factor_shape",
+    "factors_multiplied", "weight_computed",
     "symbolic_weight", "dropout", "norm", "activation", "activation_factor", "activation_addend",
 )  # fmt: skip
 

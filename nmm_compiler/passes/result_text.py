@@ -158,8 +158,8 @@ def _declined(result: RewriteResult, width: int) -> list[str]:
 
 
 def _without_names(reason: str) -> str:
-    """Return a reason without the numbers of nodes, so that equal ones of several layers meet."""
-    return re.sub(r"(\w)_\d+\b", r"\1", reason)
+    """Return a reason without the numbers of nodes and layers, so that equal ones meet."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(\w)_\d+\b", r"\1", reason))
 
 
 def _opportunities(result: RewriteResult, width: int) -> list[str]:

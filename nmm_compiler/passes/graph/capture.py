@@ -15,6 +15,8 @@ from torch import fx, nn
 
 from nmm_compiler.errors import CaptureError
 
+_NO_LIMIT = 1 << 30
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -103,6 +105,9 @@ def all_graphs(
         graphs.append((module, inputs))
         return module.forward
 
-    with torch.no_grad():
+    # Past its limits Dynamo runs the code uncompiled and no graph would come: a model class that
+    # was explained, or compiled, eight times would look as if it had none.
+    limits = {"recompile_limit": _NO_LIMIT, "accumulated_recompile_limit": _NO_LIMIT}
+    with torch.no_grad(), torch._dynamo.config.patch(limits):
         torch.compile(model, backend=collect, dynamic=False)(*args, **kwargs)
     return graphs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import operator
+import re
 from typing import Any
 
 import torch
@@ -169,22 +170,45 @@ class Call:
         return list(self.args[position:]) if position < len(self.args) else [value]
 
 
+def _signature(target: Any) -> tuple[str, ...] | None:
+    """Return the parameter names of a Python function, None where it has no signature to read."""
+    if target not in _SIGNATURES:
+        try:
+            _SIGNATURES[target] = tuple(inspect.signature(target).parameters)
+        except (TypeError, ValueError):  # builtins
+            _SIGNATURES[target] = None
+    return _SIGNATURES[target]
+
+
 def inplace_flag(node: fx.Node) -> bool:
     """Say whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.kwargs.get("inplace") is True:
         return True
-    target = node.target
-    if not inspect.isfunction(target):
-        return False
-    if target not in _SIGNATURES:
-        try:
-            _SIGNATURES[target] = tuple(inspect.signature(target).parameters)
-        except (TypeError, ValueError):  # no signature to read: builtins
-            _SIGNATURES[target] = None
-    names = _SIGNATURES[target]
+    names = _signature(node.target) if inspect.isfunction(node.target) else None
     if not names or "inplace" not in names:
         return False
     index = names.index("inplace")
     return index < len(node.args) and node.args[index] is True
+
+
+def argument_names(node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """Return the nodes that a function gets as arguments, with its own names for them."""
+    target, names = node.target, None
+    if isinstance(target, torch._ops.OpOverload):
+        names = tuple(argument.name for argument in target._schema.arguments)
+    elif node.op == "call_function" and inspect.isfunction(target):
+        names = _signature(target)
+    given = [*zip(names or (), node.args, strict=False), *node.kwargs.items()]
+    return [(name, value) for name, value in given if isinstance(value, fx.Node)]
+
+
+def parameter_name(node: fx.Node) -> str:
+    """Return the path of a parameter in its model, as far as the node's target says it.
+
+    Dynamo calls `q.up.weight` "L_self_modules_q_modules_up_parameters_weight_".
+    """
+    text = re.sub(r"^[Ll]_\w*?_?(?=(modules|parameters|buffers)_)", "", str(node.target))
+    text = re.sub(r"(^|_)(modules|parameters|buffers)_", ".", text)
+    return text.removeprefix("p_").strip("._")

@@ -65,41 +65,49 @@ class Association(Rule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
         """Read the row, and see whether another cut is cheaper and may be made."""
         key, form = candidate
-        quiet = Refusal("", "", key, "")
-        row = _read(graph, key, form)
-        if row is None:
-            return quiet
-        weights = [weight for group in row.groups for weight in group]
-        if len(weights) == len(row.groups) <= 2:
-            return quiet  # as it is written: a pair, or one matrix
-        if not graph.options.reassociate and len({owner_of(p) for p in row.products}) > 1:
-            return quiet
-        chain, cheaper = _cut(graph, row, weights)
-        wide = too_wide(chain.u.k, chain.u.n, chain.v.n, key)
-        if wide is not None:
-            return wide
-        if not cheaper:
-            return quiet
-        found = extend(graph, chain)
-        why = refuse(graph, found.nodes, owner_of(found.out), chain_operands(found))
-        if why is not None:
-            return why
-        call = LowRankCall.of(graph, found)
-        inside = len({owner_of(p) for p in row.products}) == 1
-        moved = () if inside else ("reassociated: the products are rounded in other places",)
-        return Match(
-            rule=self.name,
-            kind="lowrank",
-            node=owner_of(found.out),
-            nodes=found.nodes,
-            data=call,
-            info=call.info(),
-            notes=(*call.notes(), *moved),
-        )
+        found = reassociated(graph, key, form, graph.options.reassociate)
+        return Refusal("", "", key, "") if found is None else found
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the fused call."""
         return match.data.emit(graph, editor)
+
+
+def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Match | Refusal | None:
+    """Return the match of the row that ends at a product, None where another order gains nothing.
+
+    permitted: roundings may move between operations of the graph, not only inside of one.
+    """
+    row = _read(c, key, form)
+    if row is None:
+        return None
+    weights = [weight for group in row.groups for weight in group]
+    if len(weights) == len(row.groups) <= 2:
+        return None  # as it is written: a pair, or one matrix
+    inside = len({owner_of(p) for p in row.products}) == 1
+    if not permitted and not inside:
+        return None
+    chain, cheaper = _cut(c, row, weights)
+    wide = too_wide(chain.u.k, chain.u.n, chain.v.n, key)
+    if wide is not None:
+        return wide
+    if not cheaper:
+        return None
+    found = extend(c, chain)
+    why = refuse(c, found.nodes, owner_of(found.out), chain_operands(found))
+    if why is not None:
+        return why
+    call = LowRankCall.of(c, found)
+    moved = () if inside else ("reassociated: the products are rounded in other places",)
+    return Match(
+        rule=Association.name,
+        kind="lowrank",
+        node=owner_of(found.out),
+        nodes=found.nodes,
+        data=call,
+        info=call.info(),
+        notes=(*call.notes(), *moved),
+    )
 
 
 def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
