@@ -17,7 +17,7 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
 from nmm_compiler.passes.chains.safety import in_transform
-from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.emit.fused_calls import Call
 from nmm_compiler.passes.emit.strides import settle_strides
 from nmm_compiler.passes.faults import Faults
@@ -38,6 +38,7 @@ class Attempt:
 
     path: of the graph among the graphs of higher-order operators. sources: what its placeholders
     hold, for such a graph. odd: inputs that are tensor subclasses. mode: "quick" or "careful".
+    refused: what this and earlier attempts could not emit.
     """
 
     module: fx.GraphModule
@@ -49,6 +50,7 @@ class Attempt:
     odd: dict[fx.Node, str]
     mode: str
     result: RewriteResult
+    refused: list[Declined]
 
     def apply(self, rules: tuple[Rule, ...]) -> bool:
         """Rewrite by built-in rules, or by one of a user; False when a place had to be dropped.
@@ -122,10 +124,17 @@ class Attempt:
             rule = LAYOUT if isinstance(step, Pointwise) else by_name[step.rule]
             done = False
             with self.faults.guard("emitting", step.node, rule):
-                if isinstance(step, Pointwise):
-                    step.replace(c, editor)
-                else:
-                    _emit(c, editor, step, by_name[step.rule])
+                try:
+                    if isinstance(step, Pointwise):
+                        step.replace(c, editor)
+                    else:
+                        _emit(c, editor, step, by_name[step.rule])
+                except NotEmittedError as error:
+                    place = _place(step)
+                    why = Declined.of(place[0], error.refusal, step.node)
+                    self.refused.append(dataclasses.replace(why, graph=self.path.rstrip(".")))
+                    self.faults.refuse(*place)
+                    return False
                 if editor.careful:
                     self.module.graph.lint()
                 done = True

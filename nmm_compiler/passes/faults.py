@@ -1,9 +1,9 @@
 """Faults of our own: an exception at one place of a graph drops that place, not the graph.
 
-`Faults.guard` stands around each reading of a node, each question to a rule, the layout of each
-region and each emission. Under `strict` it raises; otherwise the fault is kept, the caller goes on
-without the place, and `warn` says once, at the end, how to reproduce it. A rule that a user wrote
-is the user's to mend: its exceptions are raised as BrokenRuleError.
+`Faults.guard` stands around the reading of the graph and of each node, each question to a rule, the
+layout of each region and each emission. Under `strict` it raises; otherwise the fault is kept, the
+caller goes on without the place, and `warn` says once, at the end, how to reproduce it. A rule that
+a user wrote is the user's to mend: its exceptions are raised as BrokenRuleError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.errors import BrokenRuleError, InternalFaultError
+from nmm_compiler.errors import BrokenRuleError, InternalFaultError, NoShapesError
 
 # A built-in rule that fails at more places than this is left out of the graph.
 _MOST_PLACES = 8
@@ -51,6 +51,7 @@ class Faults:
         self.graph = ""
         self.found: list[Fault] = []
         self._dropped: set[tuple[str, str, str]] = set()
+        self._refused: set[tuple[str, str, str]] = set()
 
     def is_built_in(self, rule: Any) -> bool:
         """Say whether a rule is one of the package's own."""
@@ -61,11 +62,12 @@ class Faults:
         """Keep an exception of the block as a fault; raise it under strict, or of a user's rule.
 
         rule: a rule, or the name of what else is at work.
-        Raises InternalFaultError under strict, BrokenRuleError for a rule that is not built in.
+        Raises InternalFaultError under strict, BrokenRuleError for a rule that is not built in, and
+        NoShapesError, which is the caller's to mend.
         """
         try:
             yield
-        except (InternalFaultError, BrokenRuleError):
+        except (InternalFaultError, BrokenRuleError, NoShapesError):
             raise
         except Exception as error:  # whatever it is, only this place is lost; `warn` tells
             if not isinstance(rule, str) and not self.is_built_in(rule):
@@ -84,9 +86,14 @@ class Faults:
         if places[self.graph, rule] > _MOST_PLACES:
             self._dropped.add((self.graph, rule, ""))
 
+    def refuse(self, rule: str, *names: str) -> None:
+        """Leave a rule's match at these nodes alone, which cannot be emitted: that is no fault."""
+        self._refused.update((self.graph, rule, name) for name in names)
+
     def is_dropped(self, rule: str, name: str) -> bool:
         """Say whether a rule's match at a node is to be left alone."""
-        return any((self.graph, rule, at) in self._dropped for at in (name, ""))
+        left = self._dropped | self._refused
+        return any((self.graph, rule, at) in left for at in (name, ""))
 
     def warn(self, module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any) -> None:
         """Warn of all faults at once, with the command that reproduces the first."""

@@ -72,7 +72,7 @@ def run(
     result = RewriteResult(None, [], [], original=graph_module)
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)
-    result.declined += map(_internal, work.faults.found)
+    result.declined += [*work.refused, *map(_internal, work.faults.found)]
     work.faults.warn(graph_module, example_inputs, options)
     if options.verify:
         if example_inputs is None:
@@ -213,6 +213,7 @@ class _Run:
         self.options, self.order, self.result = options, order, result
         self.faults = Faults(options.strict, RULES)
         self.done: dict[int, fx.GraphModule] = {}
+        self.refused: list[Declined] = []
 
     def graph(
         self,
@@ -224,33 +225,40 @@ class _Run:
         """Return a rewritten copy of a graph and of the graphs in it.
 
         Each attempt starts from a fresh copy. One that has to drop a place is followed by one
-        without it; a fault that no place can be blamed for, by a careful one and then by none.
+        without it; a fault that no place can be blamed for, by a careful one and then by none,
+        which leaves the graph as it was.
         """
         if id(original) in self.done:
             return self.done[id(original)]
         children: dict[str, fx.GraphModule] = {}
+        last = next(iter(reversed(original.graph.nodes)))
         modes = iter(("quick", "careful", "none"))
         mode = next(modes)
         while True:
-            module = copy_graph(original)
-            values = collect_values(module, example_inputs)
-            for name, child, inputs, kinds in _children(module, values, sources):
-                if name not in children:
-                    children[name] = self.graph(child, inputs, f"{path}{name}.", kinds)
-                _set_attribute(module, name, children[name])
-            found = RewriteResult(None, [], [])
+            module, found = copy_graph(original), RewriteResult(None, [], [])
+            values, whole = None, mode == "none"
             self.faults.graph = path.rstrip(".")
-            odd = _subclasses(module, example_inputs)
-            attempt = Attempt(
-                module, values, self.options, self.faults, path, sources, odd, mode, found
-            )
-            whole = None
-            last = next(iter(reversed(module.graph.nodes)))
-            with self.faults.guard("rewriting the graph that ends at", last):
-                whole = mode == "none" or all(map(attempt.apply, _segments(self.order)))
+            if not whole:
+                with self.faults.guard("reading the graph that ends at", last):
+                    read = collect_values(module, example_inputs)
+                    for name, child, inputs, kinds in _children(module, read, sources):
+                        if name not in children:
+                            children[name] = self.graph(child, inputs, f"{path}{name}.", kinds)
+                    values = read
+            self.faults.graph = path.rstrip(".")
+            for name, child in children.items():
+                _set_attribute(module, name, child)
+            dropped = False
+            if values is not None:
+                odd = _subclasses(module, example_inputs)
+                shared = (self.options, self.faults, path, sources, odd, mode, found, self.refused)
+                attempt = Attempt(module, values, *shared)
+                with self.faults.guard("rewriting the graph that ends at", last):
+                    whole = all(map(attempt.apply, _segments(self.order)))
+                    dropped = not whole
             if whole:
                 break
-            mode = mode if whole is False else next(modes)
+            mode = mode if dropped else next(modes)
         self.result.add(found)
         module.recompile()
         self.done[id(original)] = module

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from nmm_compiler import backend
-from nmm_compiler.errors import InternalFaultError
-from nmm_compiler.passes import attempt
+from nmm_compiler.errors import InternalFaultError, NoShapesError
+from nmm_compiler.passes import attempt, pipeline
 from nmm_compiler.passes.emit import fused_calls as calls
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.graph import canonical
 from nmm_compiler.passes.graph import read_operations as table
 from nmm_compiler.passes.layout import assignment as layout
 from nmm_compiler.passes.layout import regions
@@ -138,6 +140,60 @@ def test_internal_fault_is_raised_under_strict():
     with pytest.raises(InternalFaultError, match="a fault in nmm_compiler, IndexError while") as e:
         run(traced(), (X,), {"strict": True})
     assert isinstance(e.value.__cause__, IndexError)
+
+
+# What breaks before there is a graph to drop a place from: the graph stays as it was.
+READING = {
+    "collect_values": (pipeline, "collect_values"),
+    "effects": (canonical.Effects, "__init__"),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_internal_fault_in_reading_leaves_the_graph_as_it_was(monkeypatch, name):
+    owner, attribute = READING[name]
+    module = traced()
+    monkeypatch.setattr(owner, attribute, breaks(getattr(owner, attribute)))
+    with pytest.warns(UserWarning, match="a fault in nmm_compiler, IndexError while") as caught:
+        result = run(module, (X,))
+    assert len([w for w in caught if str(w.message).startswith("nmm: ")]) == 1
+    assert [d.code for d in result.declined] == ["internal"]
+    assert not result.matches
+    assert result.graph_module.code == module.code
+    with pytest.raises(InternalFaultError, match="a fault in nmm_compiler, IndexError while"):
+        run(traced(), (X,), {"strict": True})
+
+
+def test_a_graph_without_shapes_is_no_fault():
+    with pytest.raises(NoShapesError):
+        run(traced())
+
+
+def test_sizes_that_stand_nowhere_are_a_refusal(monkeypatch):
+    first, second = nn.Linear(32, 3, bias=False), nn.Linear(3, 32)
+
+    def model(x, m, n):
+        pairs = (x[m][:, None] + x[n][None]).permute(2, 0, 1)
+        turned = torch.einsum("kij,rk,nr->nji", pairs, first.weight, second.weight)
+        return turned, second(first(x))
+
+    found = []
+
+    def compiler(module, inputs):
+        found.append(run(module, inputs, {"strict": True}))
+        return found[-1].graph_module
+
+    monkeypatch.setattr(Editor, "_symbolic_sizes", lambda self: {})
+    torch._dynamo.reset()
+    arguments = (X, X[:, 0] > 0, X[:, 1] > -1)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        got = torch.compile(model, backend=compiler, fullgraph=True)(*arguments)
+        torch.testing.assert_close(got, model(*arguments), rtol=1e-5, atol=1e-5)
+    (refused,) = found[0].declined
+    assert (refused.code, refused.node) == ("unknown_sizes", "turned")
+    assert "u0" in refused.reason
+    assert "u1" in refused.reason
+    assert len(found[0].rewritten) == 1
 
 
 def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key, Virtual
@@ -26,6 +27,14 @@ WEIGHT_ONLY = "nmm_weight_only"
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
 # Readers that care about strides: with these a replaced value keeps the strides it had.
 STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"})
+
+
+class NotEmittedError(Exception):
+    """A match cannot be written as nodes of the graph; `refusal` says why. Never leaves a pass."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
 
 
 class Editor:
@@ -144,6 +153,15 @@ class Editor:
             elif size in known:
                 value = self.c.values[near].shape[known[size]]
                 arguments.append(self.call(aten.sym_size.int, near, known[size], meta_value=value))
+            elif size not in inputs:
+                raise NotEmittedError(
+                    Refusal(
+                        "unknown_sizes",
+                        f"the sizes {free} and {size} of one reshape stand nowhere in the graph",
+                        self.at or near,  # `near` may be new, and goes with this attempt
+                        "hand the sizes over, or reshape after the chain",
+                    )
+                )
             else:
                 node, dim = inputs[size]
                 if dim is not None:
