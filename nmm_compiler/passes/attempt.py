@@ -24,6 +24,7 @@ from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Leaf, Product
 from nmm_compiler.passes.graph.metadata import value_key
+from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout.assignment import assign_layouts, count_transposes
 from nmm_compiler.passes.layout.regions import LAYOUT, Pointwise
 from nmm_compiler.passes.multiplied_back import multiplied_back
@@ -58,7 +59,7 @@ class Attempt:
         Raises BrokenRuleError for a user's rule that fails or breaks the graph.
         """
         built_in = self.faults.is_built_in(rules[0])
-        c = Canonical(self.module, self.values, self.sources, self.options, self.faults)
+        c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
         c.subclasses.update(self.odd)
         matches, declined = find_matches(c, rules)
         graph = self.path.rstrip(".")
@@ -85,7 +86,7 @@ class Attempt:
         editor.erase(taken | seen | set(editor.added))
         settle_strides(editor)
         if built_in:
-            c.read_added()
+            read_added(c)
             self.result.transposes_after += count_transposes(c)
         try:
             self.module.graph.lint()

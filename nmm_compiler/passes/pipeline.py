@@ -26,10 +26,11 @@ from nmm_compiler.errors import (
 from nmm_compiler.options import Options
 from nmm_compiler.passes.attempt import Attempt
 from nmm_compiler.passes.faults import Fault, Faults
-from nmm_compiler.passes.graph.canonical import PLAIN, Canonical
+from nmm_compiler.passes.graph.canonical import PLAIN
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.result import Explanation, RewriteResult
 from nmm_compiler.passes.rules.base import Declined, Rule, module_path
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP
@@ -300,7 +301,7 @@ def _children(
     """
     found: dict[str, Child] = {}
     left: set[str] = set()
-    outer = Canonical(module, values, sources) if _holds_graphs(module) else None
+    outer = read_graph(module, values, sources) if _holds_graphs(module) else None
     for node in module.graph.nodes:
         if outer is None or node.op not in ("call_module", "call_function"):
             continue

@@ -32,7 +32,7 @@ def _reader(c: Canonical, key: Key) -> Key | None:
         return key.owner
     users = real_users(key)
     if len(users) > 1:  # several steps of one activation that is spelled out
-        ends = {c.spelled.part_of.get(user, user) for user in users}
+        ends = {c.part_of.get(user, user) for user in users}
         (end,) = ends if len(ends) == 1 else (None,)
         return end if end in c.helpers else None
     return users[0] if len(users) == 1 and users[0].op != "output" else None

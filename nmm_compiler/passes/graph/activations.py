@@ -1,4 +1,4 @@
-"""Activations that a model spells out, told by what they compute.
+"""Activations that a model spells out, recognized numerically.
 
 x * sigmoid(x), 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))), x / (1 + exp(-x)): how
 a function is written does not matter. Where elementwise operations of one value meet again, the
@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical_forms import Activation, Key
+from nmm_compiler.passes.graph.canonical import Canonical, View
+from nmm_compiler.passes.graph.canonical_forms import Activation
 from nmm_compiler.passes.graph.torch_names import target_name
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.graph.canonical import Canonical
-
-View = tuple[Key, views.Dims]
 
 _POINTS = (-6.0, -2.5, -1.0, -0.3, 0.2, 0.7, 1.5, 4.0)
 # Spellings truncate constants (0.7978845608); gelu and its tanh form differ by 1e-4 and more.
@@ -74,8 +70,6 @@ class Spelled:
     def __init__(self, c: Canonical) -> None:
         self._c = c
         self._bent: set[fx.Node] = set()
-        # The activation that a node is an inner step of.
-        self.part_of: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node, name: str) -> Activation | None:
         """Note a node; return the activation that ends there, if one does."""
@@ -113,7 +107,7 @@ class Spelled:
                 continue
             inner = steps - {end}
             self._bent.discard(end)
-            self.part_of.update(dict.fromkeys(inner, end))
+            self._c.part_of.update(dict.fromkeys(inner, end))
             self._c.helpers[end] = frozenset(inner)
             read = (n for step in steps for n in step.all_input_nodes)
             return Activation(next(n for n in read if self._c.views.get(n) == root), name)

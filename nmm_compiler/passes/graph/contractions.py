@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
+from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 from nmm_compiler.passes.graph.canonical_forms import Add, Key, Product
 from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import Dim, Size, identity
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 
 K, M, N, BATCH = 0, 1, 2, 10
 

@@ -5,16 +5,14 @@ mv(a, x) is sum(a * x, 1) there, diag(s) is where(arange == arange.unsqueeze(-1)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 from nmm_compiler.passes.graph.canonical_forms import Diagonal, Product, owner_of
 from nmm_compiler.passes.graph.torch_names import Call, target_name
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 
 
 def _sum(c: Canonical, call: Call) -> Result:

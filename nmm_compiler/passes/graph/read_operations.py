@@ -7,18 +7,16 @@ call only rearranges its source, or None when this use of the operation is not u
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 from nmm_compiler.passes.graph.canonical_forms import Activation, Add, Cast, Diagonal, Norm, Scale
 from nmm_compiler.passes.graph.contractions import CONTRACTIONS
 from nmm_compiler.passes.graph.decomposed import DECOMPOSED
 from nmm_compiler.passes.graph.torch_names import Call
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 
 
 def _first(c: Canonical, call: Call) -> fx.Node | None:

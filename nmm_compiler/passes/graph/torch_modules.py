@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
 from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical, Result
 from nmm_compiler.passes.graph.canonical_forms import Activation, Norm
 from nmm_compiler.passes.graph.contractions import linear_form, pointwise_convolution
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.graph.canonical import Canonical, Result
 
 _ACTIVATIONS = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)

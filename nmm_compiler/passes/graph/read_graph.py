@@ -1,0 +1,219 @@
+"""Reads a graph into canonical forms: one sweep for Dynamo, export, symbolic_trace and ATen graphs.
+
+Shapes come from metadata, so a `view(-1)` never needs arithmetic, and what is looked through (eval
+dropout, no-op casts, copies, identities) is a view that rearranges nothing. Each handler of the
+table takes a bound call and returns a form, a view as (source, dims), or None for "not
+understood", which leaves the node opaque.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nmm_compiler.options import Options
+from nmm_compiler.passes.faults import Faults
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.activations import Spelled
+from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Result, View
+from nmm_compiler.passes.graph.canonical_forms import Key, Leaf, Opaque, Virtual
+from nmm_compiler.passes.graph.effects import ANYTHING, fetch_attribute, storages_of
+from nmm_compiler.passes.graph.read_operations import TABLE
+from nmm_compiler.passes.graph.torch_modules import read_module
+from nmm_compiler.passes.graph.torch_names import (
+    Call,
+    changes_gradient,
+    is_inplace_name,
+    target_name,
+)
+from nmm_compiler.passes.graph.views import Dims
+
+_LEAVES = ("placeholder", "get_attr")
+
+
+def read_graph(
+    module: fx.GraphModule,
+    values: dict[fx.Node, Any],
+    sources: dict[str, str] | None = None,
+    options: Options | None = None,
+    faults: Faults | None = None,
+) -> Canonical:
+    """Return a graph in canonical forms.
+
+    values: metadata value of each node. sources: what placeholders hold, by name, in a graph of a
+    higher-order operator. faults: where an exception of ours at one node is kept.
+    """
+    c = Canonical(module, values, options, faults)
+    c.leaves = {n: _source(c, n, sources or {}) for n in c.graph.nodes if n.op in _LEAVES}
+    trained = (*map(c.tensor, c.leaves), *module.parameters())
+    c.trains = any(t is not None and t.requires_grad for t in trained)
+    called = (n for n in c.graph.nodes if n.op == "call_module")
+    stored = any(_is_matrix(c, n) and c.leaves[n] != "input" for n in c.leaves)
+    c.inputs_are_weights = not stored and not any(_holds_matrix(c, n) for n in called)
+    c.input_matrices = {
+        n for n, kind in c.leaves.items() if kind == "input" and _is_matrix(c, n, most=2)
+    }
+    _sweep(c)
+    return c
+
+
+def read_added(c: Canonical) -> None:
+    """Read the nodes that a rewrite has added since; what stood before keeps its form."""
+    for node in c.graph.nodes:
+        if node.op in _LEAVES and node not in c.leaves:
+            c.leaves[node] = _source(c, node, {})
+    _sweep(c)
+
+
+def _sweep(c: Canonical) -> None:
+    spelled = Spelled(c)
+    for node in c.graph.nodes:
+        if node not in c.views:
+            _visit(c, spelled, node)
+
+
+# -- leaves -----------------------------------------------------------------------------------
+
+
+def _source(c: Canonical, node: fx.Node, given: dict[str, str]) -> str:
+    """Return where a leaf comes from: parameter, buffer, attribute or input."""
+    if node.op == "get_attr":
+        value = fetch_attribute(c.module, str(node.target))
+        if isinstance(value, torch.Tensor) and type(value) not in PLAIN:
+            c.subclasses[node] = type(value).__name__
+        return "parameter" if isinstance(value, nn.Parameter) else "attribute"
+    name = str(node.target)
+    if name in given:
+        return given[name]
+    if isinstance(c.values.get(node), nn.Parameter):
+        return "parameter"
+    if "_parameters_" in name or name.startswith("p_"):
+        return "parameter"
+    if "_buffers_" in name or name.startswith("b_"):
+        return "buffer"
+    return "attribute" if name.lower().startswith("l_self_") else "input"
+
+
+def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
+    value = c.tensor(node)
+    if value is None or not value.is_floating_point():
+        return False
+    return value.dim() >= 2 and (most is None or value.dim() <= most)
+
+
+def _holds_matrix(c: Canonical, node: fx.Node) -> bool:
+    """Say whether a called module has matrices of its own."""
+    called = fetch_attribute(c.module, str(node.target))
+    return isinstance(called, nn.Module) and any(p.dim() > 1 for p in called.parameters())
+
+
+# -- one node ---------------------------------------------------------------------------------
+
+
+def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
+    shape = c.shape(node)
+    if shape is None:
+        c.forms[node] = Opaque(target_name(node) or str(node.target), ())
+        c.views[node] = (node, ())
+        if isinstance(c.values.get(node), (tuple, list)) and _shares_constant(c, node):
+            c.constant.add(node)
+        return
+    result: Result = None
+    understood = False
+    with c.faults.guard("reading", node):
+        result = _read(c, spelled, node)
+        if isinstance(result, tuple):
+            source = result[0]
+            result = _over_base(c, node, *result)
+        understood = True
+    if not understood:
+        result = None
+        c.virtuals.pop(node, None)
+        c.helpers.pop(node, None)
+    inputs = node.all_input_nodes
+    if inputs and all(n in c.constant or n in c.derived for n in inputs):
+        c.derived.add(node)
+    if isinstance(result, tuple):
+        c.views[node] = result
+        c.sources[node] = source
+        if source in c.constant:
+            c.constant.add(node)
+        return
+    if result is None and _shares_constant(c, node):
+        result = Leaf("part of a weight")
+    if result is None:
+        result = Opaque(target_name(node) or str(node.target), tuple(node.all_input_nodes))
+    c.define(node, result, shape)
+    stored = isinstance(result, Leaf) and result.source != "input"
+    if stored or (isinstance(result, Leaf) and c.inputs_are_weights):
+        c.constant.add(node)
+
+
+def _read(c: Canonical, spelled: Spelled, node: fx.Node) -> Result:
+    if node.op in _LEAVES:
+        return Leaf(c.leaves[node])
+    if node.op == "call_module":
+        return read_module(c, node, fetch_attribute(c.module, str(node.target)))
+    name = target_name(node) if node.op != "output" else None
+    if name is None:
+        return None
+    handler = TABLE.get(name)
+    result: Result = spelled.visit(node, name)
+    if result is None and handler is not None:
+        result = handler(c, Call(node, name))
+    if result is None and not is_inplace_name(name):
+        result = _by_strides(c, node)
+    return result
+
+
+def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims) -> View | None:
+    """Return a rearrangement of `source` as one of its base, None where it is no such view."""
+    base, inner = c.views[source]
+    composed = views.compose(dims, inner)
+    if composed is None or len(dims) != len(c.shape(node) or ()):
+        return None
+    return None if _is_written_copy(c, node, source) else (base, composed)
+
+
+def _by_strides(c: Canonical, node: fx.Node) -> Result:
+    """Read an unknown operation as a view when it shares memory with its first argument."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or node in c.effects.writers:
+        return None
+    if c.trains and changes_gradient(node):
+        return None  # the same memory, but other gradients
+    old, new = c.tensor(source), c.tensor(node)
+    if old is None or new is None or old.dtype != new.dtype:
+        return None
+    if type(old) is not type(new) or old.layout != torch.strided:
+        return None
+    if not storages_of(old) & storages_of(new):
+        return None
+    if views.as_size(old.storage_offset()) != views.as_size(new.storage_offset()):
+        return None
+    old_sizes, new_sizes = c.shape(source) or (), c.shape(node) or ()
+    strides = views.strides_of(old), views.strides_of(new)
+    dims = views.from_strides(old_sizes, strides[0], new_sizes, strides[1])
+    return None if dims is None else (source, dims)
+
+
+def _shares_constant(c: Canonical, node: fx.Node) -> bool:
+    """Say whether the node is a part (slice, chunk) of a weight, in the weight's memory."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or source not in c.constant:
+        return False
+    own = storages_of(c.values.get(node))
+    return bool(own) and own <= c.effects.storages(source) and node not in c.effects.writers
+
+
+def _is_written_copy(c: Canonical, node: fx.Node, source: Key) -> bool:
+    """Say whether a copy and its source may come to differ, because either is written."""
+    if not c.effects.writes or isinstance(source, Virtual):
+        return False
+    own, old = c.effects.storages(node), c.effects.storages(source)
+    if own & old:
+        return False
+    both = own | old | ANYTHING
+    return any(write.storages & both for write in c.effects.writes)
