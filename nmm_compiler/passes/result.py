@@ -1,15 +1,28 @@
-"""What `rewrite` and `explain` hand back: the graph, the matches, the refusals, and a table."""
+"""What `rewrite` and `explain` hand back: the graph, the matches, the refusals, and a report.
+
+Places that differ only in where they are (the layers of a model) share a row of the report: the
+numbers of their paths become `*`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from nmm_compiler.passes import verify
 from nmm_compiler.passes.rules.base import Declined, Match
+from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.report.shown import Shown
+
+# Places and layouts that a report names before it counts the rest.
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,8 @@ class Opportunity:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-@dataclass
-class RewriteResult:
+@dataclass(repr=False)
+class RewriteResult(Shown):
     """A rewritten graph and what happened to it.
 
     graph_module is a new GraphModule that shares parameters with the original.
@@ -58,9 +71,7 @@ class RewriteResult:
         Return the largest error as a fraction of the bound, which is derived from dtypes and
         contraction lengths (`verify`). Raises VerificationError, NoRealInputsError.
         """
-        from nmm_compiler.passes.verify import check
-
-        return check(self, inputs, keywords)
+        return verify.check(self.original, self.graph_module, self.rewritten, inputs, keywords)
 
     def add(self, part: RewriteResult) -> None:
         """Add what was found in one of the graphs."""
@@ -118,14 +129,26 @@ class RewriteResult:
         """Return the matches, refusals and opportunities as JSON."""
         return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
 
-    def table(self, width: int | None = None) -> str:
-        """Return the report as text of at most `width` columns; by default the terminal's."""
-        from nmm_compiler.passes.result_text import render
+    def summary(self) -> str:
+        """Return one line: counts of matches, refusals and transposes."""
+        return (
+            f"{len(self.matches)} matched ({len(self.rewritten)} rewritten), "
+            f"{len(self.declined)} declined; transposes of activations in the graph: "
+            f"{self.transposes_before} -> {self.transposes_after}"
+        )
 
-        return render(self, width)
+    def parts(self) -> list[Part]:
+        """Return what was fused, the layouts, what was not fused and why, what could be."""
+        return [
+            Line(self.summary(), "headline"),
+            *_matches(self),
+            *_layouts(self),
+            *_declined(self.declined),
+            *_opportunities(self.opportunities),
+        ]
 
-    def __str__(self) -> str:
-        return self.table()
+    def __repr__(self) -> str:
+        return f"<RewriteResult: {self.summary()}>"
 
 
 # From a chain that only something outside of it hinders, to one that hardly is a chain.
@@ -152,8 +175,8 @@ def readable(module: Any) -> str:
     return "\n\n".join(parts)
 
 
-@dataclass
-class Explanation:
+@dataclass(repr=False)
+class Explanation(Shown):
     """The results of every graph of a model: what would be rewritten, what not, what could be."""
 
     results: list[RewriteResult]
@@ -181,13 +204,128 @@ class Explanation:
         """Return `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
 
-    def table(self, width: int | None = None) -> str:
-        """Return the reports of all graphs as text of at most `width` columns."""
+    def parts(self) -> list[Part]:
+        """Return the reports of all graphs."""
         if not self.results:
-            return "no graph was traced"
+            return [Line("no graph was traced")]
         if len(self.results) == 1:
-            return self.results[0].table(width)
-        return "\n\n".join(f"graph {i}: {r.table(width)}" for i, r in enumerate(self.results))
+            return self.results[0].parts()
+        named = enumerate(self.results)
+        return [Section(f"graph {i}:", tuple(result.parts())) for i, result in named]
 
-    def __str__(self) -> str:
-        return self.table()
+    def __repr__(self) -> str:
+        counts = f"{len(self.matches)} matched, {len(self.declined)} declined"
+        return f"<Explanation: {len(self.results)} graphs, {counts}>"
+
+
+# -- the parts of a report ----------------------------------------------------------------------
+
+
+def _group(rows: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+    """Return key -> places, in the order in which keys come."""
+    groups: dict[Any, list[str]] = {}
+    for key, place in rows:
+        groups.setdefault(key, []).append(place)
+    return groups
+
+
+def _places(names: Iterable[str]) -> str:
+    """Return paths in few words: numbers that differ as `*`, the first few, and how many more."""
+    patterns: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        patterns.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    shown = [pattern if len(same) > 1 else same[0] for pattern, same in patterns.items()]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def _matches(result: RewriteResult) -> list[Part]:
+    groups = _group(
+        (
+            (
+                m.kind if m.rewritten else f"({m.kind})",
+                *(str(m.info.get(key, "-")) for key in ("m", "k", "r", "n")),
+                f"{m.info['x_layout']}>{m.info['out_layout']}" if "x_layout" in m.info else "-",
+                m.notes,
+            ),
+            m.module or m.name,
+        )
+        for m in result.matches
+    )
+    rows = [(len(where), *key[:-1], _places(where)) for key, where in groups.items()]
+    head = ("calls", "fused", "m", "k", "r", "n", "layout", "where")
+    parts: list[Part] = [Grid.of(head, rows)] if rows else []
+    if any(not m.rewritten for m in result.matches):
+        parts.append(Line("(in brackets: reported, no kernel computes it yet)", "note"))
+    notes = Counter(note for m in result.matches for note in m.notes)
+    return [*parts, *(Line(f"note, {n} x: {note}", "note") for note, n in notes.items())]
+
+
+def _layouts(result: RewriteResult) -> list[Part]:
+    """Say where transposes are left and what they cost, in elements moved per token."""
+    calls = [m.info for m in result.rewritten if "x_layout" in m.info]
+    rows = [info for info in calls if info["x_layout"] == "row"]
+    turned = [choice for choice in result.layouts if choice.layout == "col"]
+    left = [c for c in result.layouts if min(c.row_cost, c.col_cost) > 0]
+    lines = []
+    if turned:
+        through = sum(choice.through for choice in turned)
+        more = f", {through} pointwise operations between them turned with it" if through else ""
+        count = f"{len(turned)} result{'s' * (len(turned) > 1)}"
+        lines.append(f"{count} passed [features, tokens] from kernel to kernel{more}")
+    if rows:
+        elements = sum(int(info["k"]) for info in rows)
+        lines.append(
+            f"{len(rows)} of {len(calls)} calls read x [tokens, features] and transpose it while "
+            f"they load it: {elements:,} elements per token"
+        )
+    for choice in left[:_SHOWN]:
+        lines.append(
+            f"{choice.node} stays {choice.layout}: row costs {choice.row_cost:,} elements moved "
+            f"per token, col {choice.col_cost:,}"
+        )
+    if len(left) > _SHOWN:
+        lines.append(f"and {len(left) - _SHOWN} more such results (result.layouts)")
+    return [Section("layouts", tuple(map(Line, lines)))] if lines else []
+
+
+def _declined(declined: list[Declined]) -> list[Part]:
+    """Say each reason once, with the nodes to blame and what would have to change."""
+    groups: dict[tuple[str, str, str], list[Declined]] = {}
+    for one in reversed(declined):  # rules look from the end of the graph
+        groups.setdefault((one.rule, _without_names(one.reason), one.remedy), []).append(one)
+    lines = []
+    for (rule, _, remedy), found in groups.items():
+        count = f"{len(found)} x " if len(found) > 1 else ""
+        modules = _places(one.module for one in found if one.module)
+        where = f"at {_places(one.at for one in found)}" + (f" in {modules}" if modules else "")
+        helps = f"no remedy: {remedy[9:]}" if remedy[:9] == "nothing: " else f"would help: {remedy}"
+        lines += [
+            Line(f"{count}{rule}: {found[0].reason}", indent=2, hang=2),
+            Line(where, indent=6, hang=3),
+            Line(helps, indent=6, hang=3),
+        ]
+    return [Section("left alone", tuple(lines))] if lines else []
+
+
+def _without_names(reason: str) -> str:
+    """Return a reason without the numbers of nodes and layers, so that equal ones meet."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(\w)_\d+\b", r"\1", reason))
+
+
+def _opportunities(found: list[Opportunity]) -> list[Part]:
+    groups = _group(
+        ((o.k, o.n, o.r, o.break_even, o.saved_bytes, o.saved_flops_per_token), o.module or o.node)
+        for o in found
+    )
+    if not groups:
+        return []
+    rows = [
+        (len(at), k, n, r, even, f"{saved * len(at) / 2**20:.2f}", f"{flops * len(at) / 1e6:.3f}",
+         _places(at))
+        for (k, n, r, even, saved, flops), at in groups.items()
+    ]  # fmt: skip
+    head = ("dense", "k", "n", "rank", "break-even", "MiB saved", "MFLOP/token")
+    total = sum(o.saved_bytes for o in found) / 2**20
+    kept = f"keeping 80 % of these weights' parameters saves {total:.2f} MiB per pass"
+    return [Grid.of((*head, "could be factorized"), rows), Line(kept)]

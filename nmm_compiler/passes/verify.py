@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,9 +21,6 @@ from torch.utils import _pytree as pytree
 from nmm_compiler.errors import NoRealInputsError, VerificationError
 from nmm_compiler.passes.graph.effects import fetch_attribute, graph_writes
 from nmm_compiler.passes.rules.base import Match
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.result import RewriteResult
 
 # The noise is drawn twice; the largest of two draws of many elements is a third below the bound at
 # most, and results may sit on one side of it where two runs are compared.
@@ -39,19 +36,25 @@ def is_real(value: Any) -> bool:
     return type(value).__name__ != "FakeTensor" and value.device.type != "meta"
 
 
-def check(result: RewriteResult, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+def check(
+    before: fx.GraphModule,
+    after: fx.GraphModule,
+    matches: Sequence[Match],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> float:
     """Compare both graphs; return the largest error as a fraction of what is allowed.
 
+    matches: those that were rewritten. args and kwargs: a call's arguments.
     Inputs, parameters and buffers are as before when it returns, random numbers too. Raises
     VerificationError for a difference, NoRealInputsError for inputs without data.
     """
-    before, after = result.original, result.graph_module
     inputs = [_concrete(value) for value in _flat(before, args, kwargs)]
     if not all(map(is_real, inputs)):
         raise NoRealInputsError(next(v for v in inputs if not is_real(v)))
-    places = _places(result, before.graph)
+    places = _places(matches, before.graph)
     wanted = {name: name for name in places}
-    emitted = {old: new for match in result.rewritten for old, new in match.emitted}
+    emitted = {old: new for match in matches for old, new in match.emitted}
     writes = any(graph_writes(graph) or _counts(graph) for graph in (before, after))
     first = _run(before, inputs, wanted, writes)
     noisy = [
@@ -68,7 +71,8 @@ def check(result: RewriteResult, args: Sequence[Any], kwargs: Mapping[str, Any])
         bound = _bound(want, [run.seen.get(name) for run in noisy])
         ratio, why = _compare(want, got, bound)
         if why is not None:
-            raise VerificationError(f"{name} {why}. {_blame(result, first, second, noisy, name)}")
+            blamed = _blame(before.graph, matches, (first, second, noisy), name)
+            raise VerificationError(f"{name} {why}. {blamed}")
         worst = max(worst, ratio)
     return worst
 
@@ -211,13 +215,13 @@ def _flat(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
     return [*args, *(kwargs[name] for name in holders[len(args) :] if name in kwargs)]
 
 
-def _places(result: RewriteResult, graph: fx.Graph) -> dict[str, tuple[int, int]]:
+def _places(matches: Sequence[Match], graph: fx.Graph) -> dict[str, tuple[int, int]]:
     """Return where matches end in the graph: operations and terms, by the name of the node.
 
     A match inside a graph of a higher-order operator ends where that operator stands.
     """
     places: dict[str, tuple[int, int]] = {}
-    for match in result.rewritten:
+    for match in matches:
         names = [old for old, _ in match.emitted] or [match.name]
         if match.graph:
             names = [node.name for node in _callers(graph, match.graph.split(".")[0])]
@@ -288,12 +292,19 @@ def _compare(want: Any, got: Any, bound: float) -> tuple[float, str | None]:
 
 
 def _blame(
-    result: RewriteResult, first: _Seen, second: _Seen, noisy: list[_Seen], name: str
+    graph: fx.Graph,
+    matches: Sequence[Match],
+    runs: tuple[_Seen, _Seen, list[_Seen]],
+    name: str,
 ) -> str:
-    """Name the match that a wrong value depends on: the first whose own result is wrong."""
-    behind = _behind(result.original.graph, name)
-    found = [m for m in result.rewritten if m.graph or behind & {n for n, _ in m.emitted}]
-    found = found or result.rewritten
+    """Name the match that a wrong value depends on: the first whose own result is wrong.
+
+    runs: of the graph before, of the graph after, and those with noise.
+    """
+    first, second, noisy = runs
+    behind = _behind(graph, name)
+    found = [m for m in matches if m.graph or behind & {n for n, _ in m.emitted}]
+    found = found or list(matches)
     for match in found:
         for old, _ in match.emitted:
             if match.graph or old not in second.values or old not in first.values:
