@@ -48,6 +48,7 @@ class Options:
     reassociate: permit rewrites that change where the intermediate result is rounded.
     strict: raise on an internal failure where the default is a warning and the plain graph.
     verify: run each graph before and after the rewrite on its inputs and raise where they differ.
+    dump: directory to write each graph to after each step of the passes, as readable code.
     report: called with the CompileReport of each graph; True prints it.
     disable: names of rewrite rules to leave out.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
@@ -65,6 +66,7 @@ class Options:
     reassociate: bool = False
     strict: bool = False
     verify: bool = False
+    dump: str | None = None
     report: bool | Callable[[Any], None] = False
     disable: tuple[str, ...] = ()
     instruction_budget: int = INSTRUCTION_BUDGET
@@ -86,7 +88,7 @@ class Options:
                 raise OptionTypeError(name, getattr(self, name), "True or False")
         if not (isinstance(self.disable, tuple) and all(isinstance(n, str) for n in self.disable)):
             raise OptionTypeError("disable", self.disable, "a list of names of rewrite rules")
-        for name in ("cache_dir", "remote_cache"):
+        for name in ("cache_dir", "remote_cache", "dump"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise OptionTypeError(name, getattr(self, name), "a path or URL as a string")
         size = self.cache_max_bytes

@@ -1,4 +1,4 @@
-"""One attempt at a graph: match, lay out, emit. A place that fails is dropped, and tried without.
+"""One attempt at a graph, step by step. A place that fails is dropped, and tried without.
 
 A half-made emission is never mended in place: the attempt's copy of the graph is thrown away, and
 the next attempt leaves alone what failed. `careful` attempts, which follow a fault that no single
@@ -39,7 +39,9 @@ class Attempt:
 
     path: of the graph among the graphs of higher-order operators. sources: what its placeholders
     hold, for such a graph. odd: inputs that are tensor subclasses. mode: "quick" or "careful".
-    refused: what this and earlier attempts could not emit.
+    refused: what this and earlier attempts could not emit. The methods are the steps of
+    `pipeline.PASSES`; what they hand on stands in the fields after `refused`. findings: what the
+    last step found, as lines for a dump.
     """
 
     module: fx.GraphModule
@@ -52,50 +54,103 @@ class Attempt:
     mode: str
     result: RewriteResult
     refused: list[Declined]
+    rules: tuple[Rule, ...] = ()
+    c: Canonical = dataclasses.field(init=False)
+    matches: list[Match] = dataclasses.field(default_factory=list)
+    turned: list[Pointwise] = dataclasses.field(default_factory=list)
+    editor: Editor = dataclasses.field(init=False)
+    dropped: bool = False
+    findings: list[str] = dataclasses.field(default_factory=list)
 
-    def apply(self, rules: tuple[Rule, ...]) -> bool:
-        """Rewrite by built-in rules, or by one of a user; False when a place had to be dropped.
+    @property
+    def built_in(self) -> bool:
+        """Say whether the rules at work are the package's own."""
+        return self.faults.is_built_in(self.rules[0])
 
-        Raises BrokenRuleError for a user's rule that fails or breaks the graph.
-        """
-        built_in = self.faults.is_built_in(rules[0])
-        c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
-        c.subclasses.update(self.odd)
-        matches, declined = find_matches(c, rules)
+    def read(self) -> None:
+        """Read the graph into canonical forms."""
+        self.c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
+        self.c.subclasses.update(self.odd)
+        self.findings = [f"{key.name}: {form}" for key, form in self.c.forms.items()]
+
+    def match(self) -> None:
+        """Ask each rule, in order, at each node, last node first; the first match stays."""
+        search = _Search(self.c)
+        for rule in self.rules:
+            for node in reversed(list(self.c.graph.nodes)):
+                if node not in search.taken:
+                    with self.faults.guard("matching", node, rule):
+                        search.ask(rule, node)
+        self.matches = search.matches
+        names = {node.name for node in search.taken}
+        declined = [d for d in search.declined if d.at not in names or d in search.told]
         graph = self.path.rstrip(".")
         self.result.declined += [dataclasses.replace(d, graph=graph) for d in declined]
-        turned: list[Pointwise] = []
-        if built_in:
-            layouts = assign_layouts(c, matches)
+        self.findings = [*map(str, self.matches), *(f"declined: {d}" for d in declined)]
+
+    def combine(self) -> None:
+        """Let rules join matches into groups, and note what is found for the report."""
+        last = next(iter(reversed(self.c.graph.nodes)))
+        for rule in self.rules:
+            with self.faults.guard("joining matches of the graph that ends at", last, rule):
+                left = [m for m in self.matches if self.faults.is_dropped(rule.name, m.name)]
+                free = [m for m in self.matches if m not in left] if left else self.matches
+                self.matches = [*rule.combine(self.c, free), *left]
+        position = self.c.effects.position
+        self.matches.sort(key=lambda m: position[m.node])
+        for match in self.matches:
+            match.graph, match.length = self.path.rstrip("."), _terms(self.c, match.nodes)
+        self.findings = [*map(str, self.matches)]
+
+    def lay_out(self) -> None:
+        """Give every tensor between calls a layout; built-in rules only."""
+        self.turned, self.findings = [], []
+        if self.built_in:
+            layouts = assign_layouts(self.c, self.matches)
             self.result.layouts += layouts.choices
-            turned = layouts.turned
-            self.result.transposes_before += count_transposes(c)
-        for match in matches:
-            match.graph, match.length = graph, _terms(c, match.nodes)
-        self.result.matches += matches
-        taken = {n for match in matches for n in match.nodes}
-        if built_in:
-            self.result.opportunities += opportunities(c, taken)
-            self._note_multiplied_back(c, taken, graph)
+            self.turned = layouts.turned
+            self.result.transposes_before += count_transposes(self.c)
+            self.findings = [*map(str, layouts.choices)]
+        self.result.matches += self.matches
+        if self.built_in:
+            taken = {n for match in self.matches for n in match.nodes}
+            self.result.opportunities += opportunities(self.c, taken)
+            self._note_multiplied_back(self.c, taken, self.path.rstrip("."))
+
+    def emit(self) -> None:
+        """Change the graph once, and erase what nothing reads; `dropped` where a place failed."""
+        c = self.c
         seen = {n for n in c.sources if isinstance(n, fx.Node) and n.users}
-        editor = Editor(c, value_key(self.module.graph), self.options)
-        editor.careful = self.mode == "careful"
-        if not self._emit_all(c, editor, rules, [*matches, *turned]):
-            return False
-        taken |= {operation.node for operation in turned}
-        editor.erase(taken | seen | set(editor.added))
-        settle_strides(editor)
-        if built_in:
-            read_added(c)
-            self.result.transposes_after += count_transposes(c)
+        self.editor = Editor(c, value_key(self.module.graph), self.options)
+        self.editor.careful = self.mode == "careful"
+        self.dropped = not self._emit_all(c, self.editor, self.rules, [*self.matches, *self.turned])
+        if self.dropped:
+            return
+        taken = {n for match in self.matches for n in match.nodes}
+        taken |= {operation.node for operation in self.turned}
+        self.editor.erase(taken | seen | set(self.editor.added))
+        replaced = self.editor.replaced.items()
+        self.findings = [f"{old.name} -> {new.name}" for old, new in replaced]
+
+    def settle_strides(self) -> None:
+        """Give results the strides that the original graph gave them, where readers see them."""
+        restrided = [node.name for node in self.editor.restrided]
+        settle_strides(self.editor)
+        self.findings = restrided
+        if self.built_in:
+            read_added(self.c)
+            self.result.transposes_after += count_transposes(self.c)
+
+    def lint(self) -> None:
+        """Lint the graph and keep its values for the next rules; BrokenRuleError for a user's."""
         try:
             self.module.graph.lint()
         except RuntimeError as error:
-            if built_in:
+            if self.built_in:
                 raise
-            raise BrokenRuleError(rules[0].name, "graph", error) from error
-        self.values = {n: v for n, v in c.values.items() if n.graph is self.module.graph}
-        return True
+            raise BrokenRuleError(self.rules[0].name, "graph", error) from error
+        self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
+        self.findings = []
 
     def _note_multiplied_back(self, c: Canonical, taken: set[fx.Node], graph: str) -> None:
         """Say where factors are multiplied back; of their use there is nothing else to say."""
@@ -194,27 +249,6 @@ def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:
             f"rewrite returned {have[1]} {list(have[0])} in place of {want[1]} {list(want[0])}; "
             "return a value of the same shape and dtype"
         )
-
-
-def find_matches(c: Canonical, rules: tuple[Rule, ...]) -> tuple[list[Match], list[Declined]]:
-    """Ask each rule, in order, at each node from the last to the first; the first match stays."""
-    search = _Search(c)
-    nodes = list(c.graph.nodes)
-    for rule in rules:
-        for node in reversed(nodes):
-            if node not in search.taken:
-                with c.faults.guard("matching", node, rule):
-                    search.ask(rule, node)
-    matches = search.matches
-    for rule in rules:
-        with c.faults.guard("joining matches of the graph that ends at", nodes[-1], rule):
-            left = [m for m in matches if c.faults.is_dropped(rule.name, m.name)]
-            free = [m for m in matches if m not in left] if left else matches
-            matches = [*rule.combine(c, free), *left]
-    names = {node.name for node in search.taken}
-    position = c.effects.position
-    matches.sort(key=lambda m: position[m.node])
-    return matches, [d for d in search.declined if d.at not in names or d in search.told]
 
 
 class _Search:

@@ -1,17 +1,15 @@
-"""START HERE: the passes, in order.
-
-    copy -> values -> canonicalize -> match (rules in order) -> assign layouts -> emit -> lint
+"""START HERE: the passes, in order, are the list PASSES.
 
 `run` is a pure function on a GraphModule: it works on a copy of the graph that shares the
 parameters, recurses into the graphs of higher-order operators (a shared one once), and returns a
 RewriteResult. A rule that fails leaves the caller's graph as it was; a fault of our own loses the
-place that met it (`faults`), under strict it raises. From the second step on it is `attempt`'s.
+place that met it (`faults`), under strict it raises.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +22,9 @@ from nmm_compiler.errors import (
     UnknownNameError,
 )
 from nmm_compiler.options import Options
+from nmm_compiler.passes import step_checks
 from nmm_compiler.passes.attempt import Attempt
+from nmm_compiler.passes.dump import Dump
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph.canonical import PLAIN
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
@@ -52,6 +52,43 @@ RULES: tuple[Rule, ...] = (
     SharedX(),
 )
 """The built-in rules, in the order in which they get to choose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A step: what it does to an attempt, and the check that raises where its result is wrong."""
+
+    name: str
+    run: Callable[[Attempt], None]
+    check: Callable[[Attempt], None]
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("read", Attempt.read, step_checks.every_node_is_read),
+    Pass("match", Attempt.match, step_checks.matches_are_apart),
+    Pass("combine", Attempt.combine, step_checks.matches_are_apart),
+    Pass("layout", Attempt.lay_out, step_checks.layouts_agree),
+    Pass("emit", Attempt.emit, step_checks.values_agree),
+    # After emit: it follows changed strides forward through the whole of the new graph.
+    Pass("strides", Attempt.settle_strides, step_checks.added_nodes_are_read),
+    Pass("lint", Attempt.lint, step_checks.added_nodes_are_read),
+)
+"""The steps of a rewrite, in order: the built-in rules at once, then each rule of a user."""
+
+
+def apply(attempt: Attempt, rules: tuple[Rule, ...], dump: Dump) -> bool:
+    """Rewrite by built-in rules, or by one of a user; False when a place had to be dropped.
+
+    Raises BrokenRuleError for a user's rule that fails or breaks the graph.
+    """
+    attempt.rules = rules
+    for step in PASSES:
+        step.run(attempt)
+        if attempt.dropped:
+            return False
+        step.check(attempt)
+        dump.write(step.name, attempt.module, attempt.findings)
+    return True
 
 
 def run(
@@ -233,6 +270,7 @@ class _Run:
             return self.done[id(original)]
         children: dict[str, fx.GraphModule] = {}
         last = next(iter(reversed(original.graph.nodes)))
+        dump = Dump(self.options.dump, path.rstrip("."))
         modes = iter(("quick", "careful", "none"))
         mode = next(modes)
         while True:
@@ -255,7 +293,7 @@ class _Run:
                 shared = (self.options, self.faults, path, sources, odd, mode, found, self.refused)
                 attempt = Attempt(module, values, *shared)
                 with self.faults.guard("rewriting the graph that ends at", last):
-                    whole = all(map(attempt.apply, _segments(self.order)))
+                    whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
                     dropped = not whole
             if whole:
                 break
