@@ -83,7 +83,7 @@ class Attempt:
                         search.ask(rule, node)
         self.matches = search.matches
         names = {node.name for node in search.taken}
-        declined = [d for d in search.declined if d.at not in names or d in search.told]
+        declined = [d for d in search.declined if d.at not in names or d in search.kept]
         graph = self.path.rstrip(".")
         self.result.declined += [dataclasses.replace(d, graph=graph) for d in declined]
         self.findings = [*map(str, self.matches), *(f"declined: {d}" for d in declined)]
@@ -259,7 +259,7 @@ class _Search:
         self.taken: set[fx.Node] = set()
         self.matches: list[Match] = []
         self.declined: list[Declined] = []
-        self.told: list[Declined] = []
+        self.kept: list[Declined] = []
 
     def ask(self, rule: Rule, node: fx.Node) -> None:
         """Keep the first match of a rule at a node, or why there is none."""
@@ -271,7 +271,7 @@ class _Search:
             if isinstance(found, Refusal):
                 if found.reason:
                     self.declined.append(Declined.of(rule.name, found, node))
-                    self.told += self.declined[-1:] if found.told else []
+                    self.kept += self.declined[-1:] if found.report_even_if_superseded else []
                 continue
             if c.faults.is_dropped(rule.name, found.name):
                 continue

@@ -39,7 +39,8 @@ from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import LowRank
 from nmm_compiler.passes.rules.mla import MLA
 from nmm_compiler.passes.rules.reassociate import Association
-from nmm_compiler.passes.rules.shared import SharedU, SharedX
+from nmm_compiler.passes.rules.shared_u import SharedU
+from nmm_compiler.passes.rules.shared_x import SharedX
 
 RULES: tuple[Rule, ...] = (
     MLA(),

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes import verify
+from nmm_compiler.passes.chains.refusal_codes import distance
 from nmm_compiler.passes.rules.base import Declined, Match
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
@@ -98,7 +99,7 @@ class RewriteResult(Shown):
         best: dict[str, Declined] = {}
         for declined in self.declined:
             known = best.get(declined.rule)
-            if known is None or _distance(declined) < _distance(known):
+            if known is None or distance(declined.code) < distance(known.code):
                 best[declined.rule] = declined
         return best
 
@@ -149,19 +150,6 @@ class RewriteResult(Shown):
 
     def __repr__(self) -> str:
         return f"<RewriteResult: {self.summary()}>"
-
-
-# From a chain that only something outside of it hinders, to one that hardly is a chain.
-_NEARNESS = (
-    "other_user", "mutation", "region", "dtype", "dtype_unsupported", "device", "subclass",
-    "rank_too_large", "scaled_gate", "other_x", "inner_reshaped", "factor_shape",
-    "factors_multiplied", "weight_computed",
-    "symbolic_weight", "dropout", "norm", "activation", "activation_factor", "activation_addend",
-)  # fmt: skip
-
-
-def _distance(declined: Declined) -> int:
-    return _NEARNESS.index(declined.code) if declined.code in _NEARNESS else len(_NEARNESS)
 
 
 def readable(module: Any) -> str:

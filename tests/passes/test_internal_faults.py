@@ -21,7 +21,7 @@ from nmm_compiler.passes.layout import assignment as layout
 from nmm_compiler.passes.layout import regions
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.passes.rules.lowrank import LowRank
-from nmm_compiler.passes.rules.shared import SharedX
+from nmm_compiler.passes.rules.shared_x import SharedX
 
 
 class Three(nn.Module):

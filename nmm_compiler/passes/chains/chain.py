@@ -2,8 +2,8 @@
 
 `trace_back` walks from a product's data operand to the product that made it, through views and the
 affine steps a kernel can absorb, and `read_chain` joins the two. The steps between the products:
-numbers, constant vectors over the rank, diagonal matrices and constant biases. What comes after the
-products is `epilogue`'s, what forbids moving them is `obstacles`'.
+numbers, constant vectors over the rank, diagonal matrices and constant biases. `epilogue` reads what
+comes after the products, `safety` says what forbids moving them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Chain:
     """x -> times u -> `middle` steps -> times v -> `after` steps.
 
     out is the value the chain ends at, out_dims its dimensions over the tokens of `first`. base is
-    a dense product of the same x that is added (LoRA). addend is what the node that holds the last
-    product adds to it (`addmm` of a full matrix), with its factor: it stays outside the kernel.
+    a dense product of the same x that is added (LoRA). addend is the addmm input, with its factor,
+    which stays outside of the kernel.
     inplace is the in-place sum that `base` was written into, if it was one. more are further chains
     of the same x that are added (several adapters); their factors are joined along the rank.
     """

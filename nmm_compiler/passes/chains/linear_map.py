@@ -66,14 +66,14 @@ class Stage:
 class Refusal:
     """Why something is not what a rule looks for: a code, words, the node, the way out.
 
-    told: the reader should know even when another rule takes the place.
+    report_even_if_superseded: it is in the report even where another rule takes the place.
     """
 
     code: str
     reason: str
     key: Key
     remedy: str
-    told: bool = False
+    report_even_if_superseded: bool = False
 
     @property
     def node(self) -> fx.Node:

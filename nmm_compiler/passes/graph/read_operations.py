@@ -327,7 +327,7 @@ _DIAGONAL_DEFAULTS = ((1, "diagonal", 0), (2, "dim1", -2), (3, "dim2", -1))
 
 
 def _combine_in_place(base: str) -> Handler:
-    """An in-place sum reads as the sum; whether it may be fused is for `match` to say."""
+    """An in-place sum reads as the sum; the rules decide whether it may be fused."""
 
     def read(c: Canonical, call: Call) -> Result:
         return TABLE[base](c, call)

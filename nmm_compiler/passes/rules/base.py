@@ -138,7 +138,7 @@ class Rule:
         raise NotImplementedError
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Return the match, or why not; None, or a Refusal without a reason, for no news."""
+        """Return the match, or why there is none; None where there is nothing to say."""
         raise NotImplementedError
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
@@ -151,6 +151,21 @@ class Rule:
 
     def __str__(self) -> str:
         return self.name
+
+
+class KernelRule(Rule):
+    """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
+
+    def matched(self, node: fx.Node, nodes: frozenset[fx.Node], call: Any) -> Match:
+        """Return the match of a call that takes the place of `node` and covers `nodes`."""
+        return Match(
+            rule=self.name, node=node, nodes=nodes, data=call, info=call.info(), notes=call.notes()
+        )
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Emit the call."""
+        new: fx.Node = match.data.emit(graph, editor)
+        return new
 
 
 class _FunctionRule(Rule):

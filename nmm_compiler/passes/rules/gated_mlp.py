@@ -30,13 +30,12 @@ from nmm_compiler.passes.chains.projections import (
     read_projection,
 )
 from nmm_compiler.passes.chains.safety import real_users, refuse
-from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.fused_calls import GatedCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Add, Key, Product, Scale, owner_of
 from nmm_compiler.passes.graph.views import Dims
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.gated_mlp_up import Gated, gates_at, read_gated
 from nmm_compiler.passes.rules.lowrank import products_at
 
@@ -44,7 +43,7 @@ from nmm_compiler.passes.rules.lowrank import products_at
 _STEPS = 4
 
 
-class GatedMLP(Rule):
+class GatedMLP(KernelRule):
     """The whole MLP, down projection included."""
 
     name = "gated_mlp"
@@ -56,39 +55,27 @@ class GatedMLP(Rule):
             for gates in gates_at(graph, h):
                 yield node, gates
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """See that the down projection reads h and nothing else does, and that one kernel pays."""
         node, gates = candidate
-        quiet = Refusal("", "", node, "")
         down = read_projection(graph, node)
         if down is None or graph.base(down.first.x)[0] is not gates[0]:
-            return quiet
+            return None
         gated = read_gated(graph, gates, down)
-        if isinstance(gated, Refusal):
-            return quiet  # `gated_mlp_up` says why
+        if not isinstance(gated, Gated):
+            return None  # `gated_mlp_up` says why
         out_dims = _over_tokens(graph, gated.gate.out_dims, down)
         if out_dims is None or not down.only_bias():
-            return quiet
+            return None
         down = dataclasses.replace(down, out_dims=out_dims)
         nodes = gated.nodes | down.nodes | path_nodes(graph, down.first.x)
         gated = dataclasses.replace(gated, node=owner_of(node), down=down, nodes=nodes)
         why = refuse(graph, nodes, gated.node, gated.keys()) or _no_kernel(graph, gated)
         if why is not None:  # news where two calls take its place
             pair = gated.gate.low_rank or gated.up.low_rank
-            return dataclasses.replace(why, told=True) if pair else quiet
+            return dataclasses.replace(why, report_even_if_superseded=True) if pair else None
         call = GatedCall.of(graph, gated)
-        return Match(
-            rule=self.name,
-            node=gated.node,
-            nodes=nodes,
-            data=call,
-            info=call.info(),
-            notes=call.notes(),
-        )
-
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the fused call."""
-        return match.data.emit(graph, editor)
+        return self.matched(gated.node, nodes, call)
 
 
 def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
@@ -154,15 +141,18 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
     layouts = [w.layout for p in (gate, up, down) for w in p.weights]
     stored = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
     sizes = (max(1, m), gate.k, gate.n)
-    code, reason, remedy = decide(*sizes, ranks, name, stored, c.options.target)
-    return Refusal(code, reason, gated.node, remedy) if code else None
+    why = decide(*sizes, ranks, name, stored, c.options.target)
+    if why is None:
+        return None
+    code, reason, remedy = why
+    return Refusal(code, reason, gated.node, remedy)
 
 
 @functools.lru_cache(maxsize=1024)
 def decide(
     m: int, k: int, n: int, ranks: tuple[int, ...], dtype: str, stored: str, target: str
-) -> tuple[str, str, str]:
-    """Return (code, reason, remedy) against one kernel for the whole MLP; no code speaks for it.
+) -> tuple[str, str, str] | None:
+    """Return (code, reason, remedy) against one kernel for the whole MLP, None for it.
 
     ranks: of gate, up and down, 0 for a dense one. stored: layout of the weights.
     """
@@ -188,9 +178,9 @@ def decide(
     try:
         pair = [predicted_us(spec, target) for spec in (first, last)]
     except (CapacityError, SpecError, ShapeError):
-        return "", "", ""  # there is no pair to compare with
+        return None  # there is no pair to compare with
     if whole <= sum(pair):
-        return "", "", ""
+        return None
     reason = (
         f"one kernel for {m} tokens is predicted to take {whole:,.1f} us on {target}, "
         f"two take {pair[0]:,.1f} + {pair[1]:,.1f} us"

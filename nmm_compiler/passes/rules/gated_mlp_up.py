@@ -19,7 +19,6 @@ from torch import fx
 from nmm_compiler.passes.chains.linear_map import Refusal, path_nodes
 from nmm_compiler.passes.chains.projections import Projection, read_projection, same_tokens
 from nmm_compiler.passes.chains.safety import refuse
-from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.fused_calls import GatedCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
@@ -32,7 +31,7 @@ from nmm_compiler.passes.graph.canonical_forms import (
     owner_of,
 )
 from nmm_compiler.passes.graph.views import identity
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lora import is_adapted
 from nmm_compiler.passes.rules.mla import before_split
 
@@ -91,17 +90,19 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
         yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
 
 
-def read_gated(c: Canonical, candidate: Any, down: Projection | None = None) -> Gated | Refusal:
-    """Read a candidate of `gates_at` as gate and up of one x; its reason is empty for no match.
+def read_gated(
+    c: Canonical, candidate: Any, down: Projection | None = None
+) -> Gated | Refusal | None:
+    """Read a candidate of `gates_at` as gate and up of one x; None where it is not that.
 
     At least one projection, `down` included, has to be low-rank.
     """
     node, (activation, inner, nodes), up_key = candidate
     gate, up = read_projection(c, inner), read_projection(c, up_key)
     if gate is None or up is None:
-        return _no_projection(c, node, inner, up_key) or Refusal("", "", node, "")
+        return _no_projection(c, node, inner, up_key)
     if not any(p is not None and p.low_rank for p in (gate, up, down)):
-        return Refusal("", "", node, "")
+        return None
     if not same_tokens(c, gate.first, gate.out_dims, up.first, up.out_dims):
         return Refusal(
             "other_x", "gate and up do not read the same x", node, "feed both the same tensor"
@@ -114,7 +115,7 @@ def read_gated(c: Canonical, candidate: Any, down: Projection | None = None) -> 
             f"use one of {', '.join(GATES)}; the projections are fused by themselves",
         )
     if gate.n != up.n:
-        return Refusal("", "", node, "")
+        return None
     if any(not p.low_rank and not p.only_bias() for p in (gate, up)):
         return Refusal(
             "scaled_gate",
@@ -147,7 +148,7 @@ def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal |
     return None
 
 
-class GatedMLPUp(Rule):
+class GatedMLPUp(KernelRule):
     """Gate and up projections with the product between them."""
 
     name = "gated_mlp_up"
@@ -156,24 +157,13 @@ class GatedMLPUp(Rule):
         """Propose each product of two activations, either factor being the gate."""
         yield from gates_at(graph, node)
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """See that both factors project the same x and that nothing else reads them."""
         gated = read_gated(graph, candidate)
-        if isinstance(gated, Refusal):
+        if not isinstance(gated, Gated):
             return gated
         why = refuse(graph, gated.nodes, gated.node, gated.keys())
         if why is not None:
             return why
         call = GatedCall.of(graph, gated)
-        return Match(
-            rule=self.name,
-            node=gated.node,
-            nodes=gated.nodes,
-            data=call,
-            info=call.info(),
-            notes=call.notes(),
-        )
-
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the fused call."""
-        return match.data.emit(graph, editor)
+        return self.matched(gated.node, gated.nodes, call)

@@ -30,7 +30,7 @@ from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Add, Key, Leaf, Scale, Virtual, owner_of
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import chain_operands
 
 MOST_TERMS = 16
@@ -45,7 +45,7 @@ class _Sum:
     writers: list[fx.Node]
 
 
-class LoRA(Rule):
+class LoRA(KernelRule):
     """Base product plus adapters."""
 
     name = "lora"
@@ -56,15 +56,14 @@ class LoRA(Rule):
         if isinstance(form, Add) and not isinstance(form.b, float):
             yield node, form
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the terms, and see that they are one base and branches of one x."""
         node, form = candidate
-        quiet = Refusal("", "", node, "")
         added = _Sum([], set(), [])
         _flatten(graph, node, form, 1.0, added)
         read = _base_and_branches(graph, added.terms)
         if read is None or isinstance(read, Refusal):
-            return read or quiet
+            return read
         base, branches = read
         first = branches[0]
         for branch in branches:
@@ -106,14 +105,7 @@ class LoRA(Rule):
             )
             if why is None:
                 call = LowRankCall.of(graph, final)
-                return Match(
-                    rule=self.name,
-                    node=owner_of(final.out),
-                    nodes=final.nodes,
-                    data=call,
-                    info=call.info(),
-                    notes=call.notes(),
-                )
+                return self.matched(owner_of(final.out), final.nodes, call)
         assert why is not None
         return why
 

@@ -14,11 +14,11 @@ from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
 from nmm_compiler.passes.chains.safety import refuse, too_wide
-from nmm_compiler.passes.emit.editor import WEIGHT_ONLY, Editor
+from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key, Product, Virtual, owner_of
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
 
 
 def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
@@ -65,7 +65,7 @@ def chain_operands(chain: Chain) -> list[Key]:
     return keys + ([chain.addend[0]] if chain.addend else [])
 
 
-class LowRank(Rule):
+class LowRank(KernelRule):
     """The plain chain of two products."""
 
     name = "lowrank"
@@ -74,25 +74,14 @@ class LowRank(Rule):
         """Propose every product at the node."""
         yield from products_at(graph, node)
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the chain and see whether it may move to its end."""
         key, form = candidate
         chain = read_chain(graph, key, form)
         if chain is None:
-            return Refusal("", "", key, "")
+            return None
         found = chain if isinstance(chain, Refusal) else check_chain(graph, chain)
         if isinstance(found, Refusal):
             return found
         call = LowRankCall.of(graph, found)
-        return Match(
-            rule=self.name,
-            node=owner_of(found.out),
-            nodes=found.nodes,
-            data=call,
-            info=call.info(),
-            notes=call.notes(),
-        )
-
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the fused call."""
-        return match.data.emit(graph, editor)
+        return self.matched(owner_of(found.out), found.nodes, call)

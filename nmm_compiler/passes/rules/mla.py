@@ -40,23 +40,22 @@ class MLA(Rule):
             if isinstance(form, Product) and graph.is_constant(form.rhs):
                 yield key, form
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Walk back over the norm to a down projection."""
         key, form = candidate
-        quiet = Refusal("", "", key, "")
         latent = _before_norm(graph, form.lhs)
         if latent is None:
-            return quiet
+            return None
         inner_key = before_split(graph, latent)
         inner = graph.forms[inner_key]
         if not isinstance(inner, Product) or not graph.is_constant(inner.rhs):
-            return quiet
+            return None
         up = read_stage(graph, key, form, True)
         down = read_stage(graph, inner_key, inner, True)
         if isinstance(up, Refusal) or isinstance(down, Refusal) or up.weight.k > down.weight.n:
-            return quiet
+            return None
         if up.weight.k * (down.weight.k + up.weight.n) >= down.weight.k * up.weight.n:
-            return quiet
+            return None
         nodes = frozenset({owner_of(inner_key), owner_of(key)})
         split = down.weight.n != up.weight.k
         return Match(

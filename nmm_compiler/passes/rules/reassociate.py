@@ -1,4 +1,4 @@
-"""Rule `chain`: x times a row of constant matrices, cut in two where that is cheapest.
+"""Rule `chain`: reassociates x A B C ... into two factors, where that is cheapest.
 
     x @ (u @ v)              ->   nmm.lowrank_matmul(x, u, v)
     x @ a @ b @ c @ d        ->   nmm.lowrank_matmul(x, a @ b, c @ d)
@@ -29,14 +29,13 @@ from nmm_compiler.passes.chains.linear_map import (
 )
 from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS, Cost
 from nmm_compiler.passes.chains.safety import real_users, refuse, too_wide
-from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key, Product, Virtual, owner_of
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import FEATURE
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import chain_operands, products_at
 
 # What may be associated in any order by its own meaning.
@@ -52,7 +51,7 @@ class _Row:
     products: tuple[Key, ...]
 
 
-class Association(Rule):
+class Association(KernelRule):
     """x times two and more constant matrices, in another order than they are written in."""
 
     name = "chain"
@@ -62,15 +61,10 @@ class Association(Rule):
         if graph.options.reassociate or target_name(node) in _OPEN:
             yield from products_at(graph, node)
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal:
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the row, and see whether another cut is cheaper and may be made."""
         key, form = candidate
-        found = reassociated(graph, key, form, graph.options.reassociate)
-        return Refusal("", "", key, "") if found is None else found
-
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the fused call."""
-        return match.data.emit(graph, editor)
+        return reassociated(graph, key, form, graph.options.reassociate)
 
 
 def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Match | Refusal | None:

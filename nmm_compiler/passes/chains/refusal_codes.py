@@ -1,0 +1,57 @@
+"""Every code of a refusal, with its meaning, the nearest miss first.
+
+The order is the rank: from a chain that only something outside of it hinders, to what is hardly a
+chain. `RewriteResult.nearest` shows, per rule, the refusal that stands first here.
+"""
+
+from __future__ import annotations
+
+CODES: dict[str, str] = {
+    "other_user": "an inner value has another reader",
+    "mutation": "memory of the chain is written in between",
+    "region": "the chain crosses the edge of an autocast or grad-mode region",
+    "dtype": "dtypes differ within the chain",
+    "dtype_unsupported": "no kernel computes in this dtype",
+    "device": "operands are on different devices",
+    "subclass": "an operand is a tensor subclass",
+    "rank_too_large": "one dense product is cheaper",
+    "scaled_gate": "a scale stands behind a dense gate or up projection",
+    "other_x": "projections do not read the same x",
+    "inner_reshaped": "the inner dimension is rearranged between the products",
+    "factor_shape": "a constant between the products varies along tokens",
+    "factors_multiplied": "two factors are multiplied back into a dense weight at each call",
+    "weight_computed": "a weight is computed in the graph",
+    "symbolic_weight": "a weight has symbolic dimensions",
+    "dropout": "training dropout stands between the products",
+    "norm": "a norm stands between the products",
+    "activation": "an activation function stands between the products",
+    "activation_factor": "an activation multiplies between the products",
+    "activation_addend": "an activation is added between the products",
+}
+"""Codes with a rank of their own; the further ones are equally far."""
+
+FURTHER: dict[str, str] = {
+    "activations": "both operands of the product are activations",
+    "adapted_gate": "gate or up is a dense product with adapters",
+    "batched_weight": "there is one weight per head or batch entry",
+    "features": "the down projection returns other than x's features",
+    "features_mixed": "the second product contracts tokens",
+    "functorch": "the chain stands inside a functorch transform",
+    "gate_activation": "no kernel computes a gate with this activation",
+    "internal": "a fault in nmm_compiler met this place",
+    "merged_gate": "gate and up are halves of one projection",
+    "opaque": "an unknown operation stands between the products",
+    "part_of_one": "the products are a part of one operation of more",
+    "sbuf": "the whole MLP does not fit the target's memory",
+    "slower": "two kernels are predicted to be faster than one",
+    "unknown_sizes": "two sizes of a reshape stand nowhere in the graph",
+    "weight_layout": "a weight is no plain matrix of its parameter",
+}
+"""Codes that are no nearer than any other: all of them, and those of users' rules, rank last."""
+
+_RANK = {code: rank for rank, code in enumerate(CODES)}
+
+
+def distance(code: str) -> int:
+    """Return how far a refusal is from a match, as a rank."""
+    return _RANK.get(code, len(_RANK))

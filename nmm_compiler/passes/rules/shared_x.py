@@ -1,0 +1,108 @@
+"""Rule `shared_x`: several chains with one x as one call with several results.
+
+    q, k, v = chains of one x   ->   q, k, v = nmm.lowrank_matmul_shared_x(x, [U...], [V...], ...)
+
+The call stands where the first result was needed. Results far apart in the graph are left alone:
+computing a late one early keeps it in memory for nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.chains.chain import Chain
+from nmm_compiler.passes.chains.safety import crossed, refuse
+from nmm_compiler.passes.emit.fused_calls import LowRankCall, SharedCall
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Virtual, owner_of
+from nmm_compiler.passes.rules.base import KernelRule, Match
+from nmm_compiler.passes.rules.lowrank import chain_operands
+
+# Results further apart than this many nodes are not worth keeping alive.
+NEAR = 48
+
+
+def only_bias(chain: Chain) -> bool:
+    """Say whether a chain has nothing but biases besides its products."""
+    steps = (*chain.middle, *chain.after)
+    plain = all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
+    return plain and chain.base is None and chain.addend is None
+
+
+def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
+    """Return the match of calls that become one, None when they may not move together."""
+    position = c.effects.position
+    calls = sorted(calls, key=lambda call: position[call.final])
+    nodes = frozenset(n for call in calls for n in call.covered)
+    finals = [call.final for call in calls]
+    places = [position[f] for f in finals]
+    if any(b - a > NEAR for a, b in itertools.pairwise(places)):
+        return None
+    if len(set(finals)) != len(finals):
+        return None
+    keys = [key for call in calls if call.chain for key in chain_operands(call.chain)]
+    own_x = {call.chain.first.x for call in calls if call.chain}
+    for key in [*(k for k in keys if k not in own_x), calls[0].source.key]:
+        owner = owner_of(key)
+        if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
+            return None
+    if refuse(c, nodes, finals[-1], keys, also_final=finals) is not None:
+        return None
+    if crossed(c, set(nodes), finals[-1], keys) is not None:
+        return None
+    call = SharedCall.of(rule, calls)
+    return Match(
+        rule=rule,
+        node=finals[0],
+        nodes=nodes,
+        data=call,
+        info=call.info(),
+        notes=tuple(dict.fromkeys(note for one in calls for note in one.notes())),
+    )
+
+
+class SharedX(KernelRule):
+    """Several chains of one x; made of matches that other rules found."""
+
+    name = "shared_x"
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose nothing: see `combine`."""
+        yield from ()
+
+    def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
+        """Join plain chains of the same x that lie near each other."""
+        groups: dict[Any, list[Match]] = {}
+        for match in matches:
+            call = match.data
+            if not isinstance(call, LowRankCall) or call.chain is None:
+                continue
+            plain = only_bias(call.chain) and len(call.source.dims) > 1
+            single = all(len(dim) <= 1 for dim in call.source.dims)
+            if plain and single and (call.source.is_row() or call.source.is_col()):
+                layouts = (call.chain.u.layout, call.chain.v.layout)
+                groups.setdefault((call.source.key, *layouts), []).append(match)
+        out = list(matches)
+        for members in groups.values():
+            for near in _near(graph, members):
+                whole = group(graph, self.name, [m.data for m in near])
+                if whole is not None:
+                    joined = {id(m) for m in near}
+                    out = [m for m in out if id(m) not in joined] + [whole]
+        return out
+
+
+def _near(c: Canonical, members: list[Match]) -> list[list[Match]]:
+    """Split matches into runs without a large gap."""
+    position = c.effects.position
+    runs: list[list[Match]] = []
+    for match in sorted(members, key=lambda m: position[m.node]):
+        if runs and position[match.node] - position[runs[-1][-1].node] <= NEAR:
+            runs[-1].append(match)
+        else:
+            runs.append([match])
+    return [run for run in runs if len(run) > 1]
