@@ -2,8 +2,8 @@
 
 `trace_back` walks from a product's data operand to the product that made it, through views and the
 affine steps a kernel can absorb, and `read_chain` joins the two. The steps between the products:
-numbers, constant vectors over the rank, diagonal matrices and constant biases. `epilogue` reads what
-comes after the products, `safety` says what forbids moving them.
+numbers, constant vectors over the rank, diagonal matrices and constant biases. `epilogue` reads
+what comes after the products, `safety` says what forbids moving them.
 """
 
 from __future__ import annotations

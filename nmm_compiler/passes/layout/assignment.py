@@ -6,8 +6,8 @@ over the partition axis, so a kernel that reads "row" transposes x while it load
 reads "col" does not; a reader outside wants the order the graph gave it, and another order leaves a
 transpose in the graph (a round trip through HBM). Pointwise operations take either, so results and
 what is computed from them element by element share a layout (`regions`). Regions meet in calls
-only, whose x and result are laid out independently: the cheapest layout of each region is the
-cheapest assignment. Weights are handed over as they are stored: their kernels take either layout.
+only, whose x and result are laid out independently, so each region is minimized alone. Weights are
+handed over as they are stored: their kernels take either layout.
 
 Explicit transposes count too: one before a call is a view that the call looks through, one after a
 call is what the kernel makes.
