@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -183,7 +184,12 @@ def cache_dir(options: Options | None = None) -> Path:
     Raises CacheDirectoryError when that needs a home directory and there is none.
     """
     given = (options.cache_dir if options else None) or _environment("NMM_CACHE_DIR")
-    base = _environment("XDG_CACHE_HOME")
+    return _cache_dir(given, _environment("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@functools.lru_cache(maxsize=64)
+def _cache_dir(given: str | None, base: str | None, home: str | None) -> Path:
+    """Return `cache_dir` for these settings; each built kernel asks. home: what "~" is."""
     try:
         if given:
             return Path(given).expanduser()

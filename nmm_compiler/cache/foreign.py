@@ -92,9 +92,10 @@ def _faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
         ):
             yield statement.lineno, "code at the top level that runs at import"
     # Scopes are not followed, so a builtin stays one although a function has a local of its name.
-    bound = BUILTINS | (set(_bound_names(tree)) - set(dir(builtins)))
-    modules = _modules(tree)
-    for node in ast.walk(tree):
+    nodes = _nodes(tree)
+    bound = BUILTINS | (set(_bound_names(nodes)) - set(dir(builtins)))
+    modules = _modules(nodes)
+    for node in nodes:
         line = getattr(node, "lineno", 0)
         if not isinstance(node, _NODES):
             yield line, f"{type(node).__name__}"
@@ -127,10 +128,26 @@ def _faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((line, reason) for reason in _too_much(node))
 
 
-def _modules(tree: ast.Module) -> dict[str, str]:
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return every node but those of contexts (Load, Store), which are most and say nothing.
+
+    One list serves all checks: walking is what they cost, and each kernel from disk is checked.
+    """
+    found: list[ast.AST] = [tree]
+    for node in found:  # grows while it is read
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                found += [item for item in value if isinstance(item, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                found.append(value)
+    return found
+
+
+def _modules(nodes: list[ast.AST]) -> dict[str, str]:
     """Return local name -> full name of what the file imports."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found[alias.asname or "nki"] = alias.name if alias.asname else "nki"
@@ -205,8 +222,8 @@ def _is_literal(value: ast.expr) -> bool:
     return True
 
 
-def _bound_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _bound_names(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.arg):

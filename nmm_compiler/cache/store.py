@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class Store(Levels):
             raise CacheDirectoryError(f"cache directory {directory}: {error}") from None
         super().__init__(root, mode == "rw", max_bytes, Remote(remote) if remote else None, check)
         self.mode = mode
+        self._seen: tuple[int, ...] | None = None
         self._locks = locks.BuildLocks()
         if mode != "off":
             self._look()
@@ -90,6 +91,19 @@ class Store(Levels):
                 f"cache directory {str(self.directory)!r:.200} cannot be looked at: {error!s:.200}"
                 "; set NMM_CACHE_DIR to a directory of your own"
             ) from None
+
+    def _look_again(self) -> None:
+        """Look where the directory itself is another one, or has other rights, than last time.
+
+        Every use of the disk looks in full; this is for kernels that memory holds.
+        """
+        seen: tuple[int, ...] = ()
+        with suppress(OSError):
+            status = os.lstat(self.directory)
+            seen = (status.st_dev, status.st_ino, status.st_mode, status.st_uid)
+        if seen != self._seen:
+            self._look()
+            self._seen = seen
 
     @classmethod
     def in_memory(cls, remote: str | None = None, *, check: Check | None = None) -> Store:
@@ -109,7 +123,7 @@ class Store(Levels):
         try:
             store = cls.open(options, check=check)
             if store.mode != "off":
-                store._look()
+                store._look_again()
             return store
         except (CacheTrustError, CacheDirectoryError) as error:
             mode = options_module.cache_mode(options)
@@ -170,12 +184,17 @@ class Store(Levels):
     # Building
 
     def get_or_build(
-        self, key: Key, build: Callable[[], Files], meta: Meta = None, *, command: str | None = None
+        self,
+        key: Key,
+        build: Callable[[], Files],
+        meta: Meta = None,
+        *,
+        command: Callable[[], str] | None = None,
     ) -> Entry:
         """Return the entry of `key`; on a miss run `build()` -> {file name: text} and keep it.
 
         meta: plain data to keep with it, or a function called after `build` that returns it.
-        command: what a user runs to build this entry, for the error of mode "require".
+        command: returns what a user runs to build this entry, for the error of mode "require".
         Raises CacheMissError in mode "require"; what `build` raises goes through.
         """
         if self.mode == "off":
@@ -184,7 +203,7 @@ class Store(Levels):
         if found is not None:
             return found
         if self.mode == "require":
-            raise self._missing((key,), command)
+            raise self._missing((key,), command() if command else None)
         with ExitStack() as held:
             held.enter_context(self._locks.thread(key.digest))
             found = self._memory.get(key.digest)

@@ -119,7 +119,7 @@ def build_kernel(
         made.update(predicted=_run_timing(written).to_dict())
         return {SOURCE_FILE: source}
 
-    entry = store.get_or_build(key, build, lambda: made, command=_command(spec, chip))
+    entry = store.get_or_build(key, build, lambda: made, command=lambda: _command(spec, chip))
     held = _KERNELS.get(key.digest)
     if held is not None and held[0] is entry:
         return held[1]
