@@ -124,10 +124,7 @@ def _load(directory: Path) -> Any:
     hf.register()
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(directory, **here)
-    name = next(iter(getattr(config, "architectures", None) or ()), None)
-    kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        kind = transformers.AutoModel
+    kind = _model_class(config)
     _check_size(kind, config, directory)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # what it would warn of is an error here
@@ -149,6 +146,27 @@ def _load(directory: Path) -> Any:
             "restore config.json from the directory that the model was saved to"
         )
     return model.eval()
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class that config.json names, AutoModel where it names none.
+
+    Raises FactorsFileError for a name that transformers does not know: another class would leave
+    weights out, and load.
+    """
+    import transformers
+
+    named = getattr(config, "architectures", None)
+    if named is None:
+        return transformers.AutoModel
+    name = named[0] if isinstance(named, list) and named else named
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise FactorsFileError(
+            f"config.json has architectures {named!r:.100}, and transformers "
+            f"{transformers.__version__} has no such model; restore the line of the original"
+        )
+    return kind
 
 
 def _check_size(kind: Any, config: Any, directory: Path) -> None:

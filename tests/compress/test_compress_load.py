@@ -54,6 +54,7 @@ def test_a_config_that_describes_another_model_is_refused(saved, tmp_path):
         ("hidden_size", 10**9, "hidden_size 1000000000"),
         ("intermediate_size", 1 << 23, "parameters, the weights have"),
         ("num_hidden_layers", 3, "weights lack model.layers.2"),
+        ("architectures", ["Evil"], "has no such model"),
     ):
         path.write_text(json.dumps({**config, key: value}))
         with pytest.raises(FactorsFileError, match=reason):
