@@ -6,6 +6,7 @@ RUN := $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
+STRESS_READY := $(VENV)/.ready-stress
 WORKERS ?= 2
 
 .PHONY: demo test test-long stress mutants lint format clean bench \
@@ -21,7 +22,7 @@ test-long: $(DEV_READY)
 	$(RUN) -m pytest -n $(WORKERS) -m "long or not long" --hypothesis-profile=default
 
 # One area: make stress ARGS="--only command_lines --seed 7 --scale 0.1"
-stress: $(DEV_READY)
+stress: $(STRESS_READY)
 	$(RUN) -m benchmarks.stress $(ARGS)
 
 # Breaks one line at a time; the tests have to notice: make mutants ARGS="--room passes"
@@ -57,6 +58,11 @@ $(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
 
 $(DEV_READY): $(DEMO_READY)
 	$(PIP) -e '.[dev,hf,peft,plot,mlir,mlir-test]'
+	@touch $@
+
+# An S3 server on localhost, for the remotes.
+$(STRESS_READY): $(DEV_READY)
+	$(PIP) -e '.[stress]'
 	@touch $@
 
 bench-timing: $(DEV_READY)
