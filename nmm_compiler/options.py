@@ -23,6 +23,8 @@ from nmm_compiler.errors import CacheDirectoryError, OptionTypeError, UnknownNam
 
 TARGETS = targets.names()
 EXECUTORS = ("auto", "reference", "simulator", "nki_simulate", "neuron")
+KERNEL_EXECUTORS = ("simulator", "nki_simulate", "neuron")
+"""Executors that run a kernel or raise; the others may compute a call in PyTorch."""
 INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
 KERNELS = ("build", "lazy")
 CACHE_MODES = ("off", "ro", "rw", "require")

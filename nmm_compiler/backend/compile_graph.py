@@ -31,7 +31,7 @@ from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import buckets, neuron
-from nmm_compiler.runtime.kernels import KERNELS
+from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
 
 _REPORTS_KEPT = 256
@@ -261,7 +261,7 @@ def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
     for spec, calls in counts.items():
         kernel = KERNELS.get_or_warn(spec, target, work.options)
         if kernel is None:
-            work.notes.append(f"no kernel for {spec.short()}; PyTorch computes its calls")
+            work.notes.append(f"no kernel for {spec.short()}; {without_kernel(work.options)}")
             continue
         profile = kernel.profile()
         work.built.append(kernel)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.errors import CacheMissError
-from nmm_compiler.options import Options
+from nmm_compiler.options import KERNEL_EXECUTORS, Options
 from nmm_compiler.runtime import buckets
 
 _WORTH_SPLITTING_TOKENS = 128
@@ -64,11 +64,9 @@ class Kernels:
             if options.strict:
                 raise
             if not known:
-                named = options.executor in ("simulator", "nki_simulate", "neuron")
-                then = "its calls raise" if named else "PyTorch computes its calls"
                 warnings.warn(
                     f"nmm: no kernel for {spec} on {target}: {type(error).__name__}: {error}; "
-                    f"{then}",
+                    f"{without_kernel(options)}",
                     stacklevel=2,
                 )
             return None
@@ -145,3 +143,10 @@ class Kernels:
 
 KERNELS = Kernels()
 """The process's kernels, shared by the backend and all executors."""
+
+
+def without_kernel(options: Options) -> str:
+    """Return what becomes of calls that have no kernel."""
+    return (
+        "its calls raise" if options.executor in KERNEL_EXECUTORS else "PyTorch computes its calls"
+    )
