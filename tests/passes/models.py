@@ -257,3 +257,20 @@ MODELS = {
         jamba, llama4, qwen3_next, qwen3_5,
     )
 }  # fmt: skip
+
+
+def kernel_calls(module):
+    """Return (node, the spec that it launches) for each kernel call of a graph."""
+    from nmm_compiler.ops.lower import lower, op_name, tokens
+
+    found = []
+    for node in module.graph.nodes:
+        name = op_name(node.target)
+        if name is not None:
+            args = torch.fx.node.map_arg(
+                node.args, lambda n: n.meta.get("example_value", n.meta.get("val"))
+            )
+            count = tokens(args[0], node.kwargs)
+            lowered = lower(name, args, dict(node.kwargs), count, None)
+            found += [(node, launch.spec) for launch in lowered.launches]
+    return found

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import kernel_calls
 from torch import fx, nn
 
 from nmm_compiler.passes.pipeline import run
@@ -98,8 +99,8 @@ def test_one_call_and_a_gradient_for_each_adapter(name):
     found, got = dynamo(model, x.clone())
     (match,) = found[0].rewritten
     assert (match.kind, match.info["chains"], match.info["r"]) == ("lora", chains, rank)
-    (call,) = (n for n in found[0].graph_module.graph.nodes if "nmm" in n.meta)
-    assert call.meta["nmm"]["spec"]["r"] == rank
+    ((_, spec),) = kernel_calls(found[0].graph_module)
+    assert spec.r == rank
     want = model(x.clone())
     size = float(want.detach().abs().max())
     assert float((want - got).detach().abs().max()) <= BOUND * max(size, 1.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from models import kernel_calls
 from torch import fx, nn
 
 from nmm_compiler.errors import (
@@ -82,12 +83,11 @@ def test_running_twice_changes_nothing():
 def test_metadata_is_copied():
     program = torch.export.export(Pair(), (X,)).module()
     result = run(program)
-    (node,) = (n for n in result.graph_module.graph.nodes if "nmm" in n.meta)
+    ((node, spec),) = kernel_calls(result.graph_module)
     assert tuple(node.meta["val"].shape) == (3, 48)
     assert "nn_module_stack" in node.meta
-    spec = node.meta["nmm"]["spec"]
-    assert (spec["m"], spec["k"], spec["r"], spec["n"]) == (3, 64, 8, 48)
-    assert (spec["u_layout"], spec["v_layout"], spec["bias"]) == ("col", "col", True)
+    assert (spec.m, spec.k, spec.r, spec.n) == (3, 64, 8, 48)
+    assert (spec.u_layout, spec.v_layout, spec.bias) == ("col", "col", True)
 
 
 def test_options_reach_the_call():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from models import kernel_calls
 from torch import nn
 
 import nmm_compiler as nmm
 import nmm_compiler.ops.registration
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 
 
 def pair(k, r, n):
@@ -42,9 +42,8 @@ def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
     for got, want in zip(result.graph_module(x), model(x), strict=True):
         # fp32 sums of at most 96 terms of size ~1, four products in a row: 4 * 96 * 2^-24 < 3e-5
         torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
-    held = shared.meta["nmm"]
-    spec = LowRankSharedSpec(**held["spec"])
-    assert held["family"] == spec.family == "lowrank_shared"
+    (_, spec), _ = kernel_calls(result.graph_module)
+    assert spec.family == "lowrank_shared"
     assert (spec.m, spec.pairs) == (24, ((8, (96,)), (8, (48,))))
     assert (spec.result_layouts(), spec.bias) == (("col", "row"), True)
 

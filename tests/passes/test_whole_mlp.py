@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import kernel_calls
 from torch import nn
 
 from nmm_compiler.options import LARGEST_BUCKET
@@ -54,8 +55,8 @@ def test_any_projection_may_be_dense(ranks, bias):
     result = rewrite(model, X)
     assert kinds(result) == ["gated_mlp"]
     assert not result.declined
-    (call,) = (n for n in result.graph_module.graph.nodes if "nmm" in n.meta)
-    assert call.meta["nmm"]["spec"]["ranks"] == [r or None for r in ranks]
+    ((_, spec),) = kernel_calls(result.graph_module)
+    assert tuple(map(spec.rank, spec.branches)) == ranks
     assert result.matches[0].info["chains"] == sum(map(bool, ranks))
     agree(result, model)
 

@@ -121,13 +121,12 @@ class Call:
         args: tuple[Any, ...],
         keywords: dict[str, Any],
         value: Any,
-        bias: bool,
     ) -> fx.Node:
-        """Emit the op with layouts, target and executor, and its spec in node.meta["nmm"]."""
+        """Emit the op with layouts, target and executor."""
         while args and args[-1] is None:
             args = args[:-1]
         options = editor.options
-        node = editor.call(
+        return editor.call(
             getattr(torch.ops.nmm, self.op).default,
             *args,
             meta_value=value,
@@ -137,12 +136,6 @@ class Call:
             target=options.target,
             executor=options.executor,
         )
-        node.meta["nmm"] = self.annotation(keywords, value, bias)
-        return node
-
-    def annotation(self, keywords: dict[str, Any], value: Any, bias: bool) -> dict[str, Any]:
-        """Return what later stages read from node.meta["nmm"]."""
-        raise NotImplementedError
 
 
 def settle(
@@ -238,7 +231,6 @@ class LowRankCall(Call):
             (x, folded.u, folded.v, folded.bias, w),
             {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
             self.result_value(editor, x, chain.v.n),
-            bias=folded.bias is not None,
         )
         y = self.finish(editor, y, self.final, self.out_dims)
         if chain.addend is not None:
@@ -246,31 +238,6 @@ class LowRankCall(Call):
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
             y = editor.call(aten.add.Tensor, y, other, **more)
         return y
-
-    def annotation(self, keywords: dict[str, Any], value: Any, bias: bool) -> dict[str, Any]:
-        """Return what later stages read: op, family, layouts, and the spec's fields.
-
-        A symbolic token count gives "m": None, to be filled per bucket.
-        """
-        assert self.chain is not None
-        m = self.tokens_count()
-        spec = {
-            "m": m if isinstance(m, int) else None,
-            "k": self.chain.u.k,
-            "r": self.chain.r,
-            "n": self.chain.v.n,
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "x_layout": self.x_layout,
-            "out_layout": self.out_layout,
-            "u_layout": self.chain.u.layout,
-            "v_layout": self.chain.v.layout,
-            "bias": bias,
-            "activation": self.chain.activation,
-            "base": self.chain.base is not None,
-            "scale": keywords.get("scale", 1.0),
-            "w_layout": keywords.get("w_layout", "row"),
-        }
-        return {"op": self.op, "family": "lowrank", "spec": spec}
 
 
 @dataclass
@@ -330,8 +297,7 @@ class SharedCall(Call):
             member._resolve(editor)
             values.append(member.result_value(editor, x, member.n))
         first = us[0] if self.op.endswith("shared_u") else us
-        y = self.op_call(editor, (x, first, vs, biases), keywords, values, bias=False)
-        y.meta["nmm"]["spec"]["bias"] = tuple(bias is not None for bias in biases)
+        y = self.op_call(editor, (x, first, vs, biases), keywords, values)
         results = []
         for index, member in enumerate(self.members):
             part = editor.call(operator.getitem, y, index, meta_value=values[index])
@@ -345,25 +311,6 @@ class SharedCall(Call):
     def results(self) -> tuple[Call, ...]:
         """Return the members."""
         return self.members
-
-    def annotation(self, keywords: dict[str, Any], value: Any, bias: bool) -> dict[str, Any]:
-        """Return what later stages read: op, family, and the spec's fields; biases are `emit`'s."""
-        each = [member.info() for member in self.members]
-        pairs = [(e["r"], (e["n"],)) for e in each]
-        if self.op.endswith("shared_u"):
-            pairs = [(each[0]["r"], tuple(e["n"] for e in each))]
-        spec = {
-            "m": each[0]["m"] if isinstance(each[0]["m"], int) else None,
-            "k": each[0]["k"],
-            "pairs": tuple(pairs),
-            "dtype": str(value[0].dtype).removeprefix("torch."),
-            "x_layout": self.x_layout,
-            "u_layout": keywords["u_layout"],
-            "v_layout": keywords["v_layout"],
-            "activation": tuple(keywords.get("activations", ["identity"] * len(each))),
-            "out_layout": tuple(member.out_layout for member in self.members),
-        }
-        return {"op": self.op, "family": "lowrank_shared", "spec": spec}
 
 
 @dataclass
@@ -422,22 +369,5 @@ class GatedCall(Call):
         args = (x, *operands, *biases)
         keywords = {"activation": self.gated.activation, "weight_layout": layout}
         value = self.result_value(editor, x, self.n)
-        y = self.op_call(editor, args, keywords, value, bias=False)
+        y = self.op_call(editor, args, keywords, value)
         return self.finish(editor, y, self.final, self.out_dims)
-
-    def annotation(self, keywords: dict[str, Any], value: Any, bias: bool) -> dict[str, Any]:
-        """Return what later stages read: op, family, layouts and sizes."""
-        m = self.tokens_count()
-        info = self.info()
-        spec = {
-            "m": m if isinstance(m, int) else None,
-            "k": self.source.k,
-            "n": self.gated.gate.n,
-            "ranks": [int(r) if r != "dense" else None for r in str(info["r"]).split("+")],
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "x_layout": self.x_layout,
-            "out_layout": self.out_layout,
-            "weight_layout": keywords["weight_layout"],
-            "activation": self.gated.activation,
-        }
-        return {"op": self.op, "family": self.op, "spec": spec}
