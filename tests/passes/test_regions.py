@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import run
 
 K, R, N = 64, 8, 48
@@ -75,7 +76,7 @@ CASES = {
 def test_values_and_strides_are_the_graphs(name, dtype):
     model = Model(CASES[name]).requires_grad_(False).to(dtype)
     x = torch.randn(3, 5, K).to(dtype)
-    result = run(fx.symbolic_trace(model), (x.clone(),))
+    result = run(fx.symbolic_trace(model), (x.clone(),), Options(strict=True))
     want, got = (
         torch.utils._pytree.tree_leaves(m(x.clone())) for m in (model, result.graph_module)
     )
