@@ -228,10 +228,10 @@ MLA = (
         "layer_types": ["indexed_attention"] * 2,
     }),
     C("minicpm3", 16, 10, LATENT), C("youtu", 16, 10, LATENT),
-    C("longcat_flash", 17, 10, {
+    C("longcat_flash", 16, 10, {
         **LATENT, **EXPERTS, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32,
         "num_layers": 2, "zero_expert_num": 1, "moe_topk": 2,
-    }, uses=16, graphs=10, note="the router multiplies by classifier.weight; it is not called"),
+    }, graphs=10, note="the router reads classifier.weight, so it stays dense"),
     C("glm4_moe_lite", 16, 10, {**LATENT, **GROUPS, **SPARSE}),
     C("kimi_linear", 19, 11, {
         **LATENT, **EXPERTS, **SPARSE, "num_experts_per_token": 2, "linear_head_dim": 8,
@@ -239,9 +239,10 @@ MLA = (
     }),
     C("bailing_hybrid", 18, 14, {**LATENT, **GROUPS}),
 )  # fmt: skip
-READ = "the mixer multiplies by dt_proj.weight instead of calling the layer"
+MULTIPLIED = "the mixer multiplies by dt_proj.weight, which `compress` does not see: exclude it"
+READ = "the mixer reads dt_proj.weight instead of calling the layer, so `compress` leaves it dense"
 SSM = (
-    C("mamba", 8, 6, STATES, uses=6, note=READ), C("falcon_mamba", 8, 6, STATES, uses=6, note=READ),
+    C("mamba", 6, 6, STATES, note=READ), C("falcon_mamba", 8, 6, STATES, uses=6, note=MULTIPLIED),
     C("mamba2", 4, 4, {
         "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4
     }),
