@@ -206,6 +206,8 @@ def test_interrupt_of_a_process(tmp_path):
         [sys.executable, "-m", "nmm_compiler.cli.main", "simulate", "wait.py"], cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(command_lines.ROOT)},
+        # A shell starts its background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stdout.readline() == "here\n"
         time.sleep(0.05)
