@@ -40,7 +40,7 @@ def compress(
     align: Annotated[int | None, values.size_option(help_="ranks are multiples of it")] = None,
     budget: Annotated[str, typer.Option(help="parameters, or predicted latency")] = "parameters",
     tokens: Annotated[int, values.size_option(help_="tokens per call, for --budget latency")] = 512,
-    target: Annotated[str, values.target_option("trn1, trn2 or trn3, for latency")] = "trn2",
+    target: Annotated[str, values.target_option("; for --budget latency")] = "trn2",
     sequential: Annotated[
         bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
     ] = False,

@@ -83,9 +83,11 @@ def _count(value: str | int) -> int:
     return _whole(value, 0, LARGEST_NUMBER)
 
 
-def target_option(help_: str = "trn1, trn2 or trn3") -> Any:
-    """Return the option --target: the name of a target."""
-    return typer.Option(help=help_, parser=_refusing(_target), metavar="TARGET")
+def target_option(more: str = "") -> Any:
+    """Return the option --target: the name of a target; `more` follows the names in the help."""
+    return typer.Option(
+        help=", ".join(targets.names()) + more, parser=_refusing(_target), metavar="TARGET"
+    )
 
 
 def output_option(*names: str, help_: str, make_parents: bool = False) -> Any:
