@@ -97,6 +97,7 @@ class Bound:
         """Note a new entry and, when it is time, delete others; raises OSError."""
         if self._until_look is None:
             clear_leftovers(self._disk)
+        self._sizes[digest] = size_bytes
         self._until_look = (self._until_look or 0) - size_bytes
         if self._until_look >= 0:
             return
@@ -117,7 +118,9 @@ class Bound:
         if not known:
             return 0  # all of them were deleted meanwhile
         unknown = len(digests) - len(known)
-        error = 3 * statistics.pstdev(known) * unknown / math.sqrt(len(known))
+        # The variance of a sum of `unknown` sizes, whose mean is known from the others only.
+        variance = statistics.pvariance(known) * (unknown**2 / len(known) + unknown)
+        error = 3 * math.sqrt(variance)
         total = sum(known) + unknown * statistics.fmean(known) + error
         if total > self._max_bytes:
             surely_over = total - 2 * error > self._max_bytes
