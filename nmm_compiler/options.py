@@ -156,21 +156,41 @@ def _environment(name: str) -> str | None:
     return value or None
 
 
+def platform_override() -> str | None:
+    """Return the hardware that the user's environment tells AWS's tools to build for, or None."""
+    return _environment("NEURON_PLATFORM_TARGET_OVERRIDE")
+
+
+def logical_core_setting() -> int | None:
+    """Return how many physical cores the environment makes one logical core; None if not set.
+
+    Raises OptionTypeError for anything but 1 or 2.
+    """
+    for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"):  # new name, old name
+        found = _environment(name)
+        if found is not None:
+            if found not in ("1", "2"):
+                raise OptionTypeError(name, found, "1 or 2")
+            return int(found)
+    return None
+
+
 @contextlib.contextmanager
 def neuron_environment(target: str) -> Iterator[None]:
-    """Tell AWS's NKI tools which hardware to build for, unless the user's environment already has.
+    """Tell AWS's NKI tools which hardware to build for, for the block.
 
-    Sets NEURON_PLATFORM_TARGET_OVERRIDE for the block; not safe against other threads doing so.
+    Sets NEURON_PLATFORM_TARGET_OVERRIDE; not safe against other threads doing so.
     """
     name = "NEURON_PLATFORM_TARGET_OVERRIDE"
-    if os.environ.get(name):
-        yield
-        return
+    before = os.environ.get(name)
     os.environ[name] = target
     try:
         yield
     finally:
-        del os.environ[name]
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def cache_mode(options: Options | None = None) -> str:

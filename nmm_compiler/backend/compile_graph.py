@@ -25,7 +25,7 @@ from torch import Tensor, fx
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend.inner import compile_inner, inner_name
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
-from nmm_compiler.errors import CacheMissError
+from nmm_compiler.errors import CacheMissError, NeuronSetupError
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
@@ -233,7 +233,7 @@ def _build_all(work: _Work, rewritten: fx.GraphModule) -> None:
     """Build the graph's kernels; a fault of ours leaves the calls to PyTorch, with a warning."""
     try:
         _build_kernels(work, rewritten)
-    except CacheMissError:  # cache mode "require": the user wants to know, not to go on
+    except (CacheMissError, NeuronSetupError):  # the user's to mend: say it, and do not go on
         raise
     except Exception as error:
         if work.options.strict:
@@ -256,13 +256,15 @@ def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
             if work.options.strict:
                 raise
             work.notes.append(f"no kernel for {node.name}: {type(error).__name__}: {error}")
-    target = work.options.target
+    target, device = work.options.target, _kernel_device(work)
     origins = KERNELS.origins(list(counts), target, work.options)
     for spec, calls in counts.items():
         kernel = KERNELS.get_or_warn(spec, target, work.options)
         if kernel is None:
             work.notes.append(f"no kernel for {spec.short()}; {without_kernel(work.options)}")
             continue
+        if device is not None and not neuron.check(kernel, device):
+            work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
         profile = kernel.profile()
         work.built.append(kernel)
         work.lines.append(
@@ -277,6 +279,17 @@ def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
                 predicted_us=round(float(profile.latency_us), 3),
             )
         )
+
+
+def _kernel_device(work: _Work) -> torch.device | None:
+    """Return the Neuron device that the graph's kernels will run on, if any.
+
+    They are checked there now: while the inner backend traces the graph, nothing can be run.
+    """
+    if work.options.executor not in ("auto", "neuron"):
+        return None
+    tensors = (x for x in work.example_inputs if isinstance(x, Tensor))
+    return next((x.device for x in tensors if x.device.type in registration.NEURON_DEVICES), None)
 
 
 def _specs(work: _Work, node: fx.Node) -> list[Any]:

@@ -30,7 +30,7 @@ def doctor() -> None:
     Example: nmm doctor
     """
     from nmm_compiler.cache.store import Store
-    from nmm_compiler.runtime import neuron
+    from nmm_compiler.runtime import machine
 
     console = Console(markup=False)
     table = Table("what", "found", title=f"nmm_compiler {VERSION}")
@@ -44,7 +44,7 @@ def doctor() -> None:
     table.add_row("cache", f"{options.cache_dir()}, mode {options.cache_mode()}")
     store = Store.open()
     table.add_row("cache state", str(store))
-    for what, found in neuron.probe().rows():
+    for what, found in machine.probe().rows():
         table.add_row(what, found)
     console.print(table)
 

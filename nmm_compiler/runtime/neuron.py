@@ -7,26 +7,22 @@ The only file that imports nki, torch_neuronx or torch_xla, and only when a call
     tensors on the CPU    `nki.simulate`, for executor "nki_simulate"
 
 NKI before 0.3 spells its instructions differently and is refused. The first time a kernel meets a
-device it runs on random operands and is compared with the float64 reference; one that differs, or
-does not compile, is not used again, with a warning.
+device it runs on random operands and is compared with the float64 reference (first_run.py); one
+that differs, or does not compile, is not used again, with a warning. A device of another
+generation, or one whose logical cores are not the kernel's, is refused (machine.py).
 """
 
 from __future__ import annotations
 
-import glob
 import importlib
-import importlib.metadata
 import inspect
-import re
 import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,95 +30,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nmm_compiler.errors import ChangedFileError, NeuronSetupError
 from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.options import neuron_environment
-from nmm_compiler.records import Record
+from nmm_compiler.runtime import first_run, machine
 from nmm_compiler.simulator.loading.run_text import run_source
-
-MINIMUM_NKI = (0, 3)
-INSTALL = "pip install nki neuronx-cc torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com"
-_PACKAGES = ("nki", "neuronx-cc", "torch-neuronx", "torch-xla")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeuronProbe(Record):
-    """What of Neuron this machine has. Versions are None where a package is not installed.
-
-    path: "torchneuron", "torch-xla", "simulate" (only nki) or "none": what executor "neuron" or
-    "nki_simulate" would use. problem: what stands in the way, with the way out, or None.
-    """
-
-    nki: str | None
-    neuronx_cc: str | None
-    torch_neuronx: str | None
-    torch_xla: str | None
-    devices: int
-    path: str
-    problem: str | None
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return (what, found) lines for `nmm doctor`."""
-        shown = [
-            (name, getattr(self, name.replace("-", "_")) or "not installed") for name in _PACKAGES
-        ]
-        return [
-            *shown,
-            ("Neuron devices", str(self.devices)),
-            ("Neuron path", self.path),
-            *([("Neuron problem", self.problem)] if self.problem else []),
-        ]
-
-
-def probe() -> NeuronProbe:
-    """Look for Neuron packages and devices without importing any of them."""
-    versions = {name: _version(name) for name in _PACKAGES}
-    devices = len(glob.glob("/dev/neuron[0-9]*"))
-    problem = _nki_problem(versions["nki"], versions["neuronx-cc"])
-    if problem is not None:
-        path = "none"
-    elif versions["torch-neuronx"] is not None and versions["torch-xla"] is None:
-        path = "torchneuron"
-    elif versions["torch-neuronx"] is not None:
-        path = "torch-xla"
-    else:
-        path = "simulate"
-    if path in ("torchneuron", "torch-xla") and not devices:
-        problem = "no /dev/neuron* device; kernels can only run with executor 'nki_simulate'"
-    return NeuronProbe(
-        nki=versions["nki"],
-        neuronx_cc=versions["neuronx-cc"],
-        torch_neuronx=versions["torch-neuronx"],
-        torch_xla=versions["torch-xla"],
-        devices=devices,
-        path=path,
-        problem=problem,
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _nki_problem(nki: str | None, neuronx_cc: str | None) -> str | None:
-    """Return why no kernel can run with these versions, or None."""
-    if nki is None:
-        older = ", only the neuronxcc.nki inside neuronx-cc" if neuronx_cc else ""
-        return f"package nki is not installed{older}; run: {INSTALL}"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", nki)[:2])
-    if numbers < MINIMUM_NKI:
-        wanted = ".".join(map(str, MINIMUM_NKI))
-        return f"nki {nki} is installed, kernels need {wanted} or newer; run: {INSTALL} --upgrade"
-    return None
 
 
 def _nki() -> Any:
     """Import nki, or raise NeuronSetupError with what to install."""
-    problem = _nki_problem(_version("nki"), _version("neuronx-cc"))
+    problem = machine.nki_problem()
     if problem is not None:
         raise NeuronSetupError(problem)
     return importlib.import_module("nki")
 
+
+CORES = 1
+"""Physical cores that an emitted kernel runs on as one logical core."""
 
 _loaded: dict[tuple[str, str], Any] = {}
 _lock = threading.RLock()
@@ -168,7 +89,9 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
     """Run a kernel on the Neuron device that holds its operands; return its results.
 
     Returns None for a kernel that failed its first-run check: the caller computes the reference.
-    Raises NeuronSetupError for tensors that are on no Neuron device.
+    While a graph is traced nothing is checked: the backend has checked the kernels it built, and
+    one that was built later is used unchecked, with a warning. Raises NeuronSetupError for tensors
+    that are on no Neuron device, and for a device that is not what the kernel was made for.
     """
     device = operands[0].device
     if device.type not in _LAUNCHERS:
@@ -176,9 +99,19 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
             f"executor 'neuron' got tensors on {device.type!r}; move the model to the device "
             "(.to('neuron') or torch_xla.device()), or use executor 'auto'"
         )
-    if not _checked(kernel, device):
-        return None
-    return _LAUNCHERS[device.type](kernel, operands)
+    if torch._C._len_torch_dispatch_stack():
+        machine.check_launch(_target_name(kernel), CORES)
+        verdict = _verdicts.get((*_identity(kernel), device.type))
+        if verdict is None:
+            warnings.warn(
+                f"nmm: kernel {kernel.name} was built while a graph was traced, so it is used on "
+                f"{device.type} unchecked; compile with kernels='build' to have it checked first",
+                stacklevel=2,
+            )
+            verdict = True
+    else:
+        verdict = check(kernel, device)
+    return _LAUNCHERS[device.type](kernel, operands) if verdict else None
 
 
 def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -200,8 +133,9 @@ _registered: dict[str, Any] = {}
 def registered_op(kernel: Any, operands: int) -> Any:
     """Return the kernel as a torch op, registered once with TorchNeuron's `nki_op`.
 
-    `nki_op` wants a typed Python function that calls the kernel; decorating the kernel itself would
-    have Dynamo run it while tracing.
+    `nki_op` wants a typed Python function that calls the kernel. While a graph is traced it runs
+    that function on fake and functional tensors, as `torch.library.triton_op` does: `wrap_nki`
+    makes of the kernel's call a higher-order operator there, and plain execution elsewhere.
     """
     name = f"nmm_kernels::{kernel.name}_{_digest(kernel)}"
     with _lock:
@@ -212,19 +146,17 @@ def registered_op(kernel: Any, operands: int) -> Any:
         nki_op = getattr(torch_neuronx, "nki_op", None)
         if nki_op is None:
             raise NeuronSetupError(
-                f"torch_neuronx {_version('torch-neuronx')} has no nki_op, which tensors on "
+                f"torch_neuronx {machine.version('torch-neuronx')} has no nki_op, which tensors on "
                 "'neuron' need; install torch-neuronx 2.13 or newer, or use torch-xla tensors"
             )
-        function = load(kernel)
-
-        shapes = [tuple(result.shape) for result in kernel.spec.outputs()]
-        single = len(shapes) == 1
+        function = _traceable(load(kernel))
+        single = len(kernel.spec.outputs()) == 1
 
         def call(*tensors: Tensor) -> Any:
             results = _results(function(*tensors))
             return results[0] if single else results
 
-        returned: Any = Tensor if single else tuple[(Tensor,) * len(shapes)]  # type: ignore[misc]
+        returned: Any = Tensor if single else tuple[(Tensor,) * len(kernel.spec.outputs())]  # type: ignore[misc]
         parameters = [
             inspect.Parameter(
                 f"operand{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor
@@ -236,28 +168,33 @@ def registered_op(kernel: Any, operands: int) -> Any:
         )
         call.__annotations__ = {**{p.name: Tensor for p in parameters}, "return": returned}
         call.__name__ = call.__qualname__ = kernel.name
-        op = nki_op(name, mutates_args={})(call)
-        if hasattr(op, "register_fake"):
+        found = _registered[name] = nki_op(name, mutates_args={})(call)
+    return found
 
-            def fake(*tensors: Tensor) -> Any:
-                made = tuple(tensors[0].new_empty(shape) for shape in shapes)
-                return made[0] if single else made
 
-            op.register_fake(fake)
-        _registered[name] = op
-    return op
+def _traceable(function: Any) -> Any:
+    """Return a `@nki.jit` function that may be called with the tensors of a trace."""
+    try:
+        hop = importlib.import_module("torch_neuronx.nki_hop")
+    except ModuleNotFoundError:
+        return function  # `nki.jit` itself is told apart by newer versions
+    return hop.wrap_nki(function)
 
 
 _verdicts: dict[tuple[str, str, str], bool] = {}
 
 
-def _checked(kernel: Any, device: torch.device) -> bool:
-    """Say if the kernel gave right results on this kind of device, trying it the first time."""
+def check(kernel: Any, device: torch.device) -> bool:
+    """Say if the kernel gives right results on this kind of device, trying it the first time.
+
+    Raises NeuronSetupError when the device is not what the kernel was made for.
+    """
     key = (*_identity(kernel), device.type)
     with _lock:
         if key not in _verdicts:
+            machine.check_launch(_target_name(kernel), CORES)
             with _disable_current_modes(), torch.no_grad():
-                fault = _first_run(kernel, device)
+                fault = first_run.fault(kernel, device, _LAUNCHERS[device.type])
             if fault is not None:
                 warnings.warn(
                     f"nmm: kernel {kernel.name} is not used on {device.type}: {fault}. PyTorch "
@@ -266,48 +203,6 @@ def _checked(kernel: Any, device: torch.device) -> bool:
                 )
             _verdicts[key] = fault is None
         return _verdicts[key]
-
-
-def _first_run(kernel: Any, device: torch.device) -> str | None:
-    """Run the kernel on seeded random operands; return what is wrong, or None."""
-    spec = kernel.spec
-    generator = np.random.default_rng(0)
-    arrays = []
-    for operand in spec.inputs():
-        values = generator.standard_normal(operand.shape) / np.sqrt(operand.shape[0])
-        arrays.append(values.astype(_numpy_dtype(operand.dtype)))
-    tensors = [
-        torch.from_numpy(a.astype(np.float32)).to(_torch_dtype(o.dtype)).to(device)
-        for a, o in zip(arrays, spec.inputs(), strict=True)
-    ]
-    try:
-        results = _LAUNCHERS[device.type](kernel, tensors)
-        got = [y.detach().to("cpu").to(torch.float64).numpy() for y in results]
-    except Exception as error:  # whatever the vendor's compiler or runtime raises
-        return f"its first run failed with {type(error).__name__}: {error}"
-    wanted, bounds = _several(spec.reference(*arrays)), _several(spec.error_bound(*arrays))
-    if len(got) != len(wanted):
-        return f"its first run returned {len(got)} results, not {len(wanted)}"
-    for values, want, bound in zip(got, wanted, bounds, strict=True):
-        fault = _fault(values, np.asarray(want, dtype=np.float64), bound)
-        if fault is not None:
-            return fault
-    return None
-
-
-def _fault(values: Any, want: Any, bound: Any) -> str | None:
-    """Return what is wrong with one result of a first run, or None."""
-    if values.shape != want.shape:
-        return f"its first run returned shape {values.shape}, not {want.shape}"
-    excess = np.abs(values - want) - bound
-    if not np.all(excess <= 0):
-        worst = float(np.max(np.nan_to_num(np.abs(values - want), nan=np.inf)))
-        wrong = int(np.sum(~(excess <= 0)))
-        return (
-            f"its first run differs from the float64 reference in {wrong} of {want.size} elements, "
-            f"by up to {worst:.3g}"
-        )
-    return None
 
 
 def forget() -> None:
@@ -321,10 +216,6 @@ def _results(out: Any) -> tuple[Tensor, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def _several(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
 def _target_name(kernel: Any) -> str:
     return str(getattr(kernel.target, "name", kernel.target))
 
@@ -333,15 +224,3 @@ def _digest(kernel: Any) -> str:
     import hashlib
 
     return hashlib.sha256(kernel.source.encode()).hexdigest()[:32]
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
-def _numpy_dtype(name: str) -> Any:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.bfloat16
-    return np.dtype(name)

@@ -53,6 +53,8 @@ class Target:
     name: str
     generation: str
     summary: str
+    instances: tuple[str, ...]  # families of EC2 instances that hold such cores
+    physical_cores_per_logical_core: int  # by default; the runtime can be set otherwise
 
     # Memories
     partitions: int
@@ -137,7 +139,7 @@ class Target:
     sources: Mapping[str, Source] = dataclasses.field(repr=False, hash=False, compare=False)
 
     def __post_init__(self) -> None:
-        text = ("name", "generation", "summary", "sources")
+        text = ("name", "generation", "summary", "instances", "sources")
         numbers = {f.name for f in dataclasses.fields(self)} - set(text)
         missing, extra = numbers - set(self.sources), set(self.sources) - numbers
         if missing or extra:
@@ -147,16 +149,39 @@ class Target:
             )
 
     @classmethod
-    def of(cls, name: str, *, generation: str, summary: str, **numbers: Known) -> Self:
+    def of(
+        cls,
+        name: str,
+        *,
+        generation: str,
+        summary: str,
+        instances: tuple[str, ...],
+        **numbers: Known,
+    ) -> Self:
         """Return a target from numbers that each stand beside their source.
 
         Raises TypeError for a number that is missing or unknown.
         """
         values = {field: known.value for field, known in numbers.items()}
         sources = {field: known.source for field, known in numbers.items()}
-        return cls(name=name, generation=generation, summary=summary, sources=sources, **values)
+        return cls(
+            name=name,
+            generation=generation,
+            summary=summary,
+            instances=instances,
+            sources=sources,
+            **values,
+        )
 
-    def successor(self, name: str, *, generation: str, summary: str, **numbers: Known) -> Self:
+    def successor(
+        self,
+        name: str,
+        *,
+        generation: str,
+        summary: str,
+        instances: tuple[str, ...],
+        **numbers: Known,
+    ) -> Self:
         """Return a newer target that differs in `numbers`.
 
         What is documented here and not given holds for all generations; what was measured or
@@ -169,7 +194,13 @@ class Target:
             )
             for field, source in self.sources.items()
         }
-        return self.of(name, generation=generation, summary=summary, **{**carried, **numbers})
+        return self.of(
+            name,
+            generation=generation,
+            summary=summary,
+            instances=instances,
+            **{**carried, **numbers},
+        )
 
     @property
     def sbuf_usable_bytes_per_partition(self) -> int:

@@ -10,6 +10,8 @@ TARGET = Target.of(
     "trn1",
     generation="gen2",
     summary="Trainium 1, NeuronCore-v2, simulation and timing only",
+    instances=("trn1", "inf2"),
+    physical_cores_per_logical_core=documented(1, "NeuronCore-v2 has no logical cores of several"),
     # Memories
     partitions=documented(128, "trainium_inferentia2_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(

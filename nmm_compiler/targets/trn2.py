@@ -6,6 +6,10 @@ TARGET = Target.of(
     "trn2",
     generation="gen3",
     summary="Trainium 2, NeuronCore-v3",
+    instances=("trn2",),
+    physical_cores_per_logical_core=documented(
+        2, "logical-neuroncore-config: LNC 2 is the default"
+    ),
     # Memories
     partitions=documented(128, "trainium2_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(

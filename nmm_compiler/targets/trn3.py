@@ -9,6 +9,8 @@ TARGET = TRN2.successor(
     "trn3",
     generation="gen4",
     summary="Trainium 3, NeuronCore-v4",
+    instances=("trn3",),
+    physical_cores_per_logical_core=documented(2, "trainium3: logical cores as on Trainium2"),
     # Memories
     partitions=documented(128, "trainium3_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(

@@ -2,7 +2,9 @@
 
     nki.jit(fn=None, **kwargs) -> Kernel, called with tensors, `kernel[lnc](...)` for a grid
     nki.simulate(kernel) -> callable on NumPy arrays or torch tensors, same kind back
-    torch_neuronx.nki_op(name, mutates_args) -> decorator of a typed function, a custom op back
+    torch_neuronx.nki_op(name, mutates_args) -> decorator of a typed function, a custom op back:
+        while a graph is traced the function itself runs, on fake and functional tensors
+    torch_neuronx.nki_hop.wrap_nki(kernel) -> callable that is a higher-order operator in a trace
 
 A stand-in kernel runs its own Python body on tensors: kernel files of these tests use that.
 """
@@ -16,6 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    track_tensor_tree,
+)
 
 
 class JitKernel:
@@ -37,6 +47,63 @@ class JitKernel:
         )
         self.calls.append(tuple(a.shape for a in args))
         return self.fn(*args)
+
+
+class KernelCall(HigherOrderOperator):
+    """A kernel's call in a traced graph, as torch_neuronx's nki_kernel_wrapper."""
+
+    def __init__(self):
+        super().__init__("stand_in_nki_kernel", cacheable=True)
+
+    def __call__(self, kernel_index, args):
+        return super().__call__(kernel_index=kernel_index, args=args)
+
+
+kernel_call = KernelCall()
+wrapped_kernels = []
+for key in ("PythonDispatcher", "PythonTLSSnapshot", "ADInplaceOrView", "BackendSelect"):
+    kernel_call.fallthrough(getattr(torch._C.DispatchKey, key))
+kernel_call.fallthrough(torch._C.DispatchKey.AutogradCPU)
+
+
+@kernel_call.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)
+def run_kernel(*, kernel_index, args):
+    return wrapped_kernels[kernel_index](*args)
+
+
+@kernel_call.py_impl(FakeTensorMode)
+def fake_kernel(mode, *, kernel_index, args):
+    with mode:
+        return wrapped_kernels[kernel_index].fn(*args)
+
+
+@kernel_call.py_impl(ProxyTorchDispatchMode)
+def trace_kernel(mode, *, kernel_index, args):
+    with disable_proxy_modes_tracing():
+        out = kernel_call(kernel_index, args)
+    proxies = torch.utils._pytree.tree_map(mode.tracer.unwrap_proxy, args)
+    node = mode.tracer.create_proxy(
+        "call_function", kernel_call, (), {"kernel_index": kernel_index, "args": proxies}
+    )
+    return track_tensor_tree(out, node, constant=None, tracer=mode.tracer)
+
+
+@kernel_call.py_functionalize_impl
+def functional_kernel(ctx, kernel_index, args):
+    unwrapped = ctx.unwrap_tensors(args)
+    with ctx.redispatch_to_next():
+        return ctx.wrap_tensors(kernel_call(kernel_index, unwrapped))
+
+
+class WrappedKernel:
+    """What `wrap_nki` returns."""
+
+    def __init__(self, kernel):
+        self.index = len(wrapped_kernels)
+        wrapped_kernels.append(kernel)
+
+    def __call__(self, *args):
+        return kernel_call(self.index, args)
 
 
 @dataclass
@@ -84,12 +151,22 @@ def install(monkeypatch, *, nki="0.6.0", torch_neuronx=None, torch_xla=None, nki
                 def decorate(fn):
                     assert not isinstance(fn, JitKernel), "decorate a function, not the kernel"
                     op = torch.library.custom_op(name, fn, mutates_args=mutates_args)
+                    op.register_fake(fn)
+
+                    def traced(mode, op, types, args, kwargs):
+                        with mode:
+                            return fn(*args, **kwargs)
+
+                    op.register_torch_dispatch(FunctionalTensorMode, traced)
                     seen.registered.append(name)
                     return op
 
                 return decorate
 
             module.nki_op = make
+            hop = types.ModuleType("torch_neuronx.nki_hop")
+            hop.wrap_nki = WrappedKernel
+            monkeypatch.setitem(sys.modules, "torch_neuronx.nki_hop", hop)
         monkeypatch.setitem(sys.modules, "torch_neuronx", module)
     return seen
 

@@ -1,0 +1,103 @@
+"""The check of a kernel when it first meets a device: random operands, some tokens in float64.
+
+Every result must be finite and of the right shape; TOKENS tokens, the first and the last among
+them, are compared with the float64 reference, in all their features, as a proof in the simulator
+compares them. A reference of all tokens would take minutes for the layers of a large model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
+
+TOKENS = 16
+FP8 = torch.float8_e4m3fn
+"""What torch has for nki's float8_e4m3: the same bits for the same numbers up to 240, the largest
+of nki's. torch-neuronx takes one for the other on trn2 (its utils.map_external_dtype_to_torch)."""
+
+Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+def fault(kernel: Any, device: torch.device, launch: Launcher) -> str | None:
+    """Run the kernel on seeded random operands; return what is wrong, or None."""
+    spec = kernel.spec
+    arrays = random_arrays(spec)
+    tensors = [
+        torch.from_numpy(array.astype(np.float32)).to(_torch_dtype(operand.dtype)).to(device)
+        for array, operand in zip(arrays, spec.inputs(), strict=True)
+    ]
+    try:
+        results = launch(kernel, tensors)
+        got = [y.detach().to("cpu").to(torch.float64).numpy() for y in results]
+    except Exception as error:  # whatever the vendor's compiler or runtime raises
+        return f"its first run failed with {type(error).__name__}: {error}"
+    outputs = spec.outputs()
+    if len(got) != len(outputs):
+        return f"its first run returned {len(got)} results, not {len(outputs)}"
+    for values, operand in zip(got, outputs, strict=True):
+        if values.shape != tuple(operand.shape):
+            return f"its first run returned shape {values.shape}, not {tuple(operand.shape)}"
+        finite = int(np.isfinite(values).sum())
+        if finite < values.size:
+            return (
+                f"its first run is not finite in {values.size - finite} of {values.size} elements"
+            )
+    return _difference(spec, arrays, got)
+
+
+def _difference(spec: Any, arrays: Sequence[Any], got: Sequence[Any]) -> str | None:
+    """Return how the results of some tokens differ from the float64 reference, or None."""
+    chosen = _chosen(spec.m)
+    small = dataclasses.replace(spec, m=len(chosen))
+    arrays = _of_tokens(arrays, spec.inputs(), small.inputs(), chosen)
+    wanted = _several(small.reference(*arrays))
+    bounds, typical = small.error_bound(*arrays), small.typical_error(*arrays)
+    proof = compare(
+        "first run",
+        tuple(_of_tokens(got, spec.outputs(), small.outputs(), chosen)),
+        wanted,
+        _several(bounds),
+        _several(typical),
+    )
+    if proof.passed:
+        return None
+    return (
+        f"its first run differs from the float64 reference by up to {proof.max_error:.3g} in "
+        f"{proof.elements} elements compared, {100 * proof.norm_share:.0f} % of the limit in norm"
+    )
+
+
+def _chosen(m: int) -> Any:
+    """Return the tokens that are compared, in order: the first, the last and random ones."""
+    if m <= TOKENS:
+        return np.arange(m)
+    between = np.random.default_rng(0).choice(m - 2, TOKENS - 2, replace=False)
+    return np.sort([0, m - 1, *(1 + between)])
+
+
+def _of_tokens(arrays: Sequence[Any], whole: Any, small: Any, chosen: Any) -> list[Any]:
+    """Return each array with the chosen tokens only, where it has tokens.
+
+    `whole` and `small` are the same operands with all tokens and with the chosen ones: the axis in
+    which their shapes differ is that of the tokens.
+    """
+    found = []
+    for array, long, short in zip(arrays, whole, small, strict=True):
+        axes = [i for i, (a, b) in enumerate(zip(long.shape, short.shape, strict=True)) if a != b]
+        found.append(np.take(array, chosen, axis=axes[0]) if axes else array)
+    return found
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return FP8 if name == "float8_e4m3" else getattr(torch, name)

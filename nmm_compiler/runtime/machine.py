@@ -1,0 +1,188 @@
+"""What of Neuron this machine has: packages, devices, their generation and their logical cores.
+
+Nothing of Neuron is imported to find out: versions come from the installed packages' metadata, the
+instance type from the driver's files under /sys, the rest from the environment.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nmm_compiler import targets
+from nmm_compiler.errors import NeuronSetupError
+from nmm_compiler.options import logical_core_setting, platform_override
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+MINIMUM_NKI = (0, 3)
+FIRST_NATIVE_TORCH_NEURONX = (2, 13)
+"""TorchNeuron, with its device "neuron" and `nki_op`; before it torch-neuronx runs on torch-xla."""
+INSTALL = "pip install nki neuronx-cc torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com"
+PACKAGES = ("nki", "neuronx-cc", "torch-neuronx", "torch-xla")
+INSTANCE_TYPE = "/sys/devices/virtual/neuron_device/neuron0/info/architecture/instance_type"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronProbe(Record):
+    """What of Neuron this machine has. Versions are None where a package is not installed.
+
+    path: "torchneuron", "torch-xla", "simulate" (only nki) or "none": what executor "neuron" or
+    "nki_simulate" would use. instance: the type of the machine, as the driver spells it.
+    target: the target that its devices are, logical_cores: physical cores of one logical core; None
+    without a device. problem: what stands in the way, with the way out, or None.
+    """
+
+    nki: str | None
+    neuronx_cc: str | None
+    torch_neuronx: str | None
+    torch_xla: str | None
+    devices: int
+    instance: str | None
+    target: str | None
+    logical_cores: int | None
+    path: str
+    problem: str | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (what, found) lines for `nmm doctor`."""
+        shown = [
+            (name, getattr(self, name.replace("-", "_")) or "not installed") for name in PACKAGES
+        ]
+        found = f"{self.devices}" + (f" ({self.instance})" if self.instance else "")
+        cores = [("logical core", f"{self.logical_cores} physical")] if self.logical_cores else []
+        return [
+            *shown,
+            ("Neuron devices", found),
+            *cores,
+            ("Neuron path", self.path),
+            *([("Neuron problem", self.problem)] if self.problem else []),
+        ]
+
+
+def probe() -> NeuronProbe:
+    """Look for Neuron packages and devices without importing any of them."""
+    versions = {name: version(name) for name in PACKAGES}
+    devices = len(glob.glob("/dev/neuron[0-9]*"))
+    problem = nki_problem()
+    native = _numbers(versions["torch-neuronx"]) >= FIRST_NATIVE_TORCH_NEURONX
+    if problem is not None:
+        path = "none"
+    elif native:
+        path = "torchneuron"
+    elif versions["torch-neuronx"] is not None:
+        path = "torch-xla"
+    else:
+        path = "simulate"
+    if path == "torch-xla" and versions["torch-xla"] is None:
+        path = "none"
+        problem = (
+            f"torch-neuronx {versions['torch-neuronx']} needs torch-xla, which is not installed; "
+            f"install it, or TorchNeuron: {INSTALL} --upgrade"
+        )
+    instance = _instance() if devices else None
+    target = device_target(instance)
+    if path in ("torchneuron", "torch-xla"):
+        if not devices:
+            problem = "no /dev/neuron* device; kernels can only run with executor 'nki_simulate'"
+        else:
+            problem = _cores_problem(target, 1)
+    return NeuronProbe(
+        nki=versions["nki"],
+        neuronx_cc=versions["neuronx-cc"],
+        torch_neuronx=versions["torch-neuronx"],
+        torch_xla=versions["torch-xla"],
+        devices=devices,
+        instance=instance,
+        target=target.name if target else None,
+        logical_cores=logical_cores(target) if devices else None,
+        path=path,
+        problem=problem,
+    )
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def nki_problem() -> str | None:
+    """Return why no kernel can run with the installed nki, and the way out; None if it can."""
+    nki, neuronx_cc = version("nki"), version("neuronx-cc")
+    if nki is None:
+        older = ", only the neuronxcc.nki inside neuronx-cc" if neuronx_cc else ""
+        return f"package nki is not installed{older}; run: {INSTALL}"
+    if _numbers(nki) < MINIMUM_NKI:
+        wanted = ".".join(map(str, MINIMUM_NKI))
+        return f"nki {nki} is installed, kernels need {wanted} or newer; run: {INSTALL} --upgrade"
+    return None
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    """Return the first two numbers of a version; () of none, which is older than any."""
+    return tuple(int(part) for part in re.findall(r"\d+", text or "")[:2])
+
+
+def _instance() -> str | None:
+    """Return the instance type that the driver names, in lower case, or None."""
+    try:
+        return Path(INSTANCE_TYPE).read_text().strip().lower() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def device_target(instance: str | None) -> Target | None:
+    """Return the target that an instance type ("trn2.48xlarge") holds; None for unknown ones."""
+    for name in targets.names():
+        if instance and instance.startswith(targets.get(name).instances):
+            return targets.get(name)
+    return None
+
+
+def logical_cores(target: Target | None) -> int:
+    """Return how many physical cores the runtime takes as one: as set, else the default."""
+    found = logical_core_setting()
+    if found is not None:
+        return found
+    return target.physical_cores_per_logical_core if target else 1
+
+
+def check_launch(kernel_target: str, cores: int) -> None:
+    """Raise NeuronSetupError when the device is not what a kernel was made for.
+
+    `cores` is the number of physical cores that the kernel runs on as one.
+    """
+    device = device_target(_instance())
+    if device is not None and device.name != kernel_target:
+        raise NeuronSetupError(
+            f"the kernel was built for {kernel_target} and the device is {device.name}; pass "
+            f"options={{'target': {device.name!r}}}"
+        )
+    wanted = targets.get(kernel_target)
+    override = platform_override()
+    if override is not None and override not in (wanted.name, wanted.generation, *wanted.instances):
+        raise NeuronSetupError(
+            f"NEURON_PLATFORM_TARGET_OVERRIDE={override} asks for other hardware than the kernel's "
+            f"{kernel_target}; unset it, or pass options={{'target': ...}} for that hardware"
+        )
+    problem = _cores_problem(device or wanted, cores)
+    if problem is not None:
+        raise NeuronSetupError(problem)
+
+
+def _cores_problem(target: Target | None, cores: int) -> str | None:
+    found = logical_cores(target)
+    if found == cores:
+        return None
+    why = "is set" if logical_core_setting() is not None else f"is the default of {target}"
+    return (
+        f"kernels are written for {cores} physical core{'s' if cores > 1 else ''} and the runtime "
+        f"takes {found} as one (NEURON_LOGICAL_NC_CONFIG={found} {why}); before the process "
+        f"starts, run: export NEURON_LOGICAL_NC_CONFIG={cores}"
+    )
