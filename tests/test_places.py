@@ -49,7 +49,7 @@ TOYS = {
                 "from nmm_compiler.targets.base import assumed\n"
                 "from nmm_compiler.targets.trn3 import TARGET as TRN3\n\n"
                 "TARGET = TRN3.successor(\n"
-                '    "toy", generation="gen4", summary="a toy",\n'
+                '    "toy", generation="gen4", summary="a toy", instances=("toy",),\n'
                 '    hbm_bytes_per_second=assumed(1.0e9, "a toy has a slow memory"),\n)\n'
             )
         },

@@ -202,6 +202,10 @@ class Target:
             **{**carried, **numbers},
         )
 
+    def goes_by(self, word: str) -> bool:
+        """Return whether AWS's tools take `word` for this hardware ("trn2", "gen3")."""
+        return word in (self.name, self.generation, *self.instances)
+
     @property
     def sbuf_usable_bytes_per_partition(self) -> int:
         """Bytes of each partition that a kernel may allocate."""
