@@ -29,10 +29,7 @@ def fault(kernel: Any, device: torch.device, launch: Launcher) -> str | None:
     """Run the kernel on seeded random operands; return what is wrong, or None."""
     spec = kernel.spec
     arrays = random_arrays(spec)
-    tensors = [
-        torch.from_numpy(array.astype(np.float32)).to(_torch_dtype(operand.dtype)).to(device)
-        for array, operand in zip(arrays, spec.inputs(), strict=True)
-    ]
+    tensors = [tensor(array).to(device) for array in arrays]
     try:
         results = launch(kernel, tensors)
         got = [y.detach().to("cpu").to(torch.float64).numpy() for y in results]
@@ -99,5 +96,7 @@ def _several(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    return FP8 if name == "float8_e4m3" else getattr(torch, name)
+def tensor(array: Any) -> Tensor:
+    """Return an array, perhaps of an ml_dtypes type, as a tensor with the same values."""
+    dtype = FP8 if array.dtype.name == "float8_e4m3" else getattr(torch, array.dtype.name)
+    return torch.from_numpy(array.astype(np.float32)).to(dtype)

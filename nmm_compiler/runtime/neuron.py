@@ -122,10 +122,39 @@ def _launch_on_torchneuron(kernel: Any, operands: Sequence[Tensor]) -> tuple[Ten
     return _results(registered_op(kernel, len(operands))(*operands))
 
 
-_LAUNCHERS: dict[str, Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]] = {
+Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]
+
+_LAUNCHERS: dict[str, Launcher] = {
     "xla": _launch_on_xla,
     "neuron": _launch_on_torchneuron,
 }
+
+
+def device() -> torch.device:
+    """Return the Neuron device of this process; raises ImportError where its package is broken."""
+    if machine.probe().path == "torchneuron":
+        importlib.import_module("torch_neuronx")
+        return torch.device("neuron")
+    return importlib.import_module("torch_xla").device()
+
+
+def launcher(device: torch.device) -> Launcher:
+    """Return what runs a kernel on a device, unchecked."""
+    return _LAUNCHERS[device.type]
+
+
+def compiled_launcher(device: torch.device) -> Launcher:
+    """Return what runs a kernel on a device within a graph of torch.compile."""
+    backend = {"neuron": "neuron", "xla": "openxla"}[device.type]
+
+    def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return _LAUNCHERS[device.type](kernel, tensors)
+
+        return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*operands)
+
+    return launch
+
 
 _registered: dict[str, Any] = {}
 

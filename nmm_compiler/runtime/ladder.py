@@ -1,0 +1,353 @@
+"""The ladder: small kernels, one construct each, that say what a machine can run.
+
+`nmm doctor --device` climbs it: each rung of rungs.py runs on the device, or in AWS's simulator, or
+in this package's, and its results are compared with NumPy's. A construct that a toolchain refuses
+is then known by name, where otherwise every kernel that holds it would be lost one by one. The
+result is a JSON file with a verdict, an error and times for each rung.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from nmm_compiler import targets
+from nmm_compiler.errors import NeuronSetupError, NmmError, UnknownNameError
+from nmm_compiler.kernels.base import numpy_dtype
+from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
+from nmm_compiler.records import Record
+from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.shown import Shown
+from nmm_compiler.runtime import first_run, machine, neuron
+from nmm_compiler.simulator.run import simulate
+from nmm_compiler.targets import Target
+
+KERNELS = Path(__file__).with_name("rungs.py")
+EXECUTORS = ("neuron", "nki_simulate", "simulator")
+TIMED_RUNS = 20
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kernel of rungs.py.
+
+    name: of the rung; kernel: the function's; construct: what it shows, in words; operands: the
+    (shape, dtype) of each; wanted: float64 operands -> float64 results; result: their dtype, the
+    first operand's by default; sums: how many products a result adds up; needs: the capability of a
+    target without which the rung is left out; compiled: call it within torch.compile.
+    """
+
+    name: str
+    kernel: str
+    construct: str
+    operands: tuple[tuple[tuple[int, ...], str], ...]
+    wanted: Callable[..., tuple[Array, ...]]
+    result: str | None = None
+    sums: int = 0
+    needs: str | None = None
+    compiled: bool = False
+
+
+def _same(x: Array) -> tuple[Array, ...]:
+    return (x,)
+
+
+def _turned(x: Array) -> tuple[Array, ...]:
+    return (x.T,)
+
+
+def _product(a: Array, b: Array) -> tuple[Array, ...]:
+    return (a.T @ b,)
+
+
+def _epilogue(x: Array, bias: Array) -> tuple[Array, ...]:
+    z = x + bias[:, None]
+    return (z / (1 + np.exp(-z)) * x,)
+
+
+def _saturated(x: Array, scale: Array) -> tuple[Array, ...]:
+    scaled = np.clip(x * scale, -240.0, 240.0)
+    return (scaled.astype(ml_dtypes.float8_e4m3).astype(np.float64),)
+
+
+def _rungs() -> Iterator[Rung]:
+    bf16, fp8, fp32 = "bfloat16", "float8_e4m3", "float32"
+    copied = (((128, 512), bf16),)
+    yield Rung("copy", "copy", "a copy through SBUF", copied, _same)
+    yield Rung("copy compiled", "copy", "the same in torch.compile", copied, _same, compiled=True)
+    yield Rung("two results", "two_results", "two results", copied, lambda x: (x, 2 * x))
+    yield Rung(
+        "permuted copy", "permuted_copy", "reshape_dim and permute of a view", (((512, 64), bf16),),
+        _same,
+    )  # fmt: skip
+    yield Rung(
+        "strided copy", "strided_copy", "a DMA of single elements", (((64, 128), bf16),), _turned
+    )
+    yield Rung(
+        "broadcast", "broadcast_copy", "a view broadcast over partitions", (((1,), fp32),),
+        lambda x: (np.full((128, 1), x[0]),),
+    )  # fmt: skip
+    for tokens in (512, 77, 1):
+        yield Rung(
+            f"matmul {tokens}", "matmul", f"accumulate, {tokens} columns moving",
+            (((512, 128), bf16), ((512, tokens), bf16)), _product, result=fp32, sums=512,
+        )  # fmt: skip
+    yield Rung(
+        "matmul fp32", "matmul", "fp32 operands", (((256, 128), fp32), ((256, 512), fp32)),
+        _product, sums=256,
+    )  # fmt: skip
+    yield Rung(
+        "double row", "double_row", "pairs of rows of fp8", (((512, 128), fp8), ((512, 512), fp8)),
+        _product, result=fp32, sums=512, needs="fp8_double_row",
+    )  # fmt: skip
+    yield Rung(
+        "double row, odd", "double_row", "a plain pass into sums of pairs of rows",
+        (((640, 128), fp8), ((640, 64), fp8)), _product, result=fp32, sums=640,
+        needs="fp8_double_row",
+    )  # fmt: skip
+    yield Rung(
+        "TensorE transpose", "tensor_transpose", "nc_transpose on TensorE", (((128, 128), bf16),),
+        _turned,
+    )  # fmt: skip
+    yield Rung(
+        "TensorE transpose fp8", "tensor_transpose_fp8", "fp8 into every second byte",
+        (((128, 64), fp8),), _turned, needs="fp8_double_row",
+    )  # fmt: skip
+    for rows in (512, 77, 8):
+        yield Rung(
+            f"DMA transpose {rows}", "dma_transpose", f"dma_transpose of {rows} rows",
+            (((rows, 128), bf16),), _turned, needs="dma_transposes",
+        )  # fmt: skip
+    yield Rung(
+        "DMA transpose 3-D", "dma_transpose_tiles", "dma_transpose, axes (2, 1, 0)",
+        (((64, 512), bf16),), _turned, needs="dma_transposes",
+    )  # fmt: skip
+    yield Rung(
+        "epilogue", "epilogue", "an activation with a bias for each partition",
+        (((128, 256), bf16), ((128,), fp32)), _epilogue,
+    )  # fmt: skip
+    yield Rung(
+        "fp8 result", "saturate_fp8", "rounding to fp8, saturated",
+        (((128, 64), bf16), ((1,), fp32)), _saturated, result=fp8, needs="fp8_double_row",
+    )  # fmt: skip
+    looped = (((512, 64), bf16),)
+    yield Rung("loop", "device_loop", "fori_loop, a number as bound", looped, _same)
+    yield Rung(
+        "loop to a register",
+        "device_loop_register",
+        "fori_loop, a register as bound",
+        looped,
+        _same,
+    )
+    yield Rung(
+        "DMA transpose in a loop", "device_loop_dma_transpose", "16 rows at a register's place",
+        (((64, 128), bf16),), _turned, needs="dma_transposes",
+    )  # fmt: skip
+
+
+RUNGS = tuple(_rungs())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Record):
+    """What one rung gave.
+
+    verdict: "passed", "wrong" (results differ), "failed" (it did not run) or "left out"; error says
+    more. time_us: median host time of a launch, dispatch included, on a device only. predicted_us:
+    by this package's timing model, None where it refuses the kernel.
+    """
+
+    rung: str
+    construct: str
+    verdict: str
+    error: str = ""
+    time_us: float | None = None
+    predicted_us: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder(Shown, Record):
+    """Verdicts of all rungs, and the machine that gave them."""
+
+    executor: str
+    target: str
+    machine: machine.NeuronProbe
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rung that was tried passed."""
+        return all(v.verdict in ("passed", "left out") for v in self.verdicts)
+
+    def parts(self) -> list[Part]:
+        """Return a table of the rungs and a line that sums up."""
+        rows = [
+            (v.rung, v.verdict, _us(v.time_us), _us(v.predicted_us), v.error or v.construct)
+            for v in self.verdicts
+        ]
+        head = ("rung", "verdict", "host us", "predicted us", "construct or error")
+        tried = [v for v in self.verdicts if v.verdict != "left out"]
+        right = sum(v.verdict == "passed" for v in tried)
+        where = {
+            "neuron": f"on a Neuron device ({self.machine.instance or 'unknown instance'})",
+            "nki_simulate": "in AWS's simulator, no device was used",
+            "simulator": "in this package's simulator, no device was used",
+        }[self.executor]
+        return [
+            Grid.of(head, rows, right=("host us", "predicted us")),
+            Line(f"{right} of {len(tried)} rungs passed {where}, target {self.target}", "headline"),
+        ]
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A rung as the launchers take kernels."""
+
+    name: str
+    target: str
+    source: str
+    path: Path
+    spec: _Results
+
+
+@dataclass(frozen=True)
+class _Results:
+    count: int
+
+    def outputs(self) -> tuple[None, ...]:
+        return (None,) * self.count
+
+
+def best_executor() -> str:
+    """Return the closest to a device that this machine has: one of EXECUTORS."""
+    found = machine.probe()
+    if found.devices and found.path in ("torchneuron", "torch-xla"):
+        return "neuron"
+    return "simulator" if found.nki is None or found.path == "none" else "nki_simulate"
+
+
+def climb(
+    executor: str | None = None,
+    target: str | None = None,
+    *,
+    seed: int = 0,
+    on_rung: Callable[[Rung], None] | None = None,
+) -> Ladder:
+    """Run every rung and return the verdicts; no rung's failure stops the others.
+
+    executor: one of EXECUTORS, by default the closest to a device; target: by default the device's,
+    else trn2. on_rung is called before each rung. Raises NeuronSetupError where the executor is not
+    to be had, UnknownNameError for a wrong name.
+    """
+    found = machine.probe()
+    executor = executor or best_executor()
+    if executor not in EXECUTORS:
+        raise UnknownNameError("executor", executor, EXECUTORS)
+    if executor == "neuron" and (not found.devices or found.problem):
+        raise NeuronSetupError(found.problem or "no /dev/neuron* device")
+    if executor == "nki_simulate" and found.path == "none":
+        raise NeuronSetupError(str(found.problem))
+    hardware = targets.get(target or found.target or "trn2")
+    verdicts = []
+    for rung in RUNGS:
+        if on_rung is not None:
+            on_rung(rung)
+        verdicts.append(_try(rung, executor, hardware, seed))
+    return Ladder(executor=executor, target=hardware.name, machine=found, verdicts=tuple(verdicts))
+
+
+def _try(rung: Rung, executor: str, target: Target, seed: int) -> Verdict:
+    said: dict[str, Any] = {"rung": rung.name, "construct": rung.construct}
+    if rung.needs is not None and not getattr(target, rung.needs):
+        return Verdict(verdict="left out", error=f"{target.name} has no {rung.needs}", **said)
+    if rung.compiled and executor != "neuron":
+        return Verdict(verdict="left out", error="simulators run outside torch.compile", **said)
+    arrays = _operands(rung, seed)
+    wanted = rung.wanted(*(a.astype(np.float64) for a in arrays))
+    said["predicted_us"] = _predicted(rung, arrays, target)
+    try:
+        got, said["time_us"] = _run(rung, executor, target, arrays, len(wanted))
+    except Exception as error:  # the vendor's tools may raise anything, and the next rung goes on
+        return Verdict(verdict="failed", error=f"{type(error).__name__}: {error}"[:400], **said)
+    largest = rung.wanted(*(np.abs(a.astype(np.float64)) for a in arrays))
+    roundoff = float(ml_dtypes.finfo(numpy_dtype(rung.result or rung.operands[0][1])).eps)
+    fault = _compare(got, wanted, largest, roundoff + rung.sums * FP32_ROUNDOFF)
+    return Verdict(verdict="wrong" if fault else "passed", error=fault, **said)
+
+
+def _operands(rung: Rung, seed: int) -> list[Array]:
+    generator = np.random.default_rng(seed)
+    return [
+        generator.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
+        for shape, dtype in rung.operands
+    ]
+
+
+def _predicted(rung: Rung, arrays: list[Array], target: Target) -> float | None:
+    try:
+        simulation = simulate(f"{KERNELS}:{rung.kernel}", *arrays, target=target, mode="timing")
+    except NmmError:  # the run's own verdict says what is wrong
+        return None
+    return round(float(simulation.profile.latency_us), 3) if simulation.profile else None
+
+
+def _run(
+    rung: Rung, executor: str, target: Target, arrays: list[Array], results: int
+) -> tuple[list[Array], float | None]:
+    """Return the results of one run in float64, and the host time of a launch on a device."""
+    if executor == "simulator":
+        found = simulate(f"{KERNELS}:{rung.kernel}", *arrays, target=target, mode="functional")
+        return [y.astype(np.float64) for y in found.outputs or ()], None
+    source = KERNELS.read_text()
+    kernel = _Kernel(rung.kernel, target.name, source, KERNELS, _Results(results))
+    tensors = [first_run.tensor(array) for array in arrays]
+    if executor == "nki_simulate":
+        return [_array(y) for y in neuron.simulate(kernel, tensors)], None
+    device = neuron.device()
+    tensors = [t.to(device) for t in tensors]
+    launch = neuron.compiled_launcher(device) if rung.compiled else neuron.launcher(device)
+    got = [_array(y) for y in launch(kernel, tensors)]
+    times = []
+    for _ in range(TIMED_RUNS):
+        start = time.perf_counter()
+        [y.to("cpu") for y in launch(kernel, tensors)]
+        times.append(1e6 * (time.perf_counter() - start))
+    return got, round(statistics.median(times), 3)
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return tensor.detach().to("cpu").to(torch.float64).numpy()
+
+
+def _compare(
+    got: list[Array], wanted: tuple[Array, ...], largest: tuple[Array, ...], roundoff: float
+) -> str:
+    """Return how results differ from what is wanted; "" when they agree.
+
+    largest: the results for the absolute values of the operands; roundoff, relative to them: of the
+    result's rounding to its dtype, and of each fp32 sum.
+    """
+    if len(got) != len(wanted):
+        return f"{len(got)} results, not {len(wanted)}"
+    for values, want, most in zip(got, wanted, largest, strict=True):
+        if values.shape != want.shape:
+            return f"shape {values.shape}, not {want.shape}"
+        distance = np.abs(values - want)
+        wrong = int((~(distance <= roundoff * most)).sum())
+        if wrong:
+            return f"{wrong} of {want.size} elements differ, by up to {np.max(distance):.3g}"
+    return ""

@@ -1,0 +1,257 @@
+"""The kernels of `nmm doctor --device`: one construct each, in the form that emitted kernels use.
+
+An NKI file: it is executed where nki is installed, or in the simulator, and never imported here.
+ladder.py says what each kernel is given and what it must return.
+"""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def copy(x):
+    """Copy x through SBUF."""
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    nisa.dma_copy(dst=out, src=held)
+    return out
+
+
+@nki.jit
+def permuted_copy(x):
+    """Copy x, whose rows lie 128 to a tile in SBUF."""
+    rows, columns = x.shape
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray((128, rows // 128, columns), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x.reshape_dim(0, (rows // 128, 128)).permute((1, 0, 2)))
+    nisa.dma_copy(dst=out.reshape_dim(0, (rows // 128, 128)).permute((1, 0, 2)), src=held)
+    return out
+
+
+@nki.jit
+def strided_copy(x):
+    """Return x turned by a DMA that reads single elements."""
+    rows, columns = x.shape
+    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x.permute((1, 0)))
+    nisa.dma_copy(dst=out, src=held)
+    return out
+
+
+@nki.jit
+def broadcast_copy(scale):
+    """Return a number on every partition."""
+    out = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.shared_hbm)
+    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=column, src=scale.reshape((1, 1)).broadcast(0, 128))
+    nisa.dma_copy(dst=out, src=column)
+    return out
+
+
+def loaded(x):
+    """Return x in SBUF, rows in tiles of 128: [128, rows / 128, columns]."""
+    rows, columns = x.shape
+    held = nl.ndarray((128, rows // 128, columns), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x.reshape_dim(0, (rows // 128, 128)).permute((1, 0, 2)))
+    return held
+
+
+def stored(sums, dtype):
+    """Return sums, which are in PSUM, as a tensor in HBM."""
+    out = nl.ndarray(sums.shape, dtype=dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray(sums.shape, dtype=dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=held, src=sums, engine=nisa.engine.vector)
+    nisa.dma_copy(dst=out, src=held)
+    return out
+
+
+@nki.jit
+def matmul(a, b):
+    """Return the product of a, turned, and b, in fp32."""
+    left, right = loaded(a), loaded(b)
+    tiles, n = right.shape[1], b.shape[1]
+    sums = nl.ndarray((a.shape[1], n), dtype=nl.float32, buffer=nl.psum)
+    for i in range(tiles):
+        nisa.nc_matmul(
+            dst=sums, stationary=left[0:128, i, 0 : a.shape[1]], moving=right[0:128, i, 0:n],
+            accumulate=i > 0,
+        )  # fmt: skip
+    return stored(sums, nl.float32)
+
+
+@nki.jit
+def double_row(a, b):
+    """Return the product of fp8 operands, two rows a pass."""
+    left, right = loaded(a), loaded(b)
+    tiles, n = right.shape[1], b.shape[1]
+    sums = nl.ndarray((a.shape[1], n), dtype=nl.float32, buffer=nl.psum)
+    for i in range(0, tiles - 1, 2):
+        nisa.nc_matmul(
+            dst=sums, stationary=left[0:128, i : i + 2, 0 : a.shape[1]],
+            moving=right[0:128, i : i + 2, 0:n], accumulate=i > 0,
+            perf_mode=nisa.matmul_perf_mode.double_row,
+        )  # fmt: skip
+    if tiles % 2 > 0:
+        nisa.nc_matmul(
+            dst=sums, stationary=left[0:128, tiles - 1, 0 : a.shape[1]],
+            moving=right[0:128, tiles - 1, 0:n], accumulate=True,
+        )  # fmt: skip
+    return stored(sums, nl.float32)
+
+
+@nki.jit
+def tensor_transpose(x):
+    """Return x turned on TensorE."""
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    turned = nl.ndarray((x.shape[1], x.shape[0]), dtype=x.dtype, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned, data=held, engine=nisa.engine.tensor)
+    return stored(turned, x.dtype)
+
+
+@nki.jit
+def tensor_transpose_fp8(x):
+    """Return fp8 numbers turned on TensorE, which writes 16 bits for each."""
+    rows, columns = x.shape
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    turned = nl.ndarray((columns, rows, 2), dtype=x.dtype, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned[0:columns, 0:rows, 0], data=held, engine=nisa.engine.tensor)
+    return stored(turned[0:columns, 0:rows, 0], x.dtype)
+
+
+@nki.jit
+def dma_transpose(x):
+    """Return x turned by DMA; rows of the result lie 32 bytes apart."""
+    rows, columns = x.shape
+    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
+    pitch = (rows + 15) // 16 * 16
+    turned = nl.ndarray((columns, pitch), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_transpose(dst=turned[0:columns, 0:rows], src=x, axes=(1, 0))
+    nisa.dma_copy(dst=out, src=turned[0:columns, 0:rows])
+    return out
+
+
+@nki.jit
+def dma_transpose_tiles(x):
+    """Return x turned by one DMA of several tiles."""
+    rows, columns = x.shape
+    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
+    turned = nl.ndarray((128, columns // 128, rows), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_transpose(dst=turned, src=x.reshape_dim(1, (columns // 128, 128)), axes=(2, 1, 0))
+    nisa.dma_copy(dst=out.reshape_dim(0, (columns // 128, 128)).permute((1, 0, 2)), src=turned)
+    return out
+
+
+@nki.jit
+def epilogue(x, bias):
+    """Return silu(x + bias) * x."""
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    nisa.dma_copy(dst=column, src=bias.reshape((1, 128)).permute((1, 0)))
+    gated = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=gated, op=nl.silu, data=held, bias=column)
+    product = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=product, data1=gated, data2=held, op=nl.multiply)
+    nisa.dma_copy(dst=out, src=product)
+    return out
+
+
+@nki.jit
+def saturate_fp8(x, scale):
+    """Return x * scale in fp8."""
+    out = nl.ndarray(x.shape, dtype=nl.float8_e4m3, buffer=nl.shared_hbm)
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    nisa.dma_copy(dst=column, src=scale.reshape((1, 1)).broadcast(0, 128))
+    scaled = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=scaled, op=nl.copy, data=held, scale=column)
+    narrow = nl.ndarray(x.shape, dtype=nl.float8_e4m3, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=narrow, data=scaled, op0=nl.minimum, operand0=240.0, op1=nl.maximum, operand1=-240.0
+    )
+    nisa.dma_copy(dst=out, src=narrow)
+    return out
+
+
+def position(i):
+    """Return a loop's index in SBUF, where views can be addressed by it."""
+    at = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.register_store(at, i)
+    return at
+
+
+@nki.jit
+def device_loop(x):
+    """Copy x in a loop on the device."""
+    rows, columns = x.shape
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    blocks = x.reshape_dim(0, (rows // 128, 128))
+    results = out.reshape_dim(0, (rows // 128, 128))
+
+    def body(i):
+        at = position(i)
+        held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=held, src=blocks.select(0, at))
+        nisa.dma_copy(dst=results.select(0, at), src=held)
+
+    nl.fori_loop(0, rows // 128, body)
+    return out
+
+
+@nki.jit
+def device_loop_register(x):
+    """Copy x in a loop on the device whose bound is a register."""
+    rows, columns = x.shape
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    blocks = x.reshape_dim(0, (rows // 128, 128))
+    results = out.reshape_dim(0, (rows // 128, 128))
+    turns = nisa.register_alloc(rows // 128)
+
+    def body(i):
+        at = position(i)
+        held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=held, src=blocks.select(0, at))
+        nisa.dma_copy(dst=results.select(0, at), src=held)
+
+    nl.fori_loop(0, turns, body)
+    return out
+
+
+@nki.jit
+def device_loop_dma_transpose(x):
+    """Return x turned by DMA, 16 rows each turn of a loop on the device."""
+    rows, columns = x.shape
+    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
+    blocks = x.reshape_dim(0, (rows // 16, 16))
+    results = out.reshape_dim(1, (rows // 16, 16))
+    turns = nisa.register_alloc(rows // 16)
+
+    def body(i):
+        at = position(i)
+        turned = nl.ndarray((columns, 16), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_transpose(dst=turned, src=blocks.select(0, at), axes=(1, 0))
+        nisa.dma_copy(dst=results.select(1, at), src=turned)
+
+    nl.fori_loop(0, turns, body)
+    return out
+
+
+@nki.jit
+def two_results(x):
+    """Return x and 2 x."""
+    first = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    second = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    twice = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=twice, data=held, op0=nl.multiply, operand0=2.0)
+    nisa.dma_copy(dst=first, src=held)
+    nisa.dma_copy(dst=second, src=twice)
+    return first, second
