@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nmm_compiler.errors import LintError
 from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, Api, api
-from nmm_compiler.nki_api.lint_calls import check_calls, check_names
+from nmm_compiler.nki_api.lint_calls import check_calls, check_methods, check_names
 from nmm_compiler.nki_api.lint_finding import Finding
 from nmm_compiler.nki_api.lint_names import Names
 from nmm_compiler.nki_api.lint_subset import check_device_loops, check_purity, check_subset
@@ -26,6 +26,7 @@ Rule = Callable[[Names, Api], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     check_names,
     check_calls,
+    check_methods,
     check_subset,
     check_purity,
     check_device_loops,
@@ -40,7 +41,10 @@ __all__ = [
     "check_source",
     "lint_file",
     "lint_source",
+    "oldest_version",
 ]
+
+_TOO_YOUNG = ("NKI-E102", "NKI-E117")  # a name or a parameter that a version does not have yet
 
 
 def lint_source(
@@ -85,6 +89,17 @@ def _too_deep(tree: ast.Module | None = None) -> Finding:
 def lint_file(path: str | Path, *, nki: str = API_VERSION) -> tuple[Finding, ...]:
     """Return the findings of a file on disk; SourceFileError, an OSError, if it is no source."""
     return lint_source(read_source(Path(path)), nki=nki, filename=str(path))
+
+
+def oldest_version(source: str) -> str:
+    """Return the oldest NKI version that has every name a kernel file uses, one of VERSIONS.
+
+    The newest for a text that needs more than any.
+    """
+    for version in VERSIONS:
+        if not any(finding.code in _TOO_YOUNG for finding in lint_source(source, nki=version)):
+            return version
+    return VERSIONS[-1]
 
 
 def check_source(source: str, *, nki: str = API_VERSION, filename: str = "<kernel>") -> None:

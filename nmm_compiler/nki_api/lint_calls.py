@@ -80,6 +80,29 @@ def check_calls(names: Names, api: Api) -> Iterator[Finding]:
                 yield at(node, "NKI-E118", text)
 
 
+def check_methods(names: Names, api: Api) -> Iterator[Finding]:
+    """E102: methods of tensors that are younger than the version, in kernel code.
+
+    Types are not known here: a method of that name that a class of the file defines is left alone,
+    and so is a function of an imported module.
+    """
+    own = {
+        method.name
+        for kind in ast.walk(names.tree)
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef)
+    }
+    for node in names.kernel_nodes():
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        method = node.func.attr
+        since = table.TENSOR_METHODS_ADDED.get(method, "0.3")
+        if before(api.version, since) and method not in own and not names.resolve(node.func):
+            text = f"tensors have {method}() since NKI {since}; this is checked for {api.version}"
+            yield at(node, "NKI-E102", text)
+
+
 def _check_jit(node: ast.Call) -> Iterator[Finding]:
     for keyword in node.keywords:
         instead = table.PARAMETER_REMOVED.get(("nki.jit", keyword.arg or ""))

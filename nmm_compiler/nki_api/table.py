@@ -190,6 +190,12 @@ ADDED = {
     "nki.collectives.all_gather_v": "0.6",
 }
 
+METHODS_OF_0_5 = """slice select permute broadcast expand_dim squeeze_dim reshape_dim flatten_dims
+rearrange vector_select is_contiguous is_indirect indirect"""
+
+# Methods of tensors -> version that brought them (nothing: before 0.3).
+TENSOR_METHODS_ADDED = dict.fromkeys(METHODS_OF_0_5.split(), "0.5")
+
 # name -> (first version without it, what to write instead); "0.2" is before all VERSIONS
 REMOVED = {
     "nki.isa.tensor_copy_dynamic_src": ("0.4", "tensor_copy() from .ap(scalar_offset=...)"),

@@ -18,7 +18,8 @@ from nmm_compiler.options import logical_core_setting, platform_override
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
-MINIMUM_NKI = (0, 3)
+MINIMUM_NKI = "0.5"
+"""The first NKI with the views that every kernel uses; a loop on the device needs 0.6."""
 FIRST_NATIVE_TORCH_NEURONX = (2, 13)
 """TorchNeuron, with its device "neuron" and `nki_op`; before it torch-neuronx runs on torch-xla."""
 INSTALL = "pip install nki neuronx-cc torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com"
@@ -112,14 +113,13 @@ def version(package: str) -> str | None:
         return None
 
 
-def nki_problem() -> str | None:
-    """Return why no kernel can run with the installed nki, and the way out; None if it can."""
+def nki_problem(wanted: str = MINIMUM_NKI) -> str | None:
+    """Return why no kernel of NKI `wanted` can run with the installed nki, and the way out."""
     nki, neuronx_cc = version("nki"), version("neuronx-cc")
     if nki is None:
         older = ", only the neuronxcc.nki inside neuronx-cc" if neuronx_cc else ""
         return f"package nki is not installed{older}; run: {INSTALL}"
-    if _numbers(nki) < MINIMUM_NKI:
-        wanted = ".".join(map(str, MINIMUM_NKI))
+    if _numbers(nki) < _numbers(wanted):
         return f"nki {nki} is installed, kernels need {wanted} or newer; run: {INSTALL} --upgrade"
     return None
 

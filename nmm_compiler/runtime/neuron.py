@@ -6,7 +6,8 @@ The only file that imports nki, torch_neuronx or torch_xla, and only when a call
     tensors on "neuron"   TorchNeuron (torch 2.13, 2.14): the kernel is registered with `nki_op`
     tensors on the CPU    `nki.simulate`, for executor "nki_simulate"
 
-NKI before 0.3 spells its instructions differently and is refused. The first time a kernel meets a
+NKI before 0.5 lacks the views that kernels use and is refused, as is one that lacks what the kernel
+at hand needs. The first time a kernel meets a
 device it runs on random operands and is compared with the float64 reference (first_run.py); one
 that differs, or does not compile, is not used again, with a warning. A device of another
 generation, or one whose logical cores are not the kernel's, is refused (machine.py).
@@ -28,15 +29,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nmm_compiler.errors import ChangedFileError, NeuronSetupError
+from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.runtime import first_run, machine
 from nmm_compiler.simulator.loading.run_text import run_source
 
 
-def _nki() -> Any:
-    """Import nki, or raise NeuronSetupError with what to install."""
-    problem = machine.nki_problem()
+def _nki(wanted: str = machine.MINIMUM_NKI) -> Any:
+    """Import nki of version `wanted` or newer, or raise NeuronSetupError with what to install."""
+    problem = machine.nki_problem(wanted)
     if problem is not None:
         raise NeuronSetupError(problem)
     return importlib.import_module("nki")
@@ -60,7 +62,7 @@ def load(kernel: Any) -> Any:
     with _lock:
         found = _loaded.get(_identity(kernel))
         if found is None:
-            _nki()
+            _nki(oldest_version(kernel.source))
             if path.exists() and read_source(path) != kernel.source:
                 raise ChangedFileError(
                     f"{path} was changed after kernel {kernel.name} was verified; nothing of it "

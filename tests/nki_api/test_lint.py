@@ -8,7 +8,7 @@ import pytest
 
 from nmm_compiler.errors import LintError, UnknownNameError
 from nmm_compiler.nki_api.api import api
-from nmm_compiler.nki_api.lint import VERSIONS, check_source, lint_source
+from nmm_compiler.nki_api.lint import VERSIONS, check_source, lint_source, oldest_version
 
 HEADER = """\
 import nki
@@ -253,6 +253,8 @@ def test_helpers_that_a_kernel_calls_are_kernel_code() -> None:
         ("for i in nl.dynamic_range(4): pass", {"0.5": "", "0.6": "W104", "0.7": "E103"}),
         ("r = nisa.register_alloc()\nwhile r: pass", {"0.5": "", "0.6": "W215", "0.7": "E215"}),
         ("print(nl.tile_size.psum_fmax)", {"0.3": "", "0.4": "W104"}),
+        ("y = x.permute((1, 0)).reshape_dim(0, (2, 64))", {"0.4": "E102E102", "0.5": ""}),
+        ("print(nl.select(x))", {"0.4": "E101", "0.5": "E101"}),
         ("if x is None: pass", {"0.3": "E201", "0.6": "E201", "0.7": ""}),
         ("a = max(i for i in range(3))", {"0.6": "E205", "0.7": ""}),
         ("nl.something_new(x)", {"0.6": "E101", "0.7": "W106"}),
@@ -261,6 +263,19 @@ def test_helpers_that_a_kernel_calls_are_kernel_code() -> None:
 def test_versions_differ(statement: str, expected: dict[str, str]) -> None:
     found = {version: "".join(codes(kernel(statement), version)) for version in expected}
     assert found == expected
+
+
+def test_methods_that_the_file_defines_are_no_tensors() -> None:
+    own = "class Rows:\n    def select(self): pass\n"
+    use = "@nki.jit\ndef k(x, rows):\n    rows.select()\n    x.select(0, 1)\n"
+    assert codes(HEADER + own + use, "0.4") == []
+    assert codes(HEADER + use, "0.4") == ["E102", "E102"]
+
+
+def test_the_oldest_version_has_all_that_a_kernel_uses() -> None:
+    assert oldest_version(kernel("nisa.tensor_copy(x, y)")) == "0.3"
+    assert oldest_version(kernel("x.permute((1, 0))")) == "0.5"
+    assert oldest_version(kernel("nl.fori_loop(0, x.permute((1, 0)), print)")) == "0.6"
 
 
 def test_old_namespace_is_a_warning_before_0_4() -> None:

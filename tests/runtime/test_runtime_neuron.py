@@ -109,13 +109,22 @@ def test_the_probe_names_the_path(monkeypatch, packages, devices, path):
     assert machine.probe().path == path
 
 
-@pytest.mark.parametrize("version", ["0.2.0", "0.1", "0.2.99+abc"])
-def test_nki_before_0_3_is_refused_with_what_to_install(monkeypatch, tmp_path, version):
+@pytest.mark.parametrize("version", ["0.2.0", "0.1", "0.4.99+abc"])
+def test_an_old_nki_is_refused_with_what_to_install(monkeypatch, tmp_path, version):
     install(monkeypatch, nki=version)
     kernel = write_kernel(tmp_path, SPEC)
-    with pytest.raises(NeuronSetupError, match=r"need 0\.3 or newer; run: pip install nki"):
+    with pytest.raises(NeuronSetupError, match=r"need 0\.5 or newer; run: pip install nki"):
         neuron.simulate(kernel, operands())
     assert version in str(machine.probe().problem)
+
+
+def test_a_kernel_that_needs_a_newer_nki_is_refused(monkeypatch, tmp_path):
+    install(monkeypatch, nki="0.5.0")
+    kernel = write_kernel(tmp_path, SPEC, "nl.fori_loop(0, 2, print)")
+    source = kernel.source.replace("import nki\n", "import nki\nimport nki.language as nl\n", 1)
+    kernel = StandInKernel(kernel.name, SPEC, "trn2", source, tmp_path / "absent.py")
+    with pytest.raises(NeuronSetupError, match=r"nki 0\.5\.0 is installed, kernels need 0\.6"):
+        neuron.simulate(kernel, operands())
 
 
 def test_nki_simulate_runs_the_file_for_the_kernels_target(monkeypatch, tmp_path):
