@@ -22,6 +22,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen.tidy import with_comments
+from nmm_compiler.codegen.trees import Editor, nodes
 
 Classes = Mapping[str, Sequence[tuple[str, str]]]
 """Class -> (field, its class if it is a record, else "")."""
@@ -76,11 +77,10 @@ def _flat_function(
     node: cst.FunctionDef, signatures: dict[str, list[tuple[str, str]]], classes: Classes
 ) -> cst.FunctionDef:
     own = signatures[node.name.value]
-    names = _Names()
-    node.visit(names)
     leaves = {p: list(_paths(kind, classes)) for p, kind in own if kind}
     every = [(p, *path) for p, paths in leaves.items() for path in paths]
-    taken = {name for name in names.found if name not in leaves}
+    found = {name.value for name in nodes(node) if isinstance(name, cst.Name)}
+    taken = found - set(leaves)
     records: dict[str, Leaves] = {}
     for parameter, paths in leaves.items():
         records[parameter] = {}
@@ -93,9 +93,9 @@ def _flat_function(
         for p in node.params.params
     ]
     parameters = node.params.with_changes(params=list(itertools.chain(*flat)))
-    changed = node.with_changes(params=parameters).visit(_Flatten(records, signatures, classes))
-    assert isinstance(changed, cst.FunctionDef)
-    return changed
+    changed = node.with_changes(params=parameters)
+    flattened: cst.FunctionDef = _Flatten(records, signatures, classes).edit(changed)
+    return flattened
 
 
 def _name(leaf: tuple[str, ...], every: Sequence[tuple[str, ...]], taken: set[str]) -> str:
@@ -119,29 +119,7 @@ def _last_two(leaf: tuple[str, ...]) -> str:
     return f"{leaf[-2]}_{leaf[-1]}"
 
 
-class _Names(cst.CSTVisitor):
-    """Collects the names of a function, but not those of fields and keywords."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Annotation(self, node: cst.Annotation) -> bool:
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.found.add(node.value)
-
-
-class _Flatten(cst.CSTTransformer):
+class _Flatten(Editor):
     """Rewrites one function: fields become names, and arguments that are records their fields."""
 
     def __init__(
@@ -150,7 +128,6 @@ class _Flatten(cst.CSTTransformer):
         signatures: dict[str, list[tuple[str, str]]],
         classes: Classes,
     ) -> None:
-        super().__init__()
         self.records, self.signatures, self.classes = dict(records), signatures, classes
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
@@ -169,7 +146,7 @@ class _Flatten(cst.CSTTransformer):
                 return value
         if held:
             return original  # a record in a record: what it is passed to takes its fields
-        return original.with_changes(value=original.value.visit(self))
+        return original.with_changes(value=self.edit(original.value))
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
         """Note `a = Record(...)`; its fields are written where they are used."""
@@ -205,7 +182,7 @@ class _Flatten(cst.CSTTransformer):
             kind = signature[place][1]
             if kind:
                 values = self.leaves(before.value, kind).values()
-                flat += [cst.Arg(value.deep_clone()) for value in values]
+                flat += [cst.Arg(value) for value in values]
             else:
                 flat.append(cst.Arg(after.value))
         return updated.with_changes(args=flat, whitespace_before_args=cst.SimpleWhitespace(""))
@@ -241,9 +218,7 @@ class _Flatten(cst.CSTTransformer):
                 nested = self.leaves(value, inner)
                 made |= {(field, *path): leaf for path, leaf in nested.items()}
             else:
-                visited = value.visit(self)
-                assert isinstance(visited, cst.BaseExpression)
-                made[(field,)] = visited
+                made[(field,)] = self.edit(value)
         assert not given, f"{kind} has no fields {sorted(given)}"
         return made
 

@@ -21,6 +21,7 @@ from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.evaluate import Environment, Evaluator
 from nmm_compiler.codegen.known_values import Span, Value, known
 from nmm_compiler.codegen.tidy import on_one_line
+from nmm_compiler.codegen.trees import Editor, nodes
 from nmm_compiler.records import Record
 
 Statement = cst.BaseStatement
@@ -51,11 +52,10 @@ def literal(value: Any) -> cst.BaseExpression:
     raise TypeError(f"{value!r} has no literal here")
 
 
-class ExpressionFolder(cst.CSTTransformer):
+class ExpressionFolder(Editor):
     """Writes constants into an expression and simplifies around them."""
 
     def __init__(self, environment: Environment, inline: set[str]) -> None:
-        super().__init__()
         self.environment = environment
         self.inline = inline
         self.evaluator = Evaluator(environment)
@@ -69,14 +69,7 @@ class ExpressionFolder(cst.CSTTransformer):
         fixed, plain = values.constant(self.evaluator.value(original))
         if fixed and not isinstance(plain, Record):
             return literal(plain)
-        value = original.value.visit(self)
-        return updated.with_changes(value=value)
-
-    def visit_Arg_keyword(self, node: cst.Arg) -> None:
-        self._keyword = node.keyword
-
-    def leave_Arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
-        return updated.with_changes(keyword=original.keyword)
+        return updated.with_changes(value=self.edit(original.value))
 
     def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
         if original.value in self.inline:
@@ -189,30 +182,11 @@ def _in_place_of(node: cst.BaseExpression, part: cst.BaseExpression) -> cst.Base
     return part
 
 
-def assigned_names(nodes: Iterable[cst.CSTNode]) -> set[str]:
+def assigned_names(statements: Iterable[cst.CSTNode]) -> set[str]:
     """Return the names that the statements bind."""
-    collector = _Targets()
-    for node in nodes:
-        node.visit(collector)
-    return collector.names
-
-
-class _Targets(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if isinstance(node.target, cst.Name):
-            self.names.add(node.target.value)
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        if isinstance(node.target, cst.Name):
-            self.names.add(node.target.value)
-
-    def visit_For(self, node: cst.For) -> None:
-        if isinstance(node.target, cst.Name):
-            self.names.add(node.target.value)
+    binding = (cst.AssignTarget, cst.AugAssign, cst.For)
+    targets = (node.target for node in nodes(*statements) if isinstance(node, binding))
+    return {target.value for target in targets if isinstance(target, cst.Name)}
 
 
 class BodyFolder:
@@ -265,17 +239,22 @@ class BodyFolder:
         return statement.with_changes(body=statement.body.with_changes(body=body))
 
     def _expression(self, node: Any) -> Any:
-        folded = node.visit(ExpressionFolder(self.environment, self.inline))
+        folded = ExpressionFolder(self.environment, self.inline).edit(node)
         self._note_calls(folded)
         return folded
 
     def _note_calls(self, node: cst.CSTNode) -> None:
-        finder = _Calls(self.signatures)
-        node.visit(finder)
         evaluator = Evaluator(self.environment)
-        for name, arguments in finder.found:
-            known_arguments = {key: evaluator.value(value) for key, value in arguments.items()}
-            self.calls.append(Call(name, known_arguments))
+        for call in nodes(node):
+            if not (isinstance(call, cst.Call) and isinstance(call.func, cst.Name)):
+                continue
+            names = self.signatures.get(call.func.value)
+            if names is not None:
+                arguments = {
+                    (arg.keyword.value if arg.keyword else names[place]): evaluator.value(arg.value)
+                    for place, arg in enumerate(call.args)
+                }
+                self.calls.append(Call(call.func.value, arguments))
 
     def _simple(self, statement: cst.SimpleStatementLine) -> list[Statement]:
         small = statement.body[0]
@@ -398,22 +377,3 @@ def _else(node: cst.Else, statements: list[Statement]) -> cst.Else | None:
     if not statements:
         return None
     return node.with_changes(body=cst.IndentedBlock(body=statements))
-
-
-class _Calls(cst.CSTVisitor):
-    """Finds calls of helpers and matches arguments with parameters."""
-
-    def __init__(self, signatures: dict[str, list[str]]) -> None:
-        super().__init__()
-        self.signatures = signatures
-        self.found: list[tuple[str, dict[str, cst.BaseExpression]]] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        if not (isinstance(node.func, cst.Name) and node.func.value in self.signatures):
-            return
-        names = self.signatures[node.func.value]
-        arguments = {
-            (arg.keyword.value if arg.keyword else names[place]): arg.value
-            for place, arg in enumerate(node.args)
-        }
-        self.found.append((node.func.value, arguments))

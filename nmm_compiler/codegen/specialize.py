@@ -25,13 +25,15 @@ from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
 from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, Statement, literal
 from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import ShortCalls, without_aliases
+from nmm_compiler.codegen.trees import Editor
 from nmm_compiler.codegen.unused import names_used, remove_unused
 from nmm_compiler.kernels.base import Tensors
 
 
 @functools.lru_cache(maxsize=32)
 def _parse(path: Path) -> cst.Module:
-    return cst.parse_module(path.read_text(encoding="utf-8"))
+    """Return the tree of a template, without comments that speak to the formatter."""
+    return cst.parse_module(path.read_text(encoding="utf-8").replace("  # fmt: skip", ""))
 
 
 def _neighbours(path: Path) -> list[Path]:
@@ -144,23 +146,22 @@ def specialize(
     )
     needed = names_used([*parts, kernel])
     module = cst.Module(body=[docstring, *_imports(needed), *parts, kernel])
-    return module.visit(_WithoutDirectives()).visit(ShortCalls()).code
+    code: str = ShortCalls().edit(module).code
+    return code
 
 
 def _with_operands(entry: cst.FunctionDef, operands: Sequence[str]) -> cst.FunctionDef:
     """Return the function with `others.get("bias")` as the name of an operand, or as None."""
     if entry.params.star_kwarg is None:
         return entry
-    changed = entry.visit(_Operands(entry.params.star_kwarg.name.value, operands))
-    assert isinstance(changed, cst.FunctionDef)
+    changed: cst.FunctionDef = _Operands(entry.params.star_kwarg.name.value, operands).edit(entry)
     return changed
 
 
-class _Operands(cst.CSTTransformer):
+class _Operands(Editor):
     """Writes operands for what is got from the dictionary of them."""
 
     def __init__(self, dictionary: str, operands: Sequence[str]) -> None:
-        super().__init__()
         self.dictionary, self.operands = dictionary, operands
 
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
@@ -176,23 +177,6 @@ class _Operands(cst.CSTTransformer):
         assert isinstance(key, cst.SimpleString)
         name = str(key.evaluated_value)
         return cst.Name(name if name in self.operands else "None")
-
-
-class _WithoutDirectives(cst.CSTTransformer):
-    """Drops comments that speak to the formatter of the templates."""
-
-    def leave_TrailingWhitespace(
-        self, original: cst.TrailingWhitespace, updated: cst.TrailingWhitespace
-    ) -> cst.TrailingWhitespace:
-        if updated.comment is not None and updated.comment.value == "# fmt: skip":
-            return cst.TrailingWhitespace()
-        return updated
-
-
-def _visit(statement: Statement, transformer: cst.CSTTransformer) -> Statement:
-    changed = statement.visit(transformer)
-    assert isinstance(changed, cst.BaseStatement)
-    return changed
 
 
 def _parameter_names(node: cst.FunctionDef) -> list[str]:
@@ -260,7 +244,7 @@ def _without_leftovers(
     while True:
         prune = _Prune(dropped, signatures)
         bodies = {
-            name: remove_unused([_visit(s, prune) for s in body]) for name, body in bodies.items()
+            name: remove_unused([prune.edit(s) for s in body]) for name, body in bodies.items()
         }
         unread = {
             name: set(signatures[name]) - dropped[name] - names_used(body)
@@ -325,11 +309,10 @@ def _helper(
     )
 
 
-class _Prune(cst.CSTTransformer):
+class _Prune(Editor):
     """Takes arguments that were written into a helper out of its calls."""
 
     def __init__(self, dropped: dict[str, set[str]], signatures: dict[str, list[str]]) -> None:
-        super().__init__()
         self.dropped = dropped
         self.signatures = signatures
 
@@ -368,7 +351,7 @@ def _without_forwarders(
         if inner is not None:
             forward = _Forward(name, parameters[name], inner)
             del bodies[name]
-            bodies = {key: [_visit(s, forward) for s in body] for key, body in bodies.items()}
+            bodies = {key: [forward.edit(s) for s in body] for key, body in bodies.items()}
     return bodies
 
 
@@ -388,11 +371,10 @@ def _forwards_to(body: list[Statement], parameters: list[str] | None) -> cst.Cal
     return call if isinstance(call.func, cst.Name) and plain and named else None
 
 
-class _Forward(cst.CSTTransformer):
+class _Forward(Editor):
     """Replaces calls of a forwarder by the call that it makes."""
 
     def __init__(self, name: str, parameters: list[str], inner: cst.Call) -> None:
-        super().__init__()
         self.name, self.parameters, self.inner = name, parameters, inner
 
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:

@@ -15,6 +15,8 @@ from typing import Any
 
 import libcst as cst
 
+from nmm_compiler.codegen.trees import Editor, nodes
+
 WIDTH = 100
 
 
@@ -23,9 +25,7 @@ def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseSta
 
     b is a name or `name.attribute`, and is itself assigned at most once.
     """
-    counter = _Assignments()
-    for statement in statements:
-        statement.visit(counter)
+    counter = _Assignments(statements)
     aliases = {
         name: value
         for name, value in counter.aliases.items()
@@ -34,7 +34,7 @@ def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseSta
     if not aliases:
         return list(statements)
     replacer = _Replace({name: _resolved(value, aliases) for name, value in aliases.items()})
-    return with_comments([statement.visit(replacer) for statement in statements], statements)
+    return with_comments([replacer.edit(statement) for statement in statements], statements)
 
 
 def _resolved(
@@ -80,42 +80,27 @@ def _is_plain(value: cst.BaseExpression) -> bool:
     return isinstance(value, cst.Name) and value.value not in constants
 
 
-class _Assignments(cst.CSTVisitor):
+class _Assignments:
     """Counts assignments of each name, and notes those of plain names."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, statements: Sequence[cst.BaseStatement]) -> None:
         self.counts: Counter[str] = Counter()
         self.aliases: dict[str, cst.BaseExpression] = {}
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        target = node.targets[0].target
-        if isinstance(target, cst.Name):
-            self.counts[target.value] += 1
-            if _is_plain(node.value):
-                self.aliases[target.value] = node.value
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        if isinstance(node.target, cst.Name):
-            self.counts[node.target.value] += 2
-
-    def visit_For(self, node: cst.For) -> None:
-        if isinstance(node.target, cst.Name):
-            self.counts[node.target.value] += 1
+        for node in nodes(*statements):
+            target = node.targets[0].target if isinstance(node, cst.Assign) else None
+            if isinstance(node, (cst.AugAssign, cst.For)):
+                target = node.target
+            if isinstance(target, cst.Name):
+                self.counts[target.value] += 2 if isinstance(node, cst.AugAssign) else 1
+                if isinstance(node, cst.Assign) and _is_plain(node.value):
+                    self.aliases[target.value] = node.value
 
 
-class _Replace(cst.CSTTransformer):
+class _Replace(Editor):
     """Writes what names stand for, and removes their assignments."""
 
     def __init__(self, aliases: dict[str, cst.BaseExpression]) -> None:
-        super().__init__()
         self.aliases = aliases
-
-    def leave_Attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.Attribute:
-        return updated.with_changes(attr=original.attr)
-
-    def leave_Arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
-        return updated.with_changes(keyword=original.keyword)
 
     def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
         return self.aliases.get(original.value, updated)
@@ -147,11 +132,10 @@ class _Replace(cst.CSTTransformer):
         return isinstance(target, cst.Name) and target.value in self.aliases
 
 
-class ShortCalls(cst.CSTTransformer):
+class ShortCalls(Editor):
     """Puts statements on one line where they fit."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.depth = 0
 
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
@@ -171,7 +155,7 @@ class ShortCalls(cst.CSTTransformer):
             return updated
         if "\n" not in cst.Module(body=[]).code_for_node(small):
             return updated
-        joined: Any = small.visit(_Join())
+        joined = _Join().edit(small)
         text = cst.Module(body=[]).code_for_node(joined)
         if "\n" in text or 4 * self.depth + len(text) > WIDTH:
             return updated
@@ -182,7 +166,7 @@ class ShortCalls(cst.CSTTransformer):
         if not isinstance(original.lbracket.whitespace_after, cst.ParenthesizedWhitespace):
             return updated
         plain = cst.SimpleWhitespace("")
-        joined: Any = updated.visit(_Join())
+        joined = _Join().edit(updated)
         last = joined.slice[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return joined.with_changes(
             slice=[*joined.slice[:-1], last],
@@ -193,13 +177,14 @@ class ShortCalls(cst.CSTTransformer):
 
 def on_one_line(node: cst.BaseExpression) -> cst.BaseExpression:
     """Return an expression without line breaks in it."""
-    joined = node.visit(_Join())
-    assert isinstance(joined, cst.BaseExpression)
+    joined: cst.BaseExpression = _Join().edit(node)
     return joined
 
 
-class _Join(cst.CSTTransformer):
+class _Join(Editor):
     """Takes line breaks out of brackets, and the commas before closing ones."""
+
+    spelling = True
 
     def leave_ParenthesizedWhitespace(
         self, original: cst.ParenthesizedWhitespace, updated: cst.ParenthesizedWhitespace

@@ -9,45 +9,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
 from nmm_compiler.codegen.tidy import with_comments
+from nmm_compiler.codegen.trees import Editor, nodes
 
-_PURE_CALLS = ("min", "max", "len")
-
-
-class _Names(cst.CSTVisitor):
-    """Collects the names that are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
-        if not isinstance(node.target, cst.Name):
-            node.target.visit(self)
-        return False
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Param(self, node: cst.Param) -> bool:
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.names.add(node.value)
+_PURE_CALLS = ("min", "max", "len", "nl.ndarray")
+_VIEWS = ("reshape", "reshape_dim", "permute")
 
 
-def names_used(nodes: Sequence[cst.CSTNode]) -> set[str]:
-    """Return the names that the nodes read."""
-    collector = _Names()
-    for node in nodes:
-        node.visit(collector)
-    return collector.names
+def names_used(trees: Sequence[cst.CSTNode]) -> set[str]:
+    """Return the names that the trees read."""
+    return {node.value for node in nodes(*trees, into=_read) if isinstance(node, cst.Name)}
+
+
+def _read(node: cst.CSTNode) -> Sequence[cst.CSTNode] | None:
+    """Return nothing to follow in what is bound: parameters, and names that are assigned."""
+    bound = isinstance(node, cst.AssignTarget) and isinstance(node.target, cst.Name)
+    return () if bound or isinstance(node, cst.Param) else None
 
 
 def remove_unused(statements: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
@@ -55,16 +34,15 @@ def remove_unused(statements: list[cst.BaseStatement]) -> list[cst.BaseStatement
     while True:
         used = names_used(statements)
         sweeper = _Sweep(used)
-        statements = with_comments([s.visit(sweeper) for s in statements], statements)
+        statements = with_comments([sweeper.edit(s) for s in statements], statements)
         if not sweeper.removed:
             return statements
 
 
-class _Sweep(cst.CSTTransformer):
+class _Sweep(Editor):
     """Removes one round of dead assignments and of blocks that became empty."""
 
     def __init__(self, used: set[str]) -> None:
-        super().__init__()
         self.used = used
         self.removed = False
 
@@ -96,27 +74,13 @@ class _Sweep(cst.CSTTransformer):
 
 
 def _is_pure(node: cst.BaseExpression) -> bool:
-    finder = _Impure()
-    node.visit(finder)
-    return not finder.found
+    """Say whether every call is one of a function, an allocation or a view without effects."""
+    return all(
+        get_full_name_for_node(call.func) in _PURE_CALLS or _is_view(call.func)
+        for call in nodes(node)
+        if isinstance(call, cst.Call)
+    )
 
 
-class _Impure(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def visit_Call(self, node: cst.Call) -> None:
-        function = node.func
-        if isinstance(function, cst.Name) and function.value in _PURE_CALLS:
-            return
-        if isinstance(function, cst.Attribute):
-            allocation = (
-                isinstance(function.value, cst.Name)
-                and function.value.value == "nl"
-                and function.attr.value == "ndarray"
-            )
-            view = function.attr.value in ("reshape", "reshape_dim", "permute")
-            if allocation or view:
-                return
-        self.found = True
+def _is_view(function: cst.BaseExpression) -> bool:
+    return isinstance(function, cst.Attribute) and function.attr.value in _VIEWS
