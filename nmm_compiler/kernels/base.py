@@ -67,6 +67,7 @@ class KernelSpec(Record):
     """Base of the specs; subclasses add fields and override what is abstract here."""
 
     family: ClassVar[str] = ""
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")  # the fields that must be positive
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return the positional operands of the kernel, as they are passed."""

@@ -21,6 +21,8 @@ import numpy as np
 from nmm_compiler.errors import UnknownNameError
 
 Array = np.ndarray[Any, Any]
+Estimate = tuple[Array, Array | float]
+"""A value, and how far a kernel's value may be from it, element by element."""
 
 # Rounding: u is half the distance from 1 to the next number.
 _UNIT_ROUNDOFF = {
@@ -100,13 +102,39 @@ def activation_value(values: Array, name: str) -> Array:
     return 0.5 * values * (1.0 + np.tanh(inner))
 
 
-def activation_error(values: Array, error: Array, name: str) -> Array:
+def activation_error(values: Array, error: Array | float, name: str) -> Array | float:
     """Return the bound after the activation of `values` that are off by `error`."""
     if name == "identity":
         return error
     own = _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF * (np.abs(values) + 1.0) if name != "relu" else 0.0
-    bound: Array = _LIPSCHITZ[name] * error + own
-    return bound
+    return _LIPSCHITZ[name] * error + own
+
+
+def times_weight(
+    left: Estimate, weight: Array, typical: bool, terms: int | None = None
+) -> Estimate:
+    """Return the estimate of a product; terms: of its sums, where more than it go into them."""
+    value, error = left
+    length = terms or len(weight)
+    off = product_error(np.abs(value), np.abs(weight), error, length, typical)
+    return value @ weight, off
+
+
+def plus_bias(left: Estimate, bias: Array, typical: bool) -> Estimate:
+    """Return the estimate after an fp32 addition."""
+    value = left[0] + bias
+    return value, combine(left[1], FP32_ROUNDOFF * (np.abs(value) + left[1]), typical)
+
+
+def activated(left: Estimate, name: str) -> Estimate:
+    """Return the estimate after the activation."""
+    return activation_value(left[0], name), activation_error(*left, name)
+
+
+def rounded(left: Estimate, dtype: str, typical: bool) -> Estimate:
+    """Return the estimate of a value once it is stored in a dtype."""
+    value, error = left
+    return value, combine(error, rounding_error(np.abs(value) + error, dtype), typical)
 
 
 def _sigmoid(values: Array) -> Array:

@@ -9,37 +9,20 @@ gate, up and down are each two factors, or one dense weight where their rank is 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from nmm_compiler.errors import ShapeError
-from nmm_compiler.kernels.base import (
-    ACTIVATIONS,
-    LAYOUTS,
-    Array,
-    KernelSpec,
-    Products,
-    TensorSpec,
-    check_arrays,
-    check_name,
-    check_sizes,
-)
-from nmm_compiler.kernels.error_bounds import (
-    FP32_ROUNDOFF,
-    activation_error,
-    activation_value,
-    combine,
-    product_error,
-    rounding_error,
-)
-from nmm_compiler.kernels.matmul.spec import MatmulSpec
-from nmm_compiler.kernels.number_formats import Estimate, FormattedSpec
-from nmm_compiler.kernels.tiling import lay
+from nmm_compiler.kernels.base import Array, KernelSpec, Products
+from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, Estimate, activated, combine
+from nmm_compiler.kernels.matmul.spec import products_of
+from nmm_compiler.kernels.product_spec import ProductSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedMLPUpSpec(FormattedSpec):
+class GatedMLPUpSpec(ProductSpec):
     """h[m, n] = activation(x gate + gate_bias) * (x up + up_bias) with x [m, k].
 
     gate_r, up_r: ranks; 0 for a dense weight; None takes r, and 0 where r is None too. Operands: x,
@@ -51,8 +34,6 @@ class GatedMLPUpSpec(FormattedSpec):
     "channel", one per output feature; results and biases are bfloat16 or `out_dtype`.
     """
 
-    m: int
-    k: int
     n: int
     r: int | None = None
     gate_r: int | None = None
@@ -75,11 +56,7 @@ class GatedMLPUpSpec(FormattedSpec):
     down_bias: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_sizes(self.family, {name: getattr(self, name) for name in ("m", "k", "n")})
-        self._settle_formats()
-        check_name("activation", self.activation, ACTIVATIONS)
-        for name in ("x_layout", "out_layout", "weight_layout"):
-            check_name(name, getattr(self, name), LAYOUTS)
+        super().__post_init__()
         for branch in self.branches:
             rank = getattr(self, f"{branch}_r")
             rank = (self.r or 0) if rank is None else rank
@@ -96,28 +73,12 @@ class GatedMLPUpSpec(FormattedSpec):
         """Return (input features, output features) of a projection."""
         return (self.n, self.k) if branch == "down" else (self.k, self.n)
 
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """Return x, the weights of each projection, then biases, then scales of fp8 operands."""
-        made = [TensorSpec(name="x", shape=lay((self.m, self.k), self.x_layout), dtype=self.dtype)]
-        weights = self._weights()
-        for name, shape in weights.items():
-            shape = lay(shape, self.weight_layout)
-            made.append(TensorSpec(name=name, shape=shape, dtype=self.dtype))
-        for branch in self.branches:
-            if getattr(self, f"{branch}_bias"):
-                size = self.ends(branch)[1]
-                made.append(
-                    TensorSpec(name=f"{branch}_bias", shape=(size,), dtype=self.result_dtype)
-                )
-        columns = {name: shape[1] for name, shape in weights.items()}
-        return (*made, *self._scale_tensors(columns, self.intermediates()))
+    def layout_of(self, name: str) -> str:
+        """Return the layout in which an operand is passed."""
+        return super().layout_of(name if name in ("x", "out") else "weight")
 
-    def intermediates(self) -> tuple[str, ...]:
-        """Return what is kept between products: "gate_p" for x gate_u, and so on."""
-        return tuple(f"{branch}_p" for branch in self.branches if self.rank(branch))
-
-    def _weights(self) -> dict[str, tuple[int, int]]:
-        """Return the shape of each weight as it multiplies, in the order of the operands."""
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """Return the factors, or the dense weight, of each projection."""
         made: dict[str, tuple[int, int]] = {}
         for branch in self.branches:
             rank, (first, last) = self.rank(branch), self.ends(branch)
@@ -125,28 +86,18 @@ class GatedMLPUpSpec(FormattedSpec):
             made |= {f"{branch}_{name}": shape for name, shape in shapes.items()}
         return made
 
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """Return the result."""
-        features = self.ends(self.branches[-1])[1]
-        shape = lay((self.m, features), self.out_layout)
-        return (TensorSpec(name="y", shape=shape, dtype=self.result_dtype),)
+    def multiplies_kept(self, weight: str) -> bool:
+        """Say whether the left factor of a weight is h or an intermediate; else it is x."""
+        return weight.startswith("down") or super().multiplies_kept(weight)
 
-    def flops(self) -> int:
-        """Return those of all products."""
-        total = 0
-        for branch in self.branches:
-            rank, (first, last) = self.rank(branch), self.ends(branch)
-            total += 2 * self.m * (rank * (first + last) if rank else first * last)
-        return total
+    def biases(self) -> dict[str, int]:
+        """Return the bias of each projection that has one."""
+        biased = (branch for branch in self.branches if getattr(self, f"{branch}_bias"))
+        return {f"{branch}_bias": self.ends(branch)[1] for branch in biased}
 
-    def flops_by_dtype(self) -> dict[str, int]:
-        """Return the flops of products of x, and of products of intermediates, by their dtypes."""
-        made = {self.dtype: 0}
-        for name, (first, last) in self._weights().items():
-            kept = name.startswith("down") or name.endswith("_v")
-            dtype = self.intermediate_dtype if kept else self.dtype
-            made[dtype] = made.get(dtype, 0) + 2 * self.m * first * last
-        return made
+    def intermediates(self) -> tuple[str, ...]:
+        """Return what is kept between products: "gate_p" for x gate_u, and so on."""
+        return tuple(f"{branch}_p" for branch in self.branches if self.rank(branch))
 
     def notes(self) -> tuple[str, ...]:
         """Say where a dense product would be cheaper, and what an fp32 intermediate costs."""
@@ -169,92 +120,34 @@ class GatedMLPUpSpec(FormattedSpec):
             down = branch == "down"
             ends: dict[str, Any] = {
                 "x_layout": "col" if down else self.x_layout,
-                "out_layout": self.out_layout if down or len(self.branches) == 2 else "col",
+                "out_layout": self.out_layout if down or not self.down else "col",
                 "activation": self.activation if branch == "gate" else "identity",
                 "bias": getattr(self, f"{branch}_bias"),
             }
-            common: dict[str, Any] = {
-                "m": self.m,
-                "dtype": self.dtype,
-                "w_layout": self.weight_layout,
-            }
-            whole = MatmulSpec(k=first, n=last, **common, **ends)
-            dense.append(whole)
-            if rank:
-                separate.append(
-                    MatmulSpec(
-                        k=first, n=rank, x_layout=ends["x_layout"], out_layout="col", **common
-                    )
-                )
-                turned = {**ends, "x_layout": "col"}
-                separate.append(MatmulSpec(k=rank, n=last, **common, **turned))
-            else:
-                separate.append(whole)
+            layouts = (self.weight_layout,) * 2
+            whole = products_of(self, (first, last), layouts[:1], **ends)
+            dense += whole
+            separate += products_of(self, (first, rank, last), layouts, **ends) if rank else whole
         return tuple(separate), tuple(dense)
 
-    def reference(self, *arrays: Array) -> Array:
-        """Return the result in float64, laid out as `out_layout` says."""
-        return self._laid(self._estimate(arrays)[0])
-
-    def error_bound(self, *arrays: Array) -> Array:
-        """Return the elementwise bound; h, p and y are rounded once each, sums are in fp32."""
-        return self._error(arrays)
-
-    def typical_error(self, *arrays: Array) -> Array:
-        """Return the error per element if roundings are independent."""
-        return self._error(arrays, typical=True)
-
-    def _error(self, arrays: tuple[Array, ...], typical: bool = False) -> Array:
-        value, error = self._estimate(arrays, typical)
-        rounding = rounding_error(np.abs(value) + error, self.result_dtype)
-        return self._laid(combine(error, rounding, typical))
-
-    def _laid(self, y: Array) -> Array:
-        return y if self.out_layout == "row" else np.ascontiguousarray(y.T)
-
-    def _estimate(self, arrays: tuple[Array, ...], typical: bool = False) -> Estimate:
-        """Return the result before its last rounding, and its error."""
-        operands = self._operands(arrays)
-        x = operands["x"] if self.x_layout == "row" else operands["x"].T
-        return self._gated((x, np.zeros_like(x)), operands, typical)
-
-    def _operands(self, arrays: tuple[Array, ...]) -> dict[str, Array]:
-        check_arrays(self, arrays)
-        named = zip(self.inputs(), arrays, strict=True)
-        return {t.name: np.asarray(a, dtype=np.float64) for t, a in named}
-
-    def _gated(self, x: Estimate, operands: dict[str, Array], typical: bool) -> Estimate:
-        gate, gate_error = self._branch("gate", x, operands, typical)
-        gate_error = activation_error(gate, gate_error, self.activation)
-        gate = activation_value(gate, self.activation)
+    def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
+        x = operands["x"], 0.0
+        gate, gate_error = activated(self._branch("gate", x, operands, typical), self.activation)
         up, up_error = self._branch("up", x, operands, typical)
         error = combine(np.abs(gate) * up_error, np.abs(up) * gate_error, typical)
         error = combine(error, gate_error * up_error, typical)
         error = combine(error, 2 * FP32_ROUNDOFF * (np.abs(gate * up) + error), typical)
-        return gate * up, error
+        return ((gate * up, error),)
 
     def _branch(
-        self, branch: str, x: Estimate, operands: dict[str, Array], typical: bool
+        self, branch: str, left: Estimate, operands: dict[str, Array], typical: bool
     ) -> Estimate:
-        value, error = x
-        rank, (first, _) = self.rank(branch), self.ends(branch)
-        lengths = {"u": first, "v": rank} if rank else {"w": first}
-        for name, length in lengths.items():
-            if name == "v":
-                value, error = self._kept(value, error, operands.get(f"{branch}_p_scale"), typical)
-            weight = operands[f"{branch}_{name}"]
-            weight = weight if self.weight_layout == "row" else weight.T
-            error = product_error(np.abs(value), np.abs(weight), error, length, typical)
-            value = value @ weight
-            if self.fp8:
-                scales = [operands[f"{branch}_{name}_scale"]]
-                if branch != "down" and name != "v":
-                    scales.append(operands["x_scale"])
-                value, error = self._scaled(value, error, *scales, typical=typical)
-        if getattr(self, f"{branch}_bias"):
-            value = value + operands[f"{branch}_bias"]
-            error = combine(error, FP32_ROUNDOFF * (np.abs(value) + error), typical)
-        return value, error
+        last = f"{branch}_v" if self.rank(branch) else f"{branch}_w"
+        if self.rank(branch):
+            left = self._times(left, f"{branch}_u", operands, typical)
+            left = self._kept(left, f"{branch}_p", operands, typical)
+        made = self._times(left, last, operands, typical)
+        return self._biased(made, f"{branch}_bias", operands, typical)
 
     def short(self) -> str:
         """Return family, sizes, ranks and dtype."""
@@ -281,8 +174,7 @@ class GatedMLPSpec(GatedMLPUpSpec):
         """Return what is kept between products, h among it."""
         return (*super().intermediates(), "h")
 
-    def _estimate(self, arrays: tuple[Array, ...], typical: bool = False) -> Estimate:
-        h, error = super()._estimate(arrays, typical)
-        operands = self._operands(arrays)
-        h, error = self._kept(h, error, operands.get("h_scale"), typical)
-        return self._branch("down", (h, error), operands, typical)
+    def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
+        (h,) = super()._estimates(operands, typical)
+        h = self._kept(h, "h", operands, typical)
+        return (self._branch("down", h, operands, typical),)

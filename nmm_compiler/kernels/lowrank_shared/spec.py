@@ -6,10 +6,8 @@ y_ij = activation((x u_i) v_ij + bias)     one x, several u, several v for each 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
-
-import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
@@ -20,20 +18,13 @@ from nmm_compiler.kernels.base import (
     KernelSpec,
     Products,
     TensorSpec,
-    check_arrays,
     check_name,
     check_sizes,
 )
-from nmm_compiler.kernels.error_bounds import (
-    FP32_ROUNDOFF,
-    activation_error,
-    activation_value,
-    combine,
-    product_error,
-    rounding_error,
-)
+from nmm_compiler.kernels.error_bounds import Estimate, activated
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
-from nmm_compiler.kernels.matmul.spec import MatmulSpec
+from nmm_compiler.kernels.matmul.spec import products_of
+from nmm_compiler.kernels.product_spec import ProductSpec
 from nmm_compiler.kernels.tiling import lay
 
 Pair = tuple[int, tuple[int, ...]]
@@ -53,7 +44,7 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LowRankSharedSpec(KernelSpec):
+class LowRankSharedSpec(ProductSpec):
     """y_ij = activation((x u_i) v_ij + bias), x [m, k], u_i [k, r_i], v_ij [r_i, n_ij].
 
     pairs: (r_i, (n_i1, n_i2, ...)) for each u; a single n may be given as a number, a pair as the
@@ -62,8 +53,6 @@ class LowRankSharedSpec(KernelSpec):
     returned, transposed. Operands: x, every u, every v, then the biases there are.
     """
 
-    m: int
-    k: int
     pairs: tuple[Pair, ...]
     dtype: str = "bfloat16"
     x_layout: str = "row"
@@ -75,12 +64,17 @@ class LowRankSharedSpec(KernelSpec):
 
     family: ClassVar[str] = "lowrank_shared"
 
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k")
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES[:3]
+    many: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
-        check_sizes(self.family, {"m": self.m, "k": self.k})
         object.__setattr__(self, "pairs", read_pairs(self.pairs))
         for i, (r, ns) in enumerate(self.pairs):
             check_sizes(self.family, {f"r of pair {i}": r} | {f"n of pair {i}": n for n in ns})
-        check_name("dtype", self.dtype, DTYPES[:3])
+        super().__post_init__()
+
+    def _check_names(self) -> None:
         for name in ("x_layout", "u_layout", "v_layout"):
             check_name(name, getattr(self, name), LAYOUTS)
         for name in ("bias", "activation", "out_layout"):
@@ -141,19 +135,18 @@ class LowRankSharedSpec(KernelSpec):
         sizes = ((i, r, n) for i, (r, ns) in enumerate(self.pairs) for n in ns)
         return tuple(Output(*size, *rest) for size, rest in zip(sizes, epilogues, strict=True))
 
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """Return x, every u, every v, then the biases that there are."""
-        x = ("x", lay((self.m, self.k), self.x_layout))
-        us = [(f"u{i}", lay((self.k, r), self.u_layout)) for i, r in enumerate(self.ranks)]
-        results = self.results()
-        vs = [(f"v{j}", lay((y.r, y.n), self.v_layout)) for j, y in enumerate(results)]
-        biases: list[tuple[str, tuple[int, ...]]] = [
-            (f"bias{j}", (y.n,)) for j, y in enumerate(results) if y.bias
-        ]
-        return tuple(
-            TensorSpec(name=name, shape=shape, dtype=self.dtype)
-            for name, shape in (x, *us, *vs, *biases)
-        )
+    def layout_of(self, name: str) -> str:
+        """Return the layout in which an operand is passed: all u, and all v, have one."""
+        return super().layout_of(name[0])
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """Return every u, then every v."""
+        us = {f"u{i}": (self.k, r) for i, r in enumerate(self.ranks)}
+        return us | {f"v{j}": (y.r, y.n) for j, y in enumerate(self.results())}
+
+    def biases(self) -> dict[str, int]:
+        """Return the bias of each result that has one."""
+        return {f"bias{j}": y.n for j, y in enumerate(self.results()) if y.bias}
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return every y, in the order of the pairs."""
@@ -165,10 +158,6 @@ class LowRankSharedSpec(KernelSpec):
     def result_layouts(self) -> tuple[str, ...]:
         """Return the layout of every y."""
         return self._each("out_layout")
-
-    def flops(self) -> int:
-        """Return 2 m r_i (k + n_i1 + n_i2 + ...), summed: every x u_i is made once."""
-        return sum(2 * self.m * r * (self.k + sum(ns)) for r, ns in self.pairs)
 
     def parts(self) -> tuple[tuple[KernelSpec, tuple[str, ...]], ...]:
         """Return the lowrank kernel of every result."""
@@ -193,34 +182,15 @@ class LowRankSharedSpec(KernelSpec):
 
     def as_products(self) -> Products:
         """Return (every u and every v as a product, every result dense) of chains that share x."""
-        common: dict[str, Any] = {"m": self.m, "dtype": self.dtype}
-        separate: list[KernelSpec] = [
-            MatmulSpec(
-                k=self.k, n=r, x_layout=self.x_layout, w_layout=self.u_layout, out_layout="col",
-                **common,
-            )
-            for r in self.ranks
-        ]  # fmt: skip
+        layouts, x = (self.u_layout, self.v_layout), {"x_layout": self.x_layout}
+        separate: list[KernelSpec] = []
         dense: list[KernelSpec] = []
+        for r in self.ranks:
+            separate += products_of(self, (self.k, r), layouts[:1], out_layout="col", **x)
         for y in self.results():
-            ends: dict[str, Any] = {
-                "out_layout": y.layout,
-                "bias": y.bias,
-                "activation": y.activation,
-            }
-            separate.append(
-                MatmulSpec(k=y.r, n=y.n, x_layout="col", w_layout=self.v_layout, **ends, **common)
-            )
-            dense.append(
-                MatmulSpec(
-                    k=self.k,
-                    n=y.n,
-                    x_layout=self.x_layout,
-                    w_layout=self.u_layout,
-                    **ends,
-                    **common,
-                )
-            )
+            ends = {"out_layout": y.layout, "bias": y.bias, "activation": y.activation}
+            separate += products_of(self, (y.r, y.n), layouts[1:], **ends)
+            dense += products_of(self, (self.k, y.n), layouts[:1], **x, **ends)
         return tuple(separate), tuple(dense)
 
     def notes(self) -> tuple[str, ...]:
@@ -232,52 +202,15 @@ class LowRankSharedSpec(KernelSpec):
             if r * (self.k + sum(ns)) >= self.k * sum(ns)
         )
 
-    def reference(self, *arrays: Array) -> tuple[Array, ...]:
-        """Return every y in float64, laid out as its out_layout says."""
-        made = zip(self.results(), self._before_activation(arrays), strict=True)
-        return tuple(_laid(activation_value(t, y.activation), y.layout) for y, (t, _) in made)
-
-    def error_bound(self, *arrays: Array) -> tuple[Array, ...]:
-        """Return elementwise bounds: two fp32 accumulations, p rounded once, y rounded once."""
-        return self._errors(arrays)
-
-    def typical_error(self, *arrays: Array) -> tuple[Array, ...]:
-        """Return the error per element if roundings are independent."""
-        return self._errors(arrays, typical=True)
-
-    def _errors(self, arrays: tuple[Array, ...], typical: bool = False) -> tuple[Array, ...]:
-        errors = []
-        made = zip(self.results(), self._before_activation(arrays, typical), strict=True)
-        for y, (total, error) in made:
-            error = activation_error(total, error, y.activation)
-            magnitude = np.abs(activation_value(total, y.activation)) + error
-            error = combine(error, rounding_error(magnitude, self.dtype), typical)
-            errors.append(_laid(error, y.layout))
-        return tuple(errors)
-
-    def _before_activation(
-        self, arrays: tuple[Array, ...], typical: bool = False
-    ) -> list[tuple[Array, Array]]:
-        """Return each result before its activation, and its error, both [m, n]."""
-        check_arrays(self, arrays)
-        named = zip(self.inputs(), arrays, strict=True)
-        held = {t.name: np.asarray(a, dtype=np.float64) for t, a in named}
-        x = held["x"] if self.x_layout == "row" else held["x"].T
-        middle = []
-        for i in range(len(self.pairs)):
-            u = held[f"u{i}"] if self.u_layout == "row" else held[f"u{i}"].T
-            p, error = x @ u, product_error(np.abs(x), np.abs(u), 0.0, self.k, typical)
-            rounded = rounding_error(np.abs(p) + error, self.dtype)
-            middle.append((p, combine(error, rounded, typical)))
+    def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
+        x = operands["x"], 0.0
+        firsts = [self._times(x, f"u{i}", operands, typical) for i in range(len(self.pairs))]
+        middle = [self._kept(p, "p", operands, typical) for p in firsts]
         made = []
         for j, y in enumerate(self.results()):
-            v = held[f"v{j}"] if self.v_layout == "row" else held[f"v{j}"].T
-            p, p_error = middle[y.pair]
-            total, error = p @ v, product_error(np.abs(p), np.abs(v), p_error, y.r, typical)
-            if y.bias:
-                total = total + held[f"bias{j}"]
-                error = combine(error, FP32_ROUNDOFF * (np.abs(total) + error), typical)
-            made.append((total, error))
+            total = self._times(middle[y.pair], f"v{j}", operands, typical)
+            biased = self._biased(total, f"bias{j}", operands, typical)
+            made.append(activated(biased, y.activation))
         return made
 
     def short(self) -> str:
@@ -310,7 +243,3 @@ def read_pairs(pairs: Any) -> tuple[Pair, ...]:
     if not made or not all(ns for _, ns in made):
         raise SpecError("lowrank_shared: every u needs a v, and there must be one of each")
     return tuple(made)
-
-
-def _laid(y: Array, layout: str) -> Array:
-    return y if layout == "row" else np.ascontiguousarray(y.T)

@@ -1,0 +1,297 @@
+"""What the specs of all families share: operands and results, number formats, error bounds.
+
+A family's spec says which weights there are, and estimates its results from `_times`, `_kept` and
+`_biased`: a value in float64 and how far a right kernel may be from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYOUTS,
+    Array,
+    KernelSpec,
+    TensorSpec,
+    check_arrays,
+    check_name,
+    check_sizes,
+)
+from nmm_compiler.kernels.error_bounds import (
+    FP32_ROUNDOFF,
+    Estimate,
+    combine,
+    plus_bias,
+    rounded,
+    rounding_error,
+    times_weight,
+)
+from nmm_compiler.kernels.number_formats import FP8, FP8_MAX, INTERMEDIATES, SCALES
+from nmm_compiler.kernels.tiling import lay
+
+# fp32 roundings of a scaled value: products of up to four scales, a reciprocal (2), the scaling.
+_SCALE_ROUNDINGS = 7
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductSpec(KernelSpec):
+    """A spec of products of x: what the specs of all families share.
+
+    m: tokens. k: input features. Subclasses add dtype, x_layout, the sizes and layouts of their
+    weights, and those of bias, activation, out_layout, scales, out_dtype and intermediate that they
+    support. They say which weights and biases there are, and estimate their results.
+    """
+
+    m: int
+    k: int
+
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
+    many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
+
+    def __post_init__(self) -> None:
+        check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
+        self._settle_formats()
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise UnknownNameError unless the activation and the layouts are some that there are."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "activation":
+                check_name("activation", value, ACTIVATIONS)
+            elif field.name.endswith("_layout"):
+                check_name(field.name, value, LAYOUTS)
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """Return the shape of each weight as it multiplies, in the order of the operands."""
+        raise NotImplementedError
+
+    def biases(self) -> dict[str, int]:
+        """Return the output features of each bias that there is."""
+        return {"bias": self.out_features} if getattr(self, "bias", False) else {}
+
+    def intermediates(self) -> tuple[str, ...]:
+        """Return the names of what is kept between products."""
+        return ()
+
+    def multiplies_kept(self, weight: str) -> bool:
+        """Say whether the left factor of a weight is an intermediate; else it is x."""
+        return weight.endswith("v")
+
+    @property
+    def out_features(self) -> int:
+        """The features of the result, those of the last weight."""
+        return list(self.weights().values())[-1][1]
+
+    def layout_of(self, name: str) -> str:
+        """Return the layout in which an operand is passed."""
+        return str(getattr(self, f"{name}_layout"))
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return x, the weights, the biases, then the scales of fp8 operands."""
+        weights = self.weights()
+        shapes = {"x": (self.m, self.k), **weights}
+        operands = [
+            TensorSpec(name=name, shape=lay(shape, self.layout_of(name)), dtype=self._dtype())
+            for name, shape in shapes.items()
+        ]
+        biases = [
+            TensorSpec(name=name, shape=(size,), dtype=self.result_dtype)
+            for name, size in self.biases().items()
+        ]
+        return (*operands, *biases, *self._scale_tensors(weights))
+
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Return y."""
+        shape = lay((self.m, self.out_features), self.layout_of("out"))
+        return (TensorSpec(name="y", shape=shape, dtype=self.result_dtype),)
+
+    def flops(self) -> int:
+        """Return those of every weight, 2 m times its elements."""
+        return sum(self.flops_by_dtype().values())
+
+    def flops_by_dtype(self) -> dict[str, int]:
+        """Return the flops of products of x, and of products of intermediates, by their dtypes."""
+        made = {self._dtype(): 0}
+        for name, (first, last) in self.weights().items():
+            dtype = self.intermediate_dtype if self.multiplies_kept(name) else self._dtype()
+            made[dtype] = made.get(dtype, 0) + 2 * self.m * first * last
+        return made
+
+    def reference(self, *arrays: Array) -> Any:
+        """Return the results in float64, laid out as `out_layout` says."""
+        return self._laid(value for value, _ in self._estimates(self._operands(arrays), False))
+
+    def error_bound(self, *arrays: Array) -> Any:
+        """Return elementwise bounds: sums are in fp32, what is kept or stored is rounded once."""
+        return self._errors(arrays, False)
+
+    def typical_error(self, *arrays: Array) -> Any:
+        """Return the error per element if roundings are independent."""
+        return self._errors(arrays, True)
+
+    def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Any:
+        estimates = self._estimates(self._operands(arrays), typical)
+        return self._laid(rounded(made, self.result_dtype, typical)[1] for made in estimates)
+
+    def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
+        """Return each result before it is stored, [m, n], from float64 operands."""
+        raise NotImplementedError
+
+    def _laid(self, results: Iterable[Any]) -> Any:
+        """Return results [m, n] laid out as their kernel gives them."""
+        each = zip(results, self.result_layouts(), strict=True)
+        made = tuple(y if layout == "row" else np.ascontiguousarray(y.T) for y, layout in each)
+        return made if self.many else made[0]
+
+    def _operands(self, arrays: tuple[Array, ...]) -> dict[str, Array]:
+        """Return the arrays by their names, in float64, as they multiply."""
+        check_arrays(self, arrays)
+        named = {
+            tensor.name: np.asarray(array, dtype=np.float64)
+            for tensor, array in zip(self.inputs(), arrays, strict=True)
+        }
+        turned = [name for name in ("x", *self.weights()) if self.layout_of(name) == "col"]
+        return named | {name: named[name].T for name in turned}
+
+    def _times(
+        self,
+        left: Estimate,
+        name: str,
+        operands: dict[str, Array],
+        typical: bool,
+        terms: int | None = None,
+    ) -> Estimate:
+        """Return the estimate of a product with a weight, and with their scales.
+
+        terms: of the sums, where other products go into them too.
+        """
+        made = times_weight(left, operands[name], typical, terms)
+        if not self.fp8:
+            return made
+        factors = [name] if self.multiplies_kept(name) else [name, "x"]
+        return self._scaled(made, [operands[f"{factor}_scale"] for factor in factors], typical)
+
+    def _biased(
+        self, left: Estimate, name: str, operands: dict[str, Array], typical: bool
+    ) -> Estimate:
+        """Return the estimate after the bias, if there is one."""
+        return plus_bias(left, operands[name], typical) if name in operands else left
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the operands are fp8 numbers with scales."""
+        return self._dtype() == FP8
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of the result, and of biases: the operands', bfloat16 for fp8."""
+        return getattr(self, "out_dtype", None) or ("bfloat16" if self.fp8 else self._dtype())
+
+    @property
+    def intermediate_dtype(self) -> str:
+        """The dtype of what is kept between two products."""
+        kind = str(getattr(self, "intermediate", "operand"))
+        if kind == "operand":
+            return "bfloat16" if self.fp8 else self._dtype()
+        return kind
+
+    def formats(self) -> str:
+        """Return the number formats in a word, for names: what differs from plain operands."""
+        words = [self._dtype(), getattr(self, "scales", None)]
+        if self.requantized or self.wide:
+            words.append(f"p_{self.intermediate_dtype}")
+        return "_".join(word for word in words if word)
+
+    @property
+    def requantized(self) -> bool:
+        """Whether intermediates are quantized to fp8 again, by a scale that is given."""
+        return self.intermediate_dtype == FP8
+
+    @property
+    def wide(self) -> bool:
+        """Whether intermediates are kept in fp32 though the operands are narrower."""
+        return self.intermediate_dtype == "float32" != self._dtype()
+
+    def _format_notes(self, second: str) -> tuple[str, ...]:
+        """Say what an fp32 intermediate costs, and what an fp8 one asks for."""
+        if self.requantized:
+            return (
+                f"intermediate {FP8}: what lies beyond {FP8_MAX:g} times its scale saturates, and "
+                "three bits of mantissa are kept; calibrate the scales",
+            )
+        if not self.wide:
+            return ()
+        return (
+            f"intermediate float32: {second} runs with fp32 operands, at a quarter of the bf16 "
+            "rate of TensorE, and its weight takes four bytes an element in SBUF",
+        )
+
+    def _settle_formats(self) -> None:
+        """Check dtype, scales, out_dtype, intermediate; equal meanings become equal fields."""
+        dtype = self._dtype()
+        check_name("dtype", dtype, self.dtypes)
+        scales, wanted = getattr(self, "scales", None), getattr(self, "out_dtype", None)
+        if not self.fp8 and scales is not None:
+            raise SpecError(
+                f"{self.family}: scales={scales!r} belongs to dtype {FP8}, and dtype is {dtype}; "
+                "leave scales out"
+            )
+        if self.fp8:
+            check_name("scales", scales or "tensor", SCALES)
+            object.__setattr__(self, "scales", scales or "tensor")
+        if wanted is not None:
+            allowed = ("bfloat16", "float16", "float32") if self.fp8 else (dtype,)
+            check_name("out_dtype", wanted, allowed)
+            if wanted == ("bfloat16" if self.fp8 else dtype):
+                object.__setattr__(self, "out_dtype", None)
+        kind = getattr(self, "intermediate", "operand")
+        check_name("intermediate", kind, INTERMEDIATES if self.fp8 else INTERMEDIATES[:2])
+        if kind == dtype and not self.fp8:
+            object.__setattr__(self, "intermediate", "operand")
+
+    def _scale_tensors(self, weights: Mapping[str, tuple[int, int]]) -> list[TensorSpec]:
+        """Return the scales of x, of the weights, of quantized intermediates."""
+        if not self.fp8:
+            return []
+        per_channel = getattr(self, "scales", None) == "channel"
+        sizes = {"x": 1} | {name: n if per_channel else 1 for name, (_, n) in weights.items()}
+        if self.requantized:
+            sizes |= dict.fromkeys(self.intermediates(), 1)
+        return [
+            TensorSpec(name=f"{name}_scale", shape=(size,), dtype="float32")
+            for name, size in sizes.items()
+        ]
+
+    def _scaled(self, left: Estimate, scales: Sequence[Array], typical: bool) -> Estimate:
+        """Return the estimate after a multiplication by scales, in fp32."""
+        factor = np.prod(np.broadcast_arrays(*scales), axis=0)
+        value, error = left[0] * factor, left[1] * np.abs(factor)
+        own = _SCALE_ROUNDINGS * FP32_ROUNDOFF * (np.abs(value) + error)
+        return value, combine(error, own, typical)
+
+    def _kept(
+        self, left: Estimate, name: str, operands: dict[str, Array], typical: bool
+    ) -> Estimate:
+        """Return the estimate of an intermediate once it is stored.
+
+        A quantized one saturates at FP8_MAX times its scale. So does the value of the reference,
+        and limiting does not enlarge an error.
+        """
+        if not self.requantized:
+            return rounded(left, self.intermediate_dtype, typical)
+        unit = float(np.abs(operands[f"{name}_scale"]).item())
+        limit = FP8_MAX * unit
+        value = np.clip(left[0], -limit, limit)
+        # dividing by the scale and multiplying by it again costs fp32 roundings
+        error = combine(left[1], _SCALE_ROUNDINGS * FP32_ROUNDOFF * np.abs(value), typical)
+        magnitude = np.minimum(np.abs(value) + error, limit) / unit
+        own = unit * rounding_error(magnitude, self.intermediate_dtype)
+        return value, combine(error, own, typical)
