@@ -22,7 +22,8 @@ from nmm_compiler.codegen.code_digests import code_digests, printer_version
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import Array, KernelSchedule, KernelSpec
+from nmm_compiler.kernels.base import Array, KernelSpec
+from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.nki_api.lint import check_source
 from nmm_compiler.options import INSTRUCTION_BUDGET, Options

@@ -14,7 +14,8 @@ from typing import Any
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import KernelSchedule, KernelSpec, Tensors
+from nmm_compiler.kernels.base import KernelSpec, Tensors
+from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import Target, get
 

@@ -8,7 +8,7 @@ model of its own and every constant comes from the target.
 
 from __future__ import annotations
 
-from nmm_compiler.kernels.base import Work
+from nmm_compiler.kernels.work import Work
 from nmm_compiler.targets import Target
 
 _US = 1e6

@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
-from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
+from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.tiling import item_bytes as item_bytes
+from nmm_compiler.kernels.tiling import numpy_dtype as numpy_dtype
+from nmm_compiler.kernels.work import Work
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
@@ -29,16 +30,6 @@ PACKAGE = "nmm_compiler.kernels"
 NKI_PIECES = Path(__file__).parent / "pieces"  # NKI code that families share
 
 Array = np.ndarray[Any, Any]
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of an NKI dtype name (ml_dtypes for the ones NumPy lacks)."""
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def item_bytes(name: str) -> int:
-    """Return the bytes of one element."""
-    return numpy_dtype(name).itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,130 +180,6 @@ class Tensors(tuple[str, ...]):
     """
 
     __slots__ = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work(Record):
-    """What one schedule makes the engines do: counts that `codegen.cost` turns into time.
-
-    matmuls: (count, moving columns) of TensorE passes. evictions: (count, columns) of PSUM reads,
-    by VectorE and ScalarE in turn. dmas: (count, bytes each, contiguous bytes, kind), kind "copy"
-    or "transpose". lead_bytes: what must arrive before the first matmul. tail_matmuls: (count,
-    columns) left when the last bytes are in; tail_bytes: the last store. instructions: all of them.
-    late_matmuls cannot start before early_bytes are in (a second stage and the first's loads).
-    wide_matmuls are passes with fp32 operands in a kernel whose other operands are narrower.
-    """
-
-    matmuls: tuple[tuple[int, int], ...]
-    evictions: tuple[tuple[int, int], ...]
-    dmas: tuple[tuple[int, int, int, str], ...]
-    lead_bytes: int
-    tail_matmuls: tuple[int, int]
-    tail_bytes: int
-    instructions: int
-    early_bytes: int = 0
-    late_matmuls: tuple[tuple[int, int], ...] = ()
-    wide_matmuls: tuple[tuple[int, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Operand(Record):
-    """How one operand of a kernel arrives. All sizes are in elements.
-
-    load: how its contraction index gets onto the partitions: "rows" as it lies, "strided" element
-        runs, "dma" a DMA transpose, "tensor" TensorE; "none" for what is in SBUF already.
-    block: columns in SBUF at a time. chunk: contraction rows per load. group: tiles of 128 outputs
-        (512 where the weight moves) that are summed together.
-    resident: loaded once for all tokens. stream: each chunk is used by one pass over the
-        contraction, and so no panel stays in SBUF.
-    """
-
-    load: str = "rows"
-    block: int = 128
-    chunk: int = 128
-    group: int = 1
-    resident: bool = False
-    stream: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelSchedule(Record):
-    """Base of the schedules: HOW a spec is computed. All sizes are in elements unless named.
-
-    k_order: which contraction rows share a partition: "consecutive_rows", or "strided_rows", every
-        128th.
-    m_block: tokens in SBUF at a time.
-    x: how x arrives.
-    """
-
-    x: Operand
-    k_order: str
-    m_block: int
-
-    kept: ClassVar[Operand] = Operand(load="none")  # what stays on chip between two products
-    kept_segment: ClassVar[Operand] = Operand(load="none", stream=True)
-
-    def operands(self) -> dict[str, Operand]:
-        """Return how each operand arrives."""
-        made = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value for name, value in made.items() if isinstance(value, Operand)}
-
-    def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return the schedule with other values: {"m_block": 512, "u.block": 256}."""
-        made = self
-        for name, value in changes.items():
-            field, _, inner = name.partition(".")
-            if inner:
-                value = dataclasses.replace(getattr(made, field), **{inner: value})
-            made = dataclasses.replace(made, **{field: value})
-        return made
-
-    def settled(self, spec: Any) -> Self:
-        """Return the schedule as the kernel of `spec` reads it.
-
-        fp8 tiles are turned on TensorE with room for 16 bits an element: "tensor" is "tensor8".
-        """
-        if not str(spec.dtype).startswith("float8"):
-            return self
-        turned = [name for name, operand in self.operands().items() if operand.load == "tensor"]
-        return self.changed({f"{name}.load": "tensor8" for name in turned})
-
-    def kind(self) -> tuple[Any, ...]:
-        """Return what makes schedules different in kind: the best of each kind is tried first."""
-        return (self.m_block,)
-
-    def check_sbuf(self, spec: Any, target: Target, remedies: Mapping[str, str]) -> None:
-        """Raise CapacityError if one copy of every buffer does not fit; name what to lower.
-
-        remedies: buffer -> the field of the schedule that decides its size.
-        """
-        held = self.sbuf_bytes(spec)
-        limit = target.sbuf_usable_bytes_per_partition
-        if sum(held.values()) > limit:
-            largest = max(held, key=lambda name: (name in remedies, held[name]))
-            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
-            field = remedies.get(largest, "")
-            value = f"lower {field} from {attrgetter(field)(self)}" if field else "split the kernel"
-            raise CapacityError(
-                f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
-                f"({parts}), {target.name} has {limit:,}; {value}"
-            )
-
-    def overlapped_bytes(self, spec: Any) -> int:
-        """Return bytes per partition with a second copy of what streams, so that loads overlap."""
-        raise NotImplementedError
-
-    def sbuf_bytes(self, spec: Any) -> dict[str, int]:
-        """Return bytes per partition of each SBUF buffer the kernel allocates."""
-        raise NotImplementedError
-
-    def check(self, spec: Any, target: Target) -> None:
-        """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
-        raise NotImplementedError
-
-    def short(self) -> str:
-        """Return the blocks in a few words, for tables."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

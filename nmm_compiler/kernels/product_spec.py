@@ -110,7 +110,7 @@ class ProductSpec(KernelSpec):
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return y."""
-        shape = lay((self.m, self.out_features), self.layout_of("out"))
+        shape = lay((self.m, self.out_features), self.result_layouts()[0])
         return (TensorSpec(name="y", shape=shape, dtype=self.result_dtype),)
 
     def flops(self) -> int:

@@ -1,13 +1,10 @@
-"""Arithmetic of tiles and blocks that all families share, and the checks of a schedule's fields."""
+"""Arithmetic of tiles, blocks and chunks that all families share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import attrgetter
-from typing import Any
+import ml_dtypes
+import numpy as np
 
-from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.base import check_name, item_bytes
 from nmm_compiler.targets import Target
 
 LOADS = ("rows", "strided", "dma", "tensor")
@@ -21,6 +18,16 @@ LOADED = {
     "dma": "through DMA transposes",
     "tensor": "through TensorE transposes",
 }
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """Return the NumPy dtype of an NKI dtype name (ml_dtypes for the ones NumPy lacks)."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def item_bytes(name: str) -> int:
+    """Return the bytes of one element."""
+    return numpy_dtype(name).itemsize
 
 
 def tiles(size: int, tile: int) -> int:
@@ -69,68 +76,29 @@ def x_loads(m: int, layout: str, dtype: str, target: Target) -> list[str]:
     return (["strided"] if m <= 32 else []) + turned_loads(dtype, target)
 
 
-def check_blocks(schedule: Any, sizes: Mapping[str, int], groups: tuple[str, ...]) -> None:
-    """Raise SpecError unless each block is a multiple of 128 or covers its whole size.
-
-    sizes: field of the schedule -> the size that it divides. groups: fields of at least 1.
-    """
-    for name, whole in sizes.items():
-        value = attrgetter(name)(schedule)
-        if value < 1 or (value % 128 and value < whole):
-            raise SpecError(
-                f"schedule: {name} is {value}; pass a multiple of 128, or at least the whole "
-                f"{whole}"
-            )
-    for name in groups:
-        if attrgetter(name)(schedule) < 1:
-            value = attrgetter(name)(schedule)
-            raise SpecError(f"schedule: {name} is {value}; pass at least 1")
-
-
-def check_load(
-    name: str, how: str, lies_right: bool, dtype: str, target: Target, *, strided: bool = False
-) -> None:
-    """Raise SpecError unless `how` can load an operand.
-
-    lies_right: its contraction index is already the outer one in HBM. strided: short runs allowed.
-    """
-    check_name(name, how, LOADS)
-    allowed = ["rows"] if lies_right else turned_loads(dtype, target)
-    if strided and not lies_right:
-        allowed.append("strided")
-    if how not in allowed:
-        why = "as the operand lies" if lies_right else f"for {dtype} on {target.name}"
-        raise SpecError(f"schedule: {name} is {how!r}; {why} it can be {' or '.join(allowed)}")
-
-
 def chunk_order(contraction: int, loads: tuple[str, ...]) -> str:
     """Return the order with long runs, where the loads allow it and it makes a difference."""
     runs = contraction >= 256 and set(loads) <= {"rows", "strided"}
     return ORDERS[0] if runs else ORDERS[1]
 
 
-def check_multiple(name: str, value: int, of: str, base: int, whole: int) -> None:
-    """Raise SpecError unless `value` is a multiple of `base`, or covers `whole`."""
-    if value % base and value < whole:
-        raise SpecError(
-            f"schedule: {name} is {value}; pass a multiple of {of} = {base}, or at least {whole}"
-        )
+def turning(*loads: str) -> int:
+    """Return the PSUM banks of transposes on TensorE, if any of these loads needs them."""
+    return 2 if "tensor" in loads else 0
 
 
-def check_order(order: str, loads: tuple[str, ...]) -> None:
-    """Raise SpecError if the rows of a chunk cannot lie in this order with these loads."""
-    check_name("k_order", order, ORDERS)
-    if order == ORDERS[0] and not set(loads) <= {"rows", "strided"}:
-        raise SpecError(f"schedule: transposes give k_order {ORDERS[1]!r}; use it for both factors")
+def bias_bytes(n: int, size: int, *, rows: bool) -> int:
+    """Return bytes per partition of a bias in SBUF; rows: the outputs are along the free axis."""
+    return 2 * n * size if rows else 6 * tiles(n, 128)
 
 
-def check_loop(schedule: Any, m: int, resident: tuple[bool, ...]) -> None:
-    """Raise SpecError unless the blocks of tokens can be a loop on the device.
+def result_elements(panel: int, tokens: int, *, rows: bool) -> int:
+    """Return elements per partition of a panel of a result on its way to HBM."""
+    return panel if rows else tiles(panel, 128) * tokens
 
-    It needs two whole blocks, and each turn loads what it uses.
-    """
-    if schedule.m_loop and (m < 2 * schedule.m_block or any(resident)):
-        raise SpecError(
-            f"schedule: m_loop needs at least two whole blocks of {schedule.m_block} tokens, got "
-            f"{m} tokens, and no resident weights; lower m_block or drop what is resident"
-        )
+
+def result_tiles(m: int, n: int, *, rows: bool) -> tuple[int, int]:
+    """Return (tiles of PSUM that a result [m, n] or [n, m] leaves, columns of each)."""
+    if rows:
+        return tiles(m, 128) * tiles(n, 512), min(512, n)
+    return tiles(n, 128) * tiles(m, 512), min(512, m)

@@ -126,8 +126,8 @@ def _schedule(changes):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"u.group": 9}, CapacityError, "stage 1 needs .* PSUM banks, trn2 has 8; lower u.group"),
-        ({"v.group": 12}, CapacityError, "stage 2 needs 12 PSUM banks, trn2 has 8; lower v.group"),
+        ({"u.group": 9}, CapacityError, "u.group need .* PSUM banks, trn2 has 8; lower u.group"),
+        ({"v.group": 12}, CapacityError, "v.group need 12 PSUM banks, trn2 has 8; lower v.group"),
         ({"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
         ({"x.load": "dma"}, SpecError, "x.load is 'dma'; as the operand lies it can be rows"),
         ({"x.load": "row"}, UnknownNameError, "did you mean 'rows'"),

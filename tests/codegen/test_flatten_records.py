@@ -9,7 +9,8 @@ import pytest
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
 from nmm_compiler.codegen.specialize import functions_of, specialize
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import NKI_PIECES, Operand
+from nmm_compiler.kernels.base import NKI_PIECES
+from nmm_compiler.kernels.schedule import Operand
 from nmm_compiler.records import Record
 
 CLASSES = """

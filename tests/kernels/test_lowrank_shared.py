@@ -130,8 +130,8 @@ def test_bad_fields(fields, error, words):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"u.group": 9}, CapacityError, "stage 1 needs 9 PSUM banks, trn2 has 8; lower u.group"),
-        ({"v.group": 9}, CapacityError, "stage 2 needs 9 PSUM banks, trn2 has 8; lower v.group"),
+        ({"u.group": 9}, CapacityError, "u.group need 9 PSUM banks, trn2 has 8; lower u.group"),
+        ({"v.group": 9}, CapacityError, "v.group need 9 PSUM banks, trn2 has 8; lower v.group"),
         ({"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
         ({"x.load": "dma"}, SpecError, "x.load is 'dma'; as the operand lies it can be rows"),
         ({"x.chunk": 384, "k_chunk": 256}, SpecError, "x.chunk is 384; pass a multiple of k_chunk"),

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
-from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, KernelSchedule, Operand, Work, item_bytes
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import Family
 from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.number_formats import (
-    check_double_row,
     check_widened,
     passes,
     pitch,
     row_modes,
     scale_bytes,
 )
+from nmm_compiler.kernels.schedule import KernelSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
+    bias_bytes,
     blocks,
-    check_blocks,
-    check_load,
-    check_loop,
-    check_multiple,
-    check_order,
     chunk_order,
     chunk_rows,
+    item_bytes,
+    result_elements,
+    result_tiles,
     tiles,
     turned_loads,
+    turning,
     x_loads,
     x_rows,
 )
+from nmm_compiler.kernels.work import Tally, Work
 from nmm_compiler.targets import Target
 
 
@@ -59,6 +59,28 @@ class GatedMLPSchedule(KernelSchedule):
     n_segment: int = 0
     double_row: bool = False
 
+    remedies: ClassVar[Mapping[str, str]] = {
+        "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u.block",
+        "v": "v.block", "down": "down.block", "out": "out.block",
+    }  # fmt: skip
+
+    def sizes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
+        """Return field -> the size that it divides."""
+        rank = max(1, _rank(spec))
+        made = {
+            "m_block": spec.m, "u.chunk": spec.k, "x.chunk": spec.k, "u.block": rank,
+            "v.block": spec.n, "v.chunk": max(rank, spec.k),
+        }  # fmt: skip
+        if spec.down:
+            down = spec.rank("down") or spec.n
+            made |= {"down.block": down, "down.chunk": spec.n, "out.block": spec.k}
+            made["out.chunk"] = down
+        return made
+
+    def over_k(self, spec: GatedMLPUpSpec) -> tuple[str, ...]:
+        """Return how x and the weights are loaded."""
+        return (self.x.load, self.v.load)
+
     def kind(self) -> tuple[Any, ...]:
         """Return the token block and the blocks of u and v."""
         return (self.m_block, self.u.block, self.v.block)
@@ -82,14 +104,15 @@ class GatedMLPSchedule(KernelSchedule):
         k_tiles = tiles(spec.k, 128)
         tokens, panel = min(self.m_block, spec.m), min(self.v.block, spec.n)
         kept_row = pitch(tokens, kept) * kept_size
-        rank = max(spec.rank("gate"), spec.rank("up"))
+        rank = _rank(spec)
+        rows = spec.out_layout == "row"
         k_segment, n_segment = self.segments(spec)
         held = {"x": k_tiles * pitch(tokens, pairs) * size, "active": 4 * 512}
-        if spec.out_layout == "col" or isinstance(spec, GatedMLPSpec):
-            held["active"] = tiles(panel, 128) * tokens * 4
+        if spec.down or not rows:
+            held["active"] = result_elements(panel, tokens, rows=False) * 4
         if rank:
-            rows = tiles(self.u.chunk if self.u.stream else k_segment, 128)
-            held["u"] = rows * pitch(min(self.u.block, rank), pairs) * size
+            deep = tiles(self.u.chunk if self.u.stream else k_segment, 128)
+            held["u"] = deep * pitch(min(self.u.block, rank), pairs) * size
             held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * kept_row
         if k_segment < spec.k:
             held["parts"] = tiles(rank, 128) * tokens * 4
@@ -99,20 +122,19 @@ class GatedMLPSchedule(KernelSchedule):
             else k_tiles * pitch(panel, pairs) * size
             for b in ("gate", "up")
         )
-        if isinstance(spec, GatedMLPSpec):
+        out_panel = panel
+        if spec.down:
             rank = spec.rank("down")
             out_panel = min(self.out.block, spec.k)
             held["h"] = tiles(n_segment, 128) * kept_row
             if rank:
-                rows = tiles(self.down.chunk if self.down.stream else n_segment, 128)
-                held["down"] = rows * pitch(min(self.down.block, rank), kept) * wide_size
+                deep = tiles(self.down.chunk if self.down.stream else n_segment, 128)
+                held["down"] = deep * pitch(min(self.down.block, rank), kept) * wide_size
                 held["p_down"] = tiles(rank, 128) * kept_row
                 if n_segment < spec.n:
                     held["parts_down"] = tiles(rank, 128) * tokens * 4
             held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept) * wide_size
-            held["y"] = self._result(spec.out_layout, out_panel, tokens) * y_size
-        else:
-            held["y"] = self._result(spec.out_layout, panel, tokens) * y_size
+        held["y"] = result_elements(out_panel, tokens, rows=rows) * y_size
         held |= self._epilogue_bytes(spec, y_size)
         if "tensor" in (self.x.load, self.v.load):
             chunks = (self.u.chunk, self.x.chunk, self.v.chunk, self.down.chunk, self.out.chunk)
@@ -123,15 +145,12 @@ class GatedMLPSchedule(KernelSchedule):
     def _epilogue_bytes(spec: GatedMLPUpSpec, y_size: int) -> dict[str, int]:
         """Return bytes per partition of biases, scales, and fp32 tiles on the way to a result."""
         held: dict[str, int] = {}
-        down = isinstance(spec, GatedMLPSpec)
         steps = int(spec.fp8)  # a tile of the up branch; of biased or scaled rows one more
         for branch in spec.branches:
             features, along = spec.ends(branch)[1], spec.out_layout == "row"
-            along = along and (branch == "down" or not down)
+            along = along and (branch == "down" or not spec.down)
             if getattr(spec, f"{branch}_bias"):
-                held[f"{branch} bias"] = (
-                    2 * features * y_size if along else 6 * tiles(features, 128)
-                )
+                held[f"{branch} bias"] = bias_bytes(features, y_size, rows=along)
                 steps += 1
             if spec.fp8:
                 held[f"{branch} scale"] = scale_bytes(features, spec.scales, down=not along)
@@ -140,10 +159,6 @@ class GatedMLPSchedule(KernelSchedule):
         if spec.requantized:
             steps += 2
         return held | {"sum": 4 * 512 * steps} if steps else held
-
-    @staticmethod
-    def _result(layout: str, panel: int, tokens: int) -> int:
-        return panel if layout == "row" else tiles(panel, 128) * tokens
 
     def overlapped_bytes(self, spec: GatedMLPUpSpec) -> int:
         """Return bytes per partition with a second copy of what streams, so that loads overlap.
@@ -159,7 +174,7 @@ class GatedMLPSchedule(KernelSchedule):
             ("p", "p_down", "parts_down", *kept, *twice, *twice),
             ("h", "p_down", "out", "out"),
         )
-        last = 2 if isinstance(spec, GatedMLPSpec) else 1
+        last = 2 if spec.down else 1
         always = [name for name in held if name.endswith("bias")] + ["flat", "flat"]
         if spec.m > self.m_block:
             always.append("x")
@@ -174,72 +189,38 @@ class GatedMLPSchedule(KernelSchedule):
         """Return PSUM banks in use for each group of sums."""
         m_tiles = tiles(min(self.m_block, spec.m), 512)
         rows = spec.out_layout == "row"
-        down = isinstance(spec, GatedMLPSpec)
-        turning = 2 if self.v.load == "tensor" else 0
+        more = turning(self.v.load)
         banks = {
-            "u.group": self.u.group * m_tiles + turning,
-            "v.group": 2 * self.v.group * (1 if rows and not down else m_tiles) + turning,
+            "u.group": self.u.group * m_tiles + more,
+            "v.group": 2 * self.v.group * (1 if rows and not spec.down else m_tiles) + more,
         }
-        if down:
-            banks["down.group"] = self.down.group * m_tiles + turning
-            banks["out.group"] = self.out.group * (1 if rows else m_tiles) + turning
+        if spec.down:
+            banks["down.group"] = self.down.group * m_tiles + more
+            banks["out.group"] = self.out.group * (1 if rows else m_tiles) + more
         return banks
 
-    def check(self, spec: GatedMLPUpSpec, target: Target) -> None:
-        """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
-        rank = max(1, spec.rank("gate"), spec.rank("up"))
-        sizes = {
-            "m_block": spec.m,
-            "u.chunk": spec.k,
-            "x.chunk": spec.k,
-            "u.block": rank,
-            "v.block": spec.n,
-        }
-        sizes["v.chunk"] = max(rank, spec.k)
-        groups = ["u.group", "v.group"]
-        if isinstance(spec, GatedMLPSpec):
-            down = spec.rank("down") or spec.n
-            sizes |= {"down.block": down, "down.chunk": spec.n, "out.block": spec.k}
-            sizes["out.chunk"] = down
-            groups += ["down.group", "out.group"]
-        check_blocks(self, sizes, tuple(groups))
-        check_load("x.load", self.x.load, spec.x_layout == "col", spec.dtype, target, strided=True)
-        for name, operand in self.operands().items():
-            if name != "x":
-                lies_right = spec.weight_layout == "row"
-                check_load(f"{name}.load", operand.load, lies_right, spec.dtype, target)
+    def check_own(self, spec: GatedMLPUpSpec, target: Target) -> None:
+        """Raise SpecError for what only gated MLPs ask of a schedule."""
         if len({self.u.load, self.v.load, self.down.load, self.out.load}) > 1:
             raise SpecError("schedule: all weights of a gated MLP are loaded alike")
         if spec.intermediates():
             check_widened("v.load", self.v.load, spec)
-        check_order(self.k_order, (self.x.load, self.v.load))
-        check_double_row(self.double_row, spec.dtype, target)
-        check_loop(self, spec.m, ())
+        self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
         self._check_segments(spec)
-        for group, banks in self.psum_banks(spec).items():
-            if banks > target.psum_banks:
-                raise CapacityError(
-                    f"{spec.short()}: the schedule needs {banks} PSUM banks, {target.name} has "
-                    f"{target.psum_banks}; lower {group} from {attrgetter(group)(self)} or m_block "
-                    f"from {self.m_block}"
-                )
-        self.check_sbuf(spec, target, _REMEDY)
 
     def _check_segments(self, spec: GatedMLPUpSpec) -> None:
         """Raise SpecError unless segments hold whole chunks, and panels of h whole segments."""
-        k_segment, n_segment = self.segments(spec)
-        check_multiple("k_segment", k_segment, "u.chunk", self.u.chunk, spec.k)
-        if n_segment == spec.n:
+        self.check_multiple("k_segment", "u.chunk", spec.k)
+        if self.segments(spec)[1] == spec.n:
             return
-        if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
+        if not spec.rank("down"):
             raise SpecError("schedule: n_segment is for a down projection of two factors")
         for name in ("v.block", "down.chunk"):
-            check_multiple("n_segment", n_segment, name, attrgetter(name)(self), spec.n)
+            self.check_multiple("n_segment", name, spec.n)
 
     def short(self) -> str:
         """Return the blocks."""
-        streams = "".join(f" {n}-stream" for n in ("u", "down") if getattr(self, n).stream)
-        streams += " double-row" if self.double_row else ""
+        streams = self.uses("u", "down") + (" double-row" if self.double_row else "")
         segments = (
             f" s{self.k_segment}-{self.n_segment}" if self.k_segment or self.n_segment else ""
         )
@@ -250,11 +231,9 @@ class GatedMLPSchedule(KernelSchedule):
         )
 
 
-# Which field of the schedule decides the size of a buffer.
-_REMEDY = {
-    "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u.block",
-    "v": "v.block", "down": "down.block", "out": "out.block",
-}  # fmt: skip
+def _rank(spec: GatedMLPUpSpec) -> int:
+    """Return the larger rank of gate and up, 0 when both are dense."""
+    return max(spec.rank("gate"), spec.rank("up"))
 
 
 def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
@@ -266,7 +245,7 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
 
 def _segmented(spec: GatedMLPUpSpec, plain: GatedMLPSchedule) -> Iterator[GatedMLPSchedule]:
     """Yield twins of a schedule that sum over segments: of u for few tokens, of h for many."""
-    rank = max(spec.rank("gate"), spec.rank("up"))
+    rank = _rank(spec)
     m_tiles = tiles(min(plain.m_block, spec.m), 512)
     banks = 3 if "tensor" in (plain.x.load, plain.v.load) else 4  # two groups take turns
     if m_tiles > banks:
@@ -285,7 +264,7 @@ def _segmented(spec: GatedMLPUpSpec, plain: GatedMLPSchedule) -> Iterator[GatedM
                 )
             )
             yield twins[-1]
-    if not (isinstance(spec, GatedMLPSpec) and spec.rank("down")):
+    if not spec.rank("down"):
         return
     for twin, wanted in itertools.product(twins, (512, 1024, 2048)):
         block = min(twin.v.block, spec.n)
@@ -315,9 +294,8 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
         w_loads = ["tensor"]
     kept = 4 if spec.wide else size
     x_ways = x_loads(spec.m, spec.x_layout, spec.dtype, target)
-    rank = max(1, spec.rank("gate"), spec.rank("up"))
-    down = isinstance(spec, GatedMLPSpec)
-    down_rank = (spec.rank("down") if down else 0) or 1
+    rank, down = max(1, _rank(spec)), spec.down
+    down_rank = spec.rank("down") or 1
     rows = spec.out_layout == "row"
     uneven = _uneven(tiles(spec.n, 128)) if spec.m <= 128 else []
     for x_load, w_load, m_block in itertools.product(
@@ -379,7 +357,7 @@ def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ..
         else "gate and up: dense, x is used as it lies.",
         f"h: gate through {spec.activation} and up through the multiplication, both out of PSUM.",
     ]
-    if isinstance(spec, GatedMLPSpec):
+    if spec.down:
         lines.append(
             "h^T stays in SBUF, its features on the partitions, as the next product wants."
         )
@@ -396,76 +374,54 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
     pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
     m, moving = spec.m, min(512, spec.m)
     m_blocks, m_moves = tiles(m, schedule.m_block), tiles(m, 512)
-    down = isinstance(spec, GatedMLPSpec)
-    matmuls: list[tuple[int, int]] = []
-    wide_matmuls: list[tuple[int, int]] = []
-    evictions: list[tuple[int, int]] = []
     tokens = min(schedule.m_block, m)
-    x_run = tokens * size
-    dmas: list[tuple[int, int, int, str]] = [
-        (tiles(spec.k, schedule.x.chunk) * m_blocks,
-         m * spec.k * size // (tiles(spec.k, schedule.x.chunk) * m_blocks), x_run,
-         "transpose" if schedule.x.load == "dma" else "copy")
-    ]  # fmt: skip
-    kind = "transpose" if schedule.v.load == "dma" else "copy"
+    tally = Tally()
+    x_count = tiles(spec.k, schedule.x.chunk) * m_blocks
+    x_how = "dma" if schedule.x.load == "dma" else "rows"
+    tally.load(x_how, m * spec.k * size, x_count, tokens * size, (0, 0, 0))
 
-    def weight(rows: int, columns: int, block: int, chunk: int, of_kept: bool) -> None:
-        count = tiles(rows, chunk) * tiles(columns, block) * m_blocks
+    def weight(rows: int, columns: int, operand: Operand, of_kept: bool) -> None:
+        count = tiles(rows, operand.chunk) * tiles(columns, operand.block) * m_blocks
         # a load that widens writes four bytes an element
         moved = 4 if spec.wide and of_kept and schedule.v.load == "rows" else size
-        run = min(block, columns) * moved
-        dmas.append((count, rows * columns * moved * m_blocks // count, run, kind))
-        if schedule.v.load == "tensor":
-            squares = tiles(rows, 128) * tiles(columns, 128) * m_blocks
-            matmuls.append((squares, 128))
-            evictions.append((tiles(squares, 4), 512))
+        run = min(operand.block, columns) * moved
+        squares = tiles(rows, 128) * tiles(columns, 128) * m_blocks
+        total = rows * columns * moved * m_blocks
+        tally.load(schedule.v.load, total, count, run, (squares, count, run))
 
     def product(rows: int, chunk: int, count: int, columns: int, of_kept: bool) -> None:
         if spec.wide and of_kept:
-            wide_matmuls.append((tiles(rows, 128) * count, columns))
+            tally.wide_matmuls.append((tiles(rows, 128) * count, columns))
         else:
-            matmuls.append((passes(rows, chunk, kept if of_kept else pairs) * count, columns))
-
-    def out_tiles(features: int, rows: bool) -> tuple[int, int]:
-        if rows:
-            return tiles(m, 128) * tiles(features, 512), min(512, features)
-        return tiles(features, 128) * m_moves, moving
+            each = passes(rows, chunk, kept if of_kept else pairs)
+            tally.matmuls.append((each * count, columns))
 
     rows = spec.out_layout == "row"
     for branch in spec.branches:
         rank, (first, last) = spec.rank(branch), spec.ends(branch)
         into_out = branch == "down"
         if rank:
-            block = schedule.down.block if into_out else schedule.u.block
-            chunk = schedule.down.chunk if into_out else schedule.u.chunk
-            weight(first, rank, block, chunk, into_out)
-            product(first, chunk, tiles(rank, 128) * m_moves, moving, into_out)
+            u = schedule.down if into_out else schedule.u
+            weight(first, rank, u, into_out)
+            count = tiles(rank, 128) * m_moves
+            product(first, u.chunk, count, moving, into_out)
             # sums that are added in SBUF leave PSUM through VectorE alone
             segments = tiles(first, schedule.segments(spec)[into_out])
-            evictions.append((tiles(rank, 128) * m_moves * (2 * segments - 1), moving))
-        block = schedule.out.block if into_out else schedule.v.block
-        chunk = schedule.out.chunk if into_out else schedule.v.chunk
+            tally.evictions.append((count * (2 * segments - 1), moving))
+        v = schedule.out if into_out else schedule.v
         of_kept = into_out or bool(rank)
-        weight(rank or first, last, block, chunk, of_kept)
-        count, columns = out_tiles(last, rows and (into_out or not down))
-        product(rank or first, chunk, count, columns, of_kept)
-        evictions.append((count, columns))
-    features = spec.ends(spec.branches[-1])[1]
-    panel = min(schedule.out.block if down else schedule.v.block, features)
+        weight(rank or first, last, v, of_kept)
+        count, columns = result_tiles(m, last, rows=rows and (into_out or not spec.down))
+        product(rank or first, v.chunk, count, columns, of_kept)
+        tally.evictions.append((count, columns))
+    features = spec.out_features
+    panel = min(schedule.out.block if spec.down else schedule.v.block, features)
     stores = tiles(features, panel) * (tiles(m, 128) if rows else m_blocks)
-    run = panel * y_size if rows else tokens * y_size
-    dmas.append((stores, m * features * y_size // stores, run, "copy"))
-    return Work(
-        matmuls=tuple(matmuls),
-        evictions=tuple(evictions),
-        dmas=tuple(dmas),
+    tally.store(m * features * y_size, stores, (panel if rows else tokens) * y_size)
+    return tally.work(
         lead_bytes=tokens * spec.k * size,
         tail_matmuls=(tiles(panel, 512), moving),
         tail_bytes=min(m, 128) * panel * y_size,
-        wide_matmuls=tuple(wide_matmuls),
-        instructions=sum(n[0] for n in (*matmuls, *wide_matmuls))
-        + sum(n[0] for n in evictions)
-        + sum(n[0] for n in dmas),
     )
 
 

@@ -75,7 +75,7 @@ class GatedMLPUpSpec(ProductSpec):
 
     def layout_of(self, name: str) -> str:
         """Return the layout in which an operand is passed."""
-        return super().layout_of(name if name in ("x", "out") else "weight")
+        return super().layout_of("x" if name == "x" else "weight")
 
     def weights(self) -> dict[str, tuple[int, int]]:
         """Return the factors, or the dense weight, of each projection."""

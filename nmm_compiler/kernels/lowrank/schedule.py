@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
-from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, KernelSchedule, Operand, Work, item_bytes
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import Family
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
 from nmm_compiler.kernels.number_formats import (
-    check_double_row,
     check_widened,
     passes,
     pitch,
@@ -20,21 +18,23 @@ from nmm_compiler.kernels.number_formats import (
     scale_bytes,
     sum_bytes,
 )
+from nmm_compiler.kernels.schedule import KernelSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
+    bias_bytes,
     blocks,
-    check_blocks,
-    check_load,
-    check_loop,
-    check_multiple,
-    check_order,
     chunk_order,
     chunk_rows,
+    item_bytes,
+    result_elements,
+    result_tiles,
     tiles,
     turned_loads,
+    turning,
     x_loads,
     x_rows,
 )
+from nmm_compiler.kernels.work import Tally, Work
 from nmm_compiler.targets import Target
 
 
@@ -61,6 +61,26 @@ class LowRankSchedule(KernelSchedule):
     k_segment: int = 0
     v_stationary: bool = False
     double_row: bool = False
+
+    remedies: ClassVar[Mapping[str, str]] = {
+        "x": "m_block", "u": "u.block", "p": "m_block", "v": "v.block", "w": "v.block",
+    }  # fmt: skip
+
+    def sizes(self, spec: LowRankSpec) -> dict[str, int]:
+        """Return field -> the size that it divides."""
+        return {
+            "m_block": spec.m, "u.chunk": spec.k, "x.chunk": spec.k, "u.block": spec.r,
+            "v.block": spec.n, "v.chunk": spec.r,
+        }  # fmt: skip
+
+    def loads(self, spec: LowRankSpec) -> dict[str, bool]:
+        """Return how to load -> whether the operand lies right, w of a base product included."""
+        base = {"w_load": spec.w_layout == "row"} if spec.base else {}
+        return super().loads(spec) | base
+
+    def over_k(self, spec: LowRankSpec) -> tuple[str, ...]:
+        """Return how x, u and w of a base product are loaded."""
+        return (self.x.load, self.u.load, *([self.w_load] if spec.base else []))
 
     def kind(self) -> tuple[Any, ...]:
         """Return the token block, the blocks of u and v, and how stage 2 runs."""
@@ -95,14 +115,14 @@ class LowRankSchedule(KernelSchedule):
             "u": u_tiles * pitch(u_columns, pairs) * size,
             "p": r_tiles * pitch(tokens, second) * p_size,
             "v": r_tiles * pitch(v_columns, second) * v_size,
-            "y": panel * y_size if rows else tiles(panel, 128) * tokens * y_size,
+            "y": result_elements(panel, tokens, rows=rows) * y_size,
         }
         if self.segment(spec) < spec.k:
             held["parts"] = r_tiles * tokens * 4
         if spec.base:
             held["w"] = k_tiles * panel * size
         if spec.bias:
-            held["bias"] = 2 * spec.n * y_size if rows else 6 * tiles(spec.n, 128)
+            held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
         if spec.fp8:
             held["scale"] = scale_bytes(spec.r, spec.scales, down=True) + scale_bytes(
                 spec.n, spec.scales, down=self.v_stationary or not rows
@@ -118,8 +138,7 @@ class LowRankSchedule(KernelSchedule):
 
     def overlapped_bytes(self, spec: LowRankSpec) -> int:
         """Return bytes per partition with a second copy of what streams, so that loads overlap."""
-        held = self.sbuf_bytes(spec)
-        streams = ["y", *(["sum"] if "sum" in held else [])]
+        streams = ["y", "sum", "flat", "flat_v"]
         blocks = tiles(spec.m, self.m_block)
         segments = self.segment(spec) < spec.k
         many = blocks > 1 or self.u.block < spec.r or self.u.stream or segments
@@ -128,47 +147,28 @@ class LowRankSchedule(KernelSchedule):
         if self.x.stream:
             streams.append("x")
         if not self.v.resident and (blocks > 1 or self.v.block < spec.n):
-            streams += ["v", *(["w"] if spec.base else [])]
-        if (
-            blocks > 1 and spec.base and not self.x.stream
-        ):  # else x is free again once stage 1 is done
-            streams.append("x")
-        streams += [name for name in ("flat", "flat_v") if name in held]
-        return sum(held.values()) + sum(held[name] for name in streams)
+            streams += ["v", "w"]
+        if blocks > 1 and spec.base and not self.x.stream:
+            streams.append("x")  # else x is free again once stage 1 is done
+        return self.with_copies(spec, streams)
 
     def psum_banks(self, spec: LowRankSpec) -> dict[str, int]:
         """Return PSUM banks in use in each stage."""
         m_tiles = tiles(min(self.m_block, spec.m), 512)
-        turning = 2 if "tensor" in (self.x.load, self.u.load) else 0
-        turning_v = 2 if "tensor" in (self.v.load, self.w_load) else 0
         moving_v = spec.out_layout == "row" and not self.v_stationary
+        first = min(self.u.group, tiles(spec.r, 128)) * m_tiles
         second = self.v.group if moving_v else self.v.group * m_tiles
         return {
-            "stage 1": min(self.u.group, tiles(spec.r, 128)) * m_tiles + turning,
-            "stage 2": second + turning_v,
+            "u.group": first + turning(self.x.load, self.u.load),
+            "v.group": second + turning(self.v.load, self.w_load),
         }
 
-    def check(self, spec: LowRankSpec, target: Target) -> None:
-        """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
-        sizes = {
-            "m_block": spec.m,
-            "u.chunk": spec.k,
-            "x.chunk": spec.k,
-            "u.block": spec.r,
-            "v.block": spec.n,
-        }
-        check_blocks(self, sizes | {"v.chunk": spec.r}, ("u.group", "v.group"))
-        check_load("x.load", self.x.load, spec.x_layout == "col", spec.dtype, target, strided=True)
-        check_load("u.load", self.u.load, spec.u_layout == "row", spec.dtype, target)
-        check_load("v.load", self.v.load, spec.v_layout == "row", spec.dtype, target)
+    def check_own(self, spec: LowRankSpec, target: Target) -> None:
+        """Raise SpecError for what only lowrank asks of a schedule."""
         check_widened("v.load", self.v.load, spec)
-        if spec.base:
-            check_load("w_load", self.w_load, spec.w_layout == "row", spec.dtype, target)
-        check_multiple("x.chunk", self.x.chunk, "u.chunk", self.u.chunk, spec.k)
-        check_order(self.k_order, (self.x.load, self.u.load, *self._base_load(spec)))
-        check_loop(self, spec.m, (self.u.resident, self.v.resident))
+        self.check_multiple("x.chunk", "u.chunk", spec.k)
+        self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
         self._check_segment(spec)
-        check_double_row(self.double_row, spec.dtype, target)
         self._check_stream()
         panel = min(self.v.block, spec.n)
         whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
@@ -177,20 +177,11 @@ class LowRankSchedule(KernelSchedule):
                 "schedule: v_stationary with a row result takes whole tiles, no bias, trn2 or 3; "
                 f"n is {spec.n}, v.block {self.v.block}, bias {spec.bias}, target {target.name}"
             )
-        for stage, banks in self.psum_banks(spec).items():
-            if banks > target.psum_banks:
-                group = "u.group" if stage == "stage 1" else "v.group"
-                raise CapacityError(
-                    f"{spec.short()}: {stage} needs {banks} PSUM banks, {target.name} has "
-                    f"{target.psum_banks}; lower {group} from {attrgetter(group)(self)} or m_block "
-                    f"from {self.m_block}"
-                )
-        self.check_sbuf(spec, target, _REMEDY)
 
     def _check_segment(self, spec: LowRankSpec) -> None:
         """Raise SpecError unless the segments hold whole loads, and x stays if it is used again."""
         segment = self.segment(spec)
-        check_multiple("k_segment", segment, "u.chunk", self.u.chunk, spec.k)
+        self.check_multiple("k_segment", "u.chunk", spec.k)
         if self.x.stream and segment % self.x.chunk:
             raise SpecError(
                 f"schedule: x.stream loads x per segment of {segment} rows; pass an x.chunk that "
@@ -211,29 +202,16 @@ class LowRankSchedule(KernelSchedule):
         if self.v.stream:
             raise SpecError("schedule: v is used by every tile of tokens; drop v.stream")
 
-    def _base_load(self, spec: LowRankSpec) -> tuple[str, ...]:
-        return (self.w_load,) if spec.base else ()
-
     def short(self) -> str:
         """Return the blocks."""
-        resident = "".join(
-            f" {name}-{use}"
-            for name in ("u", "v")
-            for use in ("resident", "stream")
-            if getattr(getattr(self, name), use)
-        )
         loop = " loop" if self.m_loop else ""
         segment = f" s{self.k_segment}{'x' if self.x.stream else ''}" if self.k_segment else ""
         how = " v-stationary" if self.v_stationary else ""
         how += " double-row" if self.double_row else ""
         return (
             f"m{self.m_block}{loop} u{self.u.block} v{self.v.block} k{self.u.chunk} {self.k_order}"
-            f"{segment} r{self.v.chunk}{resident}{how}"
+            f"{segment} r{self.v.chunk}{self.uses('u', 'v')}{how}"
         )
-
-
-# Which field of the schedule decides the size of a buffer.
-_REMEDY = {"x": "m_block", "u": "u.block", "p": "m_block", "v": "v.block", "w": "v.block"}
 
 
 def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
@@ -353,11 +331,9 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
         summed = f"summed in PSUM over {segment} of k, these sums in fp32 in SBUF"
     return (
         f"x: {LOADED[schedule.x.load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
-        f"u: {LOADED[schedule.u.load]}, {min(schedule.u.block, spec.r)} columns at a time"
-        f"{', loaded once' if schedule.u.resident else ''}.",
+        f"u: {schedule.u.arrives(spec.r)}.",
         f"stage 1: u stationary, x^T moving; p^T = (x u)^T {summed}; kept in SBUF.",
-        f"v: {LOADED[schedule.v.load]}, {min(schedule.v.block, spec.n)} columns at a time"
-        f"{', loaded once' if schedule.v.resident else ''}.",
+        f"v: {schedule.v.arrives(spec.n)}.",
         f"stage 2: {second}; {base}epilogue {spec.activation} while leaving PSUM.",
     )
 
@@ -372,36 +348,39 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     m_blocks, segments = tiles(m, schedule.m_block), tiles(k, schedule.segment(spec))
     tokens = min(schedule.m_block, m)
     panel, u_columns = min(schedule.v.block, n), min(schedule.u.block, r)
-    matmuls = [(passes(k, schedule.u.chunk, pairs) * r_tiles * tiles(m, 512), min(512, m))]
+    tally, few = Tally(), m_blocks == 1
+    rows = spec.out_layout == "row"
+    tally.matmuls.append(
+        (passes(k, schedule.u.chunk, pairs) * r_tiles * tiles(m, 512), min(512, m))
+    )
     # sums that are added in SBUF leave PSUM through VectorE alone
-    evictions = [(r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m))]
+    tally.evictions.append((r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m)))
     contraction = passes(r, schedule.v.chunk, second) + (k_tiles if spec.base else 0)
-    if spec.out_layout == "row" and not schedule.v_stationary:
-        out_tiles, out_columns = tiles(m, 128) * tiles(n, 512), min(512, n)
+    moving_v = rows and not schedule.v_stationary
+    out_tiles, out_columns = result_tiles(m, n, rows=moving_v)
+    if moving_v:
         store_run, stores = panel * y_size, tiles(m, 128) * tiles(n, panel)
     else:
-        out_tiles, out_columns = tiles(n, 128) * tiles(m, 512), min(512, m)
         store_run, stores = tokens * y_size, m_blocks * tiles(n, panel)
-        if spec.out_layout == "row":
+        if rows:
             store_run = tiles(panel, 128) * y_size
-    wide_matmuls: tuple[tuple[int, int], ...] = ()
     if spec.wide:
-        wide_matmuls = ((r_tiles * out_tiles, out_columns),)
+        tally.wide_matmuls.append((r_tiles * out_tiles, out_columns))
         contraction -= r_tiles
-    matmuls.append((contraction * out_tiles, out_columns))
-    evictions.append((out_tiles, out_columns))
-    dmas: list[tuple[int, int, int, str]] = [(stores, m * n * y_size // stores, store_run, "copy")]
+    late = contraction * out_tiles, out_columns
+    tally.matmuls.append(late)
+    tally.evictions.append((out_tiles, out_columns))
+    tally.store(m * n * y_size, stores, store_run)
     k_chunks, r_chunks = tiles(k, schedule.u.chunk), tiles(r, schedule.v.chunk)
-    rows_at_once = schedule.u.chunk // 128 if schedule.k_order == "consecutive_rows" else 1
+    long_runs = schedule.k_order == "consecutive_rows"
+    rows_at_once = schedule.u.chunk // 128 if long_runs else 1
     u_times = 1 if schedule.u.resident else m_blocks
     v_times = 1 if schedule.v.resident else m_blocks
-    u_run = u_columns * size * (rows_at_once if u_columns == r and not schedule.u.resident else 1)
-    if u_columns == r and schedule.u.resident:
-        u_run = u_columns * size * rows_at_once
-    x_at_once = (
-        tiles(min(schedule.x.chunk, k), 128) if schedule.k_order == "consecutive_rows" else 1
-    )
+    u_run = u_columns * size * (rows_at_once if u_columns == r else 1)
+    x_at_once = tiles(min(schedule.x.chunk, k), 128) if long_runs else 1
     x_run = tokens * size * (x_at_once if tokens == m else 1)
+    if schedule.x.load == "strided":
+        x_run = x_at_once * size
     loads = [
         (schedule.x.load, m * k * size, tiles(k, schedule.x.chunk) * m_blocks, x_run, m, 1),
         (schedule.u.load, k * r * size * u_times, k_chunks * tiles(r, u_columns) * u_times, u_run,
@@ -415,40 +394,18 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
              panel * size, n, m_blocks)
         )  # fmt: skip
     for how, total, count, run, free, times in loads:
-        if how == "tensor":
-            inner = total // (free * size * times)
-            squares = tiles(inner, 128) * tiles(free, 128) * times
-            matmuls.append((squares, 128))
-            evictions.append((tiles(squares, 4), 512))
-            dmas.append((count * tiles(free, 128), total // (count * tiles(free, 128)),
-                         min(schedule.u.chunk, inner) * size, "copy"))  # fmt: skip
-        elif how == "dma":
-            dmas.append((count, total // count, run, "transpose"))
-        elif how == "strided":
-            dmas.append((count, total // count, x_at_once * size, "copy"))
-        else:
-            dmas.append((count, total // count, run, "copy"))
-    first_chunk = min(schedule.u.chunk, k)
-    last_rows = min(schedule.v.chunk, r)
+        inner = total // (free * size * times)
+        squares = tiles(inner, 128) * tiles(free, 128) * times
+        turned = squares, count * tiles(free, 128), min(schedule.u.chunk, inner) * size
+        tally.load(how, total, count, run, turned)
     panel_tiles = tiles(panel, 128 if schedule.v_stationary else 512)
-    return Work(
-        matmuls=tuple(matmuls),
-        evictions=tuple(evictions),
-        dmas=tuple(dmas),
-        lead_bytes=first_chunk * (tokens + u_columns) * size,
-        tail_matmuls=(tiles(last_rows, 128) * panel_tiles, out_columns),
+    rest = tiles(schedule.segment(spec), 128) * max(0, r_tiles - schedule.u.group), min(512, m)
+    return tally.work(
+        lead_bytes=min(schedule.u.chunk, k) * (tokens + u_columns) * size,
+        tail_matmuls=(tiles(min(schedule.v.chunk, r), 128) * panel_tiles, out_columns),
         tail_bytes=min(m, 128) * panel * y_size,
-        wide_matmuls=wide_matmuls,
-        early_bytes=k * (r + m) * size if m_blocks == 1 else 0,
-        late_matmuls=(
-            matmuls[1],
-            (tiles(schedule.segment(spec), 128) * max(0, r_tiles - schedule.u.group), min(512, m)),
-        )
-        if m_blocks == 1
-        else (),
-        instructions=sum(n[0] for n in (*matmuls, *wide_matmuls))
-        + sum(n[0] for n in evictions)
-        + sum(n[0] for n in dmas),
+        early_bytes=k * (r + m) * size if few else 0,
+        late_matmuls=(late, rest) if few else (),
     )
 
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
-from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, KernelSchedule, Operand, Work, item_bytes
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import Family
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec, Output
+from nmm_compiler.kernels.schedule import KernelSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
+    bias_bytes,
     blocks,
-    check_blocks,
-    check_load,
-    check_multiple,
-    check_order,
     chunk_order,
     chunk_rows,
+    item_bytes,
+    result_elements,
+    result_tiles,
     tiles,
     turned_loads,
+    turning,
     x_loads,
     x_rows,
 )
+from nmm_compiler.kernels.work import Tally, Work
 from nmm_compiler.targets import Target
 
 
@@ -46,6 +48,21 @@ class LowRankSharedSchedule(KernelSchedule):
     k_chunk: int
     v_stationary: bool = False
     narrow_first: bool = False
+
+    remedies: ClassVar[Mapping[str, str]] = {
+        "x": "m_block", "u": "u.chunk", "p": "m_block", "v": "v.block", "y": "v.block",
+    }  # fmt: skip
+
+    def sizes(self, spec: LowRankSharedSpec) -> dict[str, int]:
+        """Return field -> the size that it divides."""
+        return {
+            "m_block": spec.m, "k_chunk": spec.k, "x.chunk": spec.k, "u.chunk": spec.k,
+            "v.block": max(spec.ns), "v.chunk": max(spec.ranks),
+        }  # fmt: skip
+
+    def over_k(self, spec: LowRankSharedSpec) -> tuple[str, ...]:
+        """Return how x and every u are loaded."""
+        return (self.x.load, self.u.load)
 
     def kind(self) -> tuple[Any, ...]:
         """Return the token block, the block of v, and how stage 2 runs."""
@@ -99,24 +116,20 @@ class LowRankSharedSchedule(KernelSchedule):
             v = sum(depth * y.n for depth, y in zip(depths, results, strict=True))
         else:
             v = max(depth * panel for depth, panel in zip(depths, panels, strict=True))
-        still = [self.holds_v(y) for y in results]
         held = {
             "x": k_tiles * tokens * size,
             "u": u * size,
             "p": sum(tiles(r, 128) for r in spec.ranks) * tokens * size,
             "v": v * size,
             "y": size * max(
-                tiles(panel, 128) * tokens if turned else panel
-                for panel, turned in zip(panels, still, strict=True)
+                result_elements(panel, tokens, rows=not self.holds_v(y))
+                for panel, y in zip(panels, results, strict=True)
             ),
         }  # fmt: skip
         biased = [y for y in results if y.bias]
         if biased:
-            rows = [y for y in biased if y.layout == "row"]
-            held["bias"] = sum(
-                2 * y.n * size if y.layout == "row" else 6 * tiles(y.n, 128) for y in biased
-            )
-            if any(y.activation != "identity" for y in rows):
+            held["bias"] = sum(bias_bytes(y.n, size, rows=y.layout == "row") for y in biased)
+            if any(y.layout == "row" and y.activation != "identity" for y in biased):
                 held["sum"] = 512 * 4
         if "tensor" in (self.x.load, self.u.load):
             held["flat"] = min(max(*self.chunks_of(spec), self.x.chunk), spec.k) * size
@@ -126,38 +139,32 @@ class LowRankSharedSchedule(KernelSchedule):
 
     def overlapped_bytes(self, spec: LowRankSharedSpec) -> int:
         """Return bytes per partition with a second copy of what streams, so that loads overlap."""
-        held = self.sbuf_bytes(spec)
         several = tiles(spec.m, self.m_block) > 1
         streams = ["y", "sum", "flat", "flat_v"]
         streams += [] if self.u.resident else ["u"]
         streams += [] if self.v.resident else ["v"]
         streams += ["x"] if several else []
-        return sum(held.values()) + sum(held.get(name, 0) for name in streams)
+        return self.with_copies(spec, streams)
 
     def psum_banks(self, spec: LowRankSharedSpec) -> dict[str, int]:
         """Return PSUM banks in use in each stage."""
         m_tiles = tiles(min(self.m_block, spec.m), 512)
-        turning = 2 if "tensor" in (self.x.load, self.u.load) else 0
         r_tiles = sum(tiles(r, 128) for r in spec.ranks)
         still = any(self.holds_v(y) for y in spec.results())
+        first, second = (
+            min(self.u.group, r_tiles) * m_tiles,
+            self.v.group * (m_tiles if still else 1),
+        )
         return {
-            "stage 1": min(self.u.group, r_tiles) * m_tiles + turning,
-            "stage 2": self.v.group * (m_tiles if still else 1)
-            + (2 if self.v.load == "tensor" else 0),
+            "u.group": first + turning(self.x.load, self.u.load),
+            "v.group": second + turning(self.v.load),
         }
 
-    def check(self, spec: LowRankSharedSpec, target: Target) -> None:
-        """Raise SpecError or CapacityError, with the numbers, for a schedule that is not legal."""
+    def check_own(self, spec: LowRankSharedSpec, target: Target) -> None:
+        """Raise SpecError for what only lowrank_shared asks of a schedule."""
+        self.check_multiple("x.chunk", "k_chunk", spec.k)
+        self.check_multiple("u.chunk", "k_chunk", spec.k)
         results = spec.results()
-        sizes = {"m_block": spec.m, "k_chunk": spec.k, "x.chunk": spec.k, "u.chunk": spec.k}
-        sizes |= {"v.block": max(y.n for y in results), "v.chunk": max(spec.ranks)}
-        check_blocks(self, sizes, ("u.group", "v.group"))
-        check_load("x.load", self.x.load, spec.x_layout == "col", spec.dtype, target, strided=True)
-        check_load("u.load", self.u.load, spec.u_layout == "row", spec.dtype, target)
-        check_load("v.load", self.v.load, spec.v_layout == "row", spec.dtype, target)
-        check_multiple("x.chunk", self.x.chunk, "k_chunk", self.k_chunk, spec.k)
-        check_multiple("u.chunk", self.u.chunk, "k_chunk", self.k_chunk, spec.k)
-        check_order(self.k_order, (self.x.load, self.u.load))
         turned = any(y.layout == "row" and self._turns(y) for y in results)
         if self.v_stationary and not (turned and target.dma_transposes):
             raise SpecError(
@@ -165,22 +172,12 @@ class LowRankSharedSchedule(KernelSchedule):
                 f"v.block is {self.v.block}, target {target.name}, the results "
                 + ", ".join(f"{y.n} {y.layout}{' bias' if y.bias else ''}" for y in results)
             )
-        for stage, banks in self.psum_banks(spec).items():
-            if banks > target.psum_banks:
-                group = "u.group" if stage == "stage 1" else "v.group"
-                raise CapacityError(
-                    f"{spec.short()}: {stage} needs {banks} PSUM banks, {target.name} has "
-                    f"{target.psum_banks}; lower {group} from {attrgetter(group)(self)} or m_block "
-                    f"from {self.m_block}"
-                )
-        self.check_sbuf(spec, target, _REMEDY)
 
     def short(self) -> str:
         """Return the blocks."""
-        resident = "".join(f" {n}-resident" for n in ("u", "v") if getattr(self, n).resident)
         return (
             f"m{self.m_block} r{self.u.group} v{self.v.block} k{self.k_chunk} {self.k_order} "
-            f"u{self.u.chunk} r{self.v.chunk}{resident}"
+            f"u{self.u.chunk} r{self.v.chunk}{self.uses('u', 'v')}"
             f"{' v-stationary' if self.v_stationary else ''}"
             f"{' narrow-first' if self.narrow_first else ''}"
         )
@@ -198,10 +195,6 @@ class _Settled(LowRankSharedSchedule):
     u_chunks: tuple[int, ...]
     turns: tuple[int, ...]
     stationary: tuple[bool, ...]
-
-
-# Which field of the schedule decides the size of a buffer.
-_REMEDY = {"x": "m_block", "u": "u.chunk", "p": "m_block", "v": "v.block", "y": "v.block"}
 
 
 def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankSharedSchedule]:
@@ -282,8 +275,7 @@ def data_flow(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule) -> tuple
         "time.",
         f"stage 1: every u, {LOADED[schedule.u.load]}, stationary, {schedule.u.group} rank tiles "
         "at once, x^T moving; (x u)^T in SBUF.",
-        f"every v: {LOADED[schedule.v.load]}, {schedule.v.block} columns at a time"
-        f"{', loaded once' if schedule.v.resident else ''}.",
+        f"every v: {schedule.v.arrives(schedule.v.block)}.",
         f"stage 2: {second}; bias and activation while leaving PSUM.",
     )
 
@@ -295,73 +287,52 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
     moving, tokens = min(512, m), min(schedule.m_block, m)
     m_blocks, k_tiles = tiles(m, schedule.m_block), tiles(k, 128)
     r_tiles = sum(tiles(r, 128) for r in spec.ranks)
-    matmuls = [(k_tiles * r_tiles * moves, moving)]
-    evictions = [(r_tiles * moves, moving)]
+    tally = Tally()
+    tally.matmuls.append((k_tiles * r_tiles * moves, moving))
+    tally.evictions.append((r_tiles * moves, moving))
     second: list[tuple[int, int]] = []
-    dmas: list[tuple[int, int, int, str]] = []
 
-    def loads(
+    def load(
         how: str, rows: int, columns: int, chunk: int, panel: int, run: int, times: int
     ) -> None:
         count = tiles(rows, chunk) * tiles(columns, panel) * times
-        total = rows * columns * size * times
-        if how == "tensor":
-            squares = tiles(rows, 128) * tiles(columns, 128) * times
-            matmuls.append((squares, 128))
-            evictions.append((tiles(squares, 4), 512))
-            count = count * tiles(panel, 128)
-            run = min(chunk, rows) * size
-        kind = "transpose" if how == "dma" else "copy"
-        dmas.append((count, total // count, max(run, size), kind))
+        squares = tiles(rows, 128) * tiles(columns, 128) * times
+        turned = squares, count * tiles(panel, 128), max(min(chunk, rows) * size, size)
+        tally.load(how, rows * columns * size * times, count, max(run, size), turned)
 
-    x_deep = tiles(schedule.x.chunk, 128) if schedule.k_order == "consecutive_rows" else 1
-    x_run = {"strided": x_deep * size}.get(
-        schedule.x.load, tokens * size * (x_deep if tokens == m else 1)
-    )
-    loads(schedule.x.load, k, m, schedule.x.chunk, tokens, x_run, 1)
+    long_runs = schedule.k_order == "consecutive_rows"
+    x_deep = tiles(schedule.x.chunk, 128) if long_runs else 1
+    x_run = tokens * size * (x_deep if tokens == m else 1)
+    if schedule.x.load == "strided":
+        x_run = x_deep * size
+    load(schedule.x.load, k, m, schedule.x.chunk, tokens, x_run, 1)
     for r, rows in zip(spec.ranks, schedule.chunks_of(spec), strict=True):
-        at_once = tiles(rows, 128) if schedule.k_order == "consecutive_rows" else 1
+        at_once = tiles(rows, 128) if long_runs else 1
         panel = r if schedule.u.resident else min(r, 128 * schedule.u.group)
         run = panel * size * (at_once if panel == r else 1)
-        loads(
-            schedule.u.load,
-            k,
-            r,
-            rows,
-            panel,
-            run,
-            1 if schedule.u.resident else m_blocks,
-        )
+        load(schedule.u.load, k, r, rows, panel, run, 1 if schedule.u.resident else m_blocks)
     panel, results = 0, spec.results()
     for y in (results[j] for j in schedule.order_of(spec)):
-        panel = min(schedule.v.block, y.n)
+        panel, still = min(schedule.v.block, y.n), schedule.holds_v(y)
         times = 1 if schedule.v.resident else m_blocks
-        loads(schedule.v.load, y.r, y.n, schedule.v.chunk, panel, panel * size, times)
-        if schedule.holds_v(y):
-            count, columns = tiles(y.n, 128) * moves, moving
-            stores, run = m_blocks * tiles(y.n, panel), tokens * size
-            if y.layout == "row":
-                run = tiles(panel, 128) * size
+        load(schedule.v.load, y.r, y.n, schedule.v.chunk, panel, panel * size, times)
+        if still:
+            stores = m_blocks * tiles(y.n, panel)
+            run = (tiles(panel, 128) if y.layout == "row" else tokens) * size
         else:
-            count, columns = tiles(m, 128) * tiles(y.n, 512), min(512, y.n)
             stores, run = tiles(m, 128) * tiles(y.n, panel), panel * size
+        count, columns = result_tiles(m, y.n, rows=not still)
         second.append((tiles(y.r, 128) * count, columns))
-        evictions.append((count, columns))
-        dmas.append((stores, m * y.n * size // stores, run, "copy"))
-    matmuls += second
+        tally.evictions.append((count, columns))
+        tally.store(m * y.n * size, stores, run)
+    tally.matmuls += second
     single = m_blocks == 1
-    return Work(
-        matmuls=tuple(matmuls),
-        evictions=tuple(evictions),
-        dmas=tuple(dmas),
+    return tally.work(
         lead_bytes=min(schedule.k_chunk, k) * (tokens + min(sum(spec.ranks), 128)) * size,
         tail_matmuls=(tiles(panel, 512), min(512, panel)),
         tail_bytes=min(m, 128) * panel * size,
         early_bytes=k * (sum(spec.ranks) + m) * size if single else 0,
         late_matmuls=tuple(second) if single else (),
-        instructions=sum(n[0] for n in matmuls)
-        + sum(n[0] for n in evictions)
-        + sum(n[0] for n in dmas),
     )
 
 

@@ -1,0 +1,223 @@
+"""What the schedules of all families share: how operands arrive, and what is legal.
+
+A schedule says HOW a spec is computed. `KernelSchedule.check` holds it to the target; a family
+declares its sizes, loads, PSUM banks and SBUF buffers, and adds the checks that it has alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any, ClassVar, Self
+
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.number_formats import check_double_row
+from nmm_compiler.kernels.tiling import LOADED, LOADS, ORDERS, turned_loads
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operand(Record):
+    """How one operand of a kernel arrives. All sizes are in elements.
+
+    load: how its contraction index gets onto the partitions: "rows" as it lies, "strided" element
+        runs, "dma" a DMA transpose, "tensor" TensorE; "none" for what is in SBUF already.
+    block: columns in SBUF at a time. chunk: contraction rows per load. group: tiles of 128 outputs
+        (512 where the weight moves) that are summed together.
+    resident: loaded once for all tokens. stream: each chunk is used by one pass over the
+        contraction, and so no panel stays in SBUF.
+    """
+
+    load: str = "rows"
+    block: int = 128
+    chunk: int = 128
+    group: int = 1
+    resident: bool = False
+    stream: bool = False
+
+    def arrives(self, columns: int) -> str:
+        """Say how an operand of so many columns arrives, for headers."""
+        once = ", loaded once" if self.resident else ""
+        return f"{LOADED[self.load]}, {min(self.block, columns)} columns at a time{once}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSchedule(Record):
+    """Base of the schedules: HOW a spec is computed. All sizes are in elements unless named.
+
+    k_order: which contraction rows share a partition: "consecutive_rows", or "strided_rows", every
+        128th.
+    m_block: tokens in SBUF at a time.
+    x: how x arrives.
+    """
+
+    x: Operand
+    k_order: str
+    m_block: int
+
+    remedies: ClassVar[Mapping[str, str]]  # SBUF buffer -> the field that decides its size
+    kept: ClassVar[Operand] = Operand(load="none")  # what stays on chip between two products
+    kept_segment: ClassVar[Operand] = Operand(load="none", stream=True)
+
+    def operands(self) -> dict[str, Operand]:
+        """Return how each operand arrives."""
+        made = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in made.items() if isinstance(value, Operand)}
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the schedule with other values: {"m_block": 512, "u.block": 256}."""
+        made = self
+        for name, value in changes.items():
+            field, _, inner = name.partition(".")
+            if inner:
+                value = dataclasses.replace(getattr(made, field), **{inner: value})
+            made = dataclasses.replace(made, **{field: value})
+        return made
+
+    def settled(self, spec: Any) -> Self:
+        """Return the schedule as the kernel of `spec` reads it.
+
+        fp8 tiles are turned on TensorE with room for 16 bits an element: "tensor" is "tensor8".
+        """
+        if not str(spec.dtype).startswith("float8"):
+            return self
+        turned = [name for name, operand in self.operands().items() if operand.load == "tensor"]
+        return self.changed({f"{name}.load": "tensor8" for name in turned})
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what makes schedules different in kind: the best of each kind is tried first."""
+        return (self.m_block,)
+
+    def sizes(self, spec: Any) -> dict[str, int]:
+        """Return field -> the size that it divides, of each field that counts elements."""
+        raise NotImplementedError
+
+    def over_k(self, spec: Any) -> tuple[str, ...]:
+        """Return how x and the weights that multiply it are loaded: they share an order of rows."""
+        raise NotImplementedError
+
+    def psum_banks(self, spec: Any) -> dict[str, int]:
+        """Return the field of each group of sums -> PSUM banks in use while it is summed."""
+        raise NotImplementedError
+
+    def sbuf_bytes(self, spec: Any) -> dict[str, int]:
+        """Return bytes per partition of each SBUF buffer the kernel allocates, one copy each."""
+        raise NotImplementedError
+
+    def overlapped_bytes(self, spec: Any) -> int:
+        """Return bytes per partition with a second copy of what streams, so that loads overlap."""
+        raise NotImplementedError
+
+    def short(self) -> str:
+        """Return the blocks in a few words, for tables."""
+        raise NotImplementedError
+
+    def loads(self, spec: Any) -> dict[str, bool]:
+        """Return each field that says how to load -> whether its operand lies right in HBM.
+
+        It does if its contraction index is the outer one.
+        """
+        weights = [name for name in self.operands() if name != "x"]
+        made = {f"{name}.load": spec.layout_of(name) == "row" for name in weights}
+        return {"x.load": spec.x_layout == "col", **made}
+
+    def check(self, spec: Any, target: Target) -> None:
+        """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        for name, whole in self.sizes(spec).items():
+            value = attrgetter(name)(self)
+            if value < 1 or (value % 128 and value < whole):
+                raise SpecError(
+                    f"schedule: {name} is {value}; pass a multiple of 128, or at least the whole "
+                    f"{whole}"
+                )
+        banks = self.psum_banks(spec)
+        for name in banks:
+            if attrgetter(name)(self) < 1:
+                raise SpecError(f"schedule: {name} is {attrgetter(name)(self)}; pass at least 1")
+        for name, lies_right in self.loads(spec).items():
+            check_load(name, attrgetter(name)(self), lies_right, spec.dtype, target)
+        check_name("k_order", self.k_order, ORDERS)
+        if self.k_order == ORDERS[0] and not set(self.over_k(spec)) <= {"rows", "strided"}:
+            raise SpecError(
+                f"schedule: transposes give k_order {ORDERS[1]!r}; use it for both factors"
+            )
+        self.check_own(spec, target)
+        for group, count in banks.items():
+            if count > target.psum_banks:
+                raise CapacityError(
+                    f"{spec.short()}: the sums of {group} need {count} PSUM banks, {target.name} "
+                    f"has {target.psum_banks}; lower {group} from {attrgetter(group)(self)} or "
+                    f"m_block from {self.m_block}"
+                )
+        self.check_sbuf(spec, target)
+
+    def check_own(self, spec: Any, target: Target) -> None:
+        """Raise SpecError for what this family alone asks of a schedule."""
+
+    def check_multiple(self, name: str, of: str, whole: int) -> None:
+        """Raise SpecError unless a field is a multiple of another one, or covers `whole`."""
+        value, base = attrgetter(name)(self), attrgetter(of)(self)
+        if value % base and value < whole:
+            raise SpecError(
+                f"schedule: {name} is {value}; pass a multiple of {of} = {base}, or at least "
+                f"{whole}"
+            )
+
+    def check_modes(self, spec: Any, target: Target, *, m_loop: bool, double_row: bool) -> None:
+        """Raise SpecError unless a loop on the device, and fp8 double rows, are possible.
+
+        The loop needs two whole blocks of tokens, and each turn loads what it uses.
+        """
+        check_double_row(double_row, spec.dtype, target)
+        resident = any(operand.resident for operand in self.operands().values())
+        if m_loop and (spec.m < 2 * self.m_block or resident):
+            raise SpecError(
+                f"schedule: m_loop needs at least two whole blocks of {self.m_block} tokens, got "
+                f"{spec.m} tokens, and no resident weights; lower m_block or drop what is resident"
+            )
+
+    def check_sbuf(self, spec: Any, target: Target) -> None:
+        """Raise CapacityError if one copy of every buffer does not fit; name what to lower."""
+        remedies = self.remedies
+        held = self.sbuf_bytes(spec)
+        limit = target.sbuf_usable_bytes_per_partition
+        if sum(held.values()) > limit:
+            largest = max(held, key=lambda name: (name in remedies, held[name]))
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            field = remedies.get(largest, "")
+            value = f"lower {field} from {attrgetter(field)(self)}" if field else "split the kernel"
+            raise CapacityError(
+                f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
+                f"({parts}), {target.name} has {limit:,}; {value}"
+            )
+
+    def with_copies(self, spec: Any, names: Iterable[str]) -> int:
+        """Return the bytes per partition of every buffer, and of those named once more."""
+        held = self.sbuf_bytes(spec)
+        return sum(held.values()) + sum(held.get(name, 0) for name in names)
+
+    def uses(self, *names: str) -> str:
+        """Return what of these operands is resident, or streams, for `short`."""
+        return "".join(
+            f" {name}-{use}"
+            for name in names
+            for use in ("resident", "stream")
+            if getattr(getattr(self, name), use)
+        )
+
+
+def check_load(name: str, how: str, lies_right: bool, dtype: str, target: Target) -> None:
+    """Raise SpecError unless `how` can load an operand; x alone may come in short runs.
+
+    lies_right: its contraction index is already the outer one in HBM.
+    """
+    check_name(name, how, LOADS)
+    allowed = ["rows"] if lies_right else turned_loads(dtype, target)
+    if name == "x.load" and not lies_right:
+        allowed.append("strided")
+    if how not in allowed:
+        why = "as the operand lies" if lies_right else f"for {dtype} on {target.name}"
+        raise SpecError(f"schedule: {name} is {how!r}; {why} it can be {' or '.join(allowed)}")

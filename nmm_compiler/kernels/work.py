@@ -1,0 +1,79 @@
+"""What a schedule makes the engines do, in counts that `codegen.cost` turns into time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.records import Record
+
+Passes = tuple[int, int]
+"""How many, and how many columns each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work(Record):
+    """What one schedule makes the engines do.
+
+    matmuls: (count, moving columns) of TensorE passes. wide_matmuls: those with fp32 operands in a
+    kernel whose other operands are narrower. evictions: (count, columns) of PSUM reads, by VectorE
+    and ScalarE in turn. dmas: (count, bytes each, contiguous bytes, kind), kind "copy" or
+    "transpose". lead_bytes: what must arrive before the first matmul. tail_matmuls: (count,
+    columns) left when the last bytes are in. tail_bytes: the last store. late_matmuls: those of a
+    second stage, which cannot start before the early_bytes of the first are in.
+    """
+
+    matmuls: tuple[Passes, ...]
+    evictions: tuple[Passes, ...]
+    dmas: tuple[tuple[int, int, int, str], ...]
+    lead_bytes: int
+    tail_matmuls: Passes
+    tail_bytes: int
+    early_bytes: int = 0
+    late_matmuls: tuple[Passes, ...] = ()
+    wide_matmuls: tuple[Passes, ...] = ()
+
+    @property
+    def instructions(self) -> int:
+        """All instructions of the kernel."""
+        passes = (*self.matmuls, *self.wide_matmuls, *self.evictions)
+        return sum(count for count, _ in passes) + sum(dma[0] for dma in self.dmas)
+
+
+class Tally:
+    """Adds up the work of a kernel."""
+
+    def __init__(self) -> None:
+        self.matmuls: list[Passes] = []
+        self.wide_matmuls: list[Passes] = []
+        self.evictions: list[Passes] = []
+        self.dmas: list[tuple[int, int, int, str]] = []
+
+    def load(
+        self, how: str, total: int, count: int, run: int, turned: tuple[int, int, int]
+    ) -> None:
+        """Add the loads of an operand: `total` bytes in `count` DMAs of contiguous `run` bytes.
+
+        turned: what TensorE transposes need instead: squares of 128 x 128, DMAs, and their run.
+        """
+        if how == "tensor":
+            squares, count, run = turned
+            self.matmuls.append((squares, 128))
+            self.evictions.append((tiles(squares, 4), 512))
+        kind = "transpose" if how == "dma" else "copy"
+        self.dmas.append((count, total // count, run, kind))
+
+    def store(self, total: int, count: int, run: int) -> None:
+        """Add the stores of a result: `total` bytes in `count` DMAs of contiguous `run` bytes."""
+        self.dmas.append((count, total // count, run, "copy"))
+
+    def work(self, **rest: Any) -> Work:
+        """Return the work; rest: the fields that are no sums."""
+        return Work(
+            matmuls=tuple(self.matmuls),
+            wide_matmuls=tuple(self.wide_matmuls),
+            evictions=tuple(self.evictions),
+            dmas=tuple(self.dmas),
+            **rest,
+        )
