@@ -1,12 +1,14 @@
 """Chrome trace files, which Perfetto (ui.perfetto.dev) opens.
 
-The format wants microseconds. Times are rounded to whole nanoseconds, both ends of a slice alike,
-so that slices which touch do not overlap: Perfetto drops slices that do.
+The format wants microseconds. Perfetto multiplies them by 1000 and cuts the fraction off, and drops
+a slice that overlaps its neighbour on a row. So all times are put on one grid of whole nanoseconds,
+both ends of a slice alike, and written as the least number that Perfetto reads as that nanosecond.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,17 +32,49 @@ def trace_slice(
     name: str, process: int, row: int, start_us: float, stop_us: float, args: dict[str, Any]
 ) -> Event:
     """Return a stretch of work on a row."""
-    start, stop = round(start_us, 3), round(stop_us, 3)
+    start, stop = nanoseconds(start_us), nanoseconds(stop_us)
     return {
         "ph": "X", "name": name, "pid": process, "tid": row,
-        "ts": start, "dur": round(stop - start, 3), "args": args,
+        "ts": _microseconds(start), "dur": _microseconds(stop - start), "args": args,
     }  # fmt: skip
+
+
+def flow(
+    name: str, number: int, start: tuple[int, int, float], stop: tuple[int, int, float]
+) -> tuple[Event, Event]:
+    """Return an arrow from one slice to another.
+
+    number: different for every arrow of a file. start, stop: (process, row, a moment within the
+    slice). A slice shorter than a nanosecond cannot hold an end of an arrow.
+    """
+    first, second = (
+        {
+            "ph": phase, "name": name, "cat": "flow", "id": number, "pid": process, "tid": row,
+            "ts": _microseconds(nanoseconds(at_us)),
+        }
+        for phase, (process, row, at_us) in (("s", start), ("f", stop))
+    )  # fmt: skip
+    return first, {**second, "bp": "e"}
+
+
+def nanoseconds(us: float) -> int:
+    """Return the point of the common grid that is nearest to a time in microseconds."""
+    return round(us * 1000)
+
+
+def _microseconds(ns: int) -> float:
+    """Return the least number of microseconds that Perfetto reads as `ns` nanoseconds."""
+    us = ns / 1000
+    while int(us * 1000.0) < ns:
+        us = math.nextafter(us, math.inf)
+    return us
 
 
 def counter(name: str, process: int, at_us: float, value: float) -> Event:
     """Return the value of a counter from a moment on."""
     return {
-        "ph": "C", "name": name, "pid": process, "ts": round(at_us, 3), "args": {"live": value}
+        "ph": "C", "name": name, "pid": process,
+        "ts": _microseconds(nanoseconds(at_us)), "args": {"live": value},
     }  # fmt: skip
 
 

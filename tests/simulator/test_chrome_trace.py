@@ -1,11 +1,15 @@
 """Several timelines in one Chrome trace file."""
 
+import itertools
 import json
 
 import pytest
 
 from nmm_compiler import targets
+from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import OutputError, TimelineMissingError
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.simulator.timing.profile import Profile, profile_trace, write_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
@@ -42,3 +46,62 @@ def test_failures_are_named(tmp_path):
         write_trace({"old": Profile.from_json(profile(8).to_json())}, tmp_path / "t.json")
     with pytest.raises(OutputError, match="nowhere"):
         write_trace({"one": profile(8)}, tmp_path / "nowhere" / "t.json")
+
+
+def perfetto_ns(us):
+    """Perfetto's reading of a JSON number of microseconds."""
+    return int(us * 1000.0)
+
+
+SPECS = [
+    (LowRankSpec(m=64, k=512, r=128, n=768), "trn2"),
+    (LowRankSpec(m=1, k=256, r=128, n=384, dtype="float32"), "trn1"),
+    (GatedMLPSpec(m=128, k=256, r=128, n=512, activation="silu"), "trn2"),
+]
+
+
+@pytest.fixture(scope="module", params=SPECS, ids=lambda p: f"{p[0].family}-{p[1]}")
+def events(request, tmp_path_factory):
+    spec, target = request.param
+    path = tmp_path_factory.mktemp("trace") / "t.json"
+    built = build_kernel(spec, target).profile()
+    write_trace({"a": built, "b": built}, path)
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_no_two_slices_of_a_row_overlap_as_perfetto_reads_them(events):
+    rows = {}
+    for event in events:
+        if event["ph"] == "X":
+            start, length = perfetto_ns(event["ts"]), perfetto_ns(event["dur"])
+            rows.setdefault((event["pid"], event["tid"]), []).append((start, start + length))
+    assert len(rows) > 6
+    for spans in rows.values():
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+def test_arrows_lead_forward_from_slice_to_slice(events):
+    slices = {}
+    for event in events:
+        if event["ph"] == "X":
+            start, length = perfetto_ns(event["ts"]), perfetto_ns(event["dur"])
+            slices.setdefault((event["pid"], event["tid"]), []).append((start, start + length))
+    ends = {}
+    for event in events:
+        if event["ph"] in "sf":
+            ends.setdefault(event["id"], []).append(event)
+            at = perfetto_ns(event["ts"])
+            spans = slices[event["pid"], event["tid"]]
+            assert any(start <= at < stop for start, stop in spans), event
+    names = {pair[0]["name"] for pair in ends.values()}
+    assert names == {"semaphore", "load to use"}
+    for start, stop in ends.values():
+        assert (start["ph"], stop["ph"]) == ("s", "f")
+        assert perfetto_ns(start["ts"]) <= perfetto_ns(stop["ts"])
+        assert start["pid"] // 10 == stop["pid"] // 10, "an arrow between two timelines"
+
+
+def test_counters_of_sbuf_and_psum_are_there(events):
+    names = {event["name"] for event in events if event["ph"] == "C"}
+    assert names == {"SBUF bytes per partition", "PSUM bytes per partition"}

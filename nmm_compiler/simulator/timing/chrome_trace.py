@@ -1,7 +1,8 @@
 """Write a timeline as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
 One row per compute engine, per DMA queue (issuing) and per DMA engine (moving bytes); counters for
-live SBUF and PSUM. Times are microseconds, as the format wants; a slice lasts as long as it keeps
+live SBUF and PSUM. An arrow leads from an instruction to the one that waited for its semaphore, and
+from a load to the first instruction that uses the data. Times are microseconds, as the format wants; a slice lasts as long as it keeps
 its row busy, and its full latency is among its arguments.
 """
 
@@ -14,12 +15,17 @@ from typing import Any
 from nmm_compiler.report.trace import (
     Event,
     counter,
+    flow,
+    nanoseconds,
     process_name,
     row_name,
     trace_slice,
     write_events,
 )
+from nmm_compiler.simulator.timing.causes import causes_of
+from nmm_compiler.simulator.timing.regions import overlaps
 from nmm_compiler.simulator.timing.timeline import Timeline
+from nmm_compiler.simulator.trace import Access
 
 _ROWS = {"tensor": 1, "vector": 2, "scalar": 3, "gpsimd": 4, "sync": 5}
 _TITLES = {
@@ -49,16 +55,21 @@ def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> 
 
 
 def _side_by_side(timelines: Mapping[str, Timeline]) -> Iterator[Event]:
+    arrows = 0
     for number, (name, timeline) in enumerate(timelines.items()):
+        first = arrows
         for event in chrome_events(timeline):
             event["pid"] += number * _PROCESSES_EACH
+            if "id" in event:
+                event["id"] += first
+                arrows = max(arrows, event["id"])
             if event["name"] == "process_name":
                 event["args"]["name"] = f"{name}: {event['args']['name']}"
             yield event
 
 
 def chrome_events(timeline: Timeline) -> Iterator[Event]:
-    """Yield the events: names of the rows, slices, counters."""
+    """Yield the events: names of the rows, slices, arrows, counters."""
     queues = sorted({transfer.queue for transfer in timeline.transfers})
     used = sorted({part[0] for transfer in timeline.transfers for part in transfer.parts})
     engines = {instruction.engine for instruction in timeline.trace.instructions}
@@ -75,6 +86,7 @@ def chrome_events(timeline: Timeline) -> Iterator[Event]:
         yield row_name(_DMA, _engine_row(engine_number), title)
     yield from _compute_slices(timeline)
     yield from _dma_slices(timeline, queue_rows)
+    yield from _flows(timeline)
     yield from _counters(timeline)
 
 
@@ -128,6 +140,52 @@ def _dma_slices(timeline: Timeline, queue_rows: dict[str, int]) -> Iterator[Even
             yield trace_slice(
                 name, _DMA, _engine_row(engine), start, stop, {"index": transfer.index}
             )
+
+
+def _flows(timeline: Timeline) -> Iterator[Event]:
+    """Yield an arrow for each wait on another engine, and from each load to its first use."""
+    instructions = timeline.trace.instructions
+    causes = causes_of(timeline)
+    places = {
+        transfer.index: (_DMA, _engine_row(transfer.parts[0][0]), *transfer.parts[0][1:])
+        for transfer in timeline.transfers
+    }
+    issues = {transfer.index: transfer.issue_start for transfer in timeline.transfers}
+    drawn: set[tuple[int, int]] = set()
+
+    def place(index: int) -> tuple[int, int, float, float]:
+        if index in places:
+            return places[index]
+        row = _ROWS[instructions[index].engine]
+        return _CORE, row, timeline.start[index], timeline.interval_end[index]
+
+    def arrow(name: str, first: int, second: int) -> Iterator[Event]:
+        process, row, start, stop = place(first)
+        to_process, to_row, to_start, to_stop = place(second)
+        shown = nanoseconds(stop) > nanoseconds(start), nanoseconds(to_stop) > nanoseconds(to_start)
+        backwards = to_start < max(start, issues.get(first, 0.0))
+        if (first, second) not in drawn and all(shown) and not backwards:
+            drawn.add((first, second))
+            last = (nanoseconds(stop) - 1) / 1000  # within the slice, which ends before its stop
+            yield from flow(name, len(drawn), (process, row, last), (to_process, to_row, to_start))
+
+    loads: dict[int, list[tuple[int, Access]]] = {}
+    for index, instruction in enumerate(instructions):
+        if index in timeline.repeated:
+            continue
+        for access in instruction.reads:
+            unused = loads.get(access.storage)
+            used = [one for one in unused or () if overlaps(one[1], access)]
+            for load, written in used:
+                yield from arrow("load to use", load, index)
+                loads[access.storage].remove((load, written))
+        if instruction.engine == "dma":
+            for access in instruction.writes:
+                if access.memory != "hbm":
+                    loads.setdefault(access.storage, []).append((index, access))
+        cause = causes.of(index)
+        if cause.index >= 0 and cause.kind in ("result", "load", "reuse"):
+            yield from arrow("semaphore", cause.index, index)
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:

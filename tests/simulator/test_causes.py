@@ -1,0 +1,59 @@
+"""Why instructions wait, and the critical path: found from the times, and nothing left unexplained."""
+
+import itertools
+
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.simulator.timing.causes import WHY, Causes
+
+SPECS = [
+    LowRankSpec(m=512, k=512, r=256, n=1024),
+    LowRankSpec(m=16, k=512, r=128, n=768, dtype="float32"),
+    GatedMLPSpec(m=128, k=512, r=128, n=1024, activation="silu"),
+    MatmulSpec(m=256, k=1024, n=512),
+]
+
+
+@pytest.fixture(params=[(s, t) for s in SPECS for t in ("trn1", "trn2")], ids=str)
+def timeline(request):
+    spec, target = request.param
+    return build_kernel(spec, target).profile().timeline
+
+
+def test_the_path_covers_the_whole_time_and_nothing_is_unexplained(timeline):
+    path = Causes(timeline).path()
+    assert path[0].start_us == pytest.approx(0.0, abs=1e-6)
+    assert path[-1].stop_us == timeline.latency_us
+    for before, after in itertools.pairwise(path):
+        assert before.stop_us == pytest.approx(after.start_us, abs=1e-6)
+    assert not [step for step in path if "other" in (step.what, step.why)]
+
+
+def test_idle_time_is_what_the_engine_does_not_compute(timeline):
+    causes = Causes(timeline)
+    engines = {}
+    for index, instruction in enumerate(timeline.trace.instructions):
+        if instruction.engine == "dma" or index in timeline.repeated:
+            continue
+        cause = causes.of(index)
+        assert cause.kind in WHY
+        assert cause.kind != "other", (index, instruction.op)
+        spent = engines.setdefault(instruction.engine, [0.0, 0.0])
+        spent[0] += timeline.interval_end[index] - timeline.start[index] + cause.waited_us
+        spent[1] = timeline.interval_end[index]
+    for computed_and_idle, last_end in engines.values():
+        assert computed_and_idle == pytest.approx(last_end, abs=1e-3)
+
+
+def test_a_wait_ends_with_the_signal_of_the_one_that_is_blamed(timeline):
+    causes = Causes(timeline)
+    for index, instruction in enumerate(timeline.trace.instructions):
+        cause = causes.of(index)
+        if instruction.engine != "dma" and cause.kind in ("load", "result"):
+            assert 0 <= timeline.start[index] - cause.ended_us < 3
+            blamed = timeline.trace.instructions[cause.index]
+            assert (blamed.engine == "dma") == (cause.kind == "load")
