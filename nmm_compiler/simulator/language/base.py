@@ -23,6 +23,7 @@ from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor
+from nmm_compiler.simulator.variable_names import assigned_name
 from nmm_compiler.targets import get
 
 
@@ -152,7 +153,8 @@ def ndarray(
         shape = (1,)
     elif machine.grid > 1 and buffer is shared_hbm and machine.programs is not None:
         return machine.programs.shared(machine, name or "shared", shape, kind, buffer)
-    storage = Storage(machine, name or memory, buffer, memory, shape, kind, address)
+    name = name or assigned_name() or memory
+    storage = Storage(machine, name, buffer, memory, shape, kind, address)
     if memory != "hbm":
         check_allocation(machine, storage)
     return make_tensor(storage)

@@ -130,6 +130,12 @@ class NkiTensor(TensorData):
             return f"{text}, value={self.array().tolist()})"
         return text + ")"
 
+    def __str__(self) -> str:
+        """Return the description and, where a kernel runs with data, the values below it."""
+        if self.size <= 64 or not self.storage.machine.data or self.indirection is not None:
+            return repr(self)
+        return f"{self!r}\n{self.array()}"
+
     def __bool__(self) -> bool:
         """Return True, as of any object: a value is not known when a kernel is compiled."""
         return True

@@ -1,0 +1,52 @@
+"""The name of the variable that a kernel's line assigns to, for tensors that were given no name."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+
+from nmm_compiler.simulator.machine import kernel_frame
+
+
+def assigned_name() -> str:
+    """Return the target of the assignment that the kernel executes now, or an empty string.
+
+    `tile = nl.ndarray(...)` gives "tile", `tiles[i] = ...` and `tiles.append(...)` give "tiles".
+    """
+    file, line = kernel_frame()
+    lines = linecache.getlines(file) if file else []
+    known = _KNOWN.get(file)
+    if known is None or known[0] is not lines:
+        if len(_KNOWN) >= _FILES_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[file] = (lines, _names(file, "".join(lines)))
+    return known[1].get(line, "")
+
+
+_KNOWN: dict[str, tuple[list[str], dict[int, str]]] = {}  # file -> its lines, line -> name
+_FILES_KNOWN = 32
+
+
+def _names(file: str, text: str) -> dict[int, str]:
+    """Return line -> name for the lines of the statements that assign one; the innermost wins."""
+    try:
+        tree = ast.parse(text, file)
+    except SyntaxError:  # not Python source: a cell of a notebook with magic lines, say
+        return {}
+    names: dict[int, str] = {}
+    for node in ast.walk(tree):  # outer statements come before inner ones
+        target: ast.expr | None = None
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+        elif isinstance(node, ast.AnnAssign):
+            target = node.target
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and function.attr == "append":
+                target = function.value
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if isinstance(target, (ast.Name, ast.Attribute)):
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                names[line] = ast.unparse(target)
+    return names
