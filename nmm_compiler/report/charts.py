@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nmm_compiler.report.parts import Drawing
 
-_WIDTH, _HEIGHT = 720, 360
+WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 26, 44
 COLOURS = ("--a", "--b", "--c", "--d", "--e")
 """CSS variables of `page.STYLE`, in the order in which series take them."""
@@ -36,25 +36,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A stretch of work: start and stop in microseconds, what it is, and what hovering says."""
-
-    start_us: float
-    stop_us: float
-    name: str
-    hint: str = ""
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One row of a timeline, such as an engine."""
-
-    name: str
-    slices: tuple[Slice, ...]
-
-
-@dataclass(frozen=True)
-class _Axis:
+class Axis:
     """A scale from data to pixels, linear or logarithmic."""
 
     low: float
@@ -64,6 +46,7 @@ class _Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
+        """Return the pixel of a value."""
         low, high, value = (
             (math.log10(v) if self.log else v) for v in (self.low, self.high, value)
         )
@@ -71,6 +54,7 @@ class _Axis:
         return round(self.start + share * (self.stop - self.start), 2)
 
     def ticks(self) -> list[float]:
+        """Return the values to mark: round ones within the scale."""
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             marks = [10.0**power for power in range(first, last + 1)]
@@ -97,10 +81,10 @@ def lines(
     if not points:
         raise ValueError(f"a chart of {y_title} over {x_title} needs at least one point")
     xs, ys = ([point[i] for point in points] for i in (0, 1))
-    x = _Axis(*_bounds(xs, log), _LEFT, _WIDTH - _RIGHT, log)
-    y = _Axis(*_bounds([*ys, *([] if log else [0.0])], log), _HEIGHT - _BOTTOM, _TOP, log)
+    x = Axis(*_bounds(xs, log), _LEFT, WIDTH - _RIGHT, log)
+    y = Axis(*_bounds([*ys, *([] if log else [0.0])], log), _HEIGHT - _BOTTOM, _TOP, log)
     body = _frame(x, y, x_title, y_title)
-    for one, colour in zip(series, _colours(len(series)), strict=True):
+    for one, colour in zip(series, colours(len(series)), strict=True):
         shown = [(x.at(a), y.at(b), a, b) for a, b in one.points if not log or (a > 0 and b > 0)]
         if one.line and len(shown) > 1:
             path = " ".join(f"{a},{b}" for a, b, _, _ in shown)
@@ -108,13 +92,13 @@ def lines(
                 f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="2"/>'
             )
         for a, b, raw_x, raw_y in shown:
-            hint = _hint(f"{one.name}: {x_title} {raw_x:.4g}, {y_title} {raw_y:.4g}")
+            said = hint(f"{one.name}: {x_title} {raw_x:.4g}, {y_title} {raw_y:.4g}")
             radius = 2.5 if one.line else 5
             body.append(
-                f'<circle cx="{a}" cy="{b}" r="{radius}" fill="var({colour})">{hint}</circle>'
+                f'<circle cx="{a}" cy="{b}" r="{radius}" fill="var({colour})">{said}</circle>'
             )
-    body += _legend([one.name for one in series])
-    return Drawing(_svg(body, _HEIGHT, text), text)
+    legend, height = _legend([one.name for one in series], _HEIGHT)
+    return Drawing(svg([*body, *legend], height, text), text)
 
 
 def roofline(
@@ -140,69 +124,22 @@ def bars(rows: Sequence[Bar], keys: Sequence[str], unit: str, text: str) -> Draw
     """Return stacked horizontal bars, one a row. keys: the names of each bar's parts."""
     most = max((sum(row.values) for row in rows), default=0.0)
     left = 10 + 7 * max((len(row.name) for row in rows), default=0)
-    axis = _Axis(0.0, most or 1.0, left, _WIDTH - 90)
-    body, top = _legend(keys), 30
+    axis = Axis(0.0, most or 1.0, left, WIDTH - 90)
+    body, top = _legend(keys, 4)
     for row in rows:
-        body.append(_label(left - 6, top + 14, row.name, "end"))
+        body.append(label(left - 6, top + 14, row.name, "end"))
         start = 0.0
-        for key, value, colour in zip(keys, row.values, _colours(len(keys)), strict=True):
+        for key, value, colour in zip(keys, row.values, colours(len(keys)), strict=True):
             wide = round(axis.at(start + value) - axis.at(start), 2)
-            hint = _hint(f"{row.name}, {key}: {value:.4g} {unit}")
+            said = hint(f"{row.name}, {key}: {value:.4g} {unit}")
             body.append(
                 f'<rect x="{axis.at(start)}" y="{top}" width="{wide}" height="18" '
-                f'fill="var({colour})">{hint}</rect>'
+                f'fill="var({colour})">{said}</rect>'
             )
             start += value
-        body.append(_label(axis.at(start) + 6, top + 14, f"{start:.4g} {unit}"))
+        body.append(label(axis.at(start) + 6, top + 14, f"{start:.4g} {unit}"))
         top += 26
-    return Drawing(_svg(body, top + 10, text), text)
-
-
-def timeline(lanes: Sequence[Lane], text: str, *, most_slices: int = 4000) -> Drawing:
-    """Return a timeline, one row a lane.
-
-    Neighbours that would be thinner than a third of a pixel are drawn as one; a timeline of more
-    than `most_slices` a lane keeps the longest.
-    """
-    end = max((piece.stop_us for lane in lanes for piece in lane.slices), default=1.0)
-    left = 10 + 7 * max((len(lane.name) for lane in lanes), default=0)
-    axis = _Axis(0.0, end or 1.0, left, _WIDTH - _RIGHT)
-    body, top = [], 10
-    for lane, colour in zip(lanes, _colours(len(lanes)), strict=True):
-        body.append(_label(left - 6, top + 14, lane.name, "end"))
-        thin = (end or 1.0) / (axis.stop - axis.start) / 3
-        pieces = sorted(_joined(lane.slices, thin), key=lambda p: p.start_us - p.stop_us)
-        for piece in pieces[:most_slices]:
-            x = axis.at(piece.start_us)
-            wide = max(round(axis.at(piece.stop_us) - x, 2), 0.3)
-            said = f"{piece.name}: {piece.start_us:.2f} to {piece.stop_us:.2f} us {piece.hint}"
-            body.append(
-                f'<rect x="{x}" y="{top}" width="{wide}" height="18" fill="var({colour})">'
-                f"{_hint(said.strip())}</rect>"
-            )
-        top += 24
-    for mark in axis.ticks():
-        body.append(_label(axis.at(mark), top + 16, f"{mark:g}", "middle"))
-    body.append(_label(left - 16, top + 16, "us", "end"))
-    return Drawing(_svg(body, top + 26, text), text)
-
-
-def _joined(slices: Sequence[Slice], thin_us: float) -> list[Slice]:
-    """Join slices that follow each other closer than `thin_us` and are thinner than that."""
-    joined: list[Slice] = []
-    for piece in sorted(slices, key=lambda one: one.start_us):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and piece.start_us - last.stop_us < thin_us
-            and piece.stop_us - piece.start_us < thin_us
-        ):
-            joined[-1] = Slice(
-                last.start_us, max(last.stop_us, piece.stop_us), last.name, "and more"
-            )
-        else:
-            joined.append(piece)
-    return joined
+    return Drawing(svg(body, top + 10, text), text)
 
 
 def _bounds(values: Sequence[float], log: bool) -> tuple[float, float]:
@@ -212,51 +149,60 @@ def _bounds(values: Sequence[float], log: bool) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _colours(count: int) -> list[str]:
+def colours(count: int) -> list[str]:
+    """Return a CSS variable for each of `count` series."""
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
-def _frame(x: _Axis, y: _Axis, x_title: str, y_title: str) -> list[str]:
+def _frame(x: Axis, y: Axis, x_title: str, y_title: str) -> list[str]:
     body = []
     for mark in x.ticks():
         at = x.at(mark)
-        body.append(_rule(at, at, y.start, y.stop))
-        body.append(_label(at, y.start + 16, f"{mark:g}", "middle"))
+        body.append(rule(at, at, y.start, y.stop))
+        body.append(label(at, y.start + 16, f"{mark:g}", "middle"))
     for mark in y.ticks():
         at = y.at(mark)
-        body.append(_rule(x.start, x.stop, at, at))
-        body.append(_label(x.start - 6, at + 4, f"{mark:g}", "end"))
-    body.append(_label((x.start + x.stop) / 2, _HEIGHT - 8, x_title, "middle"))
+        body.append(rule(x.start, x.stop, at, at))
+        body.append(label(x.start - 6, at + 4, f"{mark:g}", "end"))
+    body.append(label((x.start + x.stop) / 2, _HEIGHT - 8, x_title, "middle"))
     turned = f'transform="translate(14 {_HEIGHT / 2}) rotate(-90)"'
     body.append(f'<text {turned} text-anchor="middle">{html.escape(y_title)}</text>')
     return body
 
 
-def _legend(names: Sequence[str]) -> list[str]:
+def _legend(names: Sequence[str], top: float) -> tuple[list[str], float]:
+    """Return the names beside their colours, in rows from `top` on, and where they end."""
     body, left = [], float(_LEFT + 8)
-    for name, colour in zip(names, _colours(len(names)), strict=True):
-        body.append(f'<rect x="{left}" y="4" width="10" height="10" fill="var({colour})"/>')
-        body.append(_label(left + 14, 13, name))
-        left += 30 + 7 * len(name)
-    return body
+    for name, colour in zip(names, colours(len(names)), strict=True):
+        wide = 30 + 7 * len(name)
+        if left > _LEFT + 8 and left + wide > WIDTH:
+            left, top = float(_LEFT + 8), top + 18
+        body.append(f'<rect x="{left}" y="{top}" width="10" height="10" fill="var({colour})"/>')
+        body.append(label(left + 14, top + 9, name))
+        left += wide
+    return body, top + 26
 
 
-def _rule(x1: float, x2: float, y1: float, y2: float) -> str:
+def rule(x1: float, x2: float, y1: float, y2: float) -> str:
+    """Return a line of the grid."""
     return f'<line x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}" stroke="var(--line)"/>'
 
 
-def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
+def label(x: float, y: float, text: str, anchor: str = "start") -> str:
+    """Return a text; anchor: which of its ends is at x."""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _svg(body: Sequence[str], height: float, text: str) -> str:
+def svg(body: Sequence[str], height: float, text: str, marks: str = "") -> str:
+    """Return the marks as one picture; text describes it, marks are attributes of the element."""
     inner = "\n".join(body)
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" role="img" '
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img" {marks}'
         f'aria-label="{html.escape(text, quote=True)}" font-size="12" '
         f'font-family="system-ui, sans-serif" xmlns="http://www.w3.org/2000/svg">\n{inner}\n</svg>'
     )
 
 
-def _hint(text: str) -> str:
+def hint(text: str) -> str:
+    """Return what hovering over a mark says."""
     return f"<title>{html.escape(text)}</title>"

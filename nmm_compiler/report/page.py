@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Part, Section
+from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Part, Section
 
 STYLE = """
 .nmm { --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --paper: #ffffff; --shade: #f6f8fa;
@@ -28,32 +28,110 @@ STYLE = """
 .nmm pre { background: var(--shade); padding: .8em; overflow-x: auto; font-size: 13px;
   line-height: 1.4; }
 .nmm svg { max-width: 100%; height: auto; } .nmm svg text { fill: var(--ink); }
+.nmm svg.plot { max-width: none; }
+.nmm .listing { font: 13px/1.4 ui-monospace, monospace; } .nmm .listing td { border: 0;
+  padding: 0 .8em 0 0; } .nmm .listing td:last-child { white-space: pre; padding: 0 .4em; }
+.nmm .listing td:last-child { background: linear-gradient(to right,
+  color-mix(in srgb, var(--b) 30%, transparent) calc(var(--share) * 100%), transparent 0); }
+.nmm .tools button { font: inherit; padding: .2em .7em; margin-right: .3em; color: var(--ink);
+  background: var(--shade); border: 1px solid var(--line); border-radius: .3em; }
+.nmm .tools output { color: var(--soft); font-size: .9em; }
+.nmm :focus-visible { outline: 2px solid var(--a); outline-offset: 2px; }
+@media print { .nmm .tools { display: none; } .nmm .wide, .nmm pre { overflow: visible; }
+  .nmm pre { white-space: pre-wrap; } .nmm figure, .nmm tr { break-inside: avoid; } }
+@media (max-width: 40rem) { .nmm { font-size: 14px; } .nmm figure svg { min-width: 34rem; } }
 .nmm figcaption { color: var(--soft); } .nmm figure { margin: 1em 0; }
 .nmm summary { cursor: pointer; font-size: 1.1em; font-weight: 600; margin-top: 1em; }
 """
 
+SCRIPT = """
+document.querySelectorAll("svg.timeline:not([data-ready])").forEach(picture => {
+  const plot = picture.querySelector("svg.plot"), ticks = picture.querySelector("g.ticks");
+  const end = +picture.dataset.end, left = +plot.getAttribute("x");
+  const width = +plot.getAttribute("width"), height = plot.getAttribute("height");
+  const y = ticks.querySelector("text").getAttribute("y");
+  let from = 0, to = end;
+  const show = (a, b) => {
+    const span = Math.min(Math.max(b - a, end / 5000), end);
+    from = Math.min(Math.max(a, 0), end - span); to = from + span;
+    plot.setAttribute("viewBox", `${from} 0 ${span} ${height}`);
+    const power = 10 ** Math.floor(Math.log10(span));
+    const step = [1, .5, .2, .1].map(part => part * power).find(one => span / one >= 4);
+    const texts = [];
+    for (let i = Math.ceil(from / step); i * step <= to; i++) {
+      const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
+      text.setAttribute("x", left + (i * step - from) / span * width);
+      text.setAttribute("y", y); text.setAttribute("text-anchor", "middle");
+      text.textContent = +(i * step).toPrecision(6);
+      texts.push(text);
+    }
+    ticks.replaceChildren(...texts);
+  };
+  const zoom = (factor, at = (from + to) / 2) =>
+    show(at - (at - from) * factor, at + (to - at) * factor);
+  const pan = part => show(from + part * (to - from), to + part * (to - from));
+  const actions = {"+": ["zoom in", () => zoom(.5)], "-": ["zoom out", () => zoom(2)],
+    ArrowLeft: ["earlier", () => pan(-.25)], ArrowRight: ["later", () => pan(.25)],
+    0: ["all", () => show(0, end)]};
+  const tools = document.createElement("p"), said = document.createElement("output");
+  tools.className = "tools"; said.textContent = "keys: + - \u2190 \u2192 0; drag to move";
+  for (const [words, act] of Object.values(actions)) {
+    const button = document.createElement("button");
+    button.type = "button"; button.textContent = words; button.onclick = act;
+    tools.append(button);
+  }
+  tools.append(said); picture.after(tools);
+  picture.addEventListener("keydown", event => {
+    const action = actions[event.key === "=" ? "+" : event.key];
+    if (action) { action[1](); event.preventDefault(); }
+  });
+  picture.addEventListener("wheel", event => {
+    if (!event.ctrlKey) return;
+    const box = plot.getBoundingClientRect();
+    zoom(event.deltaY > 0 ? 1.25 : .8, from + (event.clientX - box.x) / box.width * (to - from));
+    event.preventDefault();
+  }, {passive: false});
+  const tell = event => {
+    const title = event.target.querySelector(":scope > title");
+    if (title) said.textContent = title.textContent;
+  };
+  plot.addEventListener("pointerover", tell); plot.addEventListener("click", tell);
+  plot.addEventListener("pointermove", event => {
+    if (event.buttons) pan(-event.movementX / plot.getBoundingClientRect().width);
+  });
+  picture.dataset.ready = "yes";
+});
+"""
+"""Zoom, pan and spoken hints for the timelines of a page; a page is whole without it."""
+
 
 def as_html(parts: Sequence[Part]) -> str:
     """Return the parts as one `<div>` with its style."""
-    return f'<div class="nmm"><style>{STYLE}</style>\n{_body(parts)}\n</div>'
+    body = _body(parts)
+    return f'<div class="nmm"><style>{STYLE}</style>\n{body}\n{_script(body)}</div>'
 
 
 def page(title: str, parts: Sequence[Part]) -> str:
     """Return a whole HTML document that holds everything it shows."""
+    body = _body(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n"
         "<style>:root { color-scheme: light dark; } body { margin: 0; background: canvas; }\n"
         f".nmm {{ margin: 0 auto; padding: 1rem; }} {STYLE}</style></head>\n"
-        f'<body><main class="nmm"><h1>{html.escape(title)}</h1>\n{_body(parts)}\n'
-        "</main></body></html>\n"
+        f'<body><main class="nmm"><h1>{html.escape(title)}</h1>\n{body}\n'
+        f"</main>{_script(body)}</body></html>\n"
     )
 
 
 def write_page(title: str, parts: Sequence[Part], path: str | Path) -> Path:
     """Write `page` to `path`, whole or not at all; return the path. Raises OutputError."""
     return write_text(path, [page(title, parts)])
+
+
+def _script(body: str) -> str:
+    return f"<script>{SCRIPT}</script>" if 'class="timeline"' in body else ""
 
 
 def _body(parts: Sequence[Part]) -> str:
@@ -69,6 +147,8 @@ def _part(part: Part) -> str:
         case Code():
             title = f"<p>{html.escape(part.title)}</p>" if part.title else ""
             return f"{title}<pre>{html.escape(part.text)}</pre>"
+        case Listing():
+            return _listing(part)
         case Drawing():
             caption = html.escape(part.text)
             return f'<figure class="wide">{part.svg}<figcaption>{caption}</figcaption></figure>'
@@ -90,3 +170,24 @@ def _grid(grid: Grid) -> str:
     rows = "\n".join(row(cells, "td") for cells in grid.rows)
     head = row(grid.head, "th")
     return f'<div class="wide"><table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'
+
+
+def _listing(listing: Listing) -> str:
+    head = "".join(f'<th class="right">{html.escape(name)}</th>' for name in listing.head)
+
+    def bar(share: float) -> str:
+        return f' style="--share:{share:.3f}"' if share else ""
+
+    rows = []
+    for (number, figures, text), share in zip(listing.rows, listing.shares, strict=True):
+        cells = figures or ("",) * len(listing.head)
+        beside = "".join(f'<td class="right">{html.escape(cell)}</td>' for cell in cells)
+        rows.append(
+            f'<tr><td class="right">{number}</td>{beside}'
+            f"<td{bar(share)}>{html.escape(text)}</td></tr>"
+        )
+    return (
+        f"<p>{html.escape(listing.title)}</p>\n"
+        '<div class="wide"><table class="listing"><thead><tr><th class="right">line</th>'
+        f"{head}<th>source</th></tr></thead>\n<tbody>{chr(10).join(rows)}</tbody></table></div>"
+    )

@@ -57,6 +57,21 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Listing:
+    """Source lines with figures beside them.
+
+    head: names of the figures. rows: (line number, figures, text of the line); figures are empty
+    for a line without any. shares: of each row the part of the whole, 0 to 1, drawn as a bar. The
+    text form shows the lines that have figures.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[int, tuple[str, ...], str], ...]
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Drawing:
     """A chart: `svg` on a page, `text` (a line that says what it shows) in a terminal."""
 
@@ -73,4 +88,4 @@ class Section:
     folded: bool = False
 
 
-Part = Line | Grid | Code | Drawing | Section
+Part = Line | Grid | Code | Listing | Drawing | Section

@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Part, Section
+from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Part, Section
 
 _WIDEST = 120
 _NARROWEST_LAST_COLUMN = 16
@@ -45,10 +45,18 @@ def _part(part: Part, width: int) -> list[str]:
             return columns(part, width)
         case Code():
             return [*([part.title] if part.title else []), *part.text.rstrip("\n").split("\n")]
+        case Listing():
+            return [part.title, *columns(_with_figures(part), width)]
         case Drawing():
             return wrapped(part.text, width)
         case Section():
             return [part.title, *_lines(part.parts, width)]
+
+
+def _with_figures(listing: Listing) -> Grid:
+    """Return the lines of a listing that have figures, as a table."""
+    rows = [(number, *figures, text.strip()) for number, figures, text in listing.rows if figures]
+    return Grid.of(("line", *listing.head, "source"), rows, right=("line", *listing.head))
 
 
 def wrapped(text: str, width: int, indent: int = 0, hang: int = 4) -> list[str]:

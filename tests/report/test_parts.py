@@ -11,6 +11,7 @@ from nmm_compiler.report.page import as_html, page, write_page
 from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
+from nmm_compiler.report.timelines import Lane, Level, Slice, timeline
 
 VOID = {"meta", "br", "img"}
 URL = "https://example.org/a/very/long/path/that-has-hyphens/and_more/of/it/kernel.py"
@@ -126,9 +127,9 @@ def test_bars_are_as_wide_as_their_values():
 
 
 def test_a_timeline_joins_what_is_too_thin_to_see():
-    thin = tuple(charts.Slice(i * 0.001, i * 0.001 + 0.0005, "copy") for i in range(5000))
-    long = charts.Slice(10.0, 1000.0, "matmul", "k.py:3")
-    tree, hints = _parsed(charts.timeline([charts.Lane("VectorE", (*thin, long))], "a run"))
+    thin = tuple(Slice(i * 0.001, i * 0.001 + 0.0005, "copy") for i in range(5000))
+    long = Slice(10.0, 1000.0, "matmul", "k.py:3")
+    tree, hints = _parsed(timeline([Lane("VectorE", (*thin, long))], "a run"))
     rects = [e for e in tree.iter() if e.tag.endswith("rect")]
     assert len(rects) < 100
     assert any(hint.startswith("matmul: 10.00 to 1000.00 us k.py:3") for hint in hints)

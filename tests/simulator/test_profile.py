@@ -111,7 +111,7 @@ def test_json_round_trip():
 
 
 def test_prints_on_one_line():
-    text = str(profile_trace(product().trace, TRN2))
+    text = repr(profile_trace(product().trace, TRN2))
     assert "\n" not in text
     assert "simulated" in text
 

@@ -189,26 +189,33 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
-    """Live bytes per partition, from the first write that starts to the last use that ends."""
+    for memory in ("sbuf", "psum"):
+        for when, live in live_bytes(timeline, memory):
+            yield counter(f"{memory.upper()} bytes per partition", _CORE, when, live)
+
+
+def live_bytes(timeline: Timeline, memory: str) -> Iterator[tuple[float, int]]:
+    """Yield (moment, live bytes per partition of "sbuf" or "psum" from then on).
+
+    A tensor lives from the first write that starts to the last use that ends.
+    """
     trace = timeline.trace
     spans: dict[int, tuple[float, float]] = {}
     for index, instruction in enumerate(trace.instructions):
         for access in (*instruction.reads, *instruction.writes):
-            if access.memory == "hbm":
-                continue
-            start, stop = spans.get(access.storage, (timeline.start[index], 0.0))
-            spans[access.storage] = (
-                min(start, timeline.start[index]),
-                max(stop, timeline.end[index]),
-            )
-    for memory in ("sbuf", "psum"):
-        changes: list[tuple[float, int]] = []
-        for storage, (start, stop) in spans.items():
-            allocation = trace.allocations.get(storage)
-            if allocation is not None and allocation.memory == memory:
-                size = allocation.bytes_per_partition
-                changes += [(start, size), (stop, -size)]
-        live = 0
-        for when, size in sorted(changes):
-            live += size
-            yield counter(f"{memory.upper()} bytes per partition", _CORE, when, live)
+            if access.memory == memory:
+                start, stop = spans.get(access.storage, (timeline.start[index], 0.0))
+                spans[access.storage] = (
+                    min(start, timeline.start[index]),
+                    max(stop, timeline.end[index]),
+                )
+    changes: list[tuple[float, int]] = []
+    for storage, (start, stop) in spans.items():
+        allocation = trace.allocations.get(storage)
+        if allocation is not None and allocation.memory == memory:
+            size = allocation.bytes_per_partition
+            changes += [(start, size), (stop, -size)]
+    live = 0
+    for when, size in sorted(changes):
+        live += size
+        yield when, live

@@ -13,6 +13,11 @@ from pathlib import Path
 
 from nmm_compiler.errors import ImpossibleProfileError, TimelineMissingError
 from nmm_compiler.records import Record
+from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.report.shown import Shown
+from nmm_compiler.simulator.timing import profile_parts, shares
+from nmm_compiler.simulator.timing.advice import Advice, advise
+from nmm_compiler.simulator.timing.causes import Step, causes_of
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_trace, write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_trace
@@ -22,8 +27,8 @@ from nmm_compiler.targets import Target
 _US = 1e6
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Profile(Record):
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Profile(Shown, Record):
     """Simulated cost of one kernel on one core.
 
     latency_us: the core window, first instruction to last result (total_time), without
@@ -107,7 +112,88 @@ class Profile(Record):
         """Write the timeline as Chrome JSON (opens in ui.perfetto.dev); return the path."""
         return write_chrome_trace(self.timeline, path)
 
-    def __str__(self) -> str:
+    def by_line(self) -> tuple[shares.Share, ...]:
+        """Return the source lines, the one on which most of the latency hangs first.
+
+        Raises TimelineMissingError, as do the methods below.
+        """
+        return shares.by_line(self.timeline)
+
+    def by_instruction(self) -> tuple[shares.Share, ...]:
+        """Return the kinds of instructions, the one on which most of the latency hangs first."""
+        return shares.by_instruction(self.timeline)
+
+    def critical_path(self) -> tuple[Step, ...]:
+        """Return the chain of steps, without gaps, that the latency consists of."""
+        return tuple(causes_of(self.timeline).path())
+
+    def waits(self) -> dict[str, dict[str, float]]:
+        """Return {engine: {cause: microseconds}} of the time in which an engine stood idle."""
+        return shares.waits(self.timeline)
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Return what could be changed, the largest gain first; times the trace again for each."""
+        return advise(self.timeline)
+
+    def summary(self) -> str:
+        """Return one line: latency, roofline, utilization, bytes, memory."""
+        share = self.roofline_us / self.latency_us if self.latency_us else 1.0
+        return (
+            f"{self.latency_us:.2f} us simulated on {self.target}, {share:.0%} of the roofline "
+            f"({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
+            f"HBM {(self.hbm_read_bytes + self.hbm_write_bytes) / 1e6:.2f} MB, SBUF "
+            f"{self.sbuf_peak_bytes:,} B per partition, PSUM {self.psum_peak_banks} banks"
+        )
+
+    def figures(self) -> Grid:
+        """Return the figures as a table."""
+        rows = (
+            ("latency", f"{self.latency_us:.2f} us", "first instruction to last result"),
+            ("on the device", f"{self.device_us:.2f} us", "with starting and stopping the kernel"),
+            ("roofline", f"{self.roofline_us:.2f} us", f"{self.bound} bound: products "
+             f"{self.compute_us:.2f} us, least HBM traffic {self.memory_us:.2f} us"),
+            ("mfu", f"{self.mfu:.1%}", f"{self.flops:,} FLOPs at the bf16 peak"),
+            ("mbu", f"{self.mbu:.1%}", f"{self.hbm_read_bytes:,} B read, "
+             f"{self.hbm_write_bytes:,} B written; {self.minimal_hbm_bytes:,} B at least"),
+            ("SBUF", f"{self.sbuf_peak_bytes:,} B", "per partition at the peak"),
+            ("PSUM", f"{self.psum_peak_banks} of 8 banks", "at the peak"),
+            ("instructions", f"{self.program_instructions:,}", "of the compiled program"),
+        )  # fmt: skip
+        return Grid.of(("figure", "value", "what"), rows, right=("value",))
+
+    def parts(self) -> list[Part]:
+        """Return the figures, and where the time goes if the timeline is still there."""
+        return self._parts(None)
+
+    def parts_with_advice(self) -> list[Part]:
+        """Return `parts` with the advice, which takes about ten times as long as the timing."""
+        return self._parts(self.advice())
+
+    def _parts(self, advice: tuple[Advice, ...] | None) -> list[Part]:
+        parts: list[Part] = [Line(self.summary(), "headline"), self.figures()]
+        found = self.__dict__.get("_timeline")
+        if not isinstance(found, Timeline):
+            return parts
+        return [*parts, self.roofline(), *profile_parts.timeline_parts(found, advice)]
+
+    def roofline(self, name: str = "this kernel") -> Part:
+        """Return the roofline plot with this kernel on it. Raises TimelineMissingError."""
+        target = self.timeline.target
+        moved = max(self.hbm_read_bytes + self.hbm_write_bytes, 1)
+        point = (name, self.flops / moved, self.flops * _US / (self.latency_us or 1.0))
+        peak, rate = target.peak_flops_per_second(), target.memory_bytes_per_second
+        return profile_parts.roofline_drawing([point], target.name, peak, rate)
+
+    def source(self) -> tuple[Part, ...]:
+        """Return the kernel's source with the time of each line. Raises TimelineMissingError."""
+        return tuple(profile_parts.listings(self.timeline))
+
+    def report(self, *, advice: bool = True) -> list[Part]:
+        """Return all there is to see, for a page: `parts_with_advice` and the source lines."""
+        shown = self.parts_with_advice() if advice else self.parts()
+        return [*shown, Section("source", self.source())]
+
+    def __repr__(self) -> str:
         busy = " ".join(f"{name} {us:.1f}" for name, us in self.engine_busy_us.items() if us)
         return (
             f"Profile({self.target} simulated: {self.latency_us:.2f} us, roofline "

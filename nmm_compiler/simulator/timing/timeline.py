@@ -93,14 +93,16 @@ class Timeline:
     psum_overflow_bytes: int
 
 
-def time_trace(trace: Trace, target: Target) -> Timeline:
+def time_trace(trace: Trace, target: Target, *, dma_costs: DmaCosts | None = None) -> Timeline:
     """Return when each instruction of `trace` runs on `target`.
+
+    dma_costs: what DMAs cost, for experiments; by default what they cost on the target.
 
     The garbage collector is held off meanwhile: the pass makes no cycles that matter, and scanning
     a trace of 100,000 instructions takes longer than timing it.
     """
     with collector_held_off():
-        return _Pass(trace, target).run()
+        return _Pass(trace, target, dma_costs or DmaCosts(target)).run()
 
 
 @contextlib.contextmanager
@@ -118,10 +120,10 @@ def collector_held_off() -> Iterator[None]:
 class _Pass:
     """State of one walk over a trace."""
 
-    def __init__(self, trace: Trace, target: Target) -> None:
+    def __init__(self, trace: Trace, target: Target, dma_costs: DmaCosts) -> None:
         self.trace, self.target = trace, target
         self.costs = ComputeCosts(target)
-        self.dma_costs = DmaCosts(target)
+        self.dma_costs = dma_costs
         self.dependences = Dependences(trace, target, self._book, self._settle)
         count = len(trace.instructions)
         self.start = [0.0] * count

@@ -1,0 +1,195 @@
+"""What a profile shows: figures, why engines wait, the roofline, the timeline, the source lines."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nmm_compiler.report.charts import roofline
+from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
+from nmm_compiler.report.timelines import Lane, Level, Slice, timeline
+from nmm_compiler.simulator.timing.advice import Advice
+from nmm_compiler.simulator.timing.causes import WHY
+from nmm_compiler.simulator.timing.chrome_trace import live_bytes
+from nmm_compiler.simulator.timing.shares import Share, by_instruction, by_line, waits
+from nmm_compiler.simulator.timing.timeline import Timeline
+
+ENGINE_NAMES = {
+    "tensor": "TensorE", "vector": "VectorE", "scalar": "ScalarE", "gpsimd": "GpSimd",
+    "sync": "SyncE", "dma": "DMA",
+}  # fmt: skip
+_LINES_IN_TEXT = 10
+_LEAST_SHARE = 0.005
+
+
+def engine_table(found: Timeline) -> Grid:
+    """Return how long each engine works, and what it waits for when it does not."""
+    waiting = waits(found)
+    total = found.latency_us or 1.0
+    rows = []
+    for engine, name in ENGINE_NAMES.items():
+        busy = found.busy_us.get(engine, 0.0)
+        kinds = sorted(waiting.get(engine, {}).items(), key=lambda item: -item[1])
+        if not (busy or kinds) or engine == "sync":
+            continue
+        counts = sum(i.engine == engine for i in found.trace.instructions)
+        why = "; ".join(f"{_why(kind)} {us:.1f}" for kind, us in kinds if us > _LEAST_SHARE * total)
+        if engine == "dma":
+            why = f"16 engines, {found.dma_engine_busy_us / 16:.1f} us each on average"
+        rows.append((name, f"{counts:,}", f"{busy:.1f}", f"{busy / total:.0%}", why))
+    head = ("engine", "instructions", "busy us", "busy", "waits for, us")
+    return Grid.of(head, rows, right=head[1:4])
+
+
+def _why(kind: str) -> str:
+    return "nothing more to do" if kind == "end" else WHY[kind]
+
+
+def instruction_table(found: Timeline) -> Grid:
+    """Return the kinds of instructions, those on which most of the latency hangs first."""
+    shares = [s for s in by_instruction(found) if s.path_us or s.engine_us]
+    rows = [
+        (s.name, ENGINE_NAMES[s.engine], f"{s.instructions:,}", f"{s.engine_us:.2f}",
+         f"{s.path_us:.2f}", f"{s.path_us / found.latency_us:.1%}")
+        for s in shares
+    ]  # fmt: skip
+    head = ("instruction", "engine", "count", "engine us", "critical us", "of latency")
+    return Grid.of(head, rows, right=head[2:])
+
+
+def advice_table(advice: Sequence[Advice]) -> Part:
+    """Return what would save time, the largest gain first."""
+    if not advice:
+        return Line("none of the changes that were tried saves half a percent", "note")
+    rows = [
+        (f"{'<=' if a.at_most else '~'} {a.gain_us:.2f}", _places(a.lines), f"{a.seen}: {a.remedy}")
+        for a in advice
+    ]
+    return Grid.of(("saves us", "lines", "what"), rows, right=("saves us",))
+
+
+def _places(lines: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, lines[:3]))
+    return shown + (", ..." if len(lines) > 3 else "") or "-"
+
+
+def listings(found: Timeline) -> Iterator[Listing]:
+    """Yield the source of each file of the kernel, with the time of each line beside it."""
+    shares = by_line(found)
+    for file in dict.fromkeys(share.file for share in shares):
+        lines = {share.line: share for share in shares if share.file == file}
+        texts = linecache.getlines(file) or [""] * max(lines, default=0)
+        rows, bars = [], []
+        for number, text in enumerate(texts, 1):
+            share = lines.get(number)
+            rows.append((number, _figures(share) if share else (), text.rstrip("\n")))
+            bars.append(share.path_us / found.latency_us if share and found.latency_us else 0.0)
+        yield Listing(
+            f"{file}: the time of each line", ("critical us", "engine us", "HBM KB"),
+            tuple(rows), tuple(bars),
+        )  # fmt: skip
+
+
+def _figures(share: Share) -> tuple[str, ...]:
+    moved = f"{share.hbm_bytes / 1e3:,.1f}" if share.hbm_bytes else ""
+    return f"{share.path_us:.2f}", f"{share.engine_us:.2f}", moved
+
+
+def line_table(found: Timeline) -> Grid:
+    """Return the source lines on which most of the latency hangs."""
+    rows = []
+    for share in by_line(found)[:_LINES_IN_TEXT]:
+        text = linecache.getline(share.file, share.line).strip() or share.name
+        place = f"{Path(share.file).name}:{share.line}"
+        rows.append((place, f"{share.path_us:.2f}", f"{share.engine_us:.2f}", share.engine, text))
+    head = ("line", "critical us", "engine us", "on", "source")
+    return Grid.of(head, rows, right=head[1:3])
+
+
+def timeline_drawing(found: Timeline, most_slices: int = 3000) -> Drawing:
+    """Return the engines and DMA queues over time, with live SBUF and PSUM below."""
+    target = found.target
+    lanes = [
+        Lane(name, tuple(_slices(found, engine)))
+        for engine, name in ENGINE_NAMES.items()
+        if engine not in ("sync", "dma")
+    ]
+    for queue in sorted({transfer.queue for transfer in found.transfers}):
+        lanes.append(Lane(f"queue {queue}", tuple(_issues(found, queue))))
+    lanes.append(Lane("DMA engines", tuple(_moves(found))))
+    full = {
+        "sbuf": target.sbuf_bytes_per_partition,
+        "psum": target.psum_banks * target.psum_bank_bytes_per_partition,
+    }
+    levels = [
+        Level(memory.upper(), tuple(live_bytes(found, memory)), full[memory], "B per partition")
+        for memory in ("sbuf", "psum")
+    ]
+    text = (
+        f"timeline of {found.latency_us:.1f} us on {target.name} (simulated): "
+        f"{len(found.trace.instructions):,} instructions by engine, live SBUF and PSUM"
+    )
+    return timeline([lane for lane in lanes if lane.slices], text, levels=levels,
+                    most_slices=most_slices)  # fmt: skip
+
+
+def _slices(found: Timeline, engine: str) -> Iterator[Slice]:
+    for index, instruction in enumerate(found.trace.instructions):
+        if instruction.engine == engine and index not in found.repeated:
+            name = instruction.name or instruction.op
+            place = f"{Path(instruction.file).name}:{instruction.line}"
+            yield Slice(found.start[index], found.interval_end[index], name, place)
+    if engine == "scalar":
+        for start, stop in found.table_loads:
+            yield Slice(start, stop, "activation table load")
+
+
+def _issues(found: Timeline, queue: str) -> Iterator[Slice]:
+    for transfer in found.transfers:
+        if transfer.queue == queue:
+            instruction = found.trace.instructions[transfer.index]
+            place = f"{Path(instruction.file).name}:{instruction.line}"
+            yield Slice(transfer.issue_start, transfer.issue_end, instruction.op, place)
+
+
+def _moves(found: Timeline) -> Iterator[Slice]:
+    """Yield, for each transfer, the stretch in which an engine moves its bytes, without overlap."""
+    spans = sorted(
+        (min(p[1] for p in t.parts), max(p[2] for p in t.parts), t.index, t)
+        for t in found.transfers
+    )
+    until = 0.0
+    for start, stop, index, transfer in spans:
+        instruction = found.trace.instructions[index]
+        moved = transfer.hbm_read_bytes + transfer.hbm_write_bytes
+        place = f"{Path(instruction.file).name}:{instruction.line}, {moved:,} B of HBM"
+        if stop > until:
+            yield Slice(max(start, until), stop, instruction.op, place)
+            until = stop
+
+
+def roofline_drawing(
+    points: Sequence[tuple[str, float, float]], target_name: str, peak: float, bytes_rate: float
+) -> Drawing:
+    """Return the roofline of a target with kernels: (name, FLOPs per HBM byte, FLOPs per second)."""
+    ridge = peak / bytes_rate
+    said = "; ".join(
+        f"{name} at {rate / 1e12:.1f} TFLOP/s, {at:.0f} FLOPs per byte, "
+        f"{'compute' if at >= ridge else 'memory'} side"
+        for name, at, rate in points
+    )
+    text = f"roofline of {target_name}, {peak / 1e12:.0f} TFLOP/s, bf16 (simulated): {said}"
+    return roofline(points, peak, bytes_rate, text)
+
+
+def timeline_parts(found: Timeline, advice: Sequence[Advice] | None = None) -> list[Part]:
+    """Return where the time goes: engines, advice if it was computed, lines, timeline, source."""
+    parts: list[Part] = [Section("engines", (engine_table(found),))]
+    if advice is not None:
+        parts.append(Section("what would save time (each change timed again)",
+                             (advice_table(advice),)))  # fmt: skip
+    parts.append(Section("lines", (line_table(found),)))
+    parts.append(Section("instructions", (instruction_table(found),)))
+    parts.append(timeline_drawing(found))
+    return parts

@@ -1,0 +1,88 @@
+"""What would save time: each advice is what the kernel gains when it follows it."""
+
+import numpy as np
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.simulator.run import simulate
+from nmm_compiler.simulator.timing.advice import advise
+from nmm_compiler.simulator.timing.shares import by_instruction, by_line, waits
+
+LOADS = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def copies(x, columns):
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    for at in range(0, x.shape[1], columns):
+        tile = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=x[0:128, at : at + columns])
+        nisa.dma_copy(dst=out[0:128, at : at + columns], src=tile)
+    return out
+"""
+
+
+@pytest.fixture
+def copies(tmp_path):
+    path = tmp_path / "loads.py"
+    path.write_text(LOADS)
+
+    def run(columns, total=8192):
+        x = np.ones((128, total), np.float32)
+        return simulate(f"{path}:copies", x, columns=columns).profile
+
+    return run
+
+
+def test_the_gain_of_wider_rows_is_that_of_the_kernel_with_wider_rows(copies):
+    """64 columns are rows of 256 B; the same number of DMAs with 1 KiB rows moves 4 times as much.
+
+    So the advice is compared per byte: 32 DMAs of 64 columns timed as if their rows were 1 KiB
+    against 8 DMAs of 256 columns, which move the same bytes, without the time of issuing.
+    """
+    narrow, wide = copies(64, 2048), copies(256, 2048)
+    found = {advice.remedy: advice for advice in narrow.advice()}
+    rows = found["1 KiB rows"]
+    assert rows.seen == "rows of 256 B"
+    assert rows.lines == (12, 13)
+    assert not rows.at_most
+    both = narrow.latency_us - rows.gain_us - found["fewer, larger ones"].gain_us
+    assert both <= wide.latency_us <= narrow.latency_us - rows.gain_us
+    assert "1 KiB rows" not in {advice.remedy for advice in wide.advice()}
+
+
+def test_bfloat16_saves_what_the_bfloat16_kernel_saves_on_tensor_e():
+    slow = build_kernel(LowRankSpec(m=128, k=512, r=128, n=512, dtype="float32")).profile()
+    advice = next(a for a in slow.advice() if a.remedy == "bfloat16 operands")
+    assert 0 < advice.gain_us < slow.engine_busy_us["tensor"] * 0.8
+    assert str(advice).endswith(f"would save about {advice.gain_us:.2f} us")
+
+
+def test_a_kernel_at_the_roofline_gets_no_advice_on_rows():
+    found = build_kernel(LowRankSpec(m=512, k=1024, r=512, n=2048)).profile()
+    assert "1 KiB rows" not in {advice.remedy for advice in found.advice()}
+
+
+def test_shares_add_up_to_the_latency(copies):
+    profile = copies(64)
+    for shares in (by_line(profile.timeline), by_instruction(profile.timeline)):
+        assert sum(share.path_us for share in shares) == pytest.approx(profile.latency_us)
+        moved = profile.hbm_read_bytes + profile.hbm_write_bytes
+        assert sum(share.hbm_bytes for share in shares) == moved
+    lines = {share.line: share for share in by_line(profile.timeline)}
+    assert set(lines) == {12, 13}
+    assert lines[12].instructions == 128
+
+
+def test_waits_name_what_an_engine_waits_for():
+    timeline = build_kernel(LowRankSpec(m=128, k=512, r=128, n=512)).profile().timeline
+    found = waits(timeline)
+    assert found["tensor"]["load"] > 0
+    assert found["vector"]["result"] > 0
+    for kinds in found.values():
+        assert sum(kinds.values()) < timeline.latency_us
+    assert advise(timeline) == advise(timeline), "an experiment changes the timeline"
