@@ -13,6 +13,8 @@ Nothing outside this door is public. Names load on first use, so that importing 
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 from nmm_compiler.compress.hf_hook import watch as _watch_for_transformers
@@ -37,20 +39,33 @@ if TYPE_CHECKING:
     from nmm_compiler.kernels.matmul import MatmulSpec as MatmulSpec
     from nmm_compiler.mlir.export import export_mlir as export_mlir
     from nmm_compiler.options import Options as Options
+    from nmm_compiler.passes.chains.linear_map import Refusal as Refusal
     from nmm_compiler.passes.pipeline import explain as explain
     from nmm_compiler.passes.pipeline import rewrite as rewrite
+    from nmm_compiler.passes.rules.base import Match as Match
+    from nmm_compiler.passes.rules.base import Rule as Rule
+    from nmm_compiler.simulator.run import ArraySpec as ArraySpec
+    from nmm_compiler.simulator.run import Simulation as Simulation
     from nmm_compiler.simulator.run import simulate as simulate
+    from nmm_compiler.simulator.timing.profile import Profile as Profile
+    from nmm_compiler.simulator.timing.profile import write_trace as write_trace
 
 __version__ = VERSION
 
 _HOMES = {
+    "ArraySpec": "nmm_compiler.simulator.run",
     "GatedMLPSpec": "nmm_compiler.kernels.gated_mlp",
     "CompressionConfig": "nmm_compiler.compress.config",
     "Kernel": "nmm_compiler.codegen.build",
     "LowRankSpec": "nmm_compiler.kernels.lowrank",
+    "Match": "nmm_compiler.passes.rules.base",
     "MatmulSpec": "nmm_compiler.kernels.matmul",
     "NmmError": "nmm_compiler.errors",
     "Options": "nmm_compiler.options",
+    "Profile": "nmm_compiler.simulator.timing.profile",
+    "Refusal": "nmm_compiler.passes.chains.linear_map",
+    "Rule": "nmm_compiler.passes.rules.base",
+    "Simulation": "nmm_compiler.simulator.run",
     "build_kernel": "nmm_compiler.codegen.build",
     "calibrate": "nmm_compiler.compress.apply",
     "compress": "nmm_compiler.compress.apply",
@@ -64,6 +79,7 @@ _HOMES = {
     "rewrite": "nmm_compiler.passes.pipeline",
     "save_factors": "nmm_compiler.compress.save",
     "simulate": "nmm_compiler.simulator.run",
+    "write_trace": "nmm_compiler.simulator.timing.profile",
 }
 
 __all__ = [*sorted(_HOMES), "__version__", "targets"]
@@ -83,4 +99,18 @@ def __dir__() -> list[str]:
     return __all__
 
 
+class _Door(types.ModuleType):
+    """This module, where `compress` stays the function when the room of that name is imported.
+
+    Python binds the name of a package in its parent; the rooms are found in sys.modules, and the
+    function carries the modules of its room as attributes (`nmm_compiler/compress/__init__.py`).
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "compress" and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+globals().pop("compress", None)  # the import of its `hf_hook` above has bound the room
+sys.modules[__name__].__class__ = _Door
 _watch_for_transformers()  # a saved low-rank model loads with from_pretrained alone

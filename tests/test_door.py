@@ -1,5 +1,7 @@
 """The package door: every public name is there, and `import nmm_compiler` stays light."""
 
+import inspect
+import pydoc
 import subprocess
 import sys
 
@@ -26,3 +28,38 @@ def test_importing_the_package_imports_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "trn2", done.stderr
+
+
+def test_compress_is_the_function_and_its_room_stays_importable():
+    """Importing a module of the room must not put the package in the function's place."""
+    import nmm_compiler.compress.hf as hf
+    from nmm_compiler.compress import apply
+
+    assert inspect.isfunction(nmm_compiler.compress)
+    assert nmm_compiler.compress is apply.compress
+    assert nmm_compiler.compress.hf is hf
+    assert {"ratio", "calibration"} <= set(inspect.signature(nmm_compiler.compress).parameters)
+    shown = pydoc.plain(pydoc.render_doc(nmm_compiler.compress))
+    assert shown.startswith("Python Library Documentation: function compress in module")
+    assert inspect.getdoc(apply.compress).splitlines()[0] in shown
+
+
+def test_the_room_may_be_imported_after_the_function():
+    code = (
+        "import nmm_compiler\n"
+        "f = nmm_compiler.compress\n"
+        "import nmm_compiler.compress.checkpoints as checkpoints\n"
+        "assert nmm_compiler.compress is f\n"
+        "assert nmm_compiler.compress.checkpoints is checkpoints\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "nmm_compiler", "--version"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["nmm_compiler", nmm_compiler.__version__]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from nmm_compiler.cli import cache, compress, demo, doctor, explain, export, kernel, lint, simulate
+from nmm_compiler.cli import (
+    cache,
+    compress,
+    demo,
+    doctor,
+    explain,
+    export,
+    kernel,
+    lint,
+    profile,
+    simulate,
+)
+from nmm_compiler.version import VERSION
 
 
 class Stopped(BaseException):
@@ -42,8 +54,28 @@ app.command()(demo.demo)
 app.command()(kernel.kernel)
 app.command()(explain.explain)
 app.command()(simulate.simulate)
+app.command()(profile.profile)
+app.command()(profile.compare)
 app.command()(lint.lint)
 app.command()(compress.compress)
 app.command()(export.export)
 app.command()(doctor.doctor)
 app.add_typer(cache.app, name="cache")
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"nmm_compiler {VERSION}")
+        raise typer.Exit()
+
+
+@app.callback()
+def nmm(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="print the version and stop", callback=_say_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """A compiler for low-rank models on AWS Trainium: kernels, proofs and timings on a CPU."""

@@ -2,134 +2,119 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.kernel_arguments import Arguments, arguments_of, save
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.errors import ShapeError
+from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.errors import OptionTypeError
 
-_EPILOG = (
-    "Example: nmm simulate add.py:add_kernel --arg a=128x512:bfloat16 --arg b=128x512:bfloat16 "
-    "--trace add.json"
+_MODULES = (
+    "ml_dtypes",
+    "nmm_compiler.simulator.run",
+    "nmm_compiler.simulator.timing.profile",
+    "nmm_compiler.cli.reference_check",
 )
-_LARGEST_ARRAY_BYTES = 1 << 40
 
 
 def simulate(
     kernel: Annotated[str, typer.Argument(help="FILE.py:function, an NKI kernel")],
-    arg: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=SHAPE:DTYPE, a random array; or NAME=VALUE, a constant"),
-    ] = None,
+    arg: Arguments = None,
     target: values.Target = "trn2",
-    grid: Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")] = 1,
+    grid: values.Grid = 1,
     mode: Annotated[str, typer.Option(help="full, functional or timing")] = "full",
     strict: Annotated[bool, typer.Option(help="--no-strict records warnings instead")] = True,
     seed: values.Seed = 0,
+    reference: Annotated[
+        str | None, typer.Option(help="FILE.py:function that gives the right outputs")
+    ] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            help="largest error, as a share of the reference's largest value; by default what "
+            "rounding explains",
+            min=0,
+        ),
+    ] = None,
+    save_to: Annotated[
+        Path | None, values.output_option("--save", help_="write the outputs here, as .npz")
+    ] = None,
+    as_json: values.AsJson = False,
+    html: values.Html = None,
     trace: values.Trace = None,
-    time_limit: Annotated[float, typer.Option(help="seconds that the run may take", min=0)] = 15,
-    memory_limit: Annotated[float, typer.Option(help="GiB that the run may add", min=0)] = 4,
-    max_instructions: Annotated[
-        int, typer.Option(help="instructions that the kernel may execute", min=1)
-    ] = 10_000_000,
+    time_limit: values.TimeLimit = 15,
+    memory_limit: values.MemoryLimit = 4,
+    max_instructions: values.MaxInstructions = 10_000_000,
 ) -> None:
     """Run FILE.py:kernel in the simulator and print outputs, profile and warnings.
 
-    The file is executed as Python, with all rights of the user, in a process of its own whose time,
-    memory and instructions are limited. Do not run files that you do not trust.
-    """
+    What the kernel prints is shown. The file is executed as Python, with all rights of the user,
+    in a process of its own whose time, memory and instructions are limited. Do not run files that
+    you do not trust.
 
-    def work() -> list[tuple[str, str]]:
+    Example: nmm simulate add.py:add_kernel --arg a=128x512:bf16 --arg b=@b.npy
+    --reference add.py:add_in_numpy --save out.npz
+    """
+    needs_data = [n for n, v in (("reference", reference), ("save", save_to)) if v is not None]
+    if mode == "timing" and needs_data:
+        raise OptionTypeError("mode", mode, f"full or functional: --{needs_data[0]} needs outputs")
+    needs_time = [n for n, v in (("html", html), ("trace", trace)) if v is not None]
+    if mode == "functional" and needs_time:
+        raise OptionTypeError("mode", mode, f"full or timing: --{needs_time[0]} needs the profile")
+
+    def work() -> dict[str, Any]:
+        from nmm_compiler.cli import reference_check as check
+        from nmm_compiler.report.page import write_page
         from nmm_compiler.simulator.run import simulate as run
 
         arguments = arguments_of(arg or [], seed, data=mode != "timing")
-        result = run(
-            kernel, target=target, grid=grid, mode=mode, strict=strict,
-            max_instructions=max_instructions, named=arguments,
-        )  # fmt: skip
-        lines = [
-            (f"output {i}: shape {tuple(output.shape)} dtype {output.dtype}", "")
-            for i, output in enumerate(result.outputs or ())
-        ]
-        lines += [(f"warning: {warning}", "yellow") for warning in result.warnings]
+        wanted = None if reference is None else check.reference_of(reference, arguments)
+        with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+            result = run(
+                kernel, target=target, grid=grid, mode=mode, strict=strict,
+                max_instructions=max_instructions, named=arguments,
+            )  # fmt: skip
+        agreements: tuple[check.Agreement, ...] = ()
+        if wanted is not None and result.outputs is not None:
+            arrays = [v for v in arguments.values() if hasattr(v, "dtype")]
+            share = check.default_rtol(result.outputs, arrays) if rtol is None else rtol
+            agreements = check.compare(result.outputs, wanted, share)
+        notes = [str(agreement) for agreement in agreements]
+        for path, what in ((save_to, "outputs"), (trace, "trace"), (html, "report")):
+            if path is not None:
+                notes.append(f"{what}: {path}" + _open_with(what))
+        if save_to is not None and result.outputs is not None:
+            save(save_to, result.outputs)
         if result.profile is not None:
-            lines.append((str(result.profile), ""))
             if trace is not None:
                 result.profile.to_chrome_trace(trace)
-                lines.append((f"trace: {trace} (open it at ui.perfetto.dev)", ""))
-        return lines
+            if html is not None:
+                write_page(f"{kernel} on {target}", result.report(), html)
+        return {
+            "text": result.overview(),
+            "notes": notes,
+            "passed": all(agreement.passed for agreement in agreements),
+            "json": result.to_dict() | {"reference": [a.to_dict() for a in agreements]},
+        }
 
-    shown = run_limited(
-        work,
-        what=kernel,
-        seconds=time_limit,
-        gigabytes=memory_limit,
-        modules=(
-            "ml_dtypes",
-            "nmm_compiler.simulator.run",
-            "nmm_compiler.simulator.timing.profile",
-        ),
+    found = run_limited(
+        work, what=kernel, seconds=time_limit, gigabytes=memory_limit, modules=_MODULES
     )
-    console = Console(markup=False)
-    for text, style in shown:
-        console.print(text, style=style or None, markup=False, soft_wrap=True)
+    if as_json:
+        show_json(found["json"])
+    else:
+        show(found["text"])
+        for note in found["notes"]:
+            show(note, style="red" if "DIFFERS" in note else "")
+    if not found["passed"]:
+        raise typer.Exit(1)
 
 
-simulate.__doc__ = f"{simulate.__doc__}\n\n{_EPILOG}"
-
-
-def arguments_of(texts: list[str], seed: int, *, data: bool) -> dict[str, Any]:
-    """Return the kernel's arguments by name; without data an array is its shape and dtype."""
-    arguments: dict[str, Any] = {}
-    for i, text in enumerate(texts):
-        name, value = parse_argument(text, seed + i, data=data)
-        if name in arguments:
-            raise ShapeError(f"--arg {text!r}: {name!r} is given twice; leave one out")
-        arguments[name] = value
-    return arguments
-
-
-def parse_argument(text: str, seed: int, *, data: bool = True) -> tuple[str, Any]:
-    """Return (name, value) of `x=128x512:bfloat16` (a random array), `n=8` or `op=add`."""
-    import math
-
-    import numpy as np
-
-    from nmm_compiler.simulator.run import ArraySpec
-    from nmm_compiler.simulator.tensors import dtypes
-
-    name, equals, value = text.partition("=")
-    if not (name and equals and value):
-        raise ShapeError(
-            f"--arg {text!r} is not NAME=SHAPE:DTYPE or NAME=VALUE, e.g. x=128x512:float32"
-        )
-    shape_text, colon, dtype_text = value.partition(":")
-    if not colon:
-        for convert in (int, float):
-            try:
-                return name, convert(value)
-            except ValueError:
-                continue
-        return name, {"True": True, "False": False, "None": None}.get(value, value)
-    sizes = shape_text.lower().split("x")
-    if not all(size.isdecimal() and len(size) < 20 and int(size) > 0 for size in sizes):
-        raise ShapeError(f"--arg {text!r}: shape {shape_text!r} is not like 128x512")
-    kind = dtypes.ALL.get(dtype_text)
-    allowed = {str(d) for d in dtypes.ALL.values() if d.kind != "packed"} - {"tfloat32"}
-    if kind is None or kind not in allowed:
-        known = ", ".join(sorted(allowed))
-        raise ShapeError(f"--arg {text!r}: {dtype_text!r} is no dtype of NKI; use one of {known}")
-    shape = tuple(map(int, sizes))
-    if not data:
-        return name, ArraySpec(shape, kind)
-    if math.prod(shape) * 4 > _LARGEST_ARRAY_BYTES:
-        raise ShapeError(f"--arg {text!r}: more than a TiB; use --mode timing, which needs no data")
-    generator = np.random.default_rng(seed)
-    if kind.kind == "bool":
-        return name, generator.integers(0, 2, shape).astype(np.bool_)
-    if kind.kind == "int":
-        return name, generator.integers(0, 100, shape).astype(kind.numpy)
-    return name, generator.standard_normal(shape, dtype=np.float32).astype(kind.numpy)
+def _open_with(what: str) -> str:
+    return " (open it at ui.perfetto.dev)" if what == "trace" else ""

@@ -122,4 +122,14 @@ def count_option(*names: str, help_: str) -> Any:
 Target = Annotated[str, target_option()]
 Seed = Annotated[int, count_option(help_="seed of the random arrays")]
 Tokens = Annotated[int, size_option(help_="tokens of the example input")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+Html = Annotated[
+    Path | None, output_option("--html", help_="write the report here, one HTML file")
+]
+TimeLimit = Annotated[float, typer.Option(help="seconds that the run may take", min=0)]
+MemoryLimit = Annotated[float, typer.Option(help="GiB that the run may add", min=0)]
+MaxInstructions = Annotated[
+    int, typer.Option(help="instructions that the kernel may execute", min=1)
+]
+Grid = Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")]
 Trace = Annotated[Path | None, output_option(help_="write a Chrome/Perfetto trace here")]

@@ -1,7 +1,8 @@
 """Makes models low-rank: see docs/compress.md. Start reading at `apply.py`.
 
-`nmm_compiler.compress` is both this package and the function of the public door: importing any
-module of a package binds the package's name in its parent. So the package itself can be called.
+`nmm_compiler.compress` is the function `apply.compress` (the package door keeps it so), while
+`import nmm_compiler.compress.apply` names this package. So that both spellings reach the modules of
+the room, the function carries them as attributes too.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import types
 from typing import Any
 
 
-class _CallablePackage(types.ModuleType):
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call `apply.compress`."""
-        from nmm_compiler.compress.apply import compress
+class _Room(types.ModuleType):
+    """This package: a module that is bound here is bound on the function as well."""
 
-        return compress(*arguments, **options)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, types.ModuleType) and "apply" in vars(self):
+            modules = {k: v for k, v in vars(self).items() if isinstance(v, types.ModuleType)}
+            vars(vars(self)["apply"].compress).update(modules)
 
 
-sys.modules[__name__].__class__ = _CallablePackage
+sys.modules[__name__].__class__ = _Room

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -26,6 +27,9 @@ from nmm_compiler.errors import (
     UninitializedReadError,
     UnknownNameError,
 )
+from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.shown import Shown
+from nmm_compiler.report.text import as_text
 from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
 from nmm_compiler.simulator.language.tiles import assign
 from nmm_compiler.simulator.loading.loader import resolve
@@ -54,8 +58,8 @@ class ArraySpec:
     dtype: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Simulation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Simulation(Shown):
     """What a run gave.
 
     outputs: tuple of NumPy arrays; None in timing mode. single: the kernel returned one tensor.
@@ -80,6 +84,59 @@ class Simulation:
         if len(self.outputs) != 1:
             raise SimulationError(f"the kernel has {len(self.outputs)} outputs; use .outputs")
         return self.outputs[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data: shapes and ranges of the outputs, profile, warnings."""
+        named = ("output", "shape", "dtype", "least", "most", "mean")
+        return {
+            "outputs": [dict(zip(named, row, strict=True)) for row in self._rows()],
+            "warnings": list(self.warnings),
+            "profile": None if self.profile is None else self.profile.to_dict(),
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def _rows(self) -> list[tuple[Any, ...]]:
+        rows: list[tuple[Any, ...]] = []
+        for i, spec in enumerate(self.output_specs):
+            figures: tuple[float | None, ...] = (None, None, None)
+            if self.outputs is not None:
+                values = self.outputs[i].astype(np.float64)
+                figures = (float(values.min()), float(values.max()), float(values.mean()))
+            rows.append((i, list(spec.shape), str(spec.dtype), *figures))
+        return rows
+
+    def _said(self) -> list[Part]:
+        rows = [
+            (i, " x ".join(map(str, shape)), dtype, *("-" if f is None else f"{f:.4g}" for f in at))
+            for i, shape, dtype, *at in self._rows()
+        ]
+        head = ("output", "shape", "dtype", "least", "most", "mean")
+        said: list[Part] = [Grid.of(head, rows, right=head[3:])] if rows else []
+        return said + [Line(f"warning: {warning}", "warning") for warning in self.warnings]
+
+    def overview(self) -> str:
+        """Return outputs, warnings, the profile's line and why engines wait, as text."""
+        parts = self._said()
+        if self.profile is not None:
+            parts += self.profile.overview()
+        return as_text(parts)
+
+    def parts(self) -> list[Part]:
+        """Return outputs, warnings and the profile."""
+        return [*self._said(), *(() if self.profile is None else self.profile.parts())]
+
+    def report(self) -> list[Part]:
+        """Return `parts` with advice and source, for a page."""
+        return [*self._said(), *(() if self.profile is None else self.profile.report())]
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{list(s.shape)} {s.dtype}" for s in self.output_specs)
+        timed = "" if self.profile is None else f", {self.profile.latency_us:.2f} us simulated"
+        warned = f", {len(self.warnings)} warnings" if self.warnings else ""
+        return f"<Simulation: outputs {shapes or 'none'}{timed}{warned}>"
 
 
 def simulate(

@@ -161,13 +161,32 @@ class Profile(Shown, Record):
         )  # fmt: skip
         return Grid.of(("figure", "value", "what"), rows, right=("value",))
 
+    def overview(self) -> list[Part]:
+        """Return the summary and, where the timeline is still there, why engines wait."""
+        found = self.__dict__.get("_timeline")
+        engines = [profile_parts.engine_table(found)] if isinstance(found, Timeline) else []
+        return [Line(self.summary()), *engines]
+
     def parts(self) -> list[Part]:
         """Return the figures, and where the time goes if the timeline is still there."""
         return self._parts(None)
 
-    def parts_with_advice(self) -> list[Part]:
+    def parts_with_advice(self, advice: tuple[Advice, ...] | None = None) -> list[Part]:
         """Return `parts` with the advice, which takes about ten times as long as the timing."""
-        return self._parts(self.advice())
+        return self._parts(self.advice() if advice is None else advice)
+
+    def path_part(self) -> Part:
+        """Return the steps of the critical path, neighbours of one line joined."""
+        return Section("critical path", (profile_parts.path_table(self.timeline),))
+
+    def where(self) -> dict[str, object]:
+        """Return lines, instructions, waits and critical path as plain JSON data."""
+        return {
+            "lines": [share.to_dict() for share in self.by_line()],
+            "by_instruction": [share.to_dict() for share in self.by_instruction()],
+            "waits": self.waits(),
+            "critical_path": [dataclasses.asdict(step) for step in self.critical_path()],
+        }
 
     def _parts(self, advice: tuple[Advice, ...] | None) -> list[Part]:
         parts: list[Part] = [Line(self.summary(), "headline"), self.figures()]

@@ -10,7 +10,7 @@ from nmm_compiler.report.charts import roofline
 from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
 from nmm_compiler.report.timelines import Lane, Level, Slice, timeline
 from nmm_compiler.simulator.timing.advice import Advice
-from nmm_compiler.simulator.timing.causes import WHY
+from nmm_compiler.simulator.timing.causes import WHY, Step, causes_of
 from nmm_compiler.simulator.timing.chrome_trace import live_bytes
 from nmm_compiler.simulator.timing.shares import Share, by_instruction, by_line, waits
 from nmm_compiler.simulator.timing.timeline import Timeline
@@ -72,6 +72,29 @@ def advice_table(advice: Sequence[Advice]) -> Part:
 def _places(lines: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, lines[:3]))
     return shown + (", ..." if len(lines) > 3 else "") or "-"
+
+
+def path_table(found: Timeline) -> Grid:
+    """Return the critical path; steps that follow each other on one line are one row."""
+    rows: list[tuple[float, float, int, Step]] = []
+    for step in causes_of(found).path():
+        last = rows[-1] if rows else None
+        same = last is not None and (
+            found.trace.instructions[last[3].index].line == found.trace.instructions[step.index].line
+            and last[3].what == step.what
+        )
+        if last is not None and same:
+            rows[-1] = (last[0], step.stop_us, last[2] + 1, last[3])
+        else:
+            rows.append((step.start_us, step.stop_us, 1, step))
+    cells = []
+    for start, stop, count, step in rows:
+        instruction = found.trace.instructions[step.index]
+        times = f" x {count}" if count > 1 else ""
+        cells.append((f"{start:.2f}", f"{stop - start:.2f}", str(instruction.line),
+                      f"{instruction.op}: {step.what}{times}; waited for {WHY[step.why]}"))
+    head = ("from us", "us", "line", "what")
+    return Grid.of(head, cells, right=head[:3])
 
 
 def listings(found: Timeline) -> Iterator[Listing]:
