@@ -69,7 +69,10 @@ def list_(directory: Directory = None, as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: nmm cache show 3fa9c1 --source > kernel.py")
 def show(
-    entry: Annotated[str, typer.Argument(help="the first digits of an entry's name")],
+    entry: Annotated[
+        str,
+        typer.Argument(help="the first digits of an entry's name", autocompletion=values.entries),
+    ],
     directory: Directory = None,
     source: Annotated[bool, typer.Option("--source", help="print the files, nothing else")] = False,
     as_json: AsJson = False,
@@ -119,7 +122,11 @@ def show(
 )
 def explain(
     entry: Annotated[
-        str | None, typer.Argument(help="first digits of an entry; default: the newest entry")
+        str | None,
+        typer.Argument(
+            help="first digits of an entry; default: the newest entry",
+            autocompletion=values.entries,
+        ),
     ] = None,
     key: Annotated[
         Path | None,

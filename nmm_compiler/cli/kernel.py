@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.show import show, show_json, write_html
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.outputs import write_text
+from nmm_compiler.report.parts import Grid, Line, Part, Section
+
+if TYPE_CHECKING:
+    from nmm_compiler.codegen.build import Kernel
+    from nmm_compiler.codegen.check_against_float64 import Proof
+    from nmm_compiler.codegen.choose import Choice
+    from nmm_compiler.kernels.base import KernelSpec
 
 
 def kernel(
-    family: Annotated[
-        str, typer.Argument(help="lowrank, lowrank_shared, matmul, gated_mlp_up or gated_mlp")
-    ],
+    family: values.Family,
     m: Annotated[int, values.size_option(help_="tokens")],
     k: Annotated[int, values.size_option(help_="input features")],
     n: Annotated[
@@ -39,8 +43,8 @@ def kernel(
         str | None, typer.Option(help="kept between products as: operand, float32 or float8_e4m3")
     ] = None,
     target: values.Target = "trn2",
-    x_layout: Annotated[str | None, typer.Option(help="row [m, k] or col [k, m]")] = None,
-    out_layout: Annotated[str | None, typer.Option(help="row [m, n] or col [n, m]")] = None,
+    x_layout: Annotated[str | None, typer.Option(help=r"row \[m, k] or col \[k, m]")] = None,
+    out_layout: Annotated[str | None, typer.Option(help=r"row \[m, n] or col \[n, m]")] = None,
     bias: Annotated[bool | None, typer.Option("--bias/--no-bias")] = None,
     activation: Annotated[str | None, typer.Option(help="epilogue or gate function")] = None,
     field: Annotated[
@@ -53,6 +57,8 @@ def kernel(
     schedules: Annotated[
         bool, typer.Option("--schedules", help="print the chosen schedule and runners-up")
     ] = False,
+    as_json: values.AsJson = False,
+    html: values.Html = None,
     trace: values.Trace = None,
     out: Annotated[Path | None, values.output_option(help_="also write the source here")] = None,
     seed: values.Seed = 0,
@@ -65,7 +71,6 @@ def kernel(
     """
     from nmm_compiler.codegen.build import build_kernel
 
-    console = Console(markup=False)
     given: dict[str, Any] = {
         "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
         "x_layout": x_layout, "out_layout": out_layout, "bias": bias, "activation": activation,
@@ -74,24 +79,62 @@ def kernel(
     given = {name: value for name, value in given.items() if value not in (None, [])}
     spec = make_spec(family, given, field or [])
     built = build_kernel(spec, target)
-    console.print(f"spec      {built.spec}", markup=False, soft_wrap=True)
-    console.print(f"schedule  {built.schedule}", markup=False, soft_wrap=True)
-    console.print(f"source    {built.path}", markup=False, soft_wrap=True)
     profile = built.profile()
-    console.print(f"predicted {profile}", markup=False, soft_wrap=True)
-    for note in spec.notes():
-        console.print(f"note      {note}", style="yellow", markup=False, soft_wrap=True)
-    if schedules:
-        _print_schedules(console, spec, target)
+    proof = _prove(built, seed) if check else None
+    choices = _choices(spec, target) if schedules or html is not None or as_json else ()
     if trace is not None:
         profile.to_chrome_trace(trace)
-        console.print(f"trace     {trace} (open it at ui.perfetto.dev)")
     if out is not None:
         write_text(out, built.source)
-    if print_source:
-        console.file.write(built.source)
-    if check and not _check(console, built, seed):
+    if as_json:
+        show_json(_plain(built, choices if schedules else (), proof))
+    else:
+        show([Line(f"spec      {built.spec}", hang=10),
+              Line(f"schedule  {built.schedule}", hang=10)])  # fmt: skip
+        show(f"source    {_path(built)}")
+        show([Line(f"predicted {profile.summary()}", hang=10)])
+        for note in spec.notes():
+            show([Line(f"note      {note}", hang=10)], style="yellow")
+        show([profile.overview()[-1]])
+        if schedules:
+            show([Section("schedules", (schedule_table(choices),))])
+        if trace is not None:
+            show(f"trace     {trace} (open it at ui.perfetto.dev)")
+        if out is not None:
+            show(f"written   {out}")
+        if print_source:
+            print(built.source, end="")
+        if proof is not None:
+            show(f"check     {proof}", style="green" if proof.passed else "red")
+    if html is not None:
+        parts: list[Part] = [Line(f"{built.spec} as {built.schedule}")]
+        parts += [Line(str(proof), "plain" if proof.passed else "warning")] if proof else []
+        table = Section("schedule and runners-up", (schedule_table(choices),), folded=True)
+        write_html(spec.short(), [*parts, *profile.report(), table], html, said=not as_json)
+    if proof is not None and not proof.passed:
         raise typer.Exit(1)
+
+
+def _path(built: Kernel) -> str:
+    """Return where the source is, which is nowhere when no cache directory can be written."""
+    return str(built.path) if built.path.is_file() else "in memory only: use --print or --out"
+
+
+def _plain(built: Kernel, choices: tuple[Choice, ...], proof: Proof | None) -> dict[str, Any]:
+    """Return the kernel as JSON data."""
+    return {
+        "name": built.name,
+        "spec": built.spec.to_dict(),
+        "schedule": built.schedule.to_dict(),
+        "path": str(built.path) if built.path.is_file() else None,
+        "profile": built.profile().to_dict(),
+        "schedules": [
+            {"schedule": c.schedule.to_dict(), "closed_form_us": c.cost_us,
+             "simulated_us": c.simulated_us, "instructions": c.instructions}
+            for c in choices
+        ],
+        "proof": None if proof is None else proof.to_dict(),
+    }  # fmt: skip
 
 
 def make_spec(family: str, given: dict[str, Any], more: list[str]) -> Any:
@@ -135,23 +178,41 @@ def _parse(value: str) -> Any:
     return value
 
 
-def _print_schedules(console: Console, spec: Any, target: str) -> None:
+def _choices(spec: KernelSpec, target: str) -> tuple[Choice, ...]:
     from nmm_compiler.codegen.choose import choose
 
-    table = Table(
-        "rank", "schedule", "instructions", "closed form us", "simulated us", title="schedules"
-    )
-    for i, choice in enumerate(choose(spec, target)):
+    return choose(spec, target)
+
+
+def schedule_table(choices: tuple[Choice, ...]) -> Grid:
+    """Return the schedules that were tried: the chosen one whole, of the others what differs."""
+    rows = []
+    chosen = _flat(choices[0].schedule.to_dict()) if choices else {}
+    for i, choice in enumerate(choices):
+        fields = _flat(choice.schedule.to_dict())
+        differs = [f"{name}={value}" for name, value in fields.items() if chosen[name] != value]
         simulated = "-" if choice.simulated_us is None else f"{choice.simulated_us:.1f}"
-        count = f"{choice.instructions:,}"
-        table.add_row(str(i), str(choice.schedule), count, f"{choice.cost_us:.1f}", simulated)
-    console.print(table)
+        rows.append((
+            str(i), simulated, f"{choice.cost_us:.1f}", f"{choice.instructions:,}",
+            str(choice.schedule) if i == 0 else ", ".join(differs),
+        ))  # fmt: skip
+    head = ("rank", "simulated us", "closed form us", "instructions", "differs from rank 0 in")
+    return Grid.of(head, rows, right=head[:-1])
 
 
-def _check(console: Console, built: Any, seed: int) -> bool:
-    """Run the emitted source on random arrays; print the error against float64 and its bound."""
+def _flat(fields: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested fields by their paths: {"u": {"block": 512}} as {"u.block": 512}."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{above}{name}.")
+        else:
+            found[above + name] = value
+    return found
+
+
+def _prove(built: Kernel, seed: int) -> Proof:
+    """Run the emitted source on random arrays; return its error against float64 and the bound."""
     from nmm_compiler.codegen.check_against_float64 import prove
 
-    proof = prove(built, seed=seed)
-    console.print(f"check     {proof}", markup=False, style="green" if proof.passed else "red")
-    return bool(proof.passed)
+    return prove(built, seed=seed)

@@ -86,8 +86,9 @@ def _count(value: str | int) -> int:
 def target_option(more: str = "") -> Any:
     """Return the option --target: the name of a target; `more` follows the names in the help."""
     return typer.Option(
-        help=", ".join(targets.names()) + more, parser=_refusing(_target), metavar="TARGET"
-    )
+        help=", ".join(targets.names()) + more, parser=_refusing(_target), metavar="TARGET",
+        autocompletion=targets.names,
+    )  # fmt: skip
 
 
 def output_option(*names: str, help_: str, make_parents: bool = False) -> Any:
@@ -119,13 +120,34 @@ def count_option(*names: str, help_: str) -> Any:
     return typer.Option(*names, help=help_, parser=_count, metavar="NUMBER")
 
 
+def families() -> list[str]:
+    """Return the names of the kernel families, for completion."""
+    from nmm_compiler.kernels import FAMILIES
+
+    return list(FAMILIES)
+
+
+Family = Annotated[
+    str,
+    typer.Argument(
+        help="lowrank, lowrank_shared, matmul, gated_mlp_up or gated_mlp", metavar="FAMILY",
+        autocompletion=families,
+    ),
+]  # fmt: skip
 Target = Annotated[str, target_option()]
 Seed = Annotated[int, count_option(help_="seed of the random arrays")]
 Tokens = Annotated[int, size_option(help_="tokens of the example input")]
+
+
+def entries() -> list[str]:
+    """Return the short names of the kernel cache's entries, for completion."""
+    from nmm_compiler.cache.store import Store
+
+    return [info.digest[:12] for info in Store.open().list()]
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
-Html = Annotated[
-    Path | None, output_option("--html", help_="write the report here, one HTML file")
-]
+Html = Annotated[Path | None, output_option("--html", help_="write the report here, one HTML file")]
 TimeLimit = Annotated[float, typer.Option(help="seconds that the run may take", min=0)]
 MemoryLimit = Annotated[float, typer.Option(help="GiB that the run may add", min=0)]
 MaxInstructions = Annotated[

@@ -27,13 +27,15 @@ from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.nki_api.lint import check_source
 from nmm_compiler.options import INSTRUCTION_BUDGET, Options
+from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
+from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.targets import Target, get
 from nmm_compiler.version import VERSION
 
 SOURCE_FILE = "kernel.py"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Kernel:
     """One emitted kernel. `name` is its function, `path` the file that holds `source`."""
 
@@ -49,30 +51,30 @@ class Kernel:
         """Return the exact result in float64."""
         return self.spec.reference(*arrays)
 
-    def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Any:
-        """Run the emitted source in the simulator; returns its Simulation."""
-        from nmm_compiler.simulator.run import simulate
-
+    def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Simulation:
+        """Run the emitted source in the simulator."""
         return simulate(self, *arrays, target=self.target.name, mode=mode, strict=strict)
 
-    def profile(self) -> Any:
+    def profile(self) -> Profile:
         """Return the predicted Profile: the timing pass over a run without data."""
         return _profile(self)
 
     def __str__(self) -> str:
         return f"Kernel({self.name}, {self.schedule.short()}, {self.path})"
 
+    __repr__ = __str__
+
 
 @functools.lru_cache(maxsize=256)
-def _profile(kernel: Kernel) -> Any:
+def _profile(kernel: Kernel) -> Profile:
     return _run_timing(kernel)
 
 
-def _run_timing(kernel: Kernel) -> Any:
-    from nmm_compiler.simulator.run import ArraySpec
-
+def _run_timing(kernel: Kernel) -> Profile:
     arrays = [ArraySpec(t.shape, t.dtype) for t in kernel.spec.inputs()]
-    return kernel.simulate(*arrays, mode="timing").profile
+    profile = kernel.simulate(*arrays, mode="timing").profile
+    assert profile is not None
+    return profile
 
 
 def _command(spec: KernelSpec, target: Target) -> str:

@@ -108,7 +108,7 @@ def run(
     order = rule_order(options, rules)
     import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 
-    result = RewriteResult(None, [], [], original=graph_module)
+    result = RewriteResult(graph_module, [], [], original=graph_module)
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)
     result.declined += [*work.refused, *map(_internal, work.faults.found)]
@@ -275,7 +275,8 @@ class _Run:
         modes = iter(("quick", "careful", "none"))
         mode = next(modes)
         while True:
-            module, found = copy_graph(original), RewriteResult(None, [], [])
+            module = copy_graph(original)
+            found = RewriteResult(module, [], [])
             values, whole = None, mode == "none"
             self.faults.graph = path.rstrip(".")
             if not whole:

@@ -56,7 +56,7 @@ class RewriteResult(Shown):
     graph_module is a new GraphModule that shares parameters with the original.
     """
 
-    graph_module: Any
+    graph_module: fx.GraphModule
     matches: list[Match]
     declined: list[Declined]
     opportunities: list[Opportunity] = field(default_factory=list)

@@ -38,7 +38,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Level:
-    """A quantity over time: (moment, value from then on), in order; full is where it is at 100 %."""
+    """A quantity over time: (moment, value from then on), in order; full: its largest possible."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -55,7 +55,8 @@ def timeline(
     have more than `most_slices` slices.
     """
     end = max((piece.stop_us for lane in lanes for piece in lane.slices), default=1.0) or 1.0
-    left = 10 + 7 * max((len(row.name) for row in (*lanes, *levels)), default=0)
+    names = [lane.name for lane in lanes] + [level.name for level in levels]
+    left = 10 + 7 * max([len(name) for name in names], default=0)
     axis = Axis(0.0, end, left, WIDTH - _RIGHT)
     outer, inner, top = [], [], 10
     thin = end / (axis.stop - axis.start) / 3

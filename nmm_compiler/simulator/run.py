@@ -110,7 +110,7 @@ class Simulation(Shown):
 
     def _said(self) -> list[Part]:
         rows = [
-            (i, " x ".join(map(str, shape)), dtype, *("-" if f is None else f"{f:.4g}" for f in at))
+            (i, tuple(shape), dtype, *("-" if f is None else f"{f:.4g}" for f in at))
             for i, shape, dtype, *at in self._rows()
         ]
         head = ("output", "shape", "dtype", "least", "most", "mean")

@@ -35,6 +35,8 @@ def _names(file: str, text: str) -> dict[int, str]:
         return {}
     names: dict[int, str] = {}
     for node in ast.walk(tree):  # outer statements come before inner ones
+        if not isinstance(node, ast.stmt):
+            continue
         target: ast.expr | None = None
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]

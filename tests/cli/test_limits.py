@@ -7,8 +7,8 @@ import time
 import pytest
 
 from benchmarks.stress import hostile_files
+from nmm_compiler.cli.kernel_arguments import arguments_of
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.cli.simulate import arguments_of
 from nmm_compiler.errors import NmmError, ResourceLimitError, ShapeError, WorkerEndedError
 from nmm_compiler.nki_api.lint import lint_source
 

@@ -11,7 +11,7 @@ from nmm_compiler.report.page import as_html, page, write_page
 from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
-from nmm_compiler.report.timelines import Lane, Level, Slice, timeline
+from nmm_compiler.report.timelines import Lane, Slice, timeline
 
 VOID = {"meta", "br", "img"}
 URL = "https://example.org/a/very/long/path/that-has-hyphens/and_more/of/it/kernel.py"

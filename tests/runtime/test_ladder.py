@@ -136,14 +136,13 @@ def test_a_device_climbs_through_the_launchers(monkeypatch, tmp_path):
     assert all(v.time_us > 0 for v in found.verdicts)
 
 
-def test_the_command_writes_the_verdicts(tmp_path, monkeypatch):
-    place = tmp_path / "verdicts.json"
-    line = ["doctor", "--device", "--executor", "simulator", "--json", str(place)]
+def test_the_command_shows_the_verdicts(monkeypatch):
+    line = ["doctor", "--device", "--executor", "simulator"]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, done.output
-    assert "22 of 22 rungs passed" in done.output
-    written = json.loads(place.read_text())
-    assert len(written["verdicts"]) == len(ladder.RUNGS)
+    assert "22 of 22 rungs passed" in done.stdout
+    told = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
+    assert len(told["verdicts"]) == len(ladder.RUNGS)
     assert CliRunner().invoke(app, ["doctor", "--executor", "simulator"]).exit_code == 2
     monkeypatch.setattr(ladder, "_compare", lambda *a: "broken")
     assert CliRunner().invoke(app, line).exit_code == 1

@@ -16,7 +16,6 @@ from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
 from nmm_compiler.simulator.timing.shares import on_the_path, waits
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
-from nmm_compiler.targets import Target
 
 WIDE_ROW_BYTES = 1024
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
@@ -57,7 +56,9 @@ def _short_rows(timeline: Timeline) -> Advice | None:
     short: dict[int, int] = {}
     for instruction, cost in _transfers(timeline, costs):
         if cost.run_bytes < WIDE_ROW_BYTES // 2 and not _turns(instruction):
-            short[instruction.line] = min(short.get(instruction.line, cost.run_bytes), cost.run_bytes)
+            short[instruction.line] = min(
+                short.get(instruction.line, cost.run_bytes), cost.run_bytes
+            )
     if not short:
         return None
     wide = _WideRows(timeline.target)
@@ -197,7 +198,9 @@ def _room(timeline: Timeline) -> Advice | None:
 def _clock_ramp(timeline: Timeline) -> Advice | None:
     if not timeline.tensor_throttled_us:
         return None
-    again = time_trace(timeline.trace, dataclasses.replace(timeline.target, tensor_ramp_seconds=0.0))
+    again = time_trace(
+        timeline.trace, dataclasses.replace(timeline.target, tensor_ramp_seconds=0.0)
+    )
     seen = "TensorE starts at half its clock after each pause"
     remedy = "products without pauses"
     return _advice(timeline, again.latency_us, seen, remedy, (), at_most=True)
@@ -242,7 +245,9 @@ def _changed(
         return None
     wanted = {id(instruction) for instruction in chosen}
     instructions = [change(i) if id(i) in wanted else i for i in timeline.trace.instructions]
-    new = {id(old): made for old, made in zip(timeline.trace.instructions, instructions, strict=True)}
+    new = {
+        id(old): made for old, made in zip(timeline.trace.instructions, instructions, strict=True)
+    }
     for i, made in enumerate(instructions):
         if any(id(producer) in wanted for producer in made.after):
             after = tuple(new[id(producer)] for producer in made.after)

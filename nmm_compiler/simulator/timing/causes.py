@@ -152,11 +152,10 @@ class Causes:
             self.queue.setdefault(transfer.queue, _Ends()).add(transfer.issue_end, transfer.index)
             for engine, _, stop in transfer.parts:
                 self.moved.setdefault(engine, _Ends()).add(stop, transfer.index)
-        every = (
-            self.writers, self.readers, self.queue, self.moved, self.on_chip, self.freed
-        )  # fmt: skip
-        for ends in (*(e for group in every for e in group.values()), self.all):
-            ends.pairs.sort()
+        every = [*self.writers.values(), *self.readers.values(), *self.queue.values(), self.all]
+        every += [*self.moved.values(), *self.on_chip.values(), *self.freed.values()]
+        for one in every:
+            one.pairs.sort()
         self.loads = {stop: start for start, stop in timeline.table_loads}
 
     def of(self, index: int) -> Cause:
@@ -213,8 +212,8 @@ class Causes:
         at = self._first(self.all, start, index)
         if at >= 0 and self._edge_between(at, index):
             return Cause("loop", at, start)
-        for other, freed in self.freed.items():
-            at = self._first(freed, start, index) if other != instruction.engine else -1
+        for name, freed in self.freed.items():
+            at = self._first(freed, start, index) if name != instruction.engine else -1
             if at >= 0:
                 return Cause("port", at, start)
         return Cause("other", -1, start)
@@ -315,9 +314,7 @@ class Causes:
         start_us = self.timeline.target.dma_start_latency_seconds * _US
         rank = transfer.parts.index(part) if engine >= 0 else 0
         issue = transfer.issue_end - transfer.issue_start
-        soonest = (
-            transfer.issue_start + max(issue, start_us) + rank * self.timeline.dma_stagger_us
-        )
+        soonest = transfer.issue_start + max(issue, start_us) + rank * self.timeline.dma_stagger_us
         if part[1] <= soonest + _SAME_US:
             return None
         shifts = [(engine, 0.0)]
@@ -331,4 +328,3 @@ class Causes:
             if at >= 0:
                 return Cause("dma engines", at, min(moving, part[1] + late))
         return None
-

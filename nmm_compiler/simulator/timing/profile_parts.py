@@ -80,7 +80,8 @@ def path_table(found: Timeline) -> Grid:
     for step in causes_of(found).path():
         last = rows[-1] if rows else None
         same = last is not None and (
-            found.trace.instructions[last[3].index].line == found.trace.instructions[step.index].line
+            found.trace.instructions[last[3].index].line
+            == found.trace.instructions[step.index].line
             and last[3].what == step.what
         )
         if last is not None and same:
@@ -91,8 +92,14 @@ def path_table(found: Timeline) -> Grid:
     for start, stop, count, step in rows:
         instruction = found.trace.instructions[step.index]
         times = f" x {count}" if count > 1 else ""
-        cells.append((f"{start:.2f}", f"{stop - start:.2f}", str(instruction.line),
-                      f"{instruction.op}: {step.what}{times}; waited for {WHY[step.why]}"))
+        cells.append(
+            (
+                f"{start:.2f}",
+                f"{stop - start:.2f}",
+                str(instruction.line),
+                f"{instruction.op}: {step.what}{times}; waited for {WHY[step.why]}",
+            )
+        )
     head = ("from us", "us", "line", "what")
     return Grid.of(head, cells, right=head[:3])
 
