@@ -1,4 +1,4 @@
-"""Why instructions wait, and the critical path: found from the times, and nothing left unexplained."""
+"""Why instructions wait, and the critical path: nothing is left unexplained."""
 
 import itertools
 

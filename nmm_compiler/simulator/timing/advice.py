@@ -56,9 +56,8 @@ def _short_rows(timeline: Timeline) -> Advice | None:
     short: dict[int, int] = {}
     for instruction, cost in _transfers(timeline, costs):
         if cost.run_bytes < WIDE_ROW_BYTES // 2 and not _turns(instruction):
-            short[instruction.line] = min(
-                short.get(instruction.line, cost.run_bytes), cost.run_bytes
-            )
+            line, run = instruction.line, cost.run_bytes
+            short[line] = min(short.get(line, run), run)
     if not short:
         return None
     wide = _WideRows(timeline.target)
@@ -198,9 +197,8 @@ def _room(timeline: Timeline) -> Advice | None:
 def _clock_ramp(timeline: Timeline) -> Advice | None:
     if not timeline.tensor_throttled_us:
         return None
-    again = time_trace(
-        timeline.trace, dataclasses.replace(timeline.target, tensor_ramp_seconds=0.0)
-    )
+    steady = dataclasses.replace(timeline.target, tensor_ramp_seconds=0.0)
+    again = time_trace(timeline.trace, steady)
     seen = "TensorE starts at half its clock after each pause"
     remedy = "products without pauses"
     return _advice(timeline, again.latency_us, seen, remedy, (), at_most=True)

@@ -2,8 +2,8 @@
 
 One row per compute engine, per DMA queue (issuing) and per DMA engine (moving bytes); counters for
 live SBUF and PSUM. An arrow leads from an instruction to the one that waited for its semaphore, and
-from a load to the first instruction that uses the data. Times are microseconds, as the format wants; a slice lasts as long as it keeps
-its row busy, and its full latency is among its arguments.
+from a load to the first instruction that uses the data. Times are microseconds, as the format
+wants; a slice lasts as long as it keeps its row busy, and its full latency is an argument.
 """
 
 from __future__ import annotations

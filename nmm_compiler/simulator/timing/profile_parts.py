@@ -202,7 +202,7 @@ def _moves(found: Timeline) -> Iterator[Slice]:
 def roofline_drawing(
     points: Sequence[tuple[str, float, float]], target_name: str, peak: float, bytes_rate: float
 ) -> Drawing:
-    """Return the roofline of a target with kernels: (name, FLOPs per HBM byte, FLOPs per second)."""
+    """Return a target's roofline with kernels: (name, FLOPs per HBM byte, FLOPs per second)."""
     ridge = peak / bytes_rate
     said = "; ".join(
         f"{name} at {rate / 1e12:.1f} TFLOP/s, {at:.0f} FLOPs per byte, "
