@@ -122,6 +122,7 @@ class Target:
 
     # What instructions may do; nki.isa names those that a generation lacks
     absent_instructions: tuple[str, ...]
+    absent_forms: tuple[str, ...]
     tensor_transpose_mode: bool
     matmul_tile_min_elements: int
     matmul_psum_banks: int

@@ -123,6 +123,15 @@ TARGET = Target.of(
         ),
         "nki.isa: the page of each instruction names its generations",
     ),
+    absent_forms=documented(
+        (
+            "activation(nl.reciprocal) with bias",
+            "dma priority",
+            "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU",
+            "rng(engine=gpsimd)",
+        ),
+        "nki.isa, nki.api.shared and the release notes of 0.4: what only newer targets have",
+    ),
     tensor_transpose_mode=documented(
         False, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
     ),

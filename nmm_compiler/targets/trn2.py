@@ -120,6 +120,16 @@ TARGET = Target.of(
         ("activate2", "exponential", "nc_matmul_mx", "quantize_mx", "rand2"),
         "nki.isa: the page of each instruction names its generations",
     ),
+    absent_forms=documented(
+        (
+            "dma priority",
+            "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU",
+            "rand_get_state(dst in PSUM)",
+            "rand_get_state(engine=vector)",
+            "rand_set_state(engine=vector)",
+        ),
+        "nki.isa, nki.api.shared and the release notes of 0.4: what only newer targets have",
+    ),
     tensor_transpose_mode=documented(
         True, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
     ),

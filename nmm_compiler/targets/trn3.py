@@ -44,6 +44,7 @@ TARGET = TRN2.successor(
         (),
         "nki.isa: the page of each instruction names its generations",
     ),
+    absent_forms=documented((), "the newest generation has every documented form"),
     matmul_psum_banks=documented(
         8, "nki.isa.nc_matmul: N up to 512; on trn3 up to 4096 in fp32, 8192 in bf16"
     ),

@@ -11,7 +11,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import accumulate, reduce_result
+from nmm_compiler.simulator.isa.accumulators import accumulate, check_command, reduce_result
 from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
 )
@@ -23,6 +23,7 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
+    require_form,
 )
 from nmm_compiler.simulator.isa.operators import Op, activation_function, alu, reduction
 from nmm_compiler.simulator.isa.values import (
@@ -33,10 +34,16 @@ from nmm_compiler.simulator.isa.values import (
     write,
 )
 from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 
 _IDLE = reduce_cmd.idle
+_COMMANDS = ("idle", "reset", "reduce", "reset_reduce")
+_BIASES = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32"}
+_EXP_SUMS = frozenset({"float8_e4m3", "float8_e5m2", "float16", "bfloat16", "float32", "tfloat32"})
+_EXP_RESULTS = _EXP_SUMS | {"int8", "int16", "int32", "uint8", "uint16"}
+_EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
 
 
 def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
@@ -61,6 +68,7 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
     reads={"data": ON_CHIP},
     like_dst=("data",),
     hazards=("data",),
+    indirect={"dst": ("scalar",), "data": ("scalar",)},
 )
 def activation(
     call: Call,
@@ -79,22 +87,21 @@ def activation(
     function = activation_function(machine, op, "activation")
     partitions = data.shape[0]
     if bias is not None:
-        is_tensor = call.scalar("bias", bias, partitions)
+        is_tensor = call.scalar("bias", bias, partitions, _BIASES)
+        if function.name == "reciprocal":
+            require_form(machine, "activation(nl.reciprocal) with bias")
         if not is_tensor and not machine.target.scalar_number_bias:
             machine.rule(
                 TargetRuleError,
                 f"nisa.activation: a scalar bias needs trn2 or newer, the target is "
                 f"{machine.target.name}; pass a ({partitions}, 1) tensor",
             )
-    if scale.__class__ is NkiTensor:
-        call.scalar("scale", scale, partitions)
-        if scale.dtype != "float32":
-            raise call.error(
-                TensorDtypeError,
-                f"scale {scale.name!r} is {scale.dtype}; it must be float32",
-            )
-    else:
-        call.scalar("scale", scale, partitions)
+    call.scalar("scale", scale, partitions, FLOAT32)
+    if function.activation is None:
+        raise call.error(
+            UnsupportedInstructionError, "nl.prelu needs relu_param; use nisa.activate2 (trn3)"
+        )
+    check_command(call, reduce_cmd, _COMMANDS)
     if reduce_op is not None and reduction(machine, reduce_op, "activation").name != "add":
         raise call.error(UnsupportedInstructionError, "reduce_op must be nl.add")
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
@@ -126,11 +133,7 @@ def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias:
         values = values + scalar_value(bias, values.ndim)
     if function.valid is not None:
         _check_range(machine, function, values)
-    if function.activation is None:
-        raise machine.error(
-            UnsupportedInstructionError,
-            "nisa.activation(nl.prelu) needs relu_param; use nisa.activate2 (trn3)",
-        )
+    assert function.activation is not None
     result = function.activation(values)
     return result if result.dtype == F32 else result.astype(F32)
 
@@ -157,6 +160,7 @@ def activation_reduce(
     reads={"data": ON_CHIP},
     like_dst=("data",),
     hazards=("data",),
+    indirect={"dst": ("scalar",), "data": ("scalar",)},
 )
 def activate2(
     call: Call,
@@ -193,6 +197,17 @@ def activate2(
     partitions = data.shape[0]
     for role, value in (("imm0", imm0), ("imm1", imm1), ("relu_param", relu_param)):
         call.scalar(role, value, partitions)
+    if imm0.__class__ is NkiTensor and imm1.__class__ is NkiTensor and imm0.dtype != imm1.dtype:
+        raise call.error(
+            TensorDtypeError, f"imm0 is {imm0.dtype}, imm1 {imm1.dtype}; they must be the same"
+        )
+    check_command(call, reduce_cmd, _COMMANDS)
+    reducer = reduction(machine, reduce_op or _add_op(), "activate2")
+    if reducer.name not in ("add", "maximum", "minimum", "max", "min"):
+        raise call.error(
+            UnsupportedInstructionError,
+            f"reduce_op nl.{reducer.name}; use nl.add, nl.maximum or nl.minimum",
+        )
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
     reduce_result(call, reduce_res, partitions)
     yield attributes(function=function.name, reduces=reduces, reads_out=reduce_res is not None)
@@ -205,10 +220,7 @@ def activate2(
         result = _apply(machine, function, values, 1.0, None)
     write(dst, result)
     if reduces:
-        total = accumulate(
-            machine, "scalar", reduce_cmd,
-            reduction(machine, reduce_op or _add_op(), "activate2"), result,
-        )  # fmt: skip
+        total = accumulate(machine, "scalar", reduce_cmd, reducer, result)
         if reduce_res is not None:
             write(reduce_res, total.reshape(reduce_res.shape))
 
@@ -219,6 +231,9 @@ def activate2(
     reads={"src": ON_CHIP},
     like_dst=("src",),
     hazards=("src",),
+    dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS},
+    ranks={"dst": 4, "src": 4},
+    indirect={"dst": ("vector",), "src": ("vector",)},
 )
 def exponential(
     call: Call,
@@ -234,9 +249,18 @@ def exponential(
     machine = call.machine
     op = "exponential"
     partitions = src.shape[0]
-    call.scalar("max_value", max_value, partitions)
-    call.scalar("reduce_init", reduce_init, partitions)
-    reduce_result(call, reduce_res, partitions)
+    call.scalar("max_value", max_value, partitions, FLOAT32)
+    call.scalar("reduce_init", reduce_init, partitions, FLOAT32)
+    given = reduce_init.__class__ is NkiTensor or reduce_init != 0
+    loads = getattr(reduce_cmd, "name", "") == "load_reduce"
+    check_command(
+        call,
+        reduce_cmd,
+        ("idle", "reset_reduce", "reduce", "load_reduce"),
+        reduce_init if given or loads else None,
+        "reduce_init",
+    )
+    reduce_result(call, reduce_res, partitions, _EXP_SUMS)
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
     yield attributes(reduces=reduces)
     values = f32(src)

@@ -9,6 +9,7 @@ import numpy as np
 
 from nmm_compiler.errors import (
     EngineRuleError,
+    KernelArgumentError,
     TensorDtypeError,
     TensorShapeError,
     UnsupportedInstructionError,
@@ -26,6 +27,7 @@ from nmm_compiler.simulator.isa.instruction import (
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
+    require_form,
 )
 from nmm_compiler.simulator.isa.operators import find_op
 from nmm_compiler.simulator.isa.values import (
@@ -33,7 +35,7 @@ from nmm_compiler.simulator.isa.values import (
 )
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast
-from nmm_compiler.simulator.tensors.indirect import gather, index_access, scatter
+from nmm_compiler.simulator.tensors.indirect import gather, scatter
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -73,8 +75,45 @@ def _issue(machine: Machine, op: str, mode: Any, given: Any, same_dtype: bool) -
                 EngineRuleError,
                 f"nisa.{op}: hwdge descriptors come from the sync or scalar engine, not {given}",
             )
+        if name != "hwdge":
+            machine.rule(
+                EngineRuleError,
+                f"nisa.{op}: engine={given.name} with dge_mode {name}; only hwdge takes an engine, "
+                "leave it unset or pass dge_mode=nisa.dge_mode.hwdge",
+            )
         return _ISSUERS.get(given, "sync"), name
     return ("gpsimd" if name == "swdge" else "sync"), name
+
+
+def _check_priority(call: Call, priority: Any) -> None:
+    """Check the class of service of a DMA."""
+    if priority is not None:
+        call.integer("priority", priority, 0, 3)
+        require_form(call.machine, "dma priority")
+
+
+def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
+    """Refuse a runtime address where descriptors are made before the run."""
+    for view in views:
+        if view.indirection is not None and mode == "none":
+            raise call.error(
+                EngineRuleError,
+                f"{view.name!r} has a runtime address, dge_mode none makes descriptors before the "
+                "run; leave dge_mode unset",
+            )
+        if view.indirection is not None and view.indirection.kind == "vector":
+            if view.memory != "hbm":
+                raise call.error(
+                    EngineRuleError,
+                    f"vector_offset on {view.name!r} in {view.memory.upper()}; the indexed tensor "
+                    "must be in HBM",
+                )
+            if mode == "hwdge":
+                raise call.error(
+                    EngineRuleError,
+                    "gather and scatter need software descriptors, not hwdge; leave dge_mode "
+                    "unset or use swdge",
+                )
 
 
 @instruction(
@@ -100,8 +139,13 @@ def dma_copy(
         )
     same = dst.dtype == src.dtype
     issuer, mode = _issue(machine, "dma_copy", dge_mode, engine, same)
+    if priority is not None:
+        _check_priority(call, priority)
     indirect = dst.indirection is not None or src.indirection is not None
-    chosen_rows = indirect and _chooses_rows(call, dst, src, mode)
+    chosen_rows = False
+    if indirect:
+        _check_dynamic(call, (dst, src), mode)
+        chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
         issuer = "gpsimd"
     yield _attributes(issuer, mode, False, chosen_rows)
@@ -124,23 +168,9 @@ def store(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
         dst.mark_written()
 
 
-def _chooses_rows(call: Call, dst: NkiTensor, src: NkiTensor, mode: str) -> bool:
-    """Return whether an index tensor chooses rows of dst or src, after the rules for that."""
-    chosen = [v for v in (dst, src) if v.indirection is not None and v.indirection.kind == "vector"]
-    if chosen and mode in ("hwdge", "none"):
-        raise call.error(
-            EngineRuleError,
-            f"gather and scatter need software descriptors, not {mode}; leave dge_mode unset or "
-            "use swdge",
-        )
-    for view in chosen:
-        if view.memory != "hbm":
-            raise call.error(
-                EngineRuleError,
-                f"vector_offset on {view.name!r} in {view.memory.upper()}; the indexed tensor "
-                "must be in HBM",
-            )
-    return bool(chosen)
+def _chooses_rows(view: NkiTensor) -> bool:
+    """Return whether an index tensor chooses rows of the view."""
+    return view.indirection is not None and view.indirection.kind == "vector"
 
 
 def _copy_indirect(dst: NkiTensor, src: NkiTensor, same: bool, skip: bool) -> None:
@@ -223,8 +253,18 @@ def dma_transpose(
             TensorDtypeError,
             f"dst is {dst.dtype}, src {src.dtype}; they must be the same",
         )
+    _check_priority(call, priority)
     mode = _MODES.get(dge_mode, "unknown")
-    indirect = src.indirection is not None and src.indirection.kind == "vector"
+    indirect = _chooses_rows(src)
+    if dst.indirection is not None:
+        raise call.error(EngineRuleError, f"dst {dst.name!r} has a runtime address; copy it later")
+    if src.indirection is None and oob_mode is not None and oob_mode.name == "skip":
+        raise call.error(
+            EngineRuleError,
+            "oob_mode.skip without a runtime index, a direct transpose has none; leave it unset",
+        )
+    if src.indirection is not None:
+        _check_dynamic(call, (src,), mode if indirect else "unknown")
     _check_transpose_mode(machine, src, mode, indirect)
     yield _attributes("gpsimd" if indirect else "sync", mode, True, indirect)
     if src.indirection is not None:
@@ -250,12 +290,20 @@ def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect:
             f"transposes take {' or '.join(allowed)}",
         )
     if indirect:
-        if src.dtype.item_bytes != 2 or src.shape[0] % 16 or src.shape[-1] > 128:
+        shape = src.shape
+        if src.dtype.item_bytes != 2 or shape[0] % 16 or shape[-1] > 128:
             raise machine.error(
                 TensorShapeError,
-                f"nisa.dma_transpose (indirect): src {src.shape} {src.dtype}; 2-byte dtype, rows "
+                f"nisa.dma_transpose (indirect): src {shape} {src.dtype}; 2-byte dtype, rows "
                 "a multiple of 16, last dimension at most 128",
             )
+        if len(shape) == 4 and 1 not in shape[1:3]:
+            raise machine.error(
+                TensorShapeError,
+                f"nisa.dma_transpose (indirect): src {shape}; of a 4-D src the second or third "
+                "dimension must be 1",
+            )
+        _check_transpose_index(machine, src)
         return
     if mode != "hwdge":
         return
@@ -274,6 +322,56 @@ def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect:
         )
 
 
+def _check_transpose_index(machine: Machine, src: NkiTensor) -> None:
+    """Check the index tensor of an indirect transpose: its rows' indices, column by column."""
+    assert src.indirection is not None
+    index = src.indirection.index
+    if index.__class__ is not NkiTensor:
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.dma_transpose (indirect): the index is {type(index).__name__}; pass an SBUF "
+            "tensor",
+        )
+    shape, rows = index.shape, index.shape[0]
+    if index.dtype != "uint32":
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.dma_transpose (indirect): the index {index.name!r} is {index.dtype}; it must "
+            "be uint32",
+        )
+    if (
+        len(shape) != 2
+        or not 16 <= rows <= 128
+        or rows % 16
+        or (shape[1] > 1 and rows != 128)
+        or index.size < src.shape[0]
+    ):
+        raise machine.error(
+            TensorShapeError,
+            f"nisa.dma_transpose (indirect): index {index.name!r} {shape} for {src.shape[0]} rows; "
+            "2-D, 16 to 128 rows in steps of 16, 128 when it has more than one column, and an "
+            "index for each row",
+        )
+
+
+def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
+    """Check dma_compute with row indices: dst[i] += SBUF data, or SBUF dst += src[i]."""
+    if len(srcs) != 2:
+        raise call.error(
+            TensorShapeError, f"{len(srcs)} sources with row indices; it takes exactly 2"
+        )
+    rows = [s for s in srcs if _chooses_rows(s)]
+    plain = [s for s in srcs if not _chooses_rows(s)]
+    if _chooses_rows(dst):
+        fits = len(rows) == 1 and rows[0].storage is dst.storage and plain[0].memory == "sbuf"
+        wanted = "one source with the indices and storage of dst, the other in SBUF"
+    else:
+        fits = len(rows) == 1 and dst.memory == "sbuf" and plain[0].storage is dst.storage
+        wanted = "dst in SBUF, which is also the source without indices"
+    if not fits:
+        raise call.error(EngineRuleError, f"read-modify-write by row indices needs {wanted}")
+
+
 @instruction(engines=("dma",), writes={"dst": DMA_MEMORIES})
 def dma_compute(
     call: Call,
@@ -289,10 +387,14 @@ def dma_compute(
     machine = call.machine
     if find_op(machine, reduce_op, "dma_compute").name != "add":
         raise call.error(UnsupportedInstructionError, "reduce_op must be nl.add")
+    if not isinstance(srcs, (list, tuple)):
+        raise call.error(KernelArgumentError, f"srcs is {type(srcs).__name__}; pass a list")
     srcs = list(srcs)
     if not 1 <= len(srcs) <= 16:
         raise call.error(TensorShapeError, f"{len(srcs)} sources; it takes 1 to 16")
-    if scales is not None and any(s != 1.0 for s in scales):
+    if scales is not None and (
+        not isinstance(scales, (list, tuple)) or any(s != 1.0 for s in scales)
+    ):
         raise call.error(UnsupportedInstructionError, f"scales {scales}; all must be 1.0")
     for s in srcs:
         call.read("src", s, DMA_MEMORIES)
@@ -302,10 +404,21 @@ def dma_compute(
                 TensorShapeError,
                 f"src {s.shape} and dst {dst.shape} differ in size",
             )
-        call.reads += index_access(s)
-    indirect = dst.indirection is not None or any(s.indirection is not None for s in srcs)
-    if indirect and not unique_indices:
-        raise call.error(UnsupportedInstructionError, "unique_indices must be True")
+    for view in (dst, *srcs):
+        if view.indirection is not None and not _chooses_rows(view):
+            raise call.error(
+                EngineRuleError,
+                f"{view.name!r} has a runtime address; only vector_offset may choose rows at run "
+                "time, use nisa.dma_copy",
+            )
+    indirect = _chooses_rows(dst) or any(_chooses_rows(s) for s in srcs)
+    if indirect:
+        if not unique_indices:
+            raise call.error(UnsupportedInstructionError, "unique_indices must be True")
+        _check_dynamic(call, (dst, *srcs), "swdge")
+        _check_read_modify_write(call, dst, srcs)
+    elif oob_mode is not None and oob_mode.name == "skip":
+        raise call.error(EngineRuleError, "oob_mode.skip without row indices; leave it unset")
     yield _attributes(
         "gpsimd" if indirect else "sync", "swdge" if indirect else "none", False, indirect
     )

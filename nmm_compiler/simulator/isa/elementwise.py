@@ -25,7 +25,9 @@ from nmm_compiler.simulator.isa.instruction import (
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     check_hazard,
+    check_pair,
     no_psum_on_gpsimd,
+    require_form,
     same_elements,
 )
 from nmm_compiler.simulator.isa.operators import Op, alu
@@ -38,11 +40,13 @@ from nmm_compiler.simulator.isa.values import (
     write,
 )
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.dtypes import cast
+from nmm_compiler.simulator.tensors.dtypes import FLOAT32, INTEGERS, cast
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
 _INT32 = ("int32", "uint32")
+_ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
+_ALL_ENGINES = ("vector", "scalar", "gpsimd")
 
 
 @instruction(
@@ -51,6 +55,7 @@ _INT32 = ("int32", "uint32")
     reads={"src": ON_CHIP},
     like_dst=("src",),
     hazards=("src",),
+    indirect={"dst": ("vector", "scalar"), "src": ("vector", "scalar")},
 )
 def tensor_copy(
     call: Call,
@@ -118,14 +123,43 @@ def memset(
         note_psum_write(dst)
 
 
-def _check_bitvec(machine: Machine, op: str, *views: Any) -> None:
-    for view in views:
-        if view.__class__ is NkiTensor and view.dtype.kind == "float":
-            raise machine.error(
+def check_operators(machine: Machine, op: str, *functions: Op | None) -> None:
+    """Check that the target's ALU has the operators."""
+    for function in functions:
+        if function is not None and function.name in ("abs_max", "abs_min", "square", "relu"):
+            require_form(machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
+
+
+def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
+    """Check the engine and the dtypes of a bit operator."""
+    if chosen != "vector":
+        raise call.error(EngineRuleError, f"bit operators run on the vector engine, not {chosen}")
+    for value in operands:
+        if value.__class__ is NkiTensor:
+            integer, shown = value.dtype.kind in ("int", "bool"), f"{value.name!r} is {value.dtype}"
+        else:
+            integer = not isinstance(value, (float, np.floating)) or float(value).is_integer()
+            shown = f"an operand is {value!r}"
+        if not integer:
+            raise call.error(
                 TensorDtypeError,
-                f"nisa.{op}: bit operators need integer tensors, {view.name!r} is {view.dtype}; "
-                "use .view(dtype) for its bits",
+                f"bit operators need integers, {shown}; use .view(dtype) for a tensor's bits",
             )
+
+
+def check_unary(call: Call, role: str, function: Op, value: Any) -> None:
+    """Check that a unary operator gets no operand and a binary one does."""
+    if "unary" in function.kind or function.kind == "bypass":
+        unused = value is None or (value.__class__ is not NkiTensor and value == 0)
+        if not unused and function.kind != "bypass":
+            raise call.error(
+                UnsupportedInstructionError,
+                f"nl.{function.name} takes no operand; {role} must be None or 0",
+            )
+    elif value is None:
+        raise call.error(
+            UnsupportedInstructionError, f"nl.{function.name} needs {role}, which is None"
+        )
 
 
 def _exact(machine: Machine, function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
@@ -143,6 +177,8 @@ def _exact(machine: Machine, function: Any, a: Any, b: Any, dtype: Any) -> np.nd
     reads={"data1": ON_CHIP, "data2": ON_CHIP},
     like_dst=("data1", "data2"),
     hazards=("data1", "data2"),
+    pair=("data1", "data2"),
+    indirect={"dst": ("vector", "gpsimd"), "data1": ("vector", "gpsimd")},
 )
 def tensor_tensor(
     call: Call,
@@ -162,12 +198,7 @@ def tensor_tensor(
             f"nl.{function.name} takes one operand; use nisa.tensor_scalar",
         )
     in_psum = [access.memory == "psum" for access in (*call.reads, *call.writes)]
-    if in_psum[0] and in_psum[1]:
-        raise call.error(
-            EngineRuleError,
-            f"data1 {data1.name!r} and data2 {data2.name!r} are both in PSUM; "
-            "copy one to SBUF first",
-        )
+    check_operators(machine, "tensor_tensor", function)
     bitvec = function.kind == "bitvec"
     integers = (
         not bitvec and dst.dtype in _INT32 and data1.dtype in _INT32 and data2.dtype in _INT32
@@ -175,12 +206,12 @@ def tensor_tensor(
     power = function.name == "power"
     default = "gpsimd" if power or (integers and not any(in_psum)) else "vector"
     chosen = call.choose(default)
-    if power:
-        chosen = call.engine = "gpsimd"
+    if power and chosen != "gpsimd":
+        raise call.error(EngineRuleError, "nl.power runs on GpSimd; leave engine unset")
     if chosen == "gpsimd":
         no_psum_on_gpsimd(machine, "tensor_tensor", chosen, dst, data1, data2)
     if bitvec:
-        _check_bitvec(machine, "tensor_tensor", dst, data1, data2)
+        _check_bitvec(call, chosen, dst, data1, data2)
     yield attributes(function=function.name)
     shape = dst.shape
     assert function.alu is not None
@@ -220,6 +251,7 @@ def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np
     reads={"data": ON_CHIP},
     like_dst=("data",),
     hazards=("data",),
+    indirect={"dst": _ALL_ENGINES, "data": _ALL_ENGINES},
 )
 def tensor_scalar(
     call: Call,
@@ -246,16 +278,16 @@ def tensor_scalar(
             "arithmetic or both bit operators",
         )
     partitions = data.shape[0]
-    for role, value in (("operand0", operand0), ("operand1", operand1)):
-        if value is None:
-            continue
-        is_tensor = call.scalar(role, value, partitions)
-        if is_tensor and not bitvec and value.dtype not in ("float32", "tfloat32", *_INT32):
-            machine.rule(
-                TensorDtypeError,
-                f"nisa.tensor_scalar: {role} {value.name!r} is {value.dtype}; arithmetic "
-                "operands must be float32",
-            )
+    allowed = INTEGERS if bitvec else \
+        _ARITHMETIC if data.dtype in _INT32 else FLOAT32  # fmt: skip
+    for role, function, value in (("operand0", first, operand0), ("operand1", second, operand1)):
+        if value is not None:
+            call.scalar(role, value, partitions, allowed)
+        if function is not None:
+            check_unary(call, role, function, value)
+        elif value is not None:
+            raise call.error(UnsupportedInstructionError, f"{role}={value!r} without op1")
+    check_operators(machine, "tensor_scalar", first, second)
     default = "gpsimd" if first.name == "rsqrt" or first.name == "power" else "vector"
     chosen = call.choose(default)
     if chosen == "scalar":
@@ -268,14 +300,18 @@ def tensor_scalar(
                 f"nisa.tensor_scalar on ScalarE: operators {pair} on {machine.target.name}; it "
                 "takes (multiply, add), multiply or add, on trn2 or newer",
             )
-    elif chosen == "gpsimd" and engine is not _UNKNOWN:
+    elif chosen == "gpsimd" and engine is not _UNKNOWN and engine is not None:
+        if first.name != "rsqrt":
+            machine.rule(
+                EngineRuleError,
+                f"nisa.tensor_scalar: nl.{first.name} on GpSimd, which takes nl.rsqrt only; leave "
+                "engine unset",
+            )
         no_psum_on_gpsimd(machine, "tensor_scalar", chosen, dst, data)
     elif chosen == "gpsimd" and "psum" in (dst.memory, data.memory):
         chosen = call.engine = "vector"
     if bitvec:
-        if chosen != "vector":
-            raise call.error(EngineRuleError, "bit operators run on the vector engine")
-        _check_bitvec(machine, "tensor_scalar", dst, data, operand0, operand1)
+        _check_bitvec(call, chosen, dst, data, *(v for v in (operand0, operand1) if v is not None))
     yield attributes(function=first.name, function1=second.name if second else "")
     if bitvec:
         result = _apply_bits(first, raw(data), operand0, reverse0)
@@ -294,6 +330,7 @@ def tensor_scalar(
     reads={"data": ON_CHIP, "operand1": ON_CHIP},
     like_dst=("data", "operand1"),
     hazards=("data", "operand1"),
+    pair=("data", "operand1"),
 )
 def scalar_tensor_tensor(
     call: Call,
@@ -312,16 +349,17 @@ def scalar_tensor_tensor(
     op = "scalar_tensor_tensor"
     first, second = alu(machine, op0, op), alu(machine, op1, op)
     tensor = call.reads.pop()
-    call.scalar("operand0", operand0, data.shape[0])
+    if operand0 is not None:
+        call.scalar("operand0", operand0, data.shape[0])
     call.reads.append(tensor)
     if "bitvec" in first.kind or "bitvec" in second.kind:
         raise call.error(UnsupportedInstructionError, "bit operators are not supported")
-    if data.memory == "psum" and operand1.memory == "psum":
+    check_unary(call, "operand0", first, operand0)
+    if second.kind != "arith":
         raise call.error(
-            EngineRuleError,
-            f"data {data.name!r} and operand1 {operand1.name!r} are both in PSUM; "
-            "copy one to SBUF first",
+            UnsupportedInstructionError, f"op1 nl.{second.name}; it must be binary, arithmetic"
         )
+    check_operators(machine, op, first, second)
     yield attributes(function=first.name, function1=second.name)
     left = apply_scalar(machine, first, f32(data), operand0, reverse0).reshape(dst.shape)
     right = f32(operand1).reshape(dst.shape)
@@ -348,6 +386,8 @@ def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> Step
     writes={"dst": ON_CHIP},
     reads={"predicate": ON_CHIP},
     like_dst=("predicate",),
+    dtypes={"predicate": frozenset({"uint8", "uint16", "uint32", "bool"})},
+    indirect={"dst": ("vector",), "predicate": ("vector",)},
 )
 def tensor_copy_predicated(
     call: Call,
@@ -368,16 +408,10 @@ def tensor_copy_predicated(
                 TensorDtypeError,
                 f"src is {src.dtype}, dst {dst.dtype}; they must be the same",
             )
-        if src.memory == "psum" and predicate.memory == "psum":
-            raise call.error(EngineRuleError, "src and predicate are both in PSUM; copy one first")
+        check_pair(machine, op, ("src", "predicate"), src, predicate)
         check_hazard(machine, op, dst, src)
     else:
         _check_constant(call, "src", src, dst)
-    if predicate.dtype not in ("uint8", "uint16", "uint32", "bool"):
-        raise call.error(
-            TensorDtypeError,
-            f"predicate is {predicate.dtype}; use uint8, uint16 or uint32",
-        )
     yield NO_ATTRIBUTES
     chosen = raw(predicate).reshape(dst.shape) != 0
     if reverse_pred:

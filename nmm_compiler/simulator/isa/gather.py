@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import OutOfBoundsError, TensorDtypeError, TensorShapeError
+from nmm_compiler.errors import (
+    EngineRuleError,
+    KernelArgumentError,
+    OutOfBoundsError,
+    TensorDtypeError,
+    TensorShapeError,
+)
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
     Call,
@@ -26,6 +32,8 @@ from nmm_compiler.simulator.isa.values import (
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
+_NUMBERS = frozenset({"float32", "int32"})
+
 
 def _same_dtype(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> None:
     if dst.dtype != src.dtype:
@@ -40,14 +48,13 @@ def _same_dtype(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> No
     writes={"dst": SBUF},
     reads={"data": SBUF, "indices": SBUF},
     hazards=("data",),
+    dtypes={"indices": frozenset({"uint32"})},
 )
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None = None) -> Steps:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
     machine = call.machine
     op = "nc_n_gather"
     _same_dtype(machine, op, dst, data)
-    if indices.dtype != "uint32":
-        raise call.error(TensorDtypeError, f"indices are {indices.dtype}; they must be uint32")
     if not (dst.shape[0] == data.shape[0] == indices.shape[0]) or (
         dst.free_size != indices.free_size
     ):
@@ -67,7 +74,12 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None 
     write(dst, np.take_along_axis(values, chosen, axis=1))
 
 
-@instruction(engines=("gpsimd",), writes={"dst": SBUF}, reads={"src_buffer": SBUF, "index": SBUF})
+@instruction(
+    engines=("gpsimd",),
+    writes={"dst": SBUF},
+    reads={"src_buffer": SBUF, "index": SBUF},
+    dtypes={"index": frozenset({"uint16"})},
+)
 def local_gather(
     call: Call,
     dst: Any,
@@ -82,10 +94,10 @@ def local_gather(
     op = "local_gather"
     _same_dtype(machine, op, dst, src_buffer)
     partitions = src_buffer.shape[0]
-    if index.dtype != "uint16":
-        raise call.error(TensorDtypeError, f"index is {index.dtype}; it must be uint16")
     width = index.free_size
-    valid = 16 * width if num_valid_indices is None else int(num_valid_indices)
+    valid = 16 * width
+    if num_valid_indices is not None:
+        valid = call.integer("num_valid_indices", num_valid_indices, 1)
     if (
         partitions % 16
         or index.shape[0] != partitions
@@ -119,6 +131,20 @@ def local_gather(
     write(target, result)
 
 
+def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
+    """Check where src and dst start, by the larger of their numbers of quadrants."""
+    active = -(-max(dst.shape[0], src.shape[0]) // 32)
+    legal = {1: (0, 32, 64, 96), 2: (0, 64)}.get(active, (0,))
+    for role, access in (("src", call.reads[0]), ("dst", call.writes[0])):
+        if access.partition_start not in legal:
+            call.machine.rule(
+                EngineRuleError,
+                f"nisa.nc_stream_shuffle: {role} starts at partition {access.partition_start}; "
+                f"with {32 * active} active partitions it starts at "
+                f"{' or '.join(map(str, legal))}",
+            )
+
+
 @instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"src": ON_CHIP})
 def nc_stream_shuffle(
     call: Call, dst: Any, src: Any, shuffle_mask: Any, name: str | None = None
@@ -127,7 +153,12 @@ def nc_stream_shuffle(
     machine = call.machine
     op = "nc_stream_shuffle"
     _same_dtype(machine, op, dst, src)
-    mask = [int(m) for m in shuffle_mask]
+    if not isinstance(shuffle_mask, (list, tuple)):
+        raise call.error(
+            KernelArgumentError, f"shuffle_mask is {type(shuffle_mask).__name__}; pass a list of 32"
+        )
+    mask = [call.integer("shuffle_mask", m) for m in shuffle_mask]
+    _check_quadrants(call, dst, src)
     if len(mask) != 32 or any(m != 255 and not 0 <= m < 32 for m in mask):
         raise call.error(
             TensorShapeError,
@@ -158,7 +189,12 @@ def nc_stream_shuffle(
         write(dst[p : p + 1], source[origin : origin + 1])
 
 
-@instruction(engines=("gpsimd",), writes={"dst": SBUF}, reads={"src": SBUF})
+@instruction(
+    engines=("gpsimd",),
+    writes={"dst": SBUF},
+    reads={"src": SBUF},
+    dtypes={"dst": frozenset({"int32"}), "src": _NUMBERS},
+)
 def nonzero_with_count(
     call: Call,
     dst: Any,
@@ -168,11 +204,8 @@ def nonzero_with_count(
     name: str | None = None,
 ) -> Steps:
     """dst[p] = positions of nonzero src[p], padding, then their count; p = 0, 16, 32, ..."""
-    if src.dtype not in ("float32", "int32") or dst.dtype != "int32":
-        raise call.error(
-            TensorDtypeError,
-            f"src is {src.dtype}, dst {dst.dtype}; src is float32 or int32, dst int32",
-        )
+    first = call.integer("index_offset", index_offset)
+    padding = call.integer("padding_val", padding_val)
     if dst.shape[0] != src.shape[0] or dst.free_size != src.free_size + 1:
         raise call.error(
             TensorShapeError,
@@ -184,14 +217,19 @@ def nonzero_with_count(
         if mask is not None and mask.all():
             continue  # a group that is not used: its results stay unwritten
         row = raw(src[p : p + 1]).reshape(-1)
-        found = np.flatnonzero(row) + int(index_offset)
-        result = np.full(row.size + 1, int(padding_val), np.int64)
+        found = np.flatnonzero(row) + first
+        result = np.full(row.size + 1, padding, np.int64)
         result[: found.size] = found
         result[-1] = found.size
         write(dst[p : p + 1], result)
 
 
-@instruction(engines=("gpsimd",), writes={"dst": SBUF}, reads={"segment_ids": SBUF})
+@instruction(
+    engines=("gpsimd",),
+    writes={"dst": SBUF},
+    reads={"segment_ids": SBUF},
+    dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
+)
 def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = None) -> Steps:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
     count = segment_ids.free_size
@@ -200,11 +238,6 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = N
             TensorShapeError,
             f"dst {dst.shape}, segment_ids {segment_ids.shape}; (1, 2, n) and (1, n)",
         )
-    for view in (dst, segment_ids):
-        if view.dtype not in ("float32", "int32"):
-            raise call.error(
-                TensorDtypeError, f"{view.name!r} is {view.dtype}; use float32 or int32"
-            )
     yield NO_ATTRIBUTES
     ids = raw(segment_ids).reshape(-1)
     result = np.zeros((2, count), F32)
@@ -214,7 +247,16 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = N
     write(dst, result)
 
 
-@instruction(engines=("gpsimd",), writes={"val_dst": SBUF, "idx_dst": SBUF}, reads={"src": SBUF})
+@instruction(
+    engines=("gpsimd",),
+    writes={"val_dst": SBUF, "idx_dst": SBUF},
+    reads={"src": SBUF},
+    dtypes={
+        "val_dst": frozenset({"bfloat16"}),
+        "idx_dst": frozenset({"uint32"}),
+        "src": frozenset({"bfloat16"}),
+    },
+)
 def topk(
     call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any, name: str | None = None
 ) -> Steps:
@@ -223,14 +265,8 @@ def topk(
     A group of 16 partitions holds its elements column by column: element e sits in partition
     e % 16, column e // 16.
     """
-    k, n = val_dst.free_size, int(n)
+    k, n = val_dst.free_size, call.integer("n", n)
     partitions = src.shape[0]
-    if src.dtype != "bfloat16" or val_dst.dtype != "bfloat16" or idx_dst.dtype != "uint32":
-        raise call.error(
-            TensorDtypeError,
-            f"src {src.dtype}, val_dst {val_dst.dtype}, idx_dst {idx_dst.dtype}; they "
-            "must be bfloat16, bfloat16 and uint32",
-        )
     if (
         partitions % 16
         or not 8 <= n < 65536

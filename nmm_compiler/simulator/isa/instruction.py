@@ -1,11 +1,12 @@
 """`@instruction`: what all instructions of `nki.isa` share, done once.
 
 An instruction is one decorated generator. Before it runs, its declared tensors are checked: each is
-a tensor, in a memory that the instruction reaches, at a legal partition, as large as dst where
-`like_dst` says so. Then it runs to its `yield`: its own checks, and what it yields are the
-attributes that its cost depends on. Then dst may be no constant, no element may be overwritten
-before it is read (`hazards`), the engine is chosen, and the instruction is recorded: a refused one
-is never in the trace. With data, the rest of the generator computes.
+a tensor, in a memory that the instruction reaches, at a legal partition, of a dtype and rank that
+it takes, as large as dst where `like_dst` says so. Then it runs to its `yield`: its own checks, and
+what it yields are the attributes that its cost depends on. Then dst may be no constant, no element
+may be overwritten before it is read (`hazards`), the engine is chosen, runtime addresses are
+checked, and the instruction is recorded: a refused one is never in the trace. With data, the rest
+of the generator computes.
 """
 
 from __future__ import annotations
@@ -13,22 +14,36 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from operator import index as as_index
 from typing import Any, Concatenate, ParamSpec
 
-from nmm_compiler.errors import SimulationError
+import numpy as np
+
+from nmm_compiler.errors import (
+    KernelArgumentError,
+    OperandValueError,
+    SimulationError,
+    TensorDtypeError,
+)
+from nmm_compiler.simulator.isa import enums
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     check_destination,
     check_hazard,
+    check_pair,
     choose_engine,
+    indirect_operand,
     no_psum_on_gpsimd,
     operand,
+    refuse_dtype,
+    refuse_member,
+    refuse_rank,
     require_instruction,
     same_elements,
     scalar_operand,
 )
 from nmm_compiler.simulator.machine import Machine, current
-from nmm_compiler.simulator.tensors.indirect import index_access
+from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
 
@@ -39,6 +54,14 @@ P = ParamSpec("P")
 
 _ATTRIBUTES: dict[tuple[Any, ...], Attributes] = {}
 NO_ATTRIBUTES: Attributes = {}
+MEMBERS: dict[str, type] = {
+    "engine": enums.engine,
+    "dge_mode": enums.dge_mode,
+    "oob_mode": enums.oob_mode,
+    "reduce_cmd": enums.reduce_cmd,
+    "dma_engine": enums.dma_engine,
+}
+"""The enumeration of each parameter that takes a member of one."""
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {}
 """Every decorated instruction by its name."""
 
@@ -96,18 +119,50 @@ class Call:
     def read(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> Access:
         """Check an optional tensor that is read, and add it."""
         access = operand(self.machine, self.op, role, view, memories)
+        self._indirect(role, view, memories)
         self.reads.append(access)
         return access
 
     def write(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> Access:
         """Check an optional tensor that is written, and add it."""
         access = operand(self.machine, self.op, role, view, memories)
+        self._indirect(role, view, memories)
+        check_destination(self.machine, self.op, view)
         self.writes.append(access)
         return access
 
-    def scalar(self, role: str, value: Any, partitions: int) -> bool:
+    def _indirect(self, role: str, view: Any, memories: tuple[str, ...]) -> None:
+        if view.indirection is not None:
+            self.reads += indirect_operand(self.machine, self.op, role, view, "", ())
+
+    def scalar(
+        self, role: str, value: Any, partitions: int, allowed: frozenset[str] | None = None
+    ) -> bool:
         """Check a number or a [P, 1] tensor; return whether it is a tensor, then added."""
-        return scalar_operand(self.machine, self.op, role, value, partitions, self.reads)
+        return scalar_operand(self.machine, self.op, role, value, partitions, self.reads, allowed)
+
+    def integer(self, role: str, value: Any, low: int = -(2**31), high: int = 2**31 - 1) -> int:
+        """Return a compile-time integer of the instruction's field, int32 unless said."""
+        try:
+            number = as_index(value)
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, VirtualRegister):
+            raise self.error(
+                KernelArgumentError,
+                f"{role} is {type(value).__name__} {value!r:.40}; pass a compile-time integer",
+            )
+        if not low <= number <= high:
+            raise self.error(OperandValueError, f"{role}={number}; it must be in {low}..{high}")
+        return number
+
+    def number(self, role: str, value: Any) -> float:
+        """Return a compile-time number of the instruction's float32 field."""
+        if not isinstance(value, (int, float, np.number)):
+            raise self.error(
+                TensorDtypeError, f"{role} is {type(value).__name__}; pass a compile-time number"
+            )
+        return float(value)
 
     def choose(self, default: str = "") -> str:
         """Choose the engine now: the one that the kernel gave, or the default."""
@@ -125,6 +180,10 @@ def instruction(
     reads: Memories | None = None,
     like_dst: tuple[str, ...] = (),
     hazards: tuple[str, ...] = (),
+    dtypes: Mapping[str, frozenset[str]] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    pair: tuple[str, str] | None = None,
+    indirect: Mapping[str, tuple[str, ...]] | None = None,
     waits: bool = False,
 ) -> Callable[[Callable[Concatenate[Call, P], Steps]], Callable[P, Any]]:
     """Return the decorator of an instruction.
@@ -133,6 +192,10 @@ def instruction(
         the default. writes, reads: required tensors and the memories that each may be in.
     like_dst: operands with the partitions, and elements per partition, of dst.
     hazards: operands that stream through the engine while dst, the first of `writes`, is written.
+    dtypes, ranks: the dtypes that an operand may have, the most dimensions that it may have.
+    pair: two operands that VectorE or GpSimd reads at once: not both in PSUM, in SBUF from the
+        same partition on.
+    indirect: operands that may be `.indirect()` views, each with the engines for that.
     waits: the part after the yield runs without data as well.
     """
     written, read = dict(writes or {}), dict(reads or {})
@@ -146,16 +209,26 @@ def instruction(
             "NkiTensor": NkiTensor, "current": current, "operand": operand,
             "require_instruction": require_instruction, "same_elements": same_elements,
             "check_destination": check_destination, "check_hazard": check_hazard,
-            "no_psum_on_gpsimd": no_psum_on_gpsimd, "index_access": index_access,
+            "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
+            "refuse_dtype": refuse_dtype, "refuse_rank": refuse_rank, "check_pair": check_pair,
+            "refuse_member": refuse_member,
         }  # fmt: skip
         for p in parameters:
             if p.default is not p.empty:
                 known[f"{p.name}_default"] = p.default
         for role, where in (*written.items(), *read.items()):
             known[f"{role}_memories"] = where
-        text = _checks(op, parameters, list(written), list(read), like_dst, hazards)
+            known[f"{role}_engines"] = (indirect or {}).get(role, ())
+        for role, allowed in (dtypes or {}).items():
+            known[f"{role}_dtypes"] = allowed
+        for name, members in MEMBERS.items():
+            known[f"{name}_members"] = members
+        text = _signature(op, parameters)
+        text += _checks(list(written), list(read), like_dst, dtypes or {}, ranks or {}, pair)
+        text += _body(parameters, list(written), list(read), hazards)
         several = len(engines) > 1
         text += _choice("engine" if several else "None", (*written, *read) if several else ())
+        text += _indirections((*read, *written))
         text += _record("name" if "name" in names else "None", waits)
         # its own path in the simulator's folder: no error is said to be on a line of it
         exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
@@ -172,41 +245,77 @@ def instruction(
 # `**kwargs` would make an instruction twice as slow.
 
 
-def _checks(
-    op: str,
-    parameters: list[inspect.Parameter],
-    written: list[str],
-    read: list[str],
-    like_dst: tuple[str, ...],
-    hazards: tuple[str, ...],
-) -> str:
-    """Return the text up to the checks that follow the body's own."""
+def _signature(op: str, parameters: list[inspect.Parameter]) -> str:
+    """Return the text of the function's head, and the checks of target and enumerations."""
     shown = ", ".join(
         p.name if p.default is p.empty else f"{p.name}={p.name}_default" for p in parameters
     )
-    dst = written[0] if written else ""
     lines = [
         f"def {op}({shown}):",
         "    machine = current()",
         "    if OP in machine.absent:",
         "        require_instruction(machine, OP)",
     ]
+    for name in (p.name for p in parameters if p.name in MEMBERS):
+        lines += [
+            f"    if {name}.__class__ is not {name}_members and {name} is not None:",
+            f"        refuse_member(machine, OP, {name!r}, {name}, {name}_members)",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _checks(
+    written: list[str],
+    read: list[str],
+    like_dst: tuple[str, ...],
+    dtypes: Mapping[str, frozenset[str]],
+    ranks: Mapping[str, int],
+    pair: tuple[str, str] | None,
+) -> str:
+    """Return the text of the declared checks."""
+    lines = []
     for role in (*written, *read):
         lines += [
             f"    if {role}.__class__ is not NkiTensor:",
             f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
             f"    at_{role} = {role}._access or {role}.access()",
-            f"    if at_{role}.memory not in {role}_memories or at_{role}.partition_start:",
+            f"    if at_{role}.memory not in {role}_memories or {role}.special:",
             f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
         ]
     for role in like_dst:
         lines += [
-            f"    if {role}.shape != {dst}.shape:",
-            f"        same_elements(machine, OP, {dst}, {role})",
+            f"    if {role}.shape != {written[0]}.shape:",
+            f"        same_elements(machine, OP, {written[0]}, {role})",
         ]
+    if pair is not None:
+        a, b = pair
+        lines += [
+            f'    if at_{a}.partition_start != at_{b}.partition_start or at_{a}.memory == "psum":',
+            f"        check_pair(machine, OP, {pair!r}, {a}, {b})",
+        ]
+    for role in dtypes:
+        lines += [
+            f"    if {role}.dtype not in {role}_dtypes:",
+            f"        refuse_dtype(machine, OP, {role!r}, {role}, {role}_dtypes)",
+        ]
+    for role, most in ranks.items():
+        lines += [
+            f"    if len({role}.shape) > {most}:",
+            f"        refuse_rank(machine, OP, {role!r}, {role}, {most})",
+        ]
+    return "".join(line + "\n" for line in lines)
+
+
+def _body(
+    parameters: list[inspect.Parameter],
+    written: list[str],
+    read: list[str],
+    hazards: tuple[str, ...],
+) -> str:
+    """Return the text that runs the body to its yield, and the checks that follow it."""
     regions = [", ".join(f"at_{role}" for role in roles) for roles in (read, written)]
     given = "engine" if "engine" in {p.name for p in parameters} else "None"
-    lines += [
+    lines = [
         f"    call = Call(machine, KIND, {given}, [{regions[0]}], [{regions[1]}])",
         f"    steps = BODY(call, {', '.join(p.name for p in parameters)})",
         "    attributes = next(steps)",
@@ -218,15 +327,21 @@ def _checks(
         ]
     for role in hazards:
         lines += [
-            f"    if {role}.storage is {dst}.storage:",
-            f"        check_hazard(machine, OP, {dst}, {role})",
-        ]
-    for role in (*read, *written):
-        lines += [
-            f"    if {role}.indirection is not None:",
-            f"        call.reads += index_access({role})",
+            f"    if {role}.storage is {written[0]}.storage:",
+            f"        check_hazard(machine, OP, {written[0]}, {role})",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _indirections(roles: tuple[str, ...]) -> str:
+    """Return the text that checks views with runtime addresses and adds what they read."""
+    return "".join(
+        f"    if {role}.indirection is not None:\n"
+        f"        call.reads += indirect_operand(\n"
+        f"            machine, OP, {role!r}, {role}, chosen, {role}_engines\n"
+        "        )\n"
+        for role in roles
+    )
 
 
 def _choice(given: str, views: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nmm_compiler.errors import TensorDtypeError, TensorShapeError
+from nmm_compiler.errors import EngineRuleError, TensorShapeError
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
     Call,
@@ -24,20 +24,24 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
 )
 from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
-from nmm_compiler.simulator.isa.tensor_engine import matmul_attributes
+from nmm_compiler.simulator.isa.tensor_engine import (
+    check_indirect_product,
+    check_tile,
+    matmul_attributes,
+)
 from nmm_compiler.simulator.isa.values import (
     F32,
     f32,
     raw,
 )
-from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _ELEMENT = {
     "float8_e4m3fn_x4": (np.dtype(ml_dtypes.float8_e4m3fn), 8),
     "float8_e5m2_x4": (np.dtype(ml_dtypes.float8_e5m2), 15),
 }
-_SCALES = ("float8_e8m0fnu", "uint8")
+_PACKED = frozenset({*_ELEMENT, "float4_e2m1fn_x4"})
+_SCALES = frozenset({"float8_e8m0fnu", "uint8"})
 
 
 def scale_rows(partitions: int) -> np.ndarray:
@@ -61,26 +65,36 @@ def _scales(view: NkiTensor) -> np.ndarray:
     return np.ldexp(F32(1.0), bits.astype(np.int32) - 127).astype(F32)
 
 
-def _check_scale(machine: Machine, op: str, role: str, view: NkiTensor) -> None:
-    if view.dtype not in _SCALES:
-        raise machine.error(
-            TensorDtypeError,
-            f"nisa.{op}: {role} is {view.dtype}; it must be float8_e8m0fnu (or uint8)",
+def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> None:
+    """Check that the scales cover their data, and are indirect together with it."""
+    indices = [v.indirection.index if v.indirection is not None else None for v in (view, scale)]
+    if indices[0] is not indices[1]:
+        raise call.error(
+            EngineRuleError,
+            f"{role} {scale.name!r} and its data {view.name!r} must be .indirect() views of the "
+            "same index, or neither",
+        )
+    last = int(scale_rows(view.shape[0]).max())
+    if scale.shape[0] <= last or scale.free_size != view.free_size:
+        raise call.error(
+            TensorShapeError,
+            f"{role} {scale.shape} for data {view.shape}; it needs partitions up to {last} and "
+            f"{view.free_size} elements per partition",
         )
 
 
-@instruction(engines=("vector",), writes={"dst": SBUF, "dst_scale": SBUF}, reads={"src": SBUF})
+@instruction(
+    engines=("vector",),
+    writes={"dst": SBUF, "dst_scale": SBUF},
+    reads={"src": SBUF},
+    dtypes={
+        "dst": frozenset(_ELEMENT),
+        "dst_scale": _SCALES,
+        "src": frozenset({"float16", "bfloat16"}),
+    },
+)
 def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None = None) -> Steps:
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
-    machine = call.machine
-    op = "quantize_mx"
-    _check_scale(machine, op, "dst_scale", dst_scale)
-    if dst.dtype not in _ELEMENT or src.dtype not in ("float16", "bfloat16"):
-        raise call.error(
-            TensorDtypeError,
-            f"src {src.dtype}, dst {dst.dtype}; src is float16 or bfloat16, dst "
-            "float8_e5m2_x4 or float8_e4m3fn_x4",
-        )
     p = src.shape[0]
     if p % 32 or src.free_size % 4 or dst.shape[0] != p or dst.free_size * 4 != src.free_size:
         raise call.error(
@@ -89,12 +103,7 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None
             "a multiple of 4, dst a quarter of it",
         )
     rows = scale_rows(p)
-    if dst_scale.shape[0] <= rows.max() or dst_scale.free_size != dst.free_size:
-        raise call.error(
-            TensorShapeError,
-            f"dst_scale {dst_scale.shape}; it needs partitions up to {rows.max()} and "
-            f"{dst.free_size} elements per partition",
-        )
+    _check_scales(call, "dst_scale", dst, dst_scale)
     yield NO_ATTRIBUTES
     element, top = _ELEMENT[dst.dtype]
     values = f32(src).reshape(p // 8, 8, -1, 4)
@@ -117,6 +126,16 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None
     engines=("tensor",),
     writes={"dst": PSUM},
     reads={"stationary": SBUF, "moving": SBUF, "stationary_scale": SBUF, "moving_scale": SBUF},
+    dtypes={
+        "dst": frozenset({"float32", "bfloat16"}),
+        "stationary": _PACKED,
+        "moving": _PACKED,
+        "stationary_scale": _SCALES,
+        "moving_scale": _SCALES,
+    },
+    indirect=dict.fromkeys(
+        ("dst", "stationary", "moving", "stationary_scale", "moving_scale"), ("tensor",)
+    ),
 )
 def nc_matmul_mx(
     call: Call,
@@ -133,15 +152,6 @@ def nc_matmul_mx(
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
     machine = call.machine
     op = "nc_matmul_mx"
-    packed = (*_ELEMENT, "float4_e2m1fn_x4")
-    for role, view in (("stationary", stationary), ("moving", moving)):
-        if view.dtype not in packed:
-            raise call.error(
-                TensorDtypeError,
-                f"{role} is {view.dtype}; it must be one of {', '.join(packed)}",
-            )
-    _check_scale(machine, op, "stationary_scale", stationary_scale)
-    _check_scale(machine, op, "moving_scale", moving_scale)
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
     limit = 8192 if dst.dtype == "bfloat16" else 4096
     if moving.shape[0] != k or k % 32 or k > 128 or m > 128 or m % 2 or n > limit:
@@ -150,13 +160,22 @@ def nc_matmul_mx(
             f"stationary {stationary.shape}, moving {moving.shape}; the same K, a "
             f"multiple of 32 up to 128, M even up to 128, N up to {limit}",
         )
-    if dst.shape[0] != m or dst.free_size != n or dst.dtype not in ("float32", "bfloat16"):
-        raise call.error(
-            TensorShapeError, f"dst {dst.shape} {dst.dtype}; it must be ({m}, {n}) "
-            "float32 or bfloat16",
-        )  # fmt: skip
+    if dst.shape[0] != m or dst.free_size != n:
+        raise call.error(TensorShapeError, f"dst {dst.shape}; it must be ({m}, {n})")
     check_bank(machine, op, dst, 8)
-    yield matmul_attributes(k, m, n, False, "mx", stationary.dtype, None, False)
+    tile = check_tile(call, tile_position, tile_size, k, m)
+    if tile is not None and (tile[1] or tile[3] != 128):
+        raise call.error(
+            EngineRuleError,
+            f"tile_position {tuple(tile_position)}, tile_size {tuple(tile_size)}; MX products are "
+            "tiled by rows only, use 128 columns at column 0",
+        )
+    check_indirect_product(call, tile, dst, stationary, moving)
+    for side, view, scale in (
+        ("stationary", stationary, stationary_scale), ("moving", moving, moving_scale),
+    ):  # fmt: skip
+        _check_scales(call, f"{side}_scale", view, scale)
+    yield matmul_attributes(k, m, n, False, "mx", stationary.dtype, tile, False)
     rows = scale_rows(k)
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):

@@ -10,12 +10,15 @@ import numpy as np
 from nmm_compiler.errors import (
     EngineRuleError,
     HazardError,
+    KernelArgumentError,
     TargetRuleError,
     TensorDtypeError,
     TensorShapeError,
 )
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.data import out_of_reach
+from nmm_compiler.simulator.tensors.dtypes import INTEGERS
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
@@ -51,7 +54,143 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
                 "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
                 "more at 0",
             )
+    if view.special and "hbm" not in memories:
+        problem = out_of_reach(view.shape[1:], view.strides[1:])
+        if problem:
+            machine.rule(
+                TensorShapeError,
+                f"nisa.{op}: {role} {view.name!r} {view.get_pattern()} has {problem}",
+            )
     return access
+
+
+def refuse_dtype(
+    machine: Machine, op: str, role: str, view: NkiTensor, allowed: frozenset[str]
+) -> None:
+    """Say which dtypes the operand may have."""
+    machine.rule(
+        TensorDtypeError,
+        f"nisa.{op}: {role} {view.name!r} is {view.dtype}; it must be "
+        f"{' or '.join(sorted(allowed))}",
+    )
+
+
+def refuse_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int) -> None:
+    """Say how many dimensions the operand may have."""
+    machine.rule(
+        TensorShapeError,
+        f"nisa.{op}: {role} {view.name!r} {view.shape} has {len(view.shape)} dimensions, at most "
+        f"{most}; flatten some",
+    )
+
+
+def refuse_member(machine: Machine, op: str, role: str, given: Any, members: type) -> None:
+    """Say which enumeration the parameter takes a member of."""
+    raise machine.error(
+        KernelArgumentError,
+        f"nisa.{op}: {role}={given!r:.60}; pass a member of nisa.{members.__name__}, such as "
+        f"nisa.{members.__name__}.{next(iter(members)).name}",  # type: ignore[call-overload]
+    )
+
+
+def check_pair(
+    machine: Machine, op: str, roles: tuple[str, str], first: NkiTensor, second: NkiTensor
+) -> None:
+    """Check two inputs that an engine reads at once: not both in PSUM, in SBUF on equal partitions.
+
+    The second rule is the hardware's: nki-library's rope.py copies half of a tile for it.
+    """
+    memories = first.memory, second.memory
+    if memories == ("psum", "psum"):
+        raise machine.error(
+            EngineRuleError,
+            f"nisa.{op}: {roles[0]} {first.name!r} and {roles[1]} {second.name!r} are both in "
+            "PSUM; copy one to SBUF first",
+        )
+    starts = first.access().partition_start, second.access().partition_start
+    if memories == ("sbuf", "sbuf") and starts[0] != starts[1]:
+        machine.rule(
+            EngineRuleError,
+            f"nisa.{op}: {roles[0]} {first.name!r} starts at partition {starts[0]} and {roles[1]} "
+            f"{second.name!r} at {starts[1]}; two SBUF inputs start at the same partition, copy "
+            "one with nisa.tensor_copy",
+        )
+
+
+def indirect_operand(
+    machine: Machine, op: str, role: str, view: NkiTensor, chosen: str, allowed: tuple[str, ...]
+) -> tuple[Access, ...]:
+    """Check a view whose address is known at run time only; return the Access of its index.
+
+    allowed: the engines on which the operand may be a `.indirect()` view.
+    """
+    indirection = view.indirection
+    assert indirection is not None
+    index = indirection.index
+    if indirection.kind == "columns":
+        _check_tensor_indirection(machine, op, role, view, index, chosen, allowed)
+    elif index.__class__ is VirtualRegister:
+        return ()
+    where = f"nisa.{op}: the index of {role} {view.name!r}"
+    if index.__class__ is not NkiTensor:
+        raise machine.error(
+            KernelArgumentError,
+            f"{where} is {type(index).__name__}; pass an SBUF tensor or a register",
+        )
+    if index.memory != "sbuf":
+        raise machine.error(
+            EngineRuleError,
+            f"{where}, {index.name!r}, is in {index.memory.upper()}; copy it to SBUF first",
+        )
+    if index.dtype not in INTEGERS:
+        raise machine.error(
+            TensorDtypeError, f"{where}, {index.name!r}, is {index.dtype}; use an integer dtype"
+        )
+    if indirection.kind == "scalar" and index.size != 1:
+        raise machine.error(
+            TensorShapeError, f"{where} has shape {index.shape}; a scalar offset is one element"
+        )
+    if indirection.kind == "vector" and op != "dma_transpose" and index.shape[1:] != (1,):
+        raise machine.error(
+            TensorShapeError,
+            f"{where} has shape {index.shape}; a vector offset is ({view.shape[0]}, 1), one index "
+            "per row",
+        )
+    return (index.access(),)
+
+
+def _check_tensor_indirection(
+    machine: Machine, op: str, role: str, view: NkiTensor, index: NkiTensor, chosen: str,
+    allowed: tuple[str, ...],
+) -> None:  # fmt: skip
+    where = f"nisa.{op}: {role} {view.name!r} is an .indirect() view"
+    if not allowed:
+        raise machine.error(EngineRuleError, f"{where}, which {role} does not take; copy it first")
+    if chosen not in allowed:
+        raise machine.error(
+            EngineRuleError, f"{where}, which {chosen} does not reach; use {' or '.join(allowed)}"
+        )
+    if role == "dst" and chosen == "scalar" and view.memory == "psum":
+        raise machine.error(
+            EngineRuleError, f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF"
+        )
+    if index.shape[0] != view.shape[0]:
+        raise machine.error(
+            TensorShapeError,
+            f"{where} of {view.shape[0]} partitions with an index of shape {index.shape}; the "
+            "index needs as many partitions",
+        )
+    start = index.access().partition_start
+    if start % 32:
+        machine.rule(
+            EngineRuleError, f"{where}; its index starts at partition {start}, a multiple of 32"
+        )
+    if role != "dst" and view.memory == "sbuf" and start != view.access().partition_start:
+        machine.rule(
+            EngineRuleError,
+            f"{where} that starts at partition {view.access().partition_start}, its index at "
+            f"{start}; they must start at the same",
+        )
 
 
 def same_elements(machine: Machine, op: str, first: NkiTensor, second: NkiTensor) -> None:
@@ -64,6 +203,12 @@ def same_elements(machine: Machine, op: str, first: NkiTensor, second: NkiTensor
             f"nisa.{op}: shapes {first.shape} ({first.name!r}) and {second.shape} "
             f"({second.name!r}) differ; partitions and elements per partition must match",
         )
+
+
+def require_form(machine: Machine, form: str) -> None:
+    """Check that the target has a form of an instruction, as `Target.absent_forms` names it."""
+    if form in machine.target.absent_forms:
+        require(machine, form, lambda target: form not in target.absent_forms)
 
 
 def require(machine: Machine, what: str, has: Callable[[Target], bool]) -> None:
@@ -176,9 +321,18 @@ def check_destination(machine: Machine, op: str, dst: NkiTensor) -> None:
 
 
 def scalar_operand(
-    machine: Machine, op: str, role: str, value: Any, partitions: int, reads: list[Access]
+    machine: Machine,
+    op: str,
+    role: str,
+    value: Any,
+    partitions: int,
+    reads: list[Access],
+    allowed: frozenset[str] | None = None,
 ) -> bool:
-    """Check a number or a [P, 1] tensor; append its Access; return whether it is a tensor."""
+    """Check a number or a [P, 1] tensor; append its Access; return whether it is a tensor.
+
+    allowed: the dtypes that a tensor may have.
+    """
     kind = value.__class__
     if kind is float or kind is int or kind is bool:
         return False
@@ -190,6 +344,10 @@ def scalar_operand(
                 f"nisa.{op}: {role} {value.name!r} has shape {value.shape}; it must be a number "
                 f"or one element per partition, ({partitions}, 1)",
             )
+        if allowed is not None and value.dtype not in allowed:
+            refuse_dtype(machine, op, role, value, allowed)
+        if value.indirection is not None:
+            reads.extend(indirect_operand(machine, op, role, value, "", ()))
         reads.append(access)
         return True
     if isinstance(value, (int, float, np.number, VirtualRegister)):

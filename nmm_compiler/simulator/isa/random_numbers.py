@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import TensorDtypeError, TensorShapeError
+from nmm_compiler.errors import OperandValueError, TensorDtypeError, TensorShapeError
 from nmm_compiler.simulator.isa.enums import (
     engine,
 )
@@ -24,6 +24,7 @@ from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     SBUF,
     no_psum_on_gpsimd,
+    require_form,
 )
 from nmm_compiler.simulator.isa.values import (
     F32,
@@ -33,6 +34,11 @@ from nmm_compiler.simulator.isa.values import (
     write,
 )
 from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
+
+_UNIFORM = frozenset(
+    {"float8_e4m3", "float8_e5m2", "float16", "bfloat16", "float32", "tfloat32"}
+) | (INTEGERS - {"int64", "uint64"})
 
 
 def generator(machine: Machine) -> np.random.Generator:
@@ -43,12 +49,17 @@ def generator(machine: Machine) -> np.random.Generator:
     return found
 
 
-@instruction(engines=("vector", "gpsimd"), writes={"dst": ON_CHIP})
+@instruction(
+    engines=("vector", "gpsimd"),
+    writes={"dst": ON_CHIP},
+    dtypes={"dst": INTEGERS - {"int64", "uint64"}},
+)
 def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = None) -> Steps:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
     machine = call.machine
-    if dst.dtype.kind != "int":
-        raise call.error(TensorDtypeError, f"dst is {dst.dtype}; it must be an integer dtype")
+    chosen = call.choose()
+    require_form(machine, f"rng(engine={chosen})")
+    no_psum_on_gpsimd(machine, "rng", chosen, dst)
     yield NO_ATTRIBUTES
     bits = generator(machine).integers(0, 1 << 32, dst.shape, np.uint64)
     item = dst.dtype.item_bytes
@@ -87,6 +98,7 @@ def rand_set_state(
     """Seed an engine's generators from a uint32 tile."""
     machine = call.machine
     chosen = call.choose()
+    require_form(machine, f"rand_set_state(engine={chosen})")
     _state_size(machine, "rand_set_state", src_seeds, chosen)
     yield NO_ATTRIBUTES
     seeds = raw(src_seeds)
@@ -101,7 +113,10 @@ def rand_get_state(
     """Store an engine's generator state: what was last set, or zeros."""
     machine = call.machine
     chosen = call.choose()
+    require_form(machine, f"rand_get_state(engine={chosen})")
     no_psum_on_gpsimd(machine, "rand_get_state", chosen, dst)
+    if dst.memory == "psum":
+        require_form(machine, "rand_get_state(dst in PSUM)")
     _state_size(machine, "rand_get_state", dst, chosen)
     yield NO_ATTRIBUTES
     known = machine.accumulators.get("random " + chosen)
@@ -110,12 +125,17 @@ def rand_get_state(
     write(dst, known.reshape(dst.shape))
 
 
-@instruction(engines=("vector",), writes={"dst": ON_CHIP})
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, dtypes={"dst": _UNIFORM})
 def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
     machine = call.machine
-    call.scalar("min", min, dst.shape[0])
-    call.scalar("max", max, dst.shape[0])
+    numbers = [
+        value
+        for role, value in (("min", min), ("max", max))
+        if not call.scalar(role, value, dst.shape[0], FLOAT32)
+    ]
+    if len(numbers) == 2 and not min < max:
+        raise call.error(OperandValueError, f"min={min}, max={max}; min must be below max")
     yield NO_ATTRIBUTES
     low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
     unit = generator(machine).random(dst.shape, dtype=F32)
@@ -128,7 +148,7 @@ def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> 
 def dropout(call: Call, dst: Any, data: Any, prob: Any, name: str | None = None) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
     machine = call.machine
-    call.scalar("prob", prob, data.shape[0])
+    call.scalar("prob", prob, data.shape[0], FLOATS if data.dtype in FLOATS else FLOAT32)
     if dst.dtype != data.dtype:
         raise call.error(
             TensorDtypeError,

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import (
-    EngineRuleError,
     TensorDtypeError,
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import accumulate, reduce_result
+from nmm_compiler.simulator.isa.accumulators import accumulate, check_command, reduce_result
+from nmm_compiler.simulator.isa.elementwise import check_operators, check_unary
 from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
 )
@@ -28,7 +28,7 @@ from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     SBUF,
     check_hazard,
-    same_elements,
+    refuse_dtype,
 )
 from nmm_compiler.simulator.isa.operators import Op, alu, reduction
 from nmm_compiler.simulator.isa.values import (
@@ -40,7 +40,22 @@ from nmm_compiler.simulator.isa.values import (
     write,
 )
 from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
+
+INDICES = frozenset({"uint16", "uint32"})
+_ACROSS_PARTITIONS = ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and")
+_CUMULATIVE = frozenset(
+    {"bfloat16", "float16", "float32", *FLOAT8, "uint8", "uint16", "int8", "int16"}
+)
+
+
+def _arithmetic(call: Call, role: str, function: Op) -> None:
+    """Check that an operator is arithmetic."""
+    if "bitvec" in function.kind:
+        raise call.error(
+            UnsupportedInstructionError, f"{role} nl.{function.name}; it must be arithmetic"
+        )
 
 
 def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
@@ -55,7 +70,12 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
     return np.asarray(function.reduce.reduce(values, axis=-1))
 
 
-@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP})
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP},
+    indirect={"dst": ("vector",), "data": ("vector",)},
+)
 def tensor_reduce(
     call: Call,
     dst: Any,
@@ -69,8 +89,17 @@ def tensor_reduce(
     """Reduce the last contiguous free axes of data on VectorE, in float32."""
     machine = call.machine
     function = reduction(machine, op, "tensor_reduce")
+    if function.name == "average":
+        raise call.error(
+            UnsupportedInstructionError,
+            "nl.average is no reduction of VectorE; use nl.add and multiply by 1 / count",
+        )
     rank = len(data.shape)
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    given = (
+        tuple(call.integer("axis", a) for a in axis)
+        if isinstance(axis, (tuple, list))
+        else (call.integer("axis", axis),)
+    )
     axes = tuple(sorted(a + rank if a < 0 else a for a in given))
     if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
         raise call.error(
@@ -86,8 +115,10 @@ def tensor_reduce(
             f"{data.shape[0]} partitions with {kept} elements",
         )
     bitvec = function.kind == "bitvec"
-    if bitvec and (dst.dtype.kind == "float" or data.dtype.kind == "float"):
+    if bitvec and (dst.dtype not in INTEGERS or data.dtype not in INTEGERS):
         raise call.error(TensorDtypeError, "bit operators need integer tensors")
+    if bitvec and negate:
+        raise call.error(UnsupportedInstructionError, "negate goes with arithmetic operators only")
     if dst.storage is data.storage:
         check_hazard(machine, "tensor_reduce", dst, data, data.free_size // kept)
     yield attributes(function=function.name)
@@ -103,6 +134,13 @@ def tensor_partition_reduce(
     """Reduce across partitions on GpSimd; dst has one partition."""
     machine = call.machine
     function = reduction(machine, op, "tensor_partition_reduce")
+    if function.name not in _ACROSS_PARTITIONS:
+        raise call.error(
+            UnsupportedInstructionError,
+            f"nl.{function.name}; use nl.{', nl.'.join(_ACROSS_PARTITIONS)}",
+        )
+    if function.kind == "bitvec" and not {dst.dtype, data.dtype} <= INTEGERS:
+        raise call.error(TensorDtypeError, "bit operators need integer tensors")
     if dst.shape[0] != 1 or dst.free_size != data.free_size:
         raise call.error(
             TensorShapeError,
@@ -120,6 +158,7 @@ def tensor_partition_reduce(
     reads={"data": ON_CHIP},
     like_dst=("data",),
     hazards=("data",),
+    indirect={"dst": ("vector",), "data": ("vector",)},
 )
 def tensor_scalar_reduce(
     call: Call,
@@ -140,10 +179,21 @@ def tensor_scalar_reduce(
     op = "tensor_scalar_reduce"
     first, reducer = alu(machine, op0, op), reduction(machine, reduce_op, op)
     partitions = data.shape[0]
+    _arithmetic(call, "op0", first)
+    if reverse0:
+        raise call.error(
+            UnsupportedInstructionError,
+            "reverse0 is not supported yet; swap the operands with another operator",
+        )
+    check_command(
+        call, reduce_cmd, ("reset_reduce", "reduce", "load_reduce"), reduce_init, "reduce_init"
+    )
     if operand0 is not None:
-        call.scalar("operand0", operand0, partitions)
+        call.scalar("operand0", operand0, partitions, FLOAT32)
+    check_unary(call, "operand0", first, operand0)
+    check_operators(machine, op, first)
     if reduce_init is not None:
-        call.scalar("reduce_init", reduce_init, partitions)
+        call.scalar("reduce_init", reduce_init, partitions, FLOAT32)
     if reducer.name not in ("add", "multiply", "maximum", "minimum", "max", "min"):
         raise call.error(
             UnsupportedInstructionError,
@@ -165,6 +215,8 @@ def tensor_scalar_reduce(
     reads={"src": ON_CHIP},
     like_dst=("src",),
     hazards=("src",),
+    dtypes={"dst": _CUMULATIVE, "src": _CUMULATIVE},
+    indirect={"dst": ("vector",), "src": ("vector",)},
 )
 def tensor_scalar_cumulative(
     call: Call,
@@ -181,16 +233,18 @@ def tensor_scalar_cumulative(
     machine = call.machine
     op = "tensor_scalar_cumulative"
     first, second = alu(machine, op0, op), reduction(machine, op1, op)
-    for view in (dst, src):
-        if view.dtype in ("int32", "uint32"):
-            raise call.error(
-                TensorDtypeError, f"{view.name!r} is {view.dtype}; 32-bit integers "
-                "are not supported",
-            )  # fmt: skip
     partitions = src.shape[0]
-    call.scalar("imm0", imm0, partitions)
+    _arithmetic(call, "op0", first)
+    if second.name not in ("add", "subtract", "multiply", "maximum", "minimum", "max", "min"):
+        raise call.error(
+            UnsupportedInstructionError,
+            f"op1 nl.{second.name}; use nl.add, nl.subtract, nl.multiply, nl.maximum or nl.minimum",
+        )
+    check_command(call, reduce_cmd, ("reset_reduce", "load_reduce", "reduce"), imm1, "imm1")
+    call.scalar("imm0", imm0, partitions, FLOAT32)
+    check_unary(call, "imm0", first, 0 if "unary" in first.kind else imm0)
     if imm1 is not None:
-        call.scalar("imm1", imm1, partitions)
+        call.scalar("imm1", imm1, partitions, FLOAT32)
     yield attributes(function=first.name, function1=second.name)
     values = apply_scalar(machine, first, f32(src), imm0, False).reshape(partitions, -1)
     start = _start(machine, reduce_cmd, second, partitions, imm1)
@@ -220,8 +274,9 @@ def _start(machine: Machine, command: Any, op: Op, partitions: int, initial: Any
     engines=("vector",),
     writes={"dst": ON_CHIP},
     reads={"data0": ON_CHIP, "data1": ON_CHIP},
-    like_dst=("data0",),
+    like_dst=("data0", "data1"),
     hazards=("data0", "data1"),
+    pair=("data0", "data1"),
 )
 def tensor_tensor_scan(
     call: Call,
@@ -239,10 +294,7 @@ def tensor_tensor_scan(
     machine = call.machine
     op = "tensor_tensor_scan"
     first, second = alu(machine, op0, op), alu(machine, op1, op)
-    same_elements(machine, op, data0, data1)
     call.scalar("initial", initial, data0.shape[0])
-    if data0.memory == "psum" and data1.memory == "psum":
-        raise call.error(EngineRuleError, "data0 and data1 are both in PSUM; copy one to SBUF")
     if first.kind != "arith" or second.kind != "arith":
         raise call.error(UnsupportedInstructionError, "op0 and op1 must be binary and arithmetic")
     yield attributes(function=first.name, function1=second.name)
@@ -314,7 +366,13 @@ def _eight(machine: Machine, op: str, data: NkiTensor, result: NkiTensor) -> Non
         )
 
 
-@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"src": ON_CHIP}, hazards=("src",))
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"src": ON_CHIP},
+    hazards=("src",),
+    ranks={"dst": 2, "src": 3},
+)
 def max8(call: Call, dst: Any, src: Any, name: str | None = None) -> Steps:
     """dst = the 8 largest values of each partition, descending."""
     machine = call.machine
@@ -346,15 +404,19 @@ def find_eight(
     return places, found
 
 
-@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP, "vals": ON_CHIP})
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP, "vals": ON_CHIP},
+    dtypes={"dst": INDICES},
+    ranks={"dst": 2, "data": 3, "vals": 3},
+)
 def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any, name: str | None = None) -> Steps:
     """dst = positions of 8 values in each partition of data; all ones where absent."""
     machine = call.machine
     op = "nc_find_index8"
     _eight(machine, op, data, vals)
     _eight(machine, op, data, dst)
-    if dst.dtype not in ("uint16", "uint32"):
-        raise call.error(TensorDtypeError, f"dst is {dst.dtype}; use uint16 or uint32")
     yield NO_ATTRIBUTES
     places, found = find_eight(
         f32(data).reshape(data.shape[0], -1), f32(vals).reshape(vals.shape[0], 8), False
@@ -382,8 +444,11 @@ def nc_match_replace8(
     machine = call.machine
     op = "nc_match_replace8"
     _eight(machine, op, data, vals)
+    call.number("imm", imm)
     if dst_idx is not None:
         call.write("dst_idx", dst_idx)
+        if dst_idx.dtype not in INDICES:
+            refuse_dtype(machine, op, "dst_idx", dst_idx, INDICES)
         _eight(machine, op, data, dst_idx)
     yield NO_ATTRIBUTES
     values = f32(data).reshape(data.shape[0], -1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import SimulationError, TensorDtypeError, TensorShapeError
+from nmm_compiler.errors import EngineRuleError, SimulationError, TensorDtypeError, TensorShapeError
 from nmm_compiler.simulator.isa.dma import store
 from nmm_compiler.simulator.isa.enums import (
     dma_engine,
@@ -69,11 +69,12 @@ def _register(role: str, value: Any) -> VirtualRegister:
 def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     target = _register("register_move", dst)
+    number = 0 if isinstance(src, VirtualRegister) else call.integer("src", src, high=2**32 - 1)
     yield NO_ATTRIBUTES
     if isinstance(src, VirtualRegister):
         target.write(src.value, src.known)
     else:
-        target.write(int(src))
+        target.write(number)
 
 
 @instruction(engines=("sync",), reads={"src": DMA_MEMORIES}, waits=True)
@@ -83,6 +84,8 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
     target = _register("register_load", dst)
     if src.size != 1:
         raise call.error(TensorShapeError, f"src {src.shape}; it must have one element")
+    if src.dtype.item_bytes > 4 or src.dtype.kind == "packed":
+        raise call.error(TensorDtypeError, f"src is {src.dtype}; a register holds up to 32 bits")
     yield NO_ATTRIBUTES
     if machine.data:
         target.write(int(raw(src).reshape(-1)[0]))
@@ -95,8 +98,9 @@ def register_store(call: Call, dst: Any, src: Any) -> Steps:
     """dst (one element, HBM or SBUF) = register src."""
     if dst.size != 1:
         raise call.error(TensorShapeError, f"dst {dst.shape}; it must have one element")
+    register = _register("register_store", src)
     yield NO_ATTRIBUTES
-    store(dst, np.full(dst.shape, _register("register_store", src).read()), False)
+    store(dst, np.full(dst.shape, register.read()), False)
 
 
 @instruction(engines=("gpsimd",), reads={"data": ("hbm",)}, waits=True)
@@ -105,22 +109,28 @@ def core_barrier(
 ) -> Steps:
     """Wait until the other program is here too; then its writes to `data` are visible."""
     machine = call.machine
-    if tuple(cores) != (0, 1):
-        raise call.error(TensorShapeError, f"cores {tuple(cores)}; only (0, 1) is supported")
+    if not isinstance(cores, (tuple, list)) or tuple(cores) != (0, 1):
+        raise call.error(TensorShapeError, f"cores {cores!r}; only (0, 1) is supported")
     if machine.programs is None:
         raise machine.error(
             SimulationError,
             "nisa.core_barrier in a single program waits for a core that does not run; pass grid=2",
         )
+    if getattr(data.buffer, "name", "") != "shared_hbm":
+        raise call.error(
+            EngineRuleError,
+            f"data {data.name!r} is in private HBM, which the other core does not see; allocate "
+            "it in nl.shared_hbm",
+        )
     call.writes += call.reads
-    call.engine = getattr(engine, "name", "gpsimd")
+    call.engine = "gpsimd" if engine is None or engine.name == "unknown" else engine.name
+    if call.engine == "dma":
+        raise call.error(EngineRuleError, "engine=dma has no sequencer; use another engine")
     yield attributes(cores=2)
     machine.programs.barrier(machine)
 
 
-@instruction(
-    engines=("dma",), writes={"dst": SBUF}, reads={"src": SBUF}, like_dst=("src",), waits=True
-)
+@instruction(engines=("dma",), writes={"dst": SBUF}, reads={"src": SBUF}, waits=True)
 def sendrecv(
     call: Call,
     src: Any,
@@ -138,13 +148,18 @@ def sendrecv(
             TensorDtypeError,
             f"dst is {dst.dtype}, src {src.dtype}; they must be the same",
         )
+    if dst.shape != src.shape:
+        raise call.error(
+            TensorShapeError, f"dst {dst.shape}, src {src.shape}; they must have the same shape"
+        )
     if machine.programs is None:
         raise machine.error(
             SimulationError, "nisa.sendrecv in a single program has no peer; pass grid=2"
         )
-    ranks = (int(send_to_rank), int(recv_from_rank))
-    if any(r not in (0, 1) for r in ranks):
-        raise call.error(TensorShapeError, f"ranks {ranks}; each must be 0 or 1")
+    ranks = (
+        call.integer("send_to_rank", send_to_rank, 0, 1),
+        call.integer("recv_from_rank", recv_from_rank, 0, 1),
+    )
     size = src.free_size * src.dtype.item_bytes
     limit = 256 * src.dtype.item_bytes
     if getattr(dma_engine, "name", "") == "gpsimd_dma" and size > limit:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import (
-    EngineRuleError,
+    KernelArgumentError,
+    OperandValueError,
     TensorDtypeError,
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import accumulate, reduce_result
+from nmm_compiler.simulator.isa.accumulators import accumulate, check_command, reduce_result
 from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
 )
@@ -28,7 +29,7 @@ from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     SBUF,
 )
-from nmm_compiler.simulator.isa.operators import BY_NAME, find_op, reduction
+from nmm_compiler.simulator.isa.operators import BY_NAME, Op, find_op, reduction
 from nmm_compiler.simulator.isa.values import (
     F32,
     f32,
@@ -37,29 +38,49 @@ from nmm_compiler.simulator.isa.values import (
     write,
 )
 from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+_PREDICATES = frozenset({"int8", "uint8", "int16", "uint16", "bool"})
+_SELECTED = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32", "int32", "uint32"}
 FP32_MIN = float(np.finfo(np.float32).min)
 
 
 def affine_values(
-    machine: Machine, op: str, dst: NkiTensor, pattern: Any, offset: int, multiplier: int
+    call: Call, dst: NkiTensor, pattern: Any, offset: Any, multiplier: Any
 ) -> np.ndarray:
     """Return int64 offset + partition * multiplier + sum(index * step), [P, elements]."""
-    pairs = [(int(step), int(count)) for step, count in pattern]
+    given = list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
+    if any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in given):
+        raise call.error(
+            KernelArgumentError, f"pattern {pattern!r:.60}; pass a list of [step, num] pairs"
+        )
+    pairs = [(call.integer("step", step), call.integer("num", num, 1)) for step, num in given]
+    offset = call.integer("offset", offset)
+    multiplier = call.integer("channel_multiplier", multiplier)
     if len(pairs) > 4 or math.prod(c for _, c in pairs) != dst.free_size:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: pattern {list(pattern)} has "
+            f"pattern {given} has "
             f"{math.prod(c for _, c in pairs)} elements, dst {dst.shape} has {dst.free_size} per "
             "partition; at most 4 [step, num] pairs whose nums multiply to that",
         )
     values = np.zeros((), np.int64)
     for step, count in pairs:
         values = values[..., None] + np.arange(count) * step
-    rows = int(offset) + np.arange(dst.shape[0]) * int(multiplier)
+    rows = offset + np.arange(dst.shape[0]) * multiplier
     return np.asarray(rows[:, None] + values.reshape(1, -1))
+
+
+def _maximum(call: Call, reduce_op: Any) -> Op:
+    """Return the reduction of a selection, which is the maximum."""
+    if reduce_op is None:
+        return BY_NAME["maximum"]
+    reducer = reduction(call.machine, reduce_op, call.op)
+    if reducer.name not in ("maximum", "max"):
+        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.maximum")
+    return reducer
 
 
 @instruction(engines=("gpsimd",), writes={"dst": SBUF})
@@ -72,8 +93,7 @@ def iota(
     name: str | None = None,
 ) -> Steps:
     """dst[p, ...] = offset + p * channel_multiplier + pattern, on GpSimd."""
-    machine = call.machine
-    values = affine_values(machine, "iota", dst, pattern, offset, channel_multiplier)
+    values = affine_values(call, dst, pattern, offset, channel_multiplier)
     yield NO_ATTRIBUTES
     wrapped = (values & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     write(dst, wrapped.astype(F32) if dst.dtype.kind == "float" else wrapped)
@@ -111,17 +131,18 @@ def affine_select(
     machine = call.machine
     op = "affine_select"
     compare = BY_NAME["equal"] if cmp_op is None else _comparison(machine, op, cmp_op)
-    values = affine_values(machine, op, dst, pattern, offset, channel_multiplier)
+    values = affine_values(call, dst, pattern, offset, channel_multiplier)
+    number = call.number("on_false_value", on_false_value)
     yield NO_ATTRIBUTES
     assert compare.alu is not None
     chosen = np.asarray(compare.alu(values, 0)) != 0
     if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
         source = raw(on_true_tile).reshape(values.shape)
-        fill = np.asarray(F32(on_false_value)).astype(dst.dtype.numpy)
+        fill = np.asarray(F32(number)).astype(dst.dtype.numpy)
         write(dst, np.where(chosen, source, fill))
     else:
         source = f32(on_true_tile).reshape(values.shape)
-        write(dst, np.where(chosen, source, F32(on_false_value)))
+        write(dst, np.where(chosen, source, F32(number)))
 
 
 @instruction(
@@ -130,6 +151,7 @@ def affine_select(
     reads={"on_true_tile": ON_CHIP},
     like_dst=("on_true_tile",),
     hazards=("on_true_tile",),
+    dtypes={"on_true_tile": FLOATS},
 )
 def range_select(
     call: Call,
@@ -150,20 +172,28 @@ def range_select(
     machine = call.machine
     op = "range_select"
     first, second = _comparison(machine, op, comp_op0), _comparison(machine, op, comp_op1)
-    reducer = BY_NAME["maximum"] if reduce_op is None else reduction(machine, reduce_op, op)
-    if reducer.name not in ("maximum", "max"):
-        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.maximum")
+    if "not_equal" in (first.name, second.name):
+        raise call.error(
+            UnsupportedInstructionError,
+            "nl.not_equal compares no bounds; use equal, less, less_equal, greater, greater_equal",
+        )
+    reducer = _maximum(call, reduce_op)
+    check_command(call, reduce_cmd, ("idle", "reset", "reduce", "reset_reduce"))
     partitions = dst.shape[0]
     for role, bound in (("bound0", bound0), ("bound1", bound1)):
-        if not call.scalar(role, bound, partitions):
+        if not call.scalar(role, bound, partitions, FLOAT32):
             raise call.error(TensorDtypeError, f"{role} must be a ({partitions}, 1) float32 tensor")
-        if bound.dtype != "float32":
-            raise call.error(TensorDtypeError, f"{role} is {bound.dtype}; it must be float32")
-    if on_true_tile.dtype.kind != "float":
+    first_index = call.integer("range_start", range_start)
+    last_index = first_index + on_true_tile.free_size - 1
+    if not -(2**24) <= first_index <= last_index <= 2**24:
         raise call.error(
-            TensorDtypeError, f"on_true_tile is {on_true_tile.dtype}; use a float dtype"
+            OperandValueError,
+            f"range_start={first_index} gives indices up to {last_index}, which float32 compares; "
+            "stay within 2**24",
         )
-    if on_false_value is not Ellipsis and abs(float(on_false_value) - FP32_MIN) > 1e31:
+    if on_false_value is not Ellipsis and (
+        abs(call.number("on_false_value", on_false_value) - FP32_MIN) > 1e31
+    ):
         machine.rule(
             TensorDtypeError,
             f"nisa.{op}: on_false_value {on_false_value}; the hardware fills FP32_MIN "
@@ -172,7 +202,7 @@ def range_select(
     reduce_result(call, reduce_res, partitions)
     yield attributes(reduces=reduce_res is not None)
     values = f32(on_true_tile).reshape(partitions, -1)
-    index = (int(range_start) + np.arange(values.shape[1])).astype(F32)[None, :]
+    index = (first_index + np.arange(values.shape[1])).astype(F32)[None, :]
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
     assert first.alu is not None
     assert second.alu is not None
@@ -192,6 +222,8 @@ def range_select(
     reads={"predicate": ON_CHIP, "on_true": ON_CHIP},
     like_dst=("on_true", "predicate"),
     hazards=("on_true",),
+    dtypes={"on_true": _SELECTED, "predicate": _PREDICATES},
+    pair=("on_true", "predicate"),
 )
 def select_reduce(
     call: Call,
@@ -207,22 +239,11 @@ def select_reduce(
 ) -> Steps:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
     machine = call.machine
-    op = "select_reduce"
-    reducer = BY_NAME["maximum"] if reduce_op is None else reduction(machine, reduce_op, op)
-    if reducer.name not in ("maximum", "max"):
-        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.maximum")
-    if predicate.memory == "psum" and on_true.memory == "psum":
-        raise call.error(EngineRuleError, "predicate and on_true are both in PSUM; copy one first")
-    if on_true.dtype in ("tfloat32", "int32", "uint32"):
-        raise call.error(TensorDtypeError, f"on_true is {on_true.dtype}; not supported")
-    if predicate.dtype not in ("int8", "uint8", "int16", "uint16", "bool"):
-        raise call.error(
-            TensorDtypeError,
-            f"predicate is {predicate.dtype}; use int8, uint8, int16 or uint16",
-        )
+    reducer = _maximum(call, reduce_op)
+    check_command(call, reduce_cmd, ("reset_reduce", "reduce", "idle"))
     partitions = dst.shape[0]
     call.scalar("on_false", on_false, partitions)
-    reduce_result(call, reduce_res, partitions)
+    reduce_result(call, reduce_res, partitions, FLOATS)
     yield attributes(reduces=reduce_res is not None)
     chosen = raw(predicate).reshape(partitions, -1) != 0
     if reverse_pred:

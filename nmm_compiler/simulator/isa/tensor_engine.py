@@ -8,6 +8,7 @@ import numpy as np
 
 from nmm_compiler.errors import (
     EngineRuleError,
+    KernelArgumentError,
     OperandValueError,
     TargetRuleError,
     TensorDtypeError,
@@ -42,6 +43,7 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 _OPERANDS = frozenset(
     {"float8_e4m3", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "tfloat32", "float32"}
 )
+_PLAIN = _OPERANDS - {"float8_e4m3fn"}
 _WIDE = frozenset({"float32", "tfloat32"})
 # Elements between the two rows of a double-row operand.
 _PAIR_STEP = 16
@@ -63,38 +65,50 @@ def matmul_attributes(
     return known
 
 
-def _check_tile(machine: Machine, position: Any, size: Any, k: int, m: int) -> Any:
-    """Check tile_position and tile_size of a tiled matmul; return them as one tuple."""
+def check_tile(call: Call, position: Any, size: Any, k: int, m: int) -> Any:
+    """Check tile_position and tile_size of a tiled matmul; return them as one tuple, or None."""
     if not position and not size:
         return None
     if not position or not size:
-        raise machine.error(
-            TensorShapeError, "nisa.nc_matmul: set both tile_position and tile_size, or neither"
-        )
-    rows, columns = size
-    row, column = position
-    smallest = machine.target.matmul_tile_min_elements
+        raise call.error(TensorShapeError, "set both tile_position and tile_size, or neither")
+    for role, pair in (("tile_position", position), ("tile_size", size)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise call.error(KernelArgumentError, f"{role}={pair!r:.40}; pass (rows, columns)")
+    rows, columns = (call.integer("tile_size", n) for n in size)
+    row, column = (call.integer("tile_position", n) for n in position)
+    smallest = call.machine.target.matmul_tile_min_elements
     if rows not in (32, 64, 128) or columns not in (32, 64, 128) or min(size) < smallest:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.nc_matmul: tile_size {tuple(size)}; rows and columns are {smallest}..128, "
-            "powers of two",
+            f"tile_size {tuple(size)}; rows and columns are {smallest}..128, powers of two",
         )
     if row % rows or column % columns or row + rows > 128 or column + columns > 128:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.nc_matmul: tile_position {tuple(position)} is no multiple of tile_size "
-            f"{tuple(size)} inside 128 x 128",
+            f"tile_position {tuple(position)} is no multiple of tile_size {tuple(size)} inside "
+            "128 x 128",
         )
     if k > rows or m > columns:
-        raise machine.error(
-            TensorShapeError,
-            f"nisa.nc_matmul: stationary [{k}, {m}] exceeds tile_size {tuple(size)}",
-        )
+        raise call.error(TensorShapeError, f"stationary [{k}, {m}] exceeds tile_size {tuple(size)}")
     return (row, column, rows, columns)
 
 
-@instruction(engines=("tensor",), writes={"dst": PSUM}, reads={"stationary": SBUF, "moving": SBUF})
+def check_indirect_product(call: Call, tile: Any, *views: NkiTensor) -> None:
+    """Check that a product of `.indirect()` views uses the whole array."""
+    if tile is not None and tile[:2] != (0, 0) and any(v.indirection is not None for v in views):
+        raise call.error(
+            EngineRuleError,
+            f"tile_position {tile[:2]} with an .indirect() view; tensor indirection takes "
+            "(0, 0) or no tiles",
+        )
+
+
+@instruction(
+    engines=("tensor",),
+    writes={"dst": PSUM},
+    reads={"stationary": SBUF, "moving": SBUF},
+    indirect={"dst": ("tensor",), "stationary": ("tensor",), "moving": ("tensor",)},
+)
 def nc_matmul(
     call: Call,
     dst: Any,
@@ -117,8 +131,8 @@ def nc_matmul(
     n = moving.shape[1] if len(moving.shape) == 2 else moving.free_size
     left_dtype, right_dtype = stationary.dtype, moving.dtype
     if double:
-        m, n = _check_double_row(machine, stationary, moving, perf_mode)
-    if left_dtype != right_dtype or left_dtype not in _OPERANDS:
+        m, n = _check_double_row(call, stationary, moving, perf_mode, is_transpose)
+    if left_dtype != right_dtype or left_dtype not in _PLAIN:
         _check_operand_dtypes(machine, stationary, moving, is_transpose)
     target = machine.target
     limit = target.moving_free_max_elements
@@ -138,7 +152,7 @@ def nc_matmul(
             f"moving {moving.shape} give ({m}, {n})",
         )
     if is_transpose:
-        if dst.dtype != left_dtype and target.tensor_transpose_mode and dst.dtype != "float32":
+        if dst.dtype != left_dtype and target.tensor_transpose_mode:
             raise machine.error(
                 TensorDtypeError,
                 f"nisa.nc_matmul(is_transpose=True): dst is {dst.dtype}, the data {left_dtype}; "
@@ -151,8 +165,17 @@ def nc_matmul(
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
     check_bank(machine, "nc_matmul", dst, target.matmul_psum_banks)
-    tile = _check_tile(machine, tile_position, tile_size, k, m) if tile_position or tile_size \
-        else None  # fmt: skip
+    tile = None
+    if tile_position or tile_size:
+        tile = check_tile(call, tile_position, tile_size, k, m)
+        if double and tile is not None and (tile[1] or tile[3] != 128):
+            raise call.error(
+                EngineRuleError,
+                f"perf_mode=double_row with tile_size {tuple(tile_size)}; it cannot be combined "
+                "with column tiles, use 128 columns at column 0",
+            )
+    if stationary.indirection is not None or moving.indirection is not None or dst.indirection:
+        _check_indirect_operands(call, tile, dst, stationary, moving, is_transpose)
     if machine.data:
         a, b = f32(stationary), f32(moving)
         if is_stationary_onezero:
@@ -181,6 +204,22 @@ def nc_matmul(
             a, b = a.reshape(k, m), b.reshape(k, n)
         # one term is not summed: -0.0 stays -0.0
         accumulate_product(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
+
+
+def _check_indirect_operands(
+    call: Call, tile: Any, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, turns: bool
+) -> None:
+    check_indirect_product(call, tile, dst, stationary, moving)
+    if turns and moving.indirection is not None:
+        raise call.error(
+            EngineRuleError, f"moving {moving.name!r} of a transpose is an .indirect() view"
+        )
+    for view in (stationary, moving):
+        if view.indirection is not None and view.dtype in _WIDE:
+            raise call.error(
+                TensorDtypeError,
+                f"{view.name!r} is {view.dtype} and an .indirect() view; use a 16- or 8-bit float",
+            )
 
 
 def _check_onezero(machine: Machine, role: str, values: np.ndarray) -> None:
@@ -222,13 +261,18 @@ def _pass_through(
 
 
 def _check_double_row(
-    machine: Machine, stationary: NkiTensor, moving: NkiTensor, mode: Any
+    call: Call, stationary: NkiTensor, moving: NkiTensor, mode: Any, is_transpose: bool
 ) -> tuple[int, int]:
+    machine = call.machine
     if mode is not matmul_perf_mode.double_row and mode != "double_row":
-        raise machine.error(
-            TensorDtypeError, f"nisa.nc_matmul: perf_mode {mode!r}; use nisa.matmul_perf_mode"
+        raise call.error(
+            KernelArgumentError, f"perf_mode={mode!r}; use a member of nisa.matmul_perf_mode"
         )
     require(machine, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
+    if is_transpose:
+        raise call.error(
+            EngineRuleError, "perf_mode=double_row with is_transpose; transpose without it"
+        )
     for view in (stationary, moving):
         if view.dtype not in FLOAT8:
             raise machine.error(

@@ -18,6 +18,25 @@ from nmm_compiler.simulator.tensors.reshaping import Reshaping, fail
 from nmm_compiler.simulator.trace import Access
 
 _PATTERNS: dict[tuple[Any, ...], tuple[tuple[tuple[int, int], ...], int]] = {}
+_OUT_OF_REACH: set[tuple[Any, ...]] = set()
+MAX_FREE_DIMS, MAX_SIZE, MIN_STRIDE, MAX_STRIDE = 4, 0xFFFF, -0x8000, 0x7FFF
+"""What an engine's access pattern can say: dimensions, uint16 sizes, int16 strides in elements."""
+
+
+def out_of_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    """Return what no engine's access pattern can say of some free dimensions, or ""."""
+    walked = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
+    if len(walked) > MAX_FREE_DIMS:
+        return f"{len(walked)} free dimensions {shape}, at most {MAX_FREE_DIMS}; merge some"
+    for size, stride in walked:
+        if size > MAX_SIZE:
+            return f"a free dimension of {size:,} elements, at most {MAX_SIZE:,}; split it"
+        if not MIN_STRIDE <= stride <= MAX_STRIDE:
+            return (
+                f"a stride of {stride:,} elements, {MIN_STRIDE:,}..{MAX_STRIDE:,}; use one "
+                "instruction for each of its steps, or a wider dtype"
+            )
+    return ""
 
 
 def walk_pattern(
@@ -44,20 +63,25 @@ def walk_pattern(
     pattern = tuple((step, count) for step, count in merged) or ((item, 1),)
     if len(_PATTERNS) > 100_000:
         _PATTERNS.clear()
+        _OUT_OF_REACH.clear()
     _PATTERNS[key] = pattern, extent
+    if out_of_reach(shape, strides):
+        _OUT_OF_REACH.add(key)
     return pattern, extent
 
 
 class TensorData(Reshaping):
     """The part of `NkiTensor` that reaches its storage."""
 
-    __slots__ = ("_access", "_array", "dtype", "offset", "storage")
+    __slots__ = ("_access", "_array", "dtype", "offset", "special", "storage")
 
     storage: Storage
     offset: int
     dtype: DType
     _access: Access | None
     _array: np.ndarray | None
+    special: bool
+    """An engine cannot reach the view without a closer look; known after `access()`."""
 
     def get_pattern(self) -> list[list[int]]:
         """Return [[stride, count], ...] of all dimensions."""
@@ -127,6 +151,8 @@ class TensorData(Reshaping):
                     storage.identity, storage.memory, partition, partition + self.shape[0],
                     start, start + extent, pattern, self.dtype, item,
                 )  # fmt: skip
+                if partition or (_OUT_OF_REACH and inner in _OUT_OF_REACH):
+                    self.special = True
             self._access = access
         return access
 

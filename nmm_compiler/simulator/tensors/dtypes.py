@@ -95,6 +95,9 @@ ALL: dict[str, DType] = {
 }  # fmt: skip
 ALL["bool_"] = bool_
 
+FLOATS = frozenset(d for d in ALL.values() if d.kind == "float")
+INTEGERS = frozenset(d for d in ALL.values() if d.kind == "int")
+FLOAT32 = frozenset({"float32"})
 FLOAT8 = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
 _FROM_NUMPY = {
     d.numpy: d for d in ALL.values() if d.kind != "packed" and d not in ("tfloat32", "bool")

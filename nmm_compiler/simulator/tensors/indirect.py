@@ -11,20 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import OutOfBoundsError, TensorShapeError, UninitializedReadError
+from nmm_compiler.errors import (
+    HazardError,
+    OutOfBoundsError,
+    TensorShapeError,
+    UninitializedReadError,
+)
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Access
-
-
-def index_access(view: NkiTensor) -> tuple[Access, ...]:
-    """Return the Access of the index tensor of an indirect view, if it has one."""
-    indirection = view.indirection
-    if indirection is None or not isinstance(indirection.index, NkiTensor):
-        return ()
-    return (indirection.index.access(),)
 
 
 def _inner_positions(view: NkiTensor) -> np.ndarray:
@@ -156,6 +152,27 @@ def _check_unwritten(view: NkiTensor, table: np.ndarray) -> None:
         )
 
 
+def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray) -> None:
+    """Refuse rows that write different values to one place: their order is not defined."""
+    assert view.indirection is not None
+    if view.indirection.kind != "vector" or len(table) < 2:
+        return
+    _, first, inverse = np.unique(table[:, 0], return_index=True, return_inverse=True)
+    if len(first) == len(table):
+        return
+    twin = first[inverse.reshape(-1)]
+    bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(table), -1)
+    clash = (bits != bits[twin]).any(axis=1)
+    if clash.any():
+        row = int(np.argmax(clash))
+        current().rule(
+            HazardError,
+            f"a scatter into {view.name!r} {view.storage.shape} writes rows {int(twin[row])} and "
+            f"{row} to the same place with different values; which one stays is undefined, make "
+            "the indices unique",
+        )
+
+
 def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False) -> None:
     """Write values through an indirect view; rows out of bounds raise or are skipped."""
     table, valid = positions(view)
@@ -163,6 +180,7 @@ def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False) -> None:
     storage = view.storage
     assert storage.raw is not None
     stored = cast(values.reshape(table.shape), view.dtype)
+    _check_unique(view, table[valid], stored[valid])
     storage.raw.view(view.dtype.numpy)[table[valid]] = stored[valid]
     if storage.unwritten is not None:
         factor = max(view.dtype.item_bytes // storage.granule, 1)

@@ -77,6 +77,7 @@ class NkiTensor(TensorData):
         self.indirection = indirection
         self._access: Access | None = None
         self._array: np.ndarray | None = None
+        self.special = False
 
     # What a kernel may ask
 
