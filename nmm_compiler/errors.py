@@ -210,6 +210,22 @@ class ProgramsDisagreeError(SimulationError):
     """The programs of a grid took different paths: one waits for what the other never does."""
 
 
+class SimulatorFaultError(SimulationError):
+    """The simulator's own code raised in an NKI call; the original exception is the `__cause__`.
+
+    call: the function with its arguments, as far as they can be shown.
+    """
+
+    def __init__(self, call: str, cause: BaseException, file: str = "", line: int = 0) -> None:
+        text = " ".join(str(cause).split())[:300]
+        super().__init__(
+            f"a fault of the simulator in {call}: {type(cause).__name__}: {text}; please report it "
+            "with this line, and pass other arguments meanwhile",
+            file,
+            line,
+        )
+
+
 class ExportError(NmmError):
     """A model, or an operation in it, that cannot be written as MLIR; says which and why."""
 

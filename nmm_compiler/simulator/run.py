@@ -20,10 +20,12 @@ from typing import Any, Literal
 import numpy as np
 
 from nmm_compiler.errors import (
+    HazardError,
     KernelArgumentError,
     KernelFailedError,
     NmmError,
     SimulationError,
+    SimulatorFaultError,
     UninitializedReadError,
     UnknownNameError,
 )
@@ -196,6 +198,7 @@ def simulate(
             )
     for machine in machines:
         check_capacity(machine)
+        _check_dependencies(machine.trace)
     tensors, single = _outputs(machines[0], machines[0].outputs, function)
     outputs = None
     if data:
@@ -233,8 +236,57 @@ def _load(kernel: Any) -> tuple[Any, str]:
         raise _failed(error, "the kernel file could not be loaded") from error
 
 
-def _failed(error: BaseException, what: str) -> KernelFailedError:
-    """Return the catalogue error for an exception of the kernel's own code."""
+def _check_dependencies(trace: Trace) -> None:
+    """Refuse a `depends_on` whose semaphore would fire once a turn for one wait, or never."""
+    found = trace.dependency_out_of_a_loop()
+    if found is not None:
+        consumer, producer = found
+        raise HazardError(
+            f"nisa.{consumer.op} depends on nisa.{producer.op} (line {producer.line}), which is "
+            "inside a loop on the device that it is not in; wait for an instruction of its own "
+            "loop, or outside of it",
+            consumer.file,
+            consumer.line,
+        )
+
+
+_ELSEWHERE = frozenset({"numpy", "ml_dtypes", *sys.stdlib_module_names})
+
+
+def _own_fault(error: BaseException) -> SimulatorFaultError | None:
+    """Return the error for an exception that the simulator's own code raised, else None.
+
+    The innermost frame that is neither NumPy's nor the standard library's says whose code it was;
+    the first of the simulator's after the kernel's last is the NKI function that was called.
+    """
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _ELSEWHERE
+    ]
+    own = [frame.f_code.co_filename.startswith(_PACKAGE) for frame, _ in frames]
+    users = [i for i, is_own in enumerate(own) if not is_own]
+    if not users or not own or not own[-1]:
+        return None
+    (kernel, line), (called, _) = frames[users[-1]], frames[users[-1] + 1]
+    code = called.f_code
+    names = code.co_varnames[: code.co_argcount]
+    shown = ", ".join(f"{n}={_short(called.f_locals[n])}" for n in names if n in called.f_locals)
+    return SimulatorFaultError(f"{code.co_name}({shown})", error, kernel.f_code.co_filename, line)
+
+
+def _short(value: Any) -> str:
+    """Return an argument in one line, tensors without their values."""
+    if isinstance(value, NkiTensor):
+        return f"<{value.name} {value.shape} {value.dtype} {value.memory}>"
+    return f"{value!r:.60}"
+
+
+def _failed(error: BaseException, what: str) -> SimulationError:
+    """Return the catalogue error for an exception of the kernel's own code, or of ours."""
+    fault = None if isinstance(error, ImportError) else _own_fault(error)
+    if fault is not None:
+        return fault
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)

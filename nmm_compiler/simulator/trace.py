@@ -105,6 +105,7 @@ class Trace:
     ordered: (first, stop) instruction ranges that keep program order (nl.no_reorder).
     iterations: (first, stop) instruction ranges of a loop on the device, after its first turn:
         the program that the compiler makes holds their instructions once.
+    turns: the same of every turn, the first too.
     """
 
     instructions: list[Instruction] = dataclasses.field(default_factory=list)
@@ -115,6 +116,7 @@ class Trace:
     ordered: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     iterations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     loop_edges: list[int] = dataclasses.field(default_factory=list)
+    turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     @property
     def program_instructions(self) -> int:
@@ -125,3 +127,19 @@ class Trace:
             again += max(0, stop - max(first, seen))
             seen = max(seen, stop)
         return len(self.instructions) - again
+
+    def dependency_out_of_a_loop(self) -> tuple[Instruction, Instruction] | None:
+        """Return (consumer, producer) where `depends_on` reaches into a turn of a device loop.
+
+        Both must be in the same turn, or the producer around the consumer's.
+        """
+        if not self.turns:
+            return None
+        index = {id(instruction): i for i, instruction in enumerate(self.instructions)}
+        for consumer in self.instructions:
+            for producer in consumer.after:
+                place, source = index[id(consumer)], index.get(id(producer), -1)
+                for first, stop in self.turns:
+                    if first <= source < stop and not first <= place < stop:
+                        return consumer, producer
+        return None

@@ -15,11 +15,11 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.isa.instruction import Call
 from nmm_compiler.simulator.isa.operands import refuse_dtype
 from nmm_compiler.simulator.isa.operators import Op
-from nmm_compiler.simulator.isa.values import F32, scalar_value
+from nmm_compiler.simulator.isa.values import F32, scalar_value, write
 from nmm_compiler.simulator.machine import Machine
 
 
-def accumulate(
+def _accumulate(
     machine: Machine,
     register: str,
     command: Any,
@@ -61,6 +61,30 @@ def accumulate(
         return np.full(partitions, np.nan, F32)
     machine.accumulators[register] = state
     return state
+
+
+def write_sum(
+    call: Call,
+    register: str,
+    command: Any,
+    op: Op,
+    values: np.ndarray,
+    result: Any,
+    initial: Any = None,
+    negate: bool = False,
+) -> None:
+    """Update the accumulators by a reduce_cmd; read them out into `result` if it is a tile.
+
+    VectorE's idle may still modify them: what they hold is unknown afterwards.
+    """
+    idle = command is None or command.name == "idle"
+    if idle and result is None:
+        if register == "vector":
+            call.machine.accumulators.pop(register, None)
+        return
+    total = _accumulate(call.machine, register, command, op, values, initial)
+    if result is not None:
+        write(result, (-total if negate else total).reshape(result.shape))
 
 
 def check_command(

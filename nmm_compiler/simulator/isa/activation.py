@@ -11,7 +11,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import accumulate, check_command, reduce_result
+from nmm_compiler.simulator.isa.accumulators import check_command, reduce_result, write_sum
 from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
 )
@@ -25,7 +25,7 @@ from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     require_form,
 )
-from nmm_compiler.simulator.isa.operators import Op, activation_function, alu, reduction
+from nmm_compiler.simulator.isa.operators import BY_NAME, Op, activation_function, alu, reduction
 from nmm_compiler.simulator.isa.values import (
     F32,
     apply_scalar,
@@ -110,20 +110,7 @@ def activation(
     result = _apply(machine, function, f32(data), scale, bias)
     write(dst, result)
     if reduces:
-        total = accumulate(machine, "scalar", reduce_cmd, reduction(machine, _add_op(), ""), result)
-        if reduce_res is not None:
-            write(reduce_res, total.reshape(reduce_res.shape))
-
-
-class _Named:
-    """An operator by name, for calls inside the simulator."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-
-def _add_op() -> Any:
-    return _Named("add")
+        write_sum(call, "scalar", reduce_cmd, BY_NAME["add"], result, reduce_res)
 
 
 def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias: Any) -> np.ndarray:
@@ -202,7 +189,7 @@ def activate2(
             TensorDtypeError, f"imm0 is {imm0.dtype}, imm1 {imm1.dtype}; they must be the same"
         )
     check_command(call, reduce_cmd, _COMMANDS)
-    reducer = reduction(machine, reduce_op or _add_op(), "activate2")
+    reducer = BY_NAME["add"] if reduce_op is None else reduction(machine, reduce_op, "activate2")
     if reducer.name not in ("add", "maximum", "minimum", "max", "min"):
         raise call.error(
             UnsupportedInstructionError,
@@ -220,9 +207,7 @@ def activate2(
         result = _apply(machine, function, values, 1.0, None)
     write(dst, result)
     if reduces:
-        total = accumulate(machine, "scalar", reduce_cmd, reducer, result)
-        if reduce_res is not None:
-            write(reduce_res, total.reshape(reduce_res.shape))
+        write_sum(call, "scalar", reduce_cmd, reducer, result, reduce_res)
 
 
 @instruction(
@@ -246,8 +231,6 @@ def exponential(
     name: str | None = None,
 ) -> Steps:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
-    machine = call.machine
-    op = "exponential"
     partitions = src.shape[0]
     call.scalar("max_value", max_value, partitions, FLOAT32)
     call.scalar("reduce_init", reduce_init, partitions, FLOAT32)
@@ -266,10 +249,4 @@ def exponential(
     values = f32(src)
     result = np.exp(values - scalar_value(max_value, values.ndim))
     write(dst, result)
-    if reduces:
-        total = accumulate(
-            machine, "vector", reduce_cmd, reduction(machine, _add_op(), op), result,
-            reduce_init,
-        )  # fmt: skip
-        if reduce_res is not None:
-            write(reduce_res, total.reshape(reduce_res.shape))
+    write_sum(call, "vector", reduce_cmd, BY_NAME["add"], result, reduce_res, reduce_init)

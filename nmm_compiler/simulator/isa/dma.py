@@ -27,6 +27,7 @@ from nmm_compiler.simulator.isa.instruction import (
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
+    check_conversion,
     require_form,
 )
 from nmm_compiler.simulator.isa.operators import find_op
@@ -138,6 +139,8 @@ def dma_copy(
             "different numbers of elements",
         )
     same = dst.dtype == src.dtype
+    if not same:
+        check_conversion(machine, "dma_copy", dst, src)
     issuer, mode = _issue(machine, "dma_copy", dge_mode, engine, same)
     if priority is not None:
         _check_priority(call, priority)
@@ -236,7 +239,8 @@ def dma_transpose(
         )
     rank = len(src.shape)
     order = _AXES.get(rank)
-    if order is None or (axes is not None and tuple(axes) != order):
+    given = axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)
+    if order is None or not given:
         raise call.error(
             TensorShapeError,
             f"src {src.shape} with axes {axes}; axes are (1, 0), (2, 1, 0) "
@@ -430,6 +434,6 @@ def dma_compute(
         total = part if total is None else total + part
     assert total is not None
     if dst.indirection is not None:
-        scatter(dst, total, skip)
+        scatter(dst, total, skip, adds=True)
     else:
         store(dst, total, False)

@@ -24,6 +24,7 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
+    check_conversion,
     check_hazard,
     check_pair,
     no_psum_on_gpsimd,
@@ -67,6 +68,8 @@ def tensor_copy(
     """dst = src on chip; bit-accurate for equal dtypes, else through float32."""
     machine = call.machine
     chosen = call.choose()
+    if dst.dtype != src.dtype:
+        check_conversion(machine, "tensor_copy", dst, src)
     if chosen == "gpsimd":
         no_psum_on_gpsimd(machine, "tensor_copy", chosen, dst, src)
     elif chosen == "scalar" and not machine.target.scalar_tensor_copy:
@@ -278,11 +281,11 @@ def tensor_scalar(
             "arithmetic or both bit operators",
         )
     partitions = data.shape[0]
-    allowed = INTEGERS if bitvec else \
+    vectors = INTEGERS if bitvec else \
         _ARITHMETIC if data.dtype in _INT32 else FLOAT32  # fmt: skip
     for role, function, value in (("operand0", first, operand0), ("operand1", second, operand1)):
         if value is not None:
-            call.scalar(role, value, partitions, allowed)
+            call.scalar(role, value, partitions, vectors)
         if function is not None:
             check_unary(call, role, function, value)
         elif value is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from operator import index as as_index
 from typing import Any, Concatenate, ParamSpec
 
@@ -33,10 +34,10 @@ from nmm_compiler.simulator.isa.operands import (
     check_pair,
     choose_engine,
     indirect_operand,
+    member,
     no_psum_on_gpsimd,
     operand,
     refuse_dtype,
-    refuse_member,
     refuse_rank,
     require_instruction,
     same_elements,
@@ -54,7 +55,7 @@ P = ParamSpec("P")
 
 _ATTRIBUTES: dict[tuple[Any, ...], Attributes] = {}
 NO_ATTRIBUTES: Attributes = {}
-MEMBERS: dict[str, type] = {
+MEMBERS: dict[str, type[Enum]] = {
     "engine": enums.engine,
     "dge_mode": enums.dge_mode,
     "oob_mode": enums.oob_mode,
@@ -211,7 +212,7 @@ def instruction(
             "check_destination": check_destination, "check_hazard": check_hazard,
             "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
             "refuse_dtype": refuse_dtype, "refuse_rank": refuse_rank, "check_pair": check_pair,
-            "refuse_member": refuse_member,
+            "member": member,
         }  # fmt: skip
         for p in parameters:
             if p.default is not p.empty:
@@ -259,7 +260,7 @@ def _signature(op: str, parameters: list[inspect.Parameter]) -> str:
     for name in (p.name for p in parameters if p.name in MEMBERS):
         lines += [
             f"    if {name}.__class__ is not {name}_members and {name} is not None:",
-            f"        refuse_member(machine, OP, {name!r}, {name}, {name}_members)",
+            f"        {name} = member(machine, OP, {name!r}, {name}, {name}_members)",
         ]
     return "\n".join(lines) + "\n"
 

@@ -180,7 +180,10 @@ def nc_matmul_mx(
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
         values = unpack(raw(view).reshape(k, -1), view.dtype)
-        factor = np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
+        if scale.indirection is not None:
+            factor = _scales(scale)[rows]
+        else:
+            factor = np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
         values = values * np.repeat(factor, 8, axis=0)[:, :, None]
         sides.append(values.transpose(0, 2, 1).reshape(4 * k, -1))
     accumulate_product(machine, dst, sides[0].T @ sides[1], accumulate)

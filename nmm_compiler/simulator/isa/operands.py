@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,14 @@ SBUF = ("sbuf",)
 PSUM = ("psum",)
 ON_CHIP = ("sbuf", "psum")
 DMA_MEMORIES = ("sbuf", "hbm")
+MOVES_PACKED = frozenset(
+    {
+        "dma_copy", "dma_transpose", "local_gather", "memset", "nc_matmul_mx", "nc_n_gather",
+        "nc_stream_shuffle", "nc_transpose", "quantize_mx", "sendrecv", "tensor_copy",
+        "tensor_copy_predicated",
+    }
+)  # fmt: skip
+"""Instructions that take x4-packed operands: they move them as they are, or are made for them."""
 
 
 def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str, ...]) -> Access:
@@ -54,6 +63,12 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
                 "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
                 "more at 0",
             )
+    if view.dtype.kind == "packed" and op not in MOVES_PACKED:
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.{op}: {role} {view.name!r} is {view.dtype}, which engines move but do not "
+            "compute with; multiply it with nisa.nc_matmul_mx, or pass .view(nl.uint8)",
+        )
     if view.special and "hbm" not in memories:
         problem = out_of_reach(view.shape[1:], view.strides[1:])
         if problem:
@@ -84,13 +99,33 @@ def refuse_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int
     )
 
 
-def refuse_member(machine: Machine, op: str, role: str, given: Any, members: type) -> None:
-    """Say which enumeration the parameter takes a member of."""
+def member(machine: Machine, op: str, role: str, given: Any, members: type[Enum]) -> Enum:
+    """Return the member of an enumeration that a parameter means, or refuse it.
+
+    A member's number warns: NKI 0.3.0 refuses it, and production kernels of nki-library pass it.
+    """
+    for known in members:
+        if given.__class__ is int and known.value == given:
+            machine.warn(
+                f"nisa.{op}: {role}={given}; NKI 0.3 and newer take nisa.{members.__name__}."
+                f"{known.name}"
+            )
+            return known
     raise machine.error(
         KernelArgumentError,
         f"nisa.{op}: {role}={given!r:.60}; pass a member of nisa.{members.__name__}, such as "
-        f"nisa.{members.__name__}.{next(iter(members)).name}",  # type: ignore[call-overload]
+        f"nisa.{members.__name__}.{next(iter(members)).name}",
     )
+
+
+def check_conversion(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> None:
+    """Refuse to convert x4-packed elements, each of which holds four numbers."""
+    if "packed" in (dst.dtype.kind, src.dtype.kind):
+        raise machine.error(
+            TensorDtypeError,
+            f"nisa.{op}: src {src.name!r} is {src.dtype}, dst {dst.name!r} {dst.dtype}; x4-packed "
+            "elements are moved, not converted, make the dtypes equal",
+        )
 
 
 def check_pair(

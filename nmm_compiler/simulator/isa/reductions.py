@@ -12,7 +12,7 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import accumulate, check_command, reduce_result
+from nmm_compiler.simulator.isa.accumulators import check_command, reduce_result, write_sum
 from nmm_compiler.simulator.isa.elementwise import check_operators, check_unary
 from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
@@ -203,10 +203,9 @@ def tensor_scalar_reduce(
     yield attributes(function=first.name, reduces=True)
     result = apply_scalar(machine, first, f32(data), operand0, reverse0)
     write(dst, result)
-    total = accumulate(machine, "vector", reduce_cmd, reducer, result, reduce_init)
-    if reduce_res is not None:
-        total = -total if reduce_res_negate else total
-        write(reduce_res, total.reshape(reduce_res.shape))
+    write_sum(
+        call, "vector", reduce_cmd, reducer, result, reduce_res, reduce_init, reduce_res_negate
+    )
 
 
 @instruction(

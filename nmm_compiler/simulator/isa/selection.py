@@ -14,7 +14,7 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import accumulate, check_command, reduce_result
+from nmm_compiler.simulator.isa.accumulators import check_command, reduce_result, write_sum
 from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
 )
@@ -211,9 +211,7 @@ def range_select(
     fill = FP32_MIN if on_false_value is Ellipsis else on_false_value
     result = np.where(chosen, values, F32(fill))
     write(dst, result)
-    total = accumulate(machine, "vector", reduce_cmd, reducer, result)
-    if reduce_res is not None:
-        write(reduce_res, total.reshape(reduce_res.shape))
+    write_sum(call, "vector", reduce_cmd, reducer, result, reduce_res)
 
 
 @instruction(
@@ -238,7 +236,6 @@ def select_reduce(
     name: str | None = None,
 ) -> Steps:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
-    machine = call.machine
     reducer = _maximum(call, reduce_op)
     check_command(call, reduce_cmd, ("reset_reduce", "reduce", "idle"))
     partitions = dst.shape[0]
@@ -251,6 +248,4 @@ def select_reduce(
     values = f32(on_true).reshape(partitions, -1)
     result = np.where(chosen, values, scalar_value(on_false, 2))
     write(dst, result)
-    total = accumulate(machine, "vector", reduce_cmd, reducer, result)
-    if reduce_res is not None:
-        write(reduce_res, total.reshape(reduce_res.shape))
+    write_sum(call, "vector", reduce_cmd, reducer, result, reduce_res)

@@ -247,6 +247,8 @@ def _iteration(machine: Machine, count: int) -> Iterator[None]:
     yield
     stop = len(machine.instructions)
     trace.loop_edges.append(stop)
+    if stop > first:
+        trace.turns.append((first, stop))
     if count and stop > first:
         trace.iterations.append((first, stop))
 

@@ -151,7 +151,11 @@ class TensorData(Reshaping):
                     storage.identity, storage.memory, partition, partition + self.shape[0],
                     start, start + extent, pattern, self.dtype, item,
                 )  # fmt: skip
-                if partition or (_OUT_OF_REACH and inner in _OUT_OF_REACH):
+                if (
+                    partition
+                    or (_OUT_OF_REACH and inner in _OUT_OF_REACH)
+                    or self.dtype.kind == "packed"
+                ):
                     self.special = True
             self._access = access
         return access

@@ -152,7 +152,7 @@ def _check_unwritten(view: NkiTensor, table: np.ndarray) -> None:
         )
 
 
-def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray) -> None:
+def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:
     """Refuse rows that write different values to one place: their order is not defined."""
     assert view.indirection is not None
     if view.indirection.kind != "vector" or len(table) < 2:
@@ -162,25 +162,27 @@ def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray) -> Non
         return
     twin = first[inverse.reshape(-1)]
     bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(table), -1)
-    clash = (bits != bits[twin]).any(axis=1)
+    clash = twin != np.arange(len(table)) if adds else (bits != bits[twin]).any(axis=1)
     if clash.any():
         row = int(np.argmax(clash))
         current().rule(
             HazardError,
             f"a scatter into {view.name!r} {view.storage.shape} writes rows {int(twin[row])} and "
-            f"{row} to the same place with different values; which one stays is undefined, make "
-            "the indices unique",
+            f"{row} to the same place; which one stays is undefined, make the indices unique",
         )
 
 
-def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False) -> None:
-    """Write values through an indirect view; rows out of bounds raise or are skipped."""
+def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False, adds: bool = False) -> None:
+    """Write values through an indirect view; rows out of bounds raise or are skipped.
+
+    adds: the values are sums with what was there, so no two rows may be the same.
+    """
     table, valid = positions(view)
     _check_valid(view, valid, skip)
     storage = view.storage
     assert storage.raw is not None
     stored = cast(values.reshape(table.shape), view.dtype)
-    _check_unique(view, table[valid], stored[valid])
+    _check_unique(view, table[valid], stored[valid], adds)
     storage.raw.view(view.dtype.numpy)[table[valid]] = stored[valid]
     if storage.unwritten is not None:
         factor = max(view.dtype.item_bytes // storage.granule, 1)
