@@ -213,7 +213,7 @@ def test_gathers():
     assert np.array_equal(r, np.take_along_axis(a, b.astype(int), 1))
     for group in (0, 1):
         flat = c[16 * group : 16 * group + 16].T.reshape(-1).astype(int)
-        places = (2 * flat[:, None] + np.arange(2)).reshape(-1)
+        places = (flat[:, None] + np.arange(2)).reshape(-1)
         rows = slice(16 * group, 16 * group + 16)
         assert np.array_equal(s[rows], a[rows][:, places])
     with pytest.raises(OutOfBoundsError, match="index 99"):
@@ -305,3 +305,14 @@ def test_reading_accumulators_that_nothing_set_is_refused():
     with pytest.raises(SimulationError, match="reset_reduce"):
         run(body, a)
     assert np.isnan(run(body, a, strict=False).output).all()
+
+
+def test_select_reduce_without_a_reduction_reads_no_accumulator():
+    a, b = values((32, 16)), (values((32, 16), seed=3) > 0).astype(np.uint8)
+    body = """
+        x, p = load(a), load(b)
+        r = nl.ndarray((32, 16), nl.float32, nl.sbuf)
+        nisa.select_reduce(dst=r, predicate=p, on_true=x, on_false=-2.0)
+        return out(r)
+    """
+    assert np.array_equal(run(body, a, b).output, np.where(b != 0, a, np.float32(-2)))

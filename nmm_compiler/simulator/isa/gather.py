@@ -89,7 +89,11 @@ def local_gather(
     num_valid_indices: Any = None,
     name: str | None = None,
 ) -> Steps:
-    """Gather in groups of 16 partitions; a group's indices are its own 16 rows, column first."""
+    """Gather in groups of 16 partitions; a group's indices are its own 16 rows, column first.
+
+    An index is the position of the first of num_elem_per_idx contiguous elements (AWS's own test
+    of the instruction multiplies row numbers by the elements of a row before it passes them).
+    """
     machine = call.machine
     op = "local_gather"
     _same_dtype(machine, op, dst, src_buffer)
@@ -119,7 +123,7 @@ def local_gather(
     result = np.zeros((partitions, size), values.dtype)
     for start in range(0, partitions, 16):
         flat = rows[start : start + 16].T.reshape(-1)[:valid]
-        places = (flat[:, None] * num_elem_per_idx + np.arange(num_elem_per_idx)).reshape(-1)
+        places = (flat[:, None] + np.arange(num_elem_per_idx)).reshape(-1)
         if places.size and places.max() >= values.shape[1]:
             raise call.error(
                 OutOfBoundsError,
