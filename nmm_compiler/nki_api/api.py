@@ -87,7 +87,8 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
             yield name.strip(), " ".join(match.group(2).split())
 
 
-def _parameters(text: str) -> tuple[Parameter, ...]:
+def parameters_of(text: str) -> tuple[Parameter, ...]:
+    """Return the parameters of the text between the parentheses of a signature."""
     arguments = ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
     defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + [
         ast.unparse(d) for d in arguments.defaults
@@ -127,7 +128,7 @@ def api(version: str = API_VERSION) -> Api:
         for short, arguments in _entries(text):
             name = f"{module}.{short}"
             if _exists(name, version):
-                functions[name] = _adjusted(name, _parameters(arguments + more), version)
+                functions[name] = _adjusted(name, parameters_of(arguments + more), version)
     members = {f"nki.isa.{name}": tuple(text.split()) for name, text in table.ISA_ENUMS.items()}
     for record, text in table.LANGUAGE_RECORDS.items():
         owner = f"nki.language.{record}"

@@ -6,10 +6,11 @@ It knows whether data is computed (not in timing mode) and whether rules are str
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from nmm_compiler.errors import InstructionLimitError, SimulationError
@@ -22,6 +23,7 @@ _OWN_FILES: dict[str, bool] = {}
 
 class _Current(threading.local):
     machine: Machine | None = None
+    place: tuple[str, int] | None = None
 
 
 _current = _Current()
@@ -57,6 +59,8 @@ def _is_own(filename: str) -> bool:
 
 def kernel_frame() -> tuple[str, int]:
     """Return (file, line) of the innermost frame that is not the simulator's."""
+    if _current.place is not None:
+        return _current.place
     frame: Any = sys._getframe(1)
     own = _OWN_FILES
     while frame is not None:
@@ -67,6 +71,19 @@ def kernel_frame() -> tuple[str, int]:
     if frame is None:
         return "", 0
     return frame.f_code.co_filename, frame.f_lineno
+
+
+@contextlib.contextmanager
+def place_instructions(machine: Machine, place: tuple[str, int]) -> Iterator[None]:
+    """Give the instructions and errors inside the kernel's (file, line) `place`."""
+    before, first = _current.place, len(machine.instructions)
+    _current.place = place
+    try:
+        yield
+    finally:
+        _current.place = before
+        for instruction in machine.instructions[first:]:
+            instruction.file, instruction.line = place
 
 
 class Grid(Protocol):
@@ -89,10 +106,11 @@ class Machine:
 
     absent: instructions that the target lacks.
     assign: what `tensor[key] = value` does, as a function of the three; the language's copy.
+    dialect: what another dialect of NKI keeps for this program.
     """
 
     __slots__ = (
-        "absent", "accumulators", "assign", "data", "grid", "identities", "instructions",
+        "absent", "accumulators", "assign", "data", "dialect", "grid", "identities", "instructions",
         "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "program_id", "programs",
         "random_state", "shared_count", "storages", "strict", "target", "trace", "warning_keys",
         "warnings",
@@ -131,6 +149,7 @@ class Machine:
         self.no_reorder_depth = 0
         self.loop_depth = 0
         self.outputs: Any = None
+        self.dialect: Any = None
 
     def error(self, kind: type[SimulationError], message: str) -> SimulationError:
         """Return an error of `kind` that carries the kernel's current file and line."""

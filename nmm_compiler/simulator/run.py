@@ -34,8 +34,8 @@ from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
 from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
 from nmm_compiler.simulator.language.tiles import assign
+from nmm_compiler.simulator.loading.jit_kernel import JitKernel, run_kernels_with
 from nmm_compiler.simulator.loading.loader import resolve
-from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
 from nmm_compiler.simulator.machine import Machine, running, set_current
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors import dtypes
@@ -145,7 +145,7 @@ def simulate(
     kernel: Any,
     *arrays: Any,
     target: str | Target = "trn2",
-    grid: int = 1,
+    grid: int | tuple[Any, ...] = 1,
     mode: Literal["full", "functional", "timing"] | str = "full",
     strict: bool = True,
     max_instructions: int = 10_000_000,
@@ -159,7 +159,8 @@ def simulate(
         become HBM tensors, and are updated in place when the kernel writes them, as in AWS's
         simulator; everything else passes through. `ArraySpec` stands for an array in timing mode.
     named: more arguments of the kernel by name, also such as this function has parameters of.
-    grid: programs; 2 is LNC=2. strict: False records rules as warnings where a result exists.
+    grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
+    strict: False records rules as warnings where a result exists.
     Raises: SimulationError and its kin, each with the kernel's own file and line.
     """
     if mode not in MODES:
@@ -169,8 +170,8 @@ def simulate(
     hardware = get_target(target) if isinstance(target, str) else target
     function, file = _load(kernel)
     if isinstance(function, JitKernel):
-        grid = max(grid, function.grid)
-        function = function.function
+        launched = function.launched(grid)
+        grid, function = launched.grid, launched.function
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
     data = mode != "timing"

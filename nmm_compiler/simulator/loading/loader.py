@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.errors import KernelNotFoundError, closest
+from nmm_compiler.simulator.beta1 import kernel as beta1
 from nmm_compiler.simulator.loading import standins
-from nmm_compiler.simulator.loading.private_modules import PrivateModules
+from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
 from nmm_compiler.simulator.loading.rebuild import Rebuilder, unwrap
 
 _CACHE: dict[Path, tuple[PrivateModules, types.ModuleType]] = {}
@@ -84,7 +85,7 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
     if name is not None:
         found = vars(module).get(name)
         if callable(found):
-            return found
+            return _of_its_dialect(found, module)
         known = [*own, *functions]
         raise KernelNotFoundError(
             f"{path} has no kernel {name!r}{closest(name, known)} (it has: "
@@ -96,7 +97,14 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
             f"{path} has {len(choices)} kernels ({', '.join(choices) or 'none'}); name one as "
             f"{path.name}:NAME"
         )
-    return next(iter(choices.values()))
+    return _of_its_dialect(next(iter(choices.values())), module)
+
+
+def _of_its_dialect(found: Any, module: types.ModuleType) -> Any:
+    """Return a plain function of a Beta 1 file as a kernel of that dialect."""
+    if isinstance(found, types.FunctionType) and BETA_1 in vars(module):
+        return beta1.Kernel(found, checked=False)
+    return found
 
 
 def resolve(kernel: Any) -> tuple[Any, str]:

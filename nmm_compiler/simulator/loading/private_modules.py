@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.nki_api.source_text import read_source
+from nmm_compiler.simulator.beta1 import modules as beta1
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.loading.run_text import run_source
 
 _LIBRARIES = frozenset({"nkilib", "nkilib_src", "nki_samples"})
 _STDLIB = sys.stdlib_module_names
+BETA_1 = "__nki_beta_1__"
+"""Name in the globals of a file that imports `neuronxcc.nki`: its dialect is Beta 1."""
+_ANNOTATIONS = ("neuronxcc.nki.typing",)
 
 
 class PrivateModules:
@@ -160,8 +164,10 @@ class PrivateModules:
             return self._inspect()
         if name == "dataclasses":
             return _DATACLASSES
-        if top == "neuronxcc" and name.startswith("neuronxcc.nki"):
-            return standins.beta_typing(name, bool(fromlist))
+        if beta1.stands_in(name):
+            if globals is not None and name not in _ANNOTATIONS:
+                globals[BETA_1] = True
+            return beta1.import_module(name, fromlist)
         if top == "nki":
             module = standins.find(name)
             if fromlist:

@@ -6,9 +6,7 @@ A name that the NKI API has and the simulator lacks raises an error that says so
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from nmm_compiler.errors import (
@@ -18,88 +16,17 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.simulator.isa import names as isa
 from nmm_compiler.simulator.language import names as language
+from nmm_compiler.simulator.loading.jit_kernel import (
+    JitKernel,
+    jit,
+    run_kernels_with,
+    simulate_kernel,
+)
 from nmm_compiler.simulator.loading.nki_object import NKIObject
-from nmm_compiler.simulator.machine import kernel_frame, running
+from nmm_compiler.simulator.loading.stand_in_module import StandIn
+from nmm_compiler.simulator.loading.stand_in_module import module as _module
+from nmm_compiler.simulator.machine import kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
-
-
-class StandIn(ModuleType):
-    """A module whose missing names raise UnsupportedInstructionError."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        file, line = kernel_frame()
-        known = [n for n in self.__dict__ if not n.startswith("_")]
-        raise UnsupportedInstructionError(
-            f"{self.__name__}.{name} is not in the NKI API that the simulator has"
-            f"{closest(name, known)}; see docs/simulator.md",
-            file,
-            line,
-        )
-
-
-def _module(name: str, names: dict[str, Any]) -> StandIn:
-    module = StandIn(name, f"Stand-in for {name} inside the simulator.")
-    module.__dict__.update(names)
-    module.__package__ = name
-    module.__path__ = []
-    return module
-
-
-class JitKernel:
-    """What `@nki.jit` returns: callable inside a simulation, launchable with a grid."""
-
-    def __init__(self, function: Callable[..., Any], grid: int = 1, schedule: Any = None) -> None:
-        self.function = function
-        self.grid = grid
-        self.schedule = schedule
-        functools.update_wrapper(self, function, updated=())
-        self.func = function
-
-    def __getitem__(self, grid: Any) -> JitKernel:
-        sizes = grid if isinstance(grid, tuple) else (grid,)
-        count = 1
-        for size in sizes:
-            count *= int(size)
-        return JitKernel(self.function, count, self.schedule)
-
-    def with_schedule(self, schedule: Any) -> JitKernel:
-        """Return the kernel with scheduling hints, which do not change results."""
-        return JitKernel(self.function, self.grid, schedule)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run: inline inside a simulation, else a simulation of its own."""
-        if running() is None:
-            return _simulate(self)(*args, **kwargs)
-        return self.function(*args, **kwargs)
-
-
-def jit(function: Any = None, **options: Any) -> Any:
-    """Mark a kernel; keyword options are for the device compiler and have no effect here."""
-    if function is None:
-        return lambda f: JitKernel(f)
-    return function if isinstance(function, JitKernel) else JitKernel(function)
-
-
-_RUNNERS: list[Callable[..., Any]] = []
-
-
-def run_kernels_with(simulate: Callable[..., Any]) -> None:
-    """Hand in what a kernel runs with that is called outside of a simulation."""
-    _RUNNERS[:] = [simulate]
-
-
-def _simulate(kernel: Any) -> Callable[..., Any]:
-    """Return a callable that runs `kernel` here and returns its outputs (nki.simulate)."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        (simulate,) = _RUNNERS
-        result = simulate(kernel, *args, mode="functional", **kwargs)
-        outputs: tuple[Any, ...] = result.outputs or ()
-        return outputs[0] if result.single else outputs
-
-    return call
 
 
 class _TensorType:
@@ -154,7 +81,7 @@ def _build() -> dict[str, StandIn]:
     nki = _module(
         "nki",
         {
-            "jit": jit, "simulate": _simulate, "language": nl, "isa": nisa, "typing": typing,
+            "jit": jit, "simulate": simulate_kernel, "language": nl, "isa": nisa, "typing": typing,
             "collectives": collectives, "experimental": experimental, "Kernel": JitKernel,
             "dtype": kinds,
         },
@@ -188,23 +115,4 @@ def find(name: str) -> StandIn:
     return module
 
 
-def beta_typing(name: str, direct: bool) -> Any:
-    """Return what an import of `neuronxcc.nki.typing` gives: annotations only.
-
-    Everything else of `neuronxcc.nki` is NKI beta 1, which the NKI compiler refuses since 0.4.
-    """
-    if name != "neuronxcc.nki.typing":
-        file, line = kernel_frame()
-        raise UnsupportedInstructionError(
-            f"{name} is the API of NKI beta 1; port the kernel to `import nki` (see AWS's NKI "
-            "migration guide)",
-            file,
-            line,
-        )
-    typing = MODULES["nki.typing"]
-    if direct:
-        return typing
-    return _module("neuronxcc", {"nki": _module("neuronxcc.nki", {"typing": typing})})
-
-
-__all__ = ["MODULES", "JitKernel", "beta_typing", "find", "jit", "run_kernels_with"]
+__all__ = ["MODULES", "JitKernel", "StandIn", "find", "jit", "run_kernels_with"]

@@ -1,0 +1,255 @@
+"""Kernels of Beta 1: `nki.jit` and its kin, launch grids, and how arguments become tensors.
+
+A launch grid is any number of programs that share what is in shared HBM. Programs of one core run
+one after the other; `nl.nc(2)` spreads a dimension over two cores, which run at once as the
+current dialect's LNC programs do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nmm_compiler.errors import (
+    KernelArgumentError,
+    ProgramsDisagreeError,
+    UnsupportedInstructionError,
+)
+from nmm_compiler.simulator.beta1.language import SpmdDim, nc
+from nmm_compiler.simulator.beta1.pending import Session, leave_undefined, session
+from nmm_compiler.simulator.beta1.tensor import Tensor, fail
+from nmm_compiler.simulator.language.base import shared_hbm
+from nmm_compiler.simulator.loading import jit_kernel
+from nmm_compiler.simulator.loading.jit_kernel import JitKernel
+from nmm_compiler.simulator.machine import current, running
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+
+Grid = tuple[Any, ...]
+
+
+class TensorType:
+    """`nt.tensor[shape]` and `nt.mutable_tensor`: annotations."""
+
+    def __init__(self, mutable: bool) -> None:
+        self.mutable = mutable
+
+    def __getitem__(self, shape: Any) -> TensorType:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TensorType:
+        """Return the annotation."""
+        return self
+
+    def __or__(self, other: Any) -> TensorType:
+        return self
+
+    __ror__ = __or__
+
+
+def _mutable(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return "mutable" in annotation
+    return isinstance(annotation, TensorType) and annotation.mutable
+
+
+def programs(grid: Grid, core: int) -> Iterator[tuple[int, ...]]:
+    """Yield the programs of a launch grid that a core runs, in order."""
+    for program in itertools.product(*(range(_size(g)) for g in grid)):
+        if sum(_core(g, p) for g, p in zip(grid, program, strict=True)) == core:
+            yield program
+
+
+def _size(dimension: Any) -> int:
+    return dimension.size if isinstance(dimension, SpmdDim) else int(dimension)
+
+
+def _core(dimension: Any, program: int) -> int:
+    if isinstance(dimension, SpmdDim):
+        return dimension.core(program)
+    return program if isinstance(dimension, nc) else 0
+
+
+def _cores(grid: Grid) -> int:
+    spread = [
+        d.cores if isinstance(d, SpmdDim) else int(d) if isinstance(d, nc) else 1 for d in grid
+    ]
+    if sum(n > 1 for n in spread) > 1:
+        raise KernelArgumentError(f"launch grid {grid} spreads two dimensions over cores; one may")
+    return max(spread, default=1)
+
+
+class Entry:
+    """A kernel as the simulator calls it: with its own tensors, once per core."""
+
+    def __init__(self, function: Callable[..., Any], grid: Grid, checked: bool) -> None:
+        self.grid = grid
+        self.checked = checked
+        self.__wrapped__ = function
+        self.__name__ = getattr(function, "__name__", "kernel")
+        self.__code__ = getattr(function, "__code__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this core's programs; return the tensors that the kernel returned."""
+        now = session()
+        names: dict[int, str] = {}
+        given = inspect.signature(self.__wrapped__).bind(*args, **kwargs)
+        for name, value in given.arguments.items():
+            annotation = given.signature.parameters[name].annotation
+            if isinstance(value, NkiTensor) and not _mutable(annotation):
+                names[value.storage.identity] = name
+        if self.checked:
+            now.read_only = names
+        tensors = [_wrapped(a) for a in args], {k: _wrapped(v) for k, v in kwargs.items()}
+        returned: Any = None
+        count = 0
+        now.grid = tuple(_size(g) for g in self.grid)
+        for program in programs(self.grid, now.machine.program_id):
+            now.program, now.shared_count = program, 0
+            returned = self.__wrapped__(*tensors[0], **tensors[1])
+            now.flush()
+            count += 1
+        return _unwrapped(returned, now, count)
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, NkiTensor):
+        return Tensor.of(value)
+    if type(value) in (tuple, list):
+        return type(value)(_wrapped(v) for v in value)
+    if type(value) is dict:
+        return {k: _wrapped(v) for k, v in value.items()}
+    return value
+
+
+def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
+    if isinstance(value, Tensor):
+        view = value.tile()
+        storage = view.storage
+        shared = any(t.storage is storage for t in now.shared) or storage.is_input
+        if programs_run > 1 and not shared and storage.memory == "hbm":
+            raise current().error(
+                ProgramsDisagreeError,
+                f"NKI Beta 1: each of {programs_run} programs returned its own {value!r}; allocate "
+                "it in nl.shared_hbm",
+            )
+        if storage.memory == "hbm":
+            storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
+        _leave_rest_undefined(value)
+        return view
+    if isinstance(value, (tuple, list)):
+        return type(value)(_unwrapped(v, now, programs_run) for v in value)
+    return value
+
+
+def _leave_rest_undefined(output: Tensor) -> None:
+    """Let the unwritten part of an output be undefined; one that nothing has written is refused."""
+    storage = output.storage
+    if storage.unwritten is None or storage.missing == storage.unwritten.size:
+        return
+    current().warn(
+        f"{storage.missing} elements of output {output!r} were never written and are undefined"
+    )
+    leave_undefined(output)
+
+
+class Kernel(JitKernel):
+    """What `nki.jit` returns in Beta 1: launched as kernel(...) or kernel[grid](...).
+
+    checked: parameters are read-only unless annotated as mutable; kernels of the older convention,
+        which fill their last parameters, are launched unchecked.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], launch: Grid = (), *, checked: bool = True
+    ) -> None:
+        plain: Callable[..., Any] = function.plain if isinstance(function, Kernel) else function
+        super().__init__(Entry(plain, launch, checked), _cores(launch))
+        self.plain: Callable[..., Any] = plain
+        self.launch = launch
+        self.checked = checked
+        functools.update_wrapper(self, plain, updated=())
+        self.title = getattr(plain, "__name__", "kernel")
+
+    def __getitem__(self, grid: Any) -> Kernel:
+        return type(self)._again(self, grid if isinstance(grid, tuple) else (grid,))
+
+    def _again(self, launch: Grid) -> Kernel:
+        return Kernel(self.plain, launch, checked=self.checked)
+
+    def launched(self, grid: Any) -> JitKernel:
+        """Return the kernel with a launch grid, unless it has one or the grid is 1."""
+        return self if grid == 1 else self[grid]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run: inline inside a kernel, else a simulation of its own."""
+        if running() is None:
+            return jit_kernel.simulate_kernel(self)(*args, **kwargs)
+        if self.launch:
+            raise fail(
+                UnsupportedInstructionError,
+                f"kernel {self.title} with a launch grid inside another kernel "
+                "(err_nested_kernel_with_spmd_grid); call it without one",
+            )
+        return self.plain(*args, **kwargs)
+
+
+class Latency:
+    """`benchmark_result.nc_latency`: the simulated latency, the same at every percentile."""
+
+    def __init__(self, microseconds: float) -> None:
+        self.microseconds = microseconds
+
+    def get_latency_percentile(self, percentile: int) -> float:
+        """Return the simulated latency in us; a simulation has no spread."""
+        return self.microseconds
+
+
+class Result:
+    """`benchmark_result`."""
+
+    def __init__(self, latency: Latency) -> None:
+        self.nc_latency = latency
+
+
+class Benchmark(Kernel):
+    """What `nki.benchmark` returns: a call simulates the timing; `benchmark_result` holds it."""
+
+    benchmark_result: Result | None = None
+
+    def _again(self, launch: Grid) -> Kernel:
+        return Benchmark(self.plain, launch, checked=self.checked)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Time the kernel in the simulator; inside a kernel, run inline."""
+        if running() is not None:
+            return super().__call__(*args, **kwargs)
+        profile = jit_kernel.run(self, *args, mode="timing", named=kwargs).profile
+        self.benchmark_result = Result(Latency(profile.device_us))
+        return None
+
+
+def _decorator(made: type[Kernel], checked: bool = True) -> Callable[..., Any]:
+    """Return a decorator with or without options; the options are for the device's compiler."""
+
+    def decorate(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return lambda f: decorate(f)
+        if isinstance(function, Kernel):
+            return made(function.plain, function.launch, checked=function.checked)
+        return made(function, checked=checked)
+
+    return decorate
+
+
+jit = _decorator(Kernel)
+benchmark = _decorator(Benchmark)
+unchecked = _decorator(Kernel, checked=False)
+
+
+def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a kernel on NumPy arrays; return its outputs."""
+    launched = kernel if isinstance(kernel, Kernel) else Kernel(kernel, checked=False)
+    return jit_kernel.simulate_kernel(launched)(*args, **kwargs)

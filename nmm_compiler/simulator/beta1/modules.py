@@ -1,0 +1,248 @@
+"""The stand-in modules of Beta 1: `neuronxcc.nki`, what lies in it, and torch_neuronx's nki_jit.
+
+A name of the dialect that is missing raises an error when it is used. Private modules of the
+compiler and packages of the frameworks load as placeholders, which are refused by name once a
+kernel calls them: files of kernels import more than the kernel needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from nmm_compiler.errors import UnsupportedInstructionError
+from nmm_compiler.simulator.beta1 import instructions, kernel, language
+from nmm_compiler.simulator.beta1.creation import Allocator
+from nmm_compiler.simulator.beta1.tensor import Tensor, kind_of
+from nmm_compiler.simulator.language.base import MemoryRegion, no_reorder, psum, sbuf, tile_size
+from nmm_compiler.simulator.loading.stand_in_module import StandIn, module
+from nmm_compiler.simulator.machine import kernel_frame
+from nmm_compiler.targets import get
+
+FRAMEWORKS = frozenset(
+    [
+        "torch_neuronx",
+        "torch_xla",
+        "libneuronxla",
+        "neuronx_distributed",
+        "neuronx_distributed_inference",
+        "jax",
+        "jax_neuronx",
+        "diffusers",
+    ]
+)
+"""Packages that kernel files import and that need not be installed here."""
+
+
+class Placeholder:
+    """Something that is not here: it may be imported and passed on, not called or asked."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refused(self) -> UnsupportedInstructionError:
+        file, line = kernel_frame()
+        return UnsupportedInstructionError(
+            f"{self._name} is not part of the documented NKI Beta 1 API, or not installed here; "
+            "the simulator has only the documented names",
+            file,
+            line,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a decorated function as it is; refuse any other call."""
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]  # a decorator
+        raise self._refused()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Placeholder(f"{self._name}.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (object,)
+
+    def __iter__(self) -> Any:
+        raise self._refused()
+
+    def __bool__(self) -> bool:
+        raise self._refused()
+
+
+class PlaceholderModule(ModuleType):
+    """A module that is not here; its names are placeholders."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "Stand-in for a module that the simulator does not have.")
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        return NKI_JIT.get(full) or Placeholder(full)
+
+
+NKI_JIT = {
+    "torch_neuronx.nki_jit": kernel.unchecked,
+    "torch_neuronx.xla_impl.ops.nki_jit": kernel.unchecked,
+}
+
+
+def _tile_number(index: tuple[int, ...], tiles: Any) -> int:
+    """Return the physical tile of a block: modulo the number of tiles in each dimension."""
+    counts = tuple(tiles) or (1,) * len(index)
+    return sum(
+        (i % n) * math.prod(counts[d + 1 :])
+        for d, (i, n) in enumerate(zip(index, counts, strict=True))
+    )
+
+
+def _modulo(region: MemoryRegion) -> Callable[..., Allocator]:
+    def mod_alloc(
+        *,
+        base_addr: int = 0,
+        base_bank: int = 0,
+        base_partition: int = 0,
+        num_bank_tiles: Any = (),
+        num_par_tiles: Any = (),
+        num_free_tiles: Any = (),
+    ) -> Allocator:
+        """Place block i in physical tile i modulo the number of tiles."""
+
+        def place(index: tuple[int, ...], partitions: int, size: int) -> tuple[int, int]:
+            bank = base_bank + _tile_number(index, num_bank_tiles) if region is psum else 0
+            partition = base_partition + _tile_number(index, num_par_tiles) * partitions
+            byte = base_addr + _tile_number(index, num_free_tiles) * size
+            return partition, bank * _bank_bytes() + byte
+
+        return Allocator(region, place)
+
+    return mod_alloc
+
+
+def _bank_bytes() -> int:
+    return int(get("trn2").psum_bank_bytes_per_partition)  # the same in all targets
+
+
+def _own(region: MemoryRegion) -> Callable[..., Allocator]:
+    def alloc(func: Callable[..., Any]) -> Allocator:
+        """Place blocks where `func(index, partitions, bytes)` says."""
+
+        def place(index: tuple[int, ...], partitions: int, size: int) -> tuple[int, int]:
+            *bank, partition, byte = func(index, partitions, size)
+            return int(partition), int(byte) + (int(bank[0]) * _bank_bytes() if bank else 0)
+
+        return Allocator(region, place)
+
+    return alloc
+
+
+def _unchanged(function: Any = None, **options: Any) -> Any:
+    """Return the kernel; the option is for the compiler's own passes."""
+    return (lambda f: f) if function is None else function
+
+
+def _compiler() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for region in (sbuf, psum):
+        names[region.value] = module(
+            f"neuronxcc.nki.compiler.{region.value}",
+            {
+                "alloc": _own(region), "mod_alloc": _modulo(region),
+                "auto_alloc": lambda region=region: region,
+            },
+        )  # fmt: skip
+    for name in ("enable_stack_allocator", "force_auto_alloc", "skip_middle_end_transformations"):
+        names[name] = _unchanged
+    names["no_reorder"] = no_reorder
+    names["allocation_scope"] = contextlib.nullcontext
+    names["multi_buffer"] = lambda factor=2: contextlib.nullcontext()
+    return names
+
+
+def _size_in_bytes(dtype: Any) -> int:
+    return kind_of(dtype).item_bytes
+
+
+def _build() -> dict[str, ModuleType]:
+    prefix = "neuronxcc.nki"
+    nl = module(f"{prefix}.language", language.NAMES)
+    nisa = module(f"{prefix}.isa", instructions.NAMES)
+    enums = {n: v for n, v in instructions.NAMES.items() if isinstance(v, type)}
+    typing = module(
+        f"{prefix}.typing",
+        {"tensor": kernel.TensorType(False), "mutable_tensor": kernel.TensorType(True),
+         "mutable": kernel.TensorType(True)},
+    )  # fmt: skip
+    compiler = module(f"{prefix}.compiler", _compiler())
+    nki = module(
+        prefix,
+        {
+            "jit": kernel.jit, "trace": kernel.unchecked, "benchmark": kernel.benchmark,
+            "baremetal": kernel.unchecked, "profile": kernel.unchecked,
+            "simulate_kernel": kernel.simulate_kernel, "tensor": Tensor, "language": nl,
+            "isa": nisa, "typing": typing, "compiler": compiler,
+        },
+    )  # fmt: skip
+    constants = {"sizeinbytes": _size_in_bytes, "tile_size": tile_size}
+    found: dict[str, ModuleType] = {
+        "neuronxcc": module("neuronxcc", {"nki": nki}),
+        prefix: nki,
+        f"{prefix}.language": nl,
+        f"{prefix}.isa": nisa,
+        f"{prefix}.isa.constants": module(f"{prefix}.isa.constants", enums),
+        f"{prefix}.language.constants": module(f"{prefix}.language.constants", constants),
+        f"{prefix}.typing": typing,
+        f"{prefix}.compiler": compiler,
+    }
+    for region in ("sbuf", "psum"):
+        found[f"{prefix}.compiler.{region}"] = vars(compiler)[region]
+    vars(nisa)["constants"] = found[f"{prefix}.isa.constants"]
+    vars(nl)["constants"] = found[f"{prefix}.language.constants"]
+    return found
+
+
+MODULES: dict[str, ModuleType] = _build()
+_PLACEHOLDERS: dict[str, ModuleType] = {}
+
+
+def stands_in(name: str) -> bool:
+    """Return whether an import of `name` gets a module of this file."""
+    top = name.partition(".")[0]
+    return top == "neuronxcc" or (top in FRAMEWORKS and importlib.util.find_spec(top) is None)
+
+
+def find(name: str) -> ModuleType:
+    """Return the stand-in of a module."""
+    known = MODULES.get(name) or _PLACEHOLDERS.get(name)
+    if known is None:
+        known = _PLACEHOLDERS[name] = PlaceholderModule(name)
+    return known
+
+
+def import_module(name: str, fromlist: Any) -> ModuleType:
+    """Return what `import name` or `from name import ...` binds."""
+    found = find(name)
+    for item in fromlist or ():
+        full = f"{name}.{item}"
+        if full in MODULES:
+            setattr(found, item, MODULES[full])
+        elif name not in MODULES and item != "*":
+            setattr(found, item, NKI_JIT.get(full) or Placeholder(full))
+    if fromlist:
+        return found
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        parent, child = find(".".join(parts[:end])), find(".".join(parts[: end + 1]))
+        if not isinstance(parent, StandIn) or parts[end] not in vars(parent):
+            setattr(parent, parts[end], child)
+    return find(parts[0])
