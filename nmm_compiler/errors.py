@@ -83,6 +83,14 @@ class CalibrationError(NmmError, ValueError):
     """Calibration data that is empty, not finite, or never reaches a layer; names the layer."""
 
 
+class MemoryBudgetError(NmmError, MemoryError):
+    """Calibration needs more memory than there is, or than `memory=` allows; says how much."""
+
+
+class NotInBlocksError(NmmError):
+    """A model does not call each of its blocks once per batch; says which block."""
+
+
 class WeightError(NmmError, ValueError):
     """A weight that cannot be worked on: NaN or infinite elements; names the layer."""
 

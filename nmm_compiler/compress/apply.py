@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +21,16 @@ from nmm_compiler.compress import hf
 from nmm_compiler.compress.arguments import check_arguments, make_config, settings_of
 from nmm_compiler.compress.calibrate import OutputFn, Statistics, as_batches, collect
 from nmm_compiler.compress.config import CompressionConfig
-from nmm_compiler.compress.factorize import balance, check_finite, factorize
+from nmm_compiler.compress.factorize import Factors, balance, check_finite, factorize
 from nmm_compiler.compress.fingerprint import identify
 from nmm_compiler.compress.journal import Journal
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
+from nmm_compiler.compress.moments import SecondMoment
 from nmm_compiler.compress.one_thread import one_thread
+from nmm_compiler.compress.parts import Calibration
 from nmm_compiler.compress.plan import (
     Decision,
+    Measured,
     Plan,
     Ways,
     check_statistics,
@@ -35,6 +38,7 @@ from nmm_compiler.compress.plan import (
     moments_of,
     resolve,
 )
+from nmm_compiler.compress.plan import measure as measure_losses
 from nmm_compiler.compress.progress import Steps
 from nmm_compiler.compress.ranks import Cost
 from nmm_compiler.compress.report import CompressionReport, LayerReport, Skipped
@@ -45,13 +49,7 @@ from nmm_compiler.compress.select import (
     find_sites,
     only_read_reason,
 )
-from nmm_compiler.compress.sequential import (
-    Originals,
-    Pairs,
-    collect_pairs,
-    least_squares,
-    paired_error,
-)
+from nmm_compiler.compress.sequential import Pairs, least_squares, paired_error
 from nmm_compiler.errors import FactorsFileError, NoMatchingModulesError, OptionTypeError
 
 # Errors are measured a block at a time, so that no second dense copy is needed.
@@ -81,6 +79,7 @@ def compress(
     sequential: bool | None = None,
     output: OutputFn | None = None,
     resume: str | Path | None = None,
+    memory: str | int | None = None,
 ) -> CompressionReport:
     """Replace linears of `model` by `LowRankLinear`s, in place; return what was done.
 
@@ -100,6 +99,8 @@ def compress(
         the logits, else the last hidden state.
     resume: a directory that finished layers are kept in; the same call continues from it. Another
         model, other data or other arguments are refused.
+    memory: what the moments and the work on them may take beside the model, like "8GiB"; where they
+        would take more, calibration goes block by block, and gives the same. None: what is free.
 
     A layer is left dense where low rank would not save anything. Ctrl-C leaves a working model,
     part of it low-rank. Nothing is changed when an error is raised before the first factorization.
@@ -107,9 +108,10 @@ def compress(
 
     Raises OptionTypeError and UnknownNameError for bad arguments, NoMatchingModulesError when there
     is nothing to factorize, RankError when no legal ranks meet the ratio, CalibrationError for
-    calibration that is empty, not finite or does not reach a layer, WeightError for a weight that
-    is not finite, FactorsFileError when `resume` holds something else, or for a transformers model
-    that is quantized (or was loaded from GGUF) and could not be saved afterwards.
+    calibration that is empty, not finite or does not reach a layer, MemoryBudgetError for one that
+    does not fit into memory, WeightError for a weight that is not finite, FactorsFileError when
+    `resume` holds something else, or for a transformers model that is quantized (or was loaded from
+    GGUF) and could not be saved afterwards.
     """
     check_arguments(model, dtype, cost)
     config = make_config(
@@ -155,22 +157,25 @@ def compress(
     left = sites if journal is None else journal.unfinished(sites)
     if config.sequential and left and journal is not None and journal.plan is not None:
         _check_dense(journal.plan, sites)
+    source: Calibration | None = None
     if batches is not None and left:
-        statistics = collect(
-            model, left, batches, gradients=ways.gradients, output=output, progress=progress
-        )
-        sites, skipped = _without_only_read(sites, skipped, statistics.only_read)
+        source = Calibration(
+            model, left, batches, gradients=ways.gradients, output=output,
+            sequential=config.sequential, limit=memory, progress=progress,
+        )  # fmt: skip
     if journal is not None and journal.plan is not None:
         plan = journal.plan
     else:
+        known = _measured(source, left, statistics, config, ways, progress)
+        sites, skipped = _without_only_read(sites, skipped, known.only_read)
         if config.budget == "latency" and cost is None:
             cost = _kernel_cost(sites, dtype, target, tokens)
-        plan = make_plan(sites, config, ways, statistics, cost, progress)
+        plan = make_plan(sites, config, ways, known, cost)
         if journal is not None:
             assert identity is not None
             journal.start(plan, identity)
 
-    work = _Work(model, config, ways, batches, statistics, dtype, device, journal, output)
+    work = _Work(model, config, ways, source, statistics, dtype, device, journal)
     try:
         by_name = {site.name: site for site in sites}
         del sites, left, site  # or they keep every dense weight alive until the end
@@ -192,6 +197,28 @@ def compress(
         cost_after=plan.cost_after,
         seconds=time.monotonic() - started,
     )
+
+
+def _measured(
+    source: Calibration | None,
+    sites: Sequence[Site],
+    given: Statistics | None,
+    config: CompressionConfig,
+    ways: Ways,
+    progress: bool,
+) -> Measured:
+    """Return what the plan needs to know of the sites, with one part's statistics at a time."""
+    known = Measured()
+    if source is None:
+        measure_losses(known, sites, config, ways, given, progress)
+        return known
+    by_name = {site.name: site for site in sites}
+    for part in source.parts if source.limited else [source.whole]:
+        here = [by_name[name] for name in part.sites]
+        found = source.statistics(part, here)
+        here = [site for site in here if site.name not in found.only_read]
+        measure_losses(known, here, config, ways, found, progress)
+    return known
 
 
 def _every_name(model: nn.Module, layers: Mapping[str, LowRankLinear]) -> list[str]:
@@ -304,17 +331,15 @@ class _Work:
         model: nn.Module,
         config: CompressionConfig,
         ways: Ways,
-        batches: list[Any] | None,
+        source: Calibration | None,
         statistics: Statistics | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
         journal: Journal | None,
-        output: OutputFn | None,
     ) -> None:
-        self.model, self.config, self.ways, self.output = model, config, ways, output
-        self.batches, self.statistics = batches, statistics
+        self.model, self.config, self.ways = model, config, ways
+        self.source, self.statistics = source, statistics
         self.dtype, self.device, self.journal = dtype, device, journal
-        self.originals = Originals(model) if config.sequential and batches is not None else None
         self.pairs: dict[str, Pairs] = {}
 
     def run(self, plan: Plan, by_name: dict[str, Site], progress: bool) -> tuple[LayerReport, ...]:
@@ -322,8 +347,7 @@ class _Work:
         reports: dict[str, LayerReport] = {}
         with Steps("factorizing", len(plan.decisions), progress) as steps:
             try:
-                for stage in self._stages(plan.decisions):
-                    self._recalibrate([by_name[d.name] for _, d in stage if d.name in by_name])
+                for stage in self._stages(plan.decisions, by_name):
                     for index, decision in stage:
                         steps.show(decision.name)
                         site = by_name.pop(decision.name, None)
@@ -342,31 +366,38 @@ class _Work:
                 raise
         return tuple(reports[decision.name] for decision in plan.decisions)
 
-    def _stages(self, decisions: Sequence[Decision]) -> list[list[tuple[int, Decision]]]:
-        """Return (index, decision) in groups to calibrate together, in the order of execution.
+    def _stages(
+        self, decisions: Sequence[Decision], by_name: Mapping[str, Site]
+    ) -> Iterator[list[tuple[int, Decision]]]:
+        """Yield (index, decision) in groups, with the statistics in place that each needs.
 
-        All at once, unless sequential: then those that read the same tensor.
+        Part after part of the calibration; in sequential mode, by layers that read the same tensor,
+        in the order of execution. Layers that need no statistics (any more) come first where others
+        are fitted behind them, else last, when no block has to be as it was.
         """
-        numbered = list(enumerate(decisions))
-        if self.originals is None or self.statistics is None:
-            return [numbered]
-        order = {name: i for i, name in enumerate(self.statistics.inputs)}
-        groups: dict[int | None, list[tuple[int, Decision]]] = {}
-        for index, decision in sorted(numbered, key=lambda pair: order.get(pair[1].name, -1)):
-            moment = self.statistics.inputs.get(decision.name)
-            key = None if moment is None else id(moment)
-            groups.setdefault(key, []).append((index, decision))
-        return list(groups.values())
-
-    def _recalibrate(self, sites: Sequence[Site]) -> None:
-        """In sequential mode, measure a stage's inputs behind the compressed earlier stages."""
-        if self.originals is None or self.batches is None or not sites:
-            return
-        assert self.statistics is not None
-        fresh, self.pairs = collect_pairs(self.originals, sites, self.batches)
-        self.statistics = dataclasses.replace(
-            self.statistics, inputs={**self.statistics.inputs, **fresh.inputs}
-        )
+        parts = [] if self.source is None else self.source.parts
+        calibrated = {name for part in parts for name in part.sites}
+        others = [(i, d) for i, d in enumerate(decisions) if d.name not in calibrated]
+        if self.config.sequential:
+            yield others
+        for part in parts:
+            assert self.source is not None
+            here = [(i, d) for i, d in enumerate(decisions) if d.name in part.sites]
+            self.statistics = self.source.statistics(
+                part, [by_name[n] for n in part.sites if n in by_name]
+            )
+            if not self.source.sequential:
+                yield here
+                continue
+            original = self.statistics
+            for group in _by_reader(here, original.reads):
+                sites = [by_name[d.name] for _, d in group]
+                fresh, self.pairs = self.source.pairs(part, sites)
+                self.statistics = dataclasses.replace(original, inputs=fresh.inputs)
+                yield group
+            self.source.finish(part)
+        if not self.config.sequential:
+            yield others
 
     def _one(self, index: int, decision: Decision, site: Site | None) -> LayerReport:
         report = LayerReport(
@@ -409,10 +440,10 @@ class _Work:
         del wanted
         up, down = balance(factors, self.dtype or weight.dtype)
         solver, excess, theory = factors.solver, factors.excess, factors.relative_error
-        del factors
         raw = None if self.statistics is None else self.statistics.inputs[site.name]
-        total = None if raw is None else raw.total.to(weight.device)
-        weight_error, output_error = measure(weight, up, down, total)
+        inside = scaled_coefficients(factors, down) if raw is not None and raw.carried else None
+        del factors
+        weight_error, output_error = measure(weight, up, down, raw, inside)
         if pairs is not None and raw is not None:
             output_error = paired_error(weight, up, down, raw, pairs, site.name)
         report = LayerReport(
@@ -439,40 +470,93 @@ class _Work:
         layer = LowRankLinear.from_factors(down.to(weight.device), up.to(weight.device), bias)
         layer.down.weight.requires_grad_(weight.requires_grad)
         layer.up.weight.requires_grad_(weight.requires_grad)
-        if self.originals is not None:
-            self.originals.keep(site)
+        if self.source is not None and self.source.sequential:
+            self.source.originals.keep(site)
         put(self.model, site.names, layer.train(site.module.training))
 
 
+def _by_reader(
+    decisions: Sequence[tuple[int, Decision]], reads: Mapping[str, str]
+) -> list[list[tuple[int, Decision]]]:
+    """Group (index, decision) by the tensor that the layers read, in the order of execution."""
+    order = {name: i for i, name in enumerate(reads)}
+    groups: dict[str, list[tuple[int, Decision]]] = {}
+    for index, decision in sorted(decisions, key=lambda pair: order[pair[1].name]):
+        groups.setdefault(reads[decision.name], []).append((index, decision))
+    return list(groups.values())
+
+
+def scaled_coefficients(factors: Factors, down: torch.Tensor) -> torch.Tensor:
+    """Return C [r, n] of down = C W, for the stored `down`: balanced, and maybe rounded."""
+    assert factors.coefficients is not None
+    norms = factors.down.norm(dim=1)
+    scale = down.double().norm(dim=1) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+    return factors.coefficients * scale[:, None]
+
+
 def measure(
-    weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, moment: torch.Tensor | None
+    weight: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    moment: SecondMoment | None,
+    coefficients: torch.Tensor | None = None,
 ) -> tuple[float, float | None]:
     """Return (|W - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
 
-    moment: A [k, k], or any multiple of it. Computed in float32 for weights of half precision
-    (whose rounding is coarser), else float64; blocks of W and of A are widened one at a time.
+    moment: of the inputs. coefficients: C [r, n] where it is carried, down = C W + rounding. Then
+    A is known as T = W A W^T, and the squared error is that of (1 - up C) T (1 - up C)^T, plus what
+    the rounding of `down` adds where it is independent from column to column:
+    sum over j of |up (down - C W)_j|^2 A_jj.
+
+    Computed in float32 for weights of half precision (whose rounding is coarser), else float64;
+    blocks of W and of A are widened one at a time.
     """
     wide = torch.float32 if weight.dtype.itemsize <= 2 else torch.float64
     sums = torch.zeros(4, dtype=torch.float64)
     size = max(64, _BLOCK_ELEMENTS // weight.shape[1])
     wide_down = down.to(wide)
+    direct = None if moment is None or moment.carried else moment.total.to(weight.device)
     for start in range(0, weight.shape[0], size):
         rows = slice(start, start + size)
         block = weight[rows].to(wide)
         missing = torch.addmm(block, up[rows].to(wide), wide_down, alpha=-1)
         sums[0] += _dot(missing, missing)
         sums[1] += _dot(block, block)
-        for first in range(0, weight.shape[1], size) if moment is not None else ():
-            assert moment is not None
+        for first in range(0, weight.shape[1], size) if direct is not None else ():
+            assert direct is not None
             columns = slice(first, first + size)
-            a = moment[:, columns].to(wide)
+            a = direct[:, columns].to(wide)
             sums[2] += _dot(missing @ a, missing[:, columns])
             sums[3] += _dot(block @ a, block[:, columns])
+    if moment is not None and coefficients is not None:
+        sums[2:] = _measure_carried(weight, up, down, moment, coefficients)
     left, whole, weighted_left, weighted_whole = sums.tolist()
     plain = (left / whole) ** 0.5 if whole > 0 else 0.0
     if moment is None:
         return plain, None
     return plain, (max(weighted_left, 0.0) / weighted_whole) ** 0.5 if weighted_whole > 0 else 0.0
+
+
+def _measure_carried(
+    weight: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    moment: SecondMoment,
+    coefficients: torch.Tensor,
+) -> torch.Tensor:
+    """Return (squared error, squared norm) in the norm of a carried moment."""
+    total, squares = moment.total.to(weight.device), moment.squares.to(weight.device)
+    wide_up = up.double()
+    left = (wide_up @ coefficients).neg_()
+    left.diagonal().add_(1)
+    error = ((left @ total) * left).sum()
+    gram = wide_up.T @ wide_up
+    columns = max(64, _BLOCK_ELEMENTS // weight.shape[0])
+    for start in range(0, weight.shape[1], columns):
+        part = slice(start, start + columns)
+        rounding = down[:, part].double() - coefficients @ weight[:, part].double()
+        error += (((gram @ rounding) * rounding).sum(0) * squares[part]).sum()
+    return torch.stack([error, total.trace()]).cpu()
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:

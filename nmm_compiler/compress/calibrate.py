@@ -2,7 +2,9 @@
 
 Goes in: the model, the layers, and batches to run through it. Comes out, per layer and in float64:
 A = E[x x^T] over the tokens x that reach it, and on request G = E[g g^T] over sampled gradients g
-at its output. Layers that read the same tensor (query, key and value; gate and up) share one A.
+at its output. Of the two, that of the longer side is kept as the shorter side sees it
+(`moments.py`): E[(W x)(W x)^T] where W [n, k] has n < k, E[(W^T g)(W^T g)^T] where n > k. Layers
+that read the same tensor (query, key and value; gate and up) share one A.
 Padding, as the batch's `attention_mask` declares it, is not counted.
 
 The gradients estimate what the loss is sensitive to. For logits, labels are drawn from the model's
@@ -15,13 +17,15 @@ tokens, is the loss that an error dW causes, to second order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from nmm_compiler.compress.blocks import Block, Passage, Tracer
+from nmm_compiler.compress.memory import refusal
 from nmm_compiler.compress.moments import SecondMoment
 from nmm_compiler.compress.probe import unwatch_reads, watch_reads
 from nmm_compiler.compress.progress import Steps
@@ -39,6 +43,7 @@ class Statistics:
 
     only_read: layers whose weight the model read while it never called them; nothing is known of
     their inputs, and factors would only be multiplied back.
+    reads: per layer, the first layer that reads the same tensor (itself, where none did before).
     """
 
     inputs: dict[str, SecondMoment]
@@ -46,6 +51,12 @@ class Statistics:
     batches: int = 0
     tokens: int = 0
     only_read: tuple[str, ...] = ()
+    reads: dict[str, str] = field(default_factory=dict)
+
+    def bytes(self) -> int:
+        """Return the bytes of all moments."""
+        moments = {id(m): m for kind in (self.inputs, self.gradients) for m in kind.values()}
+        return sum(moment.bytes() for moment in moments.values())
 
 
 def as_batches(calibration: Any) -> list[Any]:
@@ -70,7 +81,12 @@ def as_batches(calibration: Any) -> list[Any]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Run one batch: a mapping as keywords, a tuple or list as arguments, else as one argument."""
+    """Run one batch: a mapping as keywords, a tuple or list as arguments, else as one argument.
+
+    A `Passage` is run through the block that it belongs to.
+    """
+    if isinstance(batch, Passage):
+        return batch.run(model)
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
@@ -99,7 +115,7 @@ def collect(
     for share in (True, False):
         listener = (collector or Collector)(sites, gradients, share)
         try:
-            with _frozen(model), listener:
+            with frozen(model), listener:
                 generator = torch.Generator().manual_seed(seed)
                 with Steps("calibrating", len(batches), progress) as steps:
                     for i, batch in enumerate(batches):
@@ -109,12 +125,16 @@ def collect(
             break
         except _NotSharedError:
             continue  # two layers read one tensor in one batch but not in the next: once more
+    for moments in (listener.inputs, listener.gradients):
+        for moment in moments.values():
+            moment.finish()
     return Statistics(
         listener.inputs,
         listener.gradients,
         len(batches),
         listener.largest_tokens(),
         listener.check_reached(),
+        listener.leader,
     )
 
 
@@ -123,7 +143,13 @@ class _NotSharedError(Exception):
 
 
 class Collector:
-    """Hooks on the layers while the batches run."""
+    """Hooks on the layers while the batches run.
+
+    leader: per layer, the first that read the same tensor.
+    """
+
+    # Whether moments of the longer side are kept as the shorter side sees them.
+    carries = True
 
     def __init__(self, sites: Sequence[Site], gradients: bool, share: bool) -> None:
         self.sites = sites
@@ -132,6 +158,7 @@ class Collector:
         self.inputs: dict[str, SecondMoment] = {}
         self.gradients: dict[str, SecondMoment] = {}
         self.leader: dict[str, str] = {}
+        self._shared: dict[str, str] = {}  # leader -> the layer whose moment the others share
         self._last: tuple[str, torch.Tensor] | None = None
         self._index = 0
         self._mask: torch.Tensor | None = None
@@ -167,18 +194,14 @@ class Collector:
                 call(model, batch)
             return
         with torch.enable_grad():
-            loss = sensitivity_loss(call(model, batch), batch, output, generator)
+            result = call(model, batch)
+            if isinstance(batch, Passage):
+                if batch.gradient is not None and result.requires_grad:
+                    backward(model, result, batch.gradient)
+                return
+            loss = sensitivity_loss(result, batch, output, generator)
             if loss.requires_grad:
-                self._backward(model, loss)
-
-    def _backward(self, model: nn.Module, loss: torch.Tensor) -> None:
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            raise CalibrationError(
-                f"{type(model).__name__} cannot be differentiated ({error}); pass "
-                'sensitivity="output", which needs no gradients'
-            ) from error
+                backward(model, loss)
 
     def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
         def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:
@@ -196,28 +219,32 @@ class Collector:
 
     def _take_input(self, site: Site, x: torch.Tensor) -> None:
         name = site.name
-        shares = self.share and self._last is not None and self._last[1] is x
-        if name not in self.inputs:
-            if shares:
-                assert self._last is not None
-                self.leader[name] = self._last[0]
-                self.inputs[name] = self.inputs[self._last[0]]
-                return
-            self.leader[name] = name
-            self.inputs[name] = SecondMoment(site.k)
+        reader = self._last[0] if self._last is not None and self._last[1] is x else None
+        if not self.share:
+            reader = None
+        if name not in self.leader:
+            self.leader[name] = reader or name
+            if self.carries and site.n < site.k:
+                self.inputs[name] = SecondMoment(site.k, site.weight)
+            else:
+                first = self._shared.setdefault(self.leader[name], name)
+                self.inputs[name] = self.inputs.get(first) or SecondMoment(site.k)
         leader = self.leader[name]
-        if leader != name:
-            if not shares or self._last is None or self._last[0] != leader:
-                raise _NotSharedError
-            return
-        self._add(name, self._rows(x, site.k, f"the input of {name}"))
-        self._last = (name, x)
+        if leader == name:
+            self._last = (name, x)
+        elif reader != leader:
+            raise _NotSharedError
+        if self.inputs[name].carried or self._shared[leader] == name:
+            self._add(name, self._rows(x, site.k, f"the input of {name}"))
 
     def _add(self, name: str, rows: torch.Tensor) -> None:
         self.inputs[name].add(rows)
 
     def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
-        moment = self.gradients.setdefault(site.name, SecondMoment(site.n))
+        moment = self.gradients.get(site.name)
+        if moment is None:
+            through = site.weight.T if self.carries and site.n > site.k else None
+            moment = self.gradients[site.name] = SecondMoment(site.n, through)
         moment.add(self._rows(gradient, site.n, f"the gradient at the output of {site.name}"))
 
     def _rows(self, x: torch.Tensor, size: int, what: str) -> torch.Tensor:
@@ -259,8 +286,81 @@ class Collector:
         return max((moment.tokens for moment in self.inputs.values()), default=0)
 
 
+def backward(model: nn.Module, result: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+    """Backpropagate; raise CalibrationError for a model that cannot be differentiated."""
+    try:
+        result.backward(gradient)
+    except RuntimeError as error:
+        raise CalibrationError(
+            f"{type(model).__name__} cannot be differentiated ({error}); pass "
+            'sensitivity="output", which needs no gradients'
+        ) from error
+
+
+def trace(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    batches: Sequence[Any],
+    *,
+    gradients: bool = False,
+    output: OutputFn | None = None,
+    progress: bool = False,
+    room: int | None = None,
+    seed: int = 0,
+) -> Tracer:
+    """Run the batches through the model in eval mode, noting what goes through each block.
+
+    The gradients are those of the same sampled losses as in `collect`. room: bytes that the
+    passages of all batches may take.
+
+    Raises NotInBlocksError for a model that does not call each block once per batch,
+    MemoryBudgetError after the first batch when all of them will take more than `room`.
+    """
+    tracer = Tracer(model, blocks, gradients)
+    generator = torch.Generator().manual_seed(seed)
+    with frozen(model), Steps("tracing", len(batches), progress) as steps:
+        for batch in batches:
+            with tracer.batch(padding_mask(batch)), torch.set_grad_enabled(gradients):
+                result = call(model, batch)
+                if gradients:
+                    loss = sensitivity_loss(result, batch, output, generator)
+                    if loss.requires_grad:
+                        backward(model, loss)
+            need = tracer.bytes() * len(batches) // max(1, len(tracer.passages[blocks[0].name]))
+            if room is not None and need > room:
+                raise refusal(
+                    f"keeping what goes through {len(blocks)} blocks in {len(batches)} batches",
+                    need, room, "calibrate with fewer tokens, or pass more memory=",
+                )  # fmt: skip
+            steps.advance()
+    return tracer
+
+
+def readers(model: nn.Module, sites: Sequence[Site], batch: Any) -> dict[str, str]:
+    """Return {layer: first layer that reads the same tensor}, in the order that one batch has."""
+    found: dict[str, str] = {}
+    last: list[Any] = [None, ""]
+
+    def listen(site: Site) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, arguments: Any) -> None:
+            if arguments[0] is not last[0]:
+                last[:] = arguments[0], site.name
+            found.setdefault(site.name, last[1])
+
+        return hook
+
+    with frozen(model), ExitStack() as stack, torch.no_grad():
+        for site in sites:
+            handle = site.module.register_forward_pre_hook(listen(site))
+            stack.callback(handle.remove)
+        call(model, batch)
+    return found
+
+
 def padding_mask(batch: Any) -> torch.Tensor | None:
     """Return the batch's 2-D attention mask [sequences, tokens] as booleans, if it has one."""
+    if isinstance(batch, Passage):
+        return batch.mask
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
@@ -299,7 +399,7 @@ def sensitivity_loss(
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Eval mode and no parameter gradients while calibrating; everything is put back after."""
     modes = {module: module.training for module in model.modules()}
     wants = {parameter: parameter.requires_grad for parameter in model.parameters()}

@@ -1,8 +1,9 @@
 """One matrix into two factors: the best rank-r approximation in the norm of the data.
 
 Goes in: W [n, k], the second moment A = E[x x^T] [k, k] of its inputs, and optionally the second
-moment G [n, n] of the loss gradients at its outputs. Comes out: up [n, r] and down [r, k] that
-minimize |G^1/2 (W - up down) A^1/2|_F. Without A and G this is the plain SVD; with A alone it is
+moment G [n, n] of the loss gradients at its outputs; that of the longer side may come carried
+through W to the shorter one (`moments.py`), which is all that is needed of it. Comes out:
+up [n, r] and down [r, k] that minimize |G^1/2 (W - up down) A^1/2|_F. Without A and G this is the plain SVD; with A alone it is
 activation-aware ("whitened") SVD, whose norm is the mean squared error of the layer's output; with
 both it is, to second order and with G and A taken as independent, what the loss gains (the K-FAC
 approximation, Martens and Grosse, 2015).
@@ -42,6 +43,7 @@ class Factors:
         values; squared_norm: the same norm of W.
     solver: "eigh" or "randomized"; excess: proved bound on the share by which the squared error can
         exceed the optimum (0 for eigh).
+    coefficients: where n < k, the C [r, n] of down = C W.
     """
 
     up: torch.Tensor
@@ -50,6 +52,7 @@ class Factors:
     squared_norm: float
     solver: str = "eigh"
     excess: float = 0.0
+    coefficients: torch.Tensor | None = None
 
     @property
     def relative_error(self) -> float:
@@ -89,10 +92,12 @@ class _Problem:
         """Return M M^T [s, s] for M = roots * basis^T W L^1/2, a block at a time."""
         size = self.weight.shape[0]
         gram = torch.zeros(size, size, dtype=torch.float64, device=self.weight.device)
-        if self.long is None:
+        if self.long is None or self.long.carried:
             for columns in self.weight.split(_block_rows(self.weight.T), dim=1):
                 wide = _wide(columns)
                 gram.addmm_(wide, wide.T)
+            if self.long is not None:
+                gram.mul_(self.long.shift).add_(self.long.total, alpha=self.long.scale)
         else:
             rows = _block_rows(self.weight)
             for i in range(0, size, rows):
@@ -147,7 +152,8 @@ def factorize(
     del vectors
     right = _product(coefficients, problem.weight)
     up, down = (left, right) if n <= k else (right.T, left.T)
-    return Factors(up, down, float(values[rank:].sum()), float(values.sum()))
+    inside = coefficients if n < k else None
+    return Factors(up, down, float(values[rank:].sum()), float(values.sum()), coefficients=inside)
 
 
 def balance(
@@ -234,4 +240,8 @@ def _randomized(weight: torch.Tensor, rank: int, seed: int = 0) -> Factors | Non
     if outside > max(_SKETCH_EXCESS * inside, rounding):
         return None
     excess = outside / inside if inside > 0 else 0.0
-    return Factors(basis @ vectors, vectors.T @ inner, inside + outside, norm, "randomized", excess)
+    inner_coefficients = vectors.T @ basis.T if n < k else None
+    return Factors(
+        basis @ vectors, vectors.T @ inner, inside + outside, norm, "randomized", excess,
+        inner_coefficients,
+    )  # fmt: skip

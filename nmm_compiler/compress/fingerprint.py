@@ -136,6 +136,5 @@ def _data(calibration: list[Any] | Statistics | None) -> str:
     for kind in (calibration.inputs, calibration.gradients):
         for name, moment in sorted(kind.items()):
             # Rounded: the order of a sum may differ between two processes.
-            trace = float(moment.total.trace())
-            digest.text(name, moment.tokens, f"{trace:.6e}", f"{moment.fourth:.6e}")
+            digest.text(name, moment.tokens, f"{moment.trace:.6e}", f"{moment.fourth:.6e}")
     return digest.digest()

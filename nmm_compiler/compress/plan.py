@@ -7,7 +7,7 @@ interrupted run finds it again (`journal.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -51,6 +51,20 @@ class Plan(Record):
     cost_before: float | None = None
     cost_after: float | None = None
     calibration_tokens: int = 0
+    only_read: tuple[str, ...] = ()
+
+
+@dataclass
+class Measured:
+    """What the plan needs of the statistics, which may be of one part of the model at a time.
+
+    losses: per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all; empty where
+    ranks are not allocated globally. unused: layers that the output does not depend on.
+    """
+
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
+    tokens: int = 0
     only_read: tuple[str, ...] = ()
 
 
@@ -150,23 +164,58 @@ def moments_of(
     return Moments(inputs, regularize(gradient, config.damping, config.shrinkage))
 
 
-def make_plan(
+def measure(
+    known: Measured,
     sites: Sequence[Site],
     config: CompressionConfig,
     ways: Ways,
     statistics: Statistics | None,
-    cost: allocation.Cost | None,
     progress: bool,
+) -> None:
+    """Add to `known` what the statistics say of these sites, a part of the model or all of it.
+
+    A loss is, with sensitivity="gradient", half the expected g^T (dW x) squared, summed over the
+    tokens; else the squared relative error of the matrix (weighted by its inputs when there is
+    calibration).
+    """
+    if statistics is not None:
+        known.tokens = max(known.tokens, statistics.tokens)
+        known.only_read += statistics.only_read
+        if ways.gradients:
+            known.unused |= {s.name for s in sites if s.name not in statistics.gradients}
+    if not config.effective_ratio or ways.allocation != "global":
+        return
+    sites = [site for site in sites if site.name not in known.unused]
+    method = "two-sided" if ways.sensitive else "whitened"
+    with Steps("measuring spectra", len(sites), progress) as steps:
+        for site in sites:
+            steps.show(site.name)
+            moments = moments_of(site, method, statistics, config).to(site.weight.device)
+            squares = spectrum(site.weight, moments, site.name)
+            tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
+            if moments.gradients is not None:
+                assert statistics is not None
+                tail *= 0.5 * statistics.inputs[site.name].tokens
+            elif tail[0] > 0:
+                tail /= tail[0].clone()
+            known.losses[site.name] = tail.tolist()
+            steps.advance()
+
+
+def make_plan(
+    sites: Sequence[Site],
+    config: CompressionConfig,
+    ways: Ways,
+    known: Measured,
+    cost: allocation.Cost | None,
 ) -> Plan:
     """Return the plan. Raises RankError when no legal ranks meet the ratio.
 
     Layers without gradients (the output does not depend on them, so nothing is known of what an
     error in them does) stay dense.
     """
-    aside = []
-    if ways.gradients and statistics is not None:
-        aside = [_aside(s) for s in sites if s.name not in statistics.gradients]
-        sites = [s for s in sites if s.name in statistics.gradients]
+    aside = [_aside(s) for s in sites if s.name in known.unused]
+    sites = [s for s in sites if s.name not in known.unused]
     shapes = [allocation.Shape(s.name, s.k, s.n) for s in sites]
     ratio = config.effective_ratio
     if ratio is None:
@@ -176,9 +225,8 @@ def make_plan(
         if ways.allocation == "uniform":
             ranks = allocation.allocate_uniform(shapes, ratio, align)
         else:
-            losses = _losses(sites, config, ways, statistics, progress) if ratio else {}
             ranks = allocation.allocate_global(
-                shapes, losses, ratio, align, _checked_cost(config, cost)
+                shapes, known.losses, ratio, align, _checked_cost(config, cost)
             )
         decisions = [_decide(shape, ranks[shape.name], align) for shape in shapes]
     before = after = None
@@ -192,8 +240,8 @@ def make_plan(
         decisions=(*decisions, *aside),
         cost_before=before,
         cost_after=after,
-        calibration_tokens=statistics.tokens if statistics else 0,
-        only_read=statistics.only_read if statistics else (),
+        calibration_tokens=known.tokens,
+        only_read=known.only_read,
     )
 
 
@@ -236,34 +284,3 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> list[Decision
             rank, note = allocation.check_explicit(shape, rank, config.align)
         decisions.append(Decision(name=site.name, k=site.k, n=site.n, rank=rank, note=note))
     return decisions
-
-
-def _losses(
-    sites: Sequence[Site],
-    config: CompressionConfig,
-    ways: Ways,
-    statistics: Statistics | None,
-    progress: bool,
-) -> dict[str, list[float]]:
-    """Return, per site, the loss of keeping rank 0, 1, 2, ...: comparable between sites.
-
-    With sensitivity="gradient": half the expected g^T (dW x) squared, summed over the tokens.
-    Else: the squared relative error of the matrix (weighted by its inputs when there is
-    calibration).
-    """
-    losses = {}
-    method = "two-sided" if ways.sensitive else "whitened"
-    with Steps("measuring spectra", len(sites), progress) as steps:
-        for site in sites:
-            steps.show(site.name)
-            moments = moments_of(site, method, statistics, config).to(site.weight.device)
-            squares = spectrum(site.weight, moments, site.name)
-            tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
-            if moments.gradients is not None:
-                assert statistics is not None
-                tail *= 0.5 * statistics.inputs[site.name].tokens
-            elif tail[0] > 0:
-                tail /= tail[0].clone()
-            losses[site.name] = tail.tolist()
-            steps.advance()
-    return losses

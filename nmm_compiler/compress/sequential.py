@@ -9,8 +9,10 @@ allows:
 
 so the factorization is the one of `factorize.py`, applied to the least-squares solution W*. Pulling
 both C and B to the same multiple of the identity (`moments.regularize`) pulls W* to W: with few
-tokens, or where x' = x, nothing is changed. The originals are kept until the end, and put back in
-their places for one pass of the model per stage: a group of layers that read the same tensor.
+tokens, or where x' = x, nothing is changed. The originals are kept, and put back in
+their places for one pass per stage: a group of layers that read the same tensor. `parts.py` says
+what a pass is of: one block at a time where the model is a chain of blocks, so that the work is
+linear in depth and the originals of one block are kept, else the whole model.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nmm_compiler.compress.blocks import Passage
 from nmm_compiler.compress.calibrate import Collector, OutputFn, Statistics, call, collect
 from nmm_compiler.compress.modules import put
 from nmm_compiler.compress.moments import Moment, SecondMoment
@@ -35,6 +38,10 @@ class Originals:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._kept: list[Site] = []
+
+    def forget(self) -> None:
+        """Let go of the originals: no pass will need them again."""
+        self._kept.clear()
 
     def keep(self, site: Site) -> None:
         """Remember a site that is about to be replaced."""
@@ -62,14 +69,11 @@ class Pairs:
 
 
 def collect_pairs(
-    originals: Originals,
-    sites: Sequence[Site],
-    batches: Sequence[Any],
-    *,
-    gradients: bool = False,
-    output: OutputFn | None = None,
+    originals: Originals, module: nn.Module, sites: Sequence[Site], batches: Sequence[Any]
 ) -> tuple[Statistics, dict[str, Pairs]]:
     """Return the statistics of x', as `collect` does, and the pairs by layer name.
+
+    module: what the batches are run through: the model, or the block that they are passages of.
 
     A layer has no pairs where other tokens reach it than in the original model (experts).
     """
@@ -79,9 +83,7 @@ def collect_pairs(
         collectors.append(_PairCollector(originals, *arguments))
         return collectors[-1]
 
-    statistics = collect(
-        originals.model, sites, batches, gradients=gradients, output=output, collector=make
-    )
+    statistics = collect(module, sites, batches, collector=make)
     last = collectors[-1]
     found = {site.name: last.pairs.get(last.leader[site.name]) for site in sites}
     return statistics, {name: pairs for name, pairs in found.items() if pairs is not None}
@@ -89,6 +91,8 @@ def collect_pairs(
 
 class _PairCollector(Collector):
     """Runs every batch twice, through the model as it is and through the original."""
+
+    carries = False  # W* needs the inverse of the whole moment
 
     def __init__(self, originals: Originals, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -105,7 +109,7 @@ class _PairCollector(Collector):
         super().run(model, batch, output, generator)
         self._old = {name: [] for name in self._new}
         with torch.no_grad(), self.originals.restored():
-            call(model, batch)
+            call(model, (isinstance(batch, Passage) and batch.original) or batch)
         for name, pieces in self._new.items():
             self._pair(name, torch.cat(pieces), self._old[name])
 
@@ -130,10 +134,6 @@ class _PairCollector(Collector):
             super()._take_input(site, x)
         elif site.name in self._old:
             self._old[site.name].append(self._rows(x, site.k, f"the input of {site.name}"))
-
-    def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
-        if self._old is None:
-            super()._take_gradient(site, gradient)
 
     def _add(self, name: str, rows: torch.Tensor) -> None:
         super()._add(name, rows)

@@ -7,7 +7,14 @@ from torch import nn
 from nmm_compiler.compress.calibrate import Statistics
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.moments import SecondMoment
-from nmm_compiler.compress.plan import check_statistics, make_plan, moments_of, resolve
+from nmm_compiler.compress.plan import (
+    Measured,
+    check_statistics,
+    make_plan,
+    measure,
+    moments_of,
+    resolve,
+)
 from nmm_compiler.compress.ranks import parameter_cost
 from nmm_compiler.compress.select import Site
 from nmm_compiler.errors import CalibrationError, OptionTypeError
@@ -81,7 +88,9 @@ def statistics(inputs, gradients, **more):
 def plan(sites, collected=None, cost=None, **config):
     config = CompressionConfig(**config)
     ways = resolve(config, collected is not None, meta=False)
-    made = make_plan(sites, config, ways, collected, cost, progress=False)
+    known = Measured()
+    measure(known, sites, config, ways, collected, progress=False)
+    made = make_plan(sites, config, ways, known, cost)
     return made, {decision.name: decision.rank for decision in made.decisions}
 
 
