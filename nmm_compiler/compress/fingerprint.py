@@ -63,6 +63,13 @@ class _Hash:
         return self._hash.hexdigest()[:32]
 
 
+def digest_of(batch: Any) -> str:
+    """Return the digest of one batch."""
+    digest = _Hash()
+    digest.data(batch)
+    return digest.digest()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Identity(Record):
     """What a run was made of.

@@ -1,9 +1,11 @@
 """`recover`: fine-tune a low-rank model's factors against the original model.
 
-Goes in: the compressed model, the original (the teacher), and batches of text without labels. The
-loss is what the two disagree in: the Kullback-Leibler divergence of their logits, or for models
-without logits the relative squared error of their features. Either all elements of the factors are
-trained, or a small correction to each factor (LoRA style), which is multiplied in at the end.
+Goes in: the compressed model, the original (the teacher) or what it said (`teacher.py`), and
+batches of text without labels. The loss is what the two disagree in: the Kullback-Leibler
+divergence of their logits, or for models without logits the relative squared error of their
+features; or the next token, where there is no teacher. Either all elements of the factors are
+trained, or a small correction to each factor (LoRA style), which is multiplied in at the end; both
+factors together, or one after the other (SVD-LLM, arXiv 2403.07378).
 
 Some batches are held out. The factors that come out are the best seen on those, the initial ones
 included, so recovery never makes that figure worse. Weights of half precision are trained as
@@ -12,6 +14,7 @@ float32 copies, since their own steps would be rounded away.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -23,15 +26,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from nmm_compiler.compress.calibrate import (
-    OutputFn,
-    as_batches,
-    call,
-    main_output,
-    padding_mask,
-)
+from nmm_compiler.compress.calibrate import OutputFn, as_batches
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.compress.progress import Steps
+from nmm_compiler.compress.teacher import Distance, Remembered
 from nmm_compiler.errors import (
     NoMatchingModulesError,
     OptionTypeError,
@@ -41,10 +39,10 @@ from nmm_compiler.errors import (
 from nmm_compiler.records import Record
 
 TRAINABLE = ("full", "lora")
-OBJECTIVES = ("auto", "logits", "features")
+OBJECTIVES = ("auto", "logits", "features", "labels")
+ORDERS = ("together", "u-then-v")
 _WARMUP_SHARE = 0.1
 _BACKOFF = 0.3
-_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +76,14 @@ def recover(
     model: nn.Module,
     data: Any,
     *,
-    teacher: nn.Module,
+    teacher: nn.Module | Remembered | None = None,
     validation: Any = None,
     steps: int = 200,
     lr: float = 1e-4,
     trainable: str = "full",
     lora_rank: int = 16,
     objective: str = "auto",
+    order: str = "together",
     output: OutputFn | None = None,
     evaluations: int = 10,
     seed: int = 0,
@@ -93,31 +92,42 @@ def recover(
     """Train the factors of the low-rank layers of `model`, in place, to follow `teacher`.
 
     data, validation: batches as for calibration; without validation, a tenth of data (at least one
-        batch) is held out.
+        batch) is held out. Of an iterator, which may be endless, no more batches are taken than
+        there are steps and held-out ones.
+    teacher: the original model; or what `remember(original, batches)` noted before it was
+        compressed, so that only one model is in memory; or None with objective="labels".
     steps: optimizer steps, one batch each. lr: peak learning rate of AdamW (10 % warm-up, then
         cosine), cut whenever one of the `evaluations` of the held-out loss finds it no lower.
     trainable: "full" (every factor element) or "lora" (a rank `lora_rank` correction per factor).
-    objective: "logits", "features", or "auto": logits where the model has them.
+    objective: "logits", "features", or "auto": logits where the model has them; "labels": the cross
+        entropy of the next token, from each batch's `labels` or `input_ids`.
+    order: "together", or "u-then-v": half of the steps train `up`, then the other half `down`.
     output: (result, batch) -> features to compare instead, e.g. sentence embeddings.
 
     Ctrl-C and errors leave the best factors so far in place. Raises NoMatchingModulesError for a
     model without low-rank layers, RecoveryError when too few batches are left to train on, the two
     models' outputs differ in shape, or the loss is not finite.
     """
-    _check_arguments(model, teacher, steps, lr, trainable, lora_rank, objective, evaluations)
+    _check_numbers(steps, lr, lora_rank, evaluations)
+    _check_choices(model, teacher, trainable, objective, order)
     layers = lowrank_layers(model)
     if not layers:
         raise NoMatchingModulesError(
             f"{type(model).__name__} has no low-rank layer; run compress on it before recover"
         )
-    train, held_out = _split(data, validation)
+    train, held_out = _split(data, validation, steps)
     started = time.monotonic()
-    distance = _Distance(teacher, objective, output)
+    distance = Distance(teacher, objective, output)
     generator = torch.Generator().manual_seed(seed)
-    with _training(model, teacher, layers, trainable, lora_rank, generator) as parameters:
+    models = (model, teacher) if isinstance(teacher, nn.Module) else (model,)
+    with _training(models, layers, trainable, lora_rank, generator) as halves:
+        parameters = [*halves[0], *halves[1]]
         run = _Run(model, parameters, distance, held_out)
+        turns = [parameters] if order == "together" else list(halves)
         with Steps("recovering", steps, progress) as bar:
-            run.train(train, steps, lr, evaluations, generator, bar)
+            for i, turn in enumerate(turns):
+                share = steps * (i + 1) // len(turns) - steps * i // len(turns)
+                run.train(turn, train, share, lr, evaluations, generator, bar)
     return RecoveryReport(
         objective=distance.resolved,
         trainable=trainable,
@@ -132,54 +142,6 @@ def recover(
     )
 
 
-class _Distance:
-    """The loss of one batch: how far the student's output is from the teacher's."""
-
-    def __init__(self, teacher: nn.Module, objective: str, output: OutputFn | None) -> None:
-        self.teacher, self.output = teacher, output
-        self.resolved = objective
-        self._cache: dict[int, torch.Tensor] = {}
-        self._cached_bytes = 0
-
-    def __call__(self, student: nn.Module, batch: Any) -> torch.Tensor:
-        target = self._target(batch)
-        found, is_logits = self._read(call(student, batch), batch)
-        if self.resolved == "auto":
-            self.resolved = "logits" if is_logits else "features"
-        if found.shape != target.shape:
-            raise RecoveryError(
-                f"the model's output is {list(found.shape)} and the teacher's "
-                f"{list(target.shape)}; pass the model that was compressed as teacher"
-            )
-        student_rows, teacher_rows = _rows(found, batch), _rows(target, batch)
-        if self.resolved == "logits":
-            return nn.functional.kl_div(
-                student_rows.log_softmax(-1),
-                teacher_rows.log_softmax(-1),
-                reduction="batchmean",
-                log_target=True,
-            )
-        scale = teacher_rows.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
-        return (student_rows - teacher_rows).square().mean() / scale
-
-    def _read(self, result: Any, batch: Any) -> tuple[torch.Tensor, bool]:
-        if self.output is not None:
-            return self.output(result, batch), False
-        return main_output(result)
-
-    def _target(self, batch: Any) -> torch.Tensor:
-        """Return the teacher's output, computed once per batch while the cache has room."""
-        if id(batch) in self._cache:
-            return self._cache[id(batch)]
-        with torch.no_grad():
-            target = self._read(call(self.teacher, batch), batch)[0].detach()
-        size = target.numel() * target.element_size()
-        if self._cached_bytes + size <= _CACHE_BYTES:
-            self._cache[id(batch)] = target
-            self._cached_bytes += size
-        return target
-
-
 class _Run:
     """The training loop, and the best factors it has seen."""
 
@@ -187,17 +149,19 @@ class _Run:
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        distance: _Distance,
+        distance: Distance,
         held_out: Sequence[Any],
     ) -> None:
         self.model, self.parameters = model, parameters
         self.distance, self.held_out = distance, held_out
         self.history: list[tuple[int, float]] = []
         self.best, self.best_step = math.inf, 0
+        self.steps = 0
         self._best_values: list[torch.Tensor] = []
 
     def train(
         self,
+        turn: Sequence[nn.Parameter],
         batches: Sequence[Any],
         steps: int,
         lr: float,
@@ -205,19 +169,28 @@ class _Run:
         generator: torch.Generator,
         bar: Steps,
     ) -> None:
-        """Take the steps, evaluating `evaluations` times on the way; end with the best factors.
+        """Train a turn's parameters, evaluating `evaluations` times; end with the best factors.
 
         Where an evaluation is no better than the best, training goes on from the best factors with
         a fresh optimizer and smaller steps: a model that is already close needs a small rate, and
         nobody should have to search for it.
         """
-        optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
-        checks = {round(steps * (i + 1) / evaluations) for i in range(evaluations)}
+        optimizer = torch.optim.AdamW(turn, lr=lr, weight_decay=0.0)
+        first, checks = (
+            self.steps,
+            {round(steps * (i + 1) / evaluations) for i in range(evaluations)},
+        )
+        for parameter in self.parameters:
+            parameter.requires_grad_(False)
+        for parameter in turn:
+            parameter.requires_grad_(True)
         try:
-            self.evaluate(0)
-            for step, batch in enumerate(_shuffled(batches, steps, generator), start=1):
+            if not self.history:
+                self.evaluate(0)
+            for own, batch in enumerate(_shuffled(batches, steps, generator), start=1):
+                self.steps = step = first + own
                 for group in optimizer.param_groups:
-                    group["lr"] = lr * _schedule(step - 1, steps)
+                    group["lr"] = lr * _schedule(own - 1, steps)
                 optimizer.zero_grad(set_to_none=True)
                 loss = self.distance(self.model, batch)
                 if not torch.isfinite(loss):
@@ -226,9 +199,9 @@ class _Run:
                         f"of step {self.best_step}: lower lr from {lr:g}, or check the batch"
                     )
                 loss.backward()
-                nn.utils.clip_grad_norm_(self.parameters, 1.0)
+                nn.utils.clip_grad_norm_(turn, 1.0)
                 optimizer.step()
-                if step in checks:
+                if own in checks:
                     if not self.evaluate(step):
                         self._restore()
                         optimizer.state.clear()
@@ -278,18 +251,13 @@ def _shuffled(batches: Sequence[Any], steps: int, generator: torch.Generator) ->
         left -= len(batches)
 
 
-def _rows(tensor: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Return [tokens, size] in float32, without padding."""
-    rows = tensor.reshape(-1, tensor.shape[-1]).float()
-    mask = padding_mask(batch)
-    if mask is not None and mask.numel() == rows.shape[0]:
-        rows = rows[mask.flatten().to(rows.device)]
-    return rows
-
-
-def _split(data: Any, validation: Any) -> tuple[list[Any], list[Any]]:
+def _split(data: Any, validation: Any, steps: int) -> tuple[list[Any], list[Any]]:
+    """Return (batches to train on, held-out ones); of an iterator, no more than are needed."""
+    known = validation is not None
+    if isinstance(data, Iterator):
+        data = list(itertools.islice(data, steps + (0 if known else max(1, steps // 10))))
     batches = as_batches(data)
-    if validation is not None:
+    if known:
         return batches, as_batches(validation)
     held = max(1, len(batches) // 10)
     if held >= len(batches):
@@ -328,29 +296,35 @@ class _Correction(nn.Module):
 
 @contextmanager
 def _training(
-    model: nn.Module,
-    teacher: nn.Module,
+    models: Sequence[nn.Module],
     layers: dict[str, LowRankLinear],
     trainable: str,
     lora_rank: int,
     generator: torch.Generator,
-) -> Iterator[list[nn.Parameter]]:
+) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
     """Make the factors trainable and all else not, in eval mode; put everything back after.
+
+    Yields what is trained for every `up`, and for every `down`.
 
     Corrections and float32 copies are multiplied or rounded into the factors at the end.
     """
-    both = (*model.modules(), *teacher.modules())
+    both = [module for one in models for module in one.modules()]
     modes = {module: module.training for module in both}
-    wants = {p: p.requires_grad for p in (*model.parameters(), *teacher.parameters())}
-    factors = [linear for layer in layers.values() for linear in (layer.down, layer.up)]
-    trained: list[nn.Parameter] = []
+    wants = {p: p.requires_grad for one in models for p in one.parameters()}
+    ups: list[nn.Parameter] = []
+    downs: list[nn.Parameter] = []
+    factors = [
+        (linear, trained)
+        for layer in layers.values()
+        for linear, trained in ((layer.down, downs), (layer.up, ups))
+    ]
     changed: list[nn.Linear] = []
     try:
         for module in both:
             module.training = False
         for parameter in wants:
             parameter.requires_grad_(False)
-        for linear in factors:
+        for linear, trained in factors:
             if trainable == "lora":
                 extra: nn.Module = _Correction(linear.weight, lora_rank, generator)
             elif linear.weight.dtype.itemsize <= 2:
@@ -361,11 +335,11 @@ def _training(
             trained.extend(extra.parameters())
             parametrize.register_parametrization(linear, "weight", extra)
             changed.append(linear)
-        yield trained
+        yield ups, downs
     finally:
         for linear in changed:
             parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
-        for parameter in trained:
+        for parameter in (*ups, *downs):
             parameter.grad = None
         for parameter, wanted in wants.items():
             parameter.requires_grad_(wanted)
@@ -373,23 +347,7 @@ def _training(
             module.training = training
 
 
-def _check_arguments(
-    model: object,
-    teacher: object,
-    steps: int,
-    lr: float,
-    trainable: str,
-    lora_rank: int,
-    objective: str,
-    evaluations: int,
-) -> None:
-    for name, value in (("model", model), ("teacher", teacher)):
-        if not isinstance(value, nn.Module):
-            raise OptionTypeError(name, type(value).__name__, "a torch.nn.Module")
-    if model is teacher:
-        raise OptionTypeError(
-            "teacher", "the model itself", "the original model (copy.deepcopy it before compress)"
-        )
+def _check_numbers(steps: int, lr: float, lora_rank: int, evaluations: int) -> None:
     for name, number in (
         ("steps", steps), ("lora_rank", lora_rank), ("evaluations", evaluations)
     ):  # fmt: skip
@@ -397,7 +355,30 @@ def _check_arguments(
             raise OptionTypeError(name, number, "a positive whole number")
     if not lr > 0:
         raise OptionTypeError("lr", lr, "a positive number")
-    if trainable not in TRAINABLE:
-        raise UnknownNameError("trainable", trainable, TRAINABLE)
-    if objective not in OBJECTIVES:
-        raise UnknownNameError("objective", objective, OBJECTIVES)
+
+
+def _check_choices(
+    model: object, teacher: object, trainable: str, objective: str, order: str
+) -> None:
+    for kind, value, known in (
+        ("trainable", trainable, TRAINABLE),
+        ("objective", objective, OBJECTIVES),
+        ("order", order, ORDERS),
+    ):
+        if value not in known:
+            raise UnknownNameError(kind, value, known)
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError("model", type(model).__name__, "a torch.nn.Module")
+    if objective == "labels":
+        if teacher is not None:
+            raise OptionTypeError("teacher", "given", 'it with another objective than "labels"')
+        return
+    if not isinstance(teacher, (nn.Module, Remembered)):
+        raise OptionTypeError(
+            "teacher", type(teacher).__name__,
+            'the original torch.nn.Module, or remember(original, batches); or objective="labels"',
+        )  # fmt: skip
+    if model is teacher:
+        raise OptionTypeError(
+            "teacher", "the model itself", "the original model (copy.deepcopy it before compress)"
+        )

@@ -10,6 +10,7 @@ from torch import nn
 
 from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.recover import recover
+from nmm_compiler.compress.teacher import remember
 from nmm_compiler.errors import (
     NoMatchingModulesError,
     OptionTypeError,
@@ -138,3 +139,99 @@ def test_bad_input_is_refused():
         recover(model, bad, teacher=teacher, steps=50, progress=False)
     assert all(torch.isfinite(v).all() for v in model.state_dict().values())
     assert before.keys() == model.state_dict().keys()
+
+
+class Speaker(nn.Module):
+    """Logits over 40 tokens from embedded ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(40, 32), stack(), nn.Linear(32, 40)
+
+    def forward(self, input_ids):
+        return {"logits": self.head(self.body(self.embed(input_ids)))}
+
+
+def speech(count=12):
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(40, (2, 20), generator=generator)} for _ in range(count)]
+
+
+def speakers():
+    torch.manual_seed(0)
+    teacher = Speaker()
+    model = copy.deepcopy(teacher)
+    compress(model, 0.5, align=4, exclude="head", progress=False)
+    return model, teacher
+
+
+def test_remembered_outputs_stand_in_for_the_teacher():
+    """All classes kept: the same loss. Few kept: less of it, still falling, and no second model."""
+    batches = speech()
+    wholes = {}
+    for keep in (None, 40, 39, 8):
+        model, teacher = speakers()
+        told = teacher if keep is None else remember(teacher, batches, keep=keep, progress=False)
+        report = recover(model, batches, teacher=told, steps=40, lr=3e-3, progress=False)
+        wholes[keep] = report.validation_before
+        assert report.objective == "logits"
+        assert report.validation_after < 0.9 * report.validation_before
+    assert wholes[40] == wholes[None]
+    assert wholes[39] == pytest.approx(wholes[None], rel=1e-5)
+    assert 0 < wholes[8] < wholes[None]
+    with pytest.raises(RecoveryError, match="have none for a batch"):
+        recover(model, speech(20), teacher=told, steps=5, progress=False)
+
+
+def test_labels_need_no_teacher():
+    batches = [{"input_ids": torch.arange(20).repeat(2, 1) + i % 3} for i in range(12)]
+    model, teacher = speakers()
+    report = recover(model, batches, objective="labels", steps=60, lr=3e-3, progress=False)
+    ids = batches[-1]["input_ids"]
+    with torch.no_grad():
+        logits = model(ids)["logits"][:, :-1].flatten(0, 1)
+    wanted = float(nn.functional.cross_entropy(logits, ids[:, 1:].flatten()))
+    assert report.validation_after == pytest.approx(wanted, rel=1e-5)
+    assert report.validation_after < 0.8 * report.validation_before
+    with pytest.raises(OptionTypeError, match="teacher"):
+        recover(model, batches, teacher=teacher, objective="labels")
+    with pytest.raises(OptionTypeError, match="remember"):
+        recover(model, batches)
+    with pytest.raises(RecoveryError, match="needs labels or input_ids"):
+        recover(stacked(), data(), objective="labels", progress=False)
+
+
+def stacked():
+    return pair()[0]
+
+
+def test_u_then_v_trains_one_factor_after_the_other(monkeypatch):
+    moved, real = [], torch.optim.AdamW
+
+    def optimizer(parameters, **options):
+        moved.append([id(p) for p in parameters])
+        return real(parameters, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
+    model, teacher = pair()
+    layers = [m for m in model.modules() if hasattr(m, "down") and hasattr(m, "rank")]
+    report = recover(
+        model, data(), teacher=teacher, steps=41, lr=3e-3, order="u-then-v", progress=False
+    )
+    assert moved == [[id(x.up.weight) for x in layers], [id(x.down.weight) for x in layers]]
+    assert report.validation_after < 0.9 * report.validation_before
+    assert report.history[-1][0] == 41
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_endless_iterator_gives_as_many_batches_as_there_are_steps():
+    model, teacher = pair()
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(0)
+            yield data(count=1)[0] * (1 + len(taken))
+
+    recover(model, endless(), teacher=teacher, steps=20, progress=False)
+    assert len(taken) == 22

