@@ -10,7 +10,8 @@ STRESS_READY := $(VENV)/.ready-stress
 WORKERS ?= 2
 
 .PHONY: demo test test-long stress mutants lint format clean bench \
-	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-timing
+	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-timing \
+	bench-models
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -39,9 +40,9 @@ format: $(DEV_READY)
 	$(BIN)/ruff format .
 
 bench: bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing
+	bench-timing bench-models
 
-bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache: $(DEV_READY)
+bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-models: $(DEV_READY)
 	$(RUN) benchmarks/$(@:bench-%=%).py
 
 $(RUN):

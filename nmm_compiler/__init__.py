@@ -1,9 +1,10 @@
 """A compiler for low-rank models on AWS Trainium.
 
-Three ways in:
+Four ways in:
 
     torch.compile(model, backend="nmm")                serve: fused kernels, same outputs, a report
     nmm_compiler.rewrite(model, inputs), explain(...)  research: the graph, matches, refusals
+    nmm_compiler.predict(model, "trn2", ratio=0.2)     what a model will take, dense and low-rank
     nmm_compiler.build_kernel(spec), simulate(...)     kernels: NKI source, checked, timed on a CPU
 
 Nothing outside this door is public. Names load on first use, so that importing the package and
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from nmm_compiler.passes.pipeline import rewrite as rewrite
     from nmm_compiler.passes.rules.base import Match as Match
     from nmm_compiler.passes.rules.base import Rule as Rule
+    from nmm_compiler.prediction.model import ModelPrediction as ModelPrediction
+    from nmm_compiler.prediction.predict import predict as predict
     from nmm_compiler.simulator.run import ArraySpec as ArraySpec
     from nmm_compiler.simulator.run import Simulation as Simulation
     from nmm_compiler.simulator.run import simulate as simulate
@@ -60,6 +63,7 @@ _HOMES = {
     "LowRankSpec": "nmm_compiler.kernels.lowrank",
     "Match": "nmm_compiler.passes.rules.base",
     "MatmulSpec": "nmm_compiler.kernels.matmul",
+    "ModelPrediction": "nmm_compiler.prediction.model",
     "NmmError": "nmm_compiler.errors",
     "Options": "nmm_compiler.options",
     "Profile": "nmm_compiler.simulator.timing.profile",
@@ -74,6 +78,7 @@ _HOMES = {
     "last_report": "nmm_compiler.backend",
     "load_checkpoint": "nmm_compiler.compress.checkpoints",
     "load_factors": "nmm_compiler.compress.save",
+    "predict": "nmm_compiler.prediction.predict",
     "recover": "nmm_compiler.compress.recover",
     "reports": "nmm_compiler.backend",
     "rewrite": "nmm_compiler.passes.pipeline",

@@ -346,3 +346,7 @@ class NoRealInputsError(NmmError, ValueError):
             f"verify=True runs the graph and needs inputs with data, got {given!r:.80}; pass real "
             "example_inputs, or call result.check(*inputs) later"
         )
+
+
+class PredictionError(NmmError, ValueError):
+    """A model, a config or a setting that no latency can be predicted for."""

@@ -16,6 +16,7 @@ from nmm_compiler.cli import (
     export,
     kernel,
     lint,
+    plan,
     profile,
     simulate,
 )
@@ -53,6 +54,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(kernel.kernel)
 app.command()(explain.explain)
+app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(profile.profile)
 app.command()(profile.compare)

@@ -134,6 +134,22 @@ Family = Annotated[
         autocompletion=families,
     ),
 ]  # fmt: skip
+
+
+def list_option(kind: str, help_: str) -> Any:
+    """Return an option that takes values with commas between: of kind target, share or size."""
+    checks: dict[str, Callable[[str], Any]] = {"target": _target, "share": _share, "size": _size}
+    check = checks[kind]
+
+    def parse(value: str) -> str:
+        try:
+            return ",".join(str(check(part.strip())) for part in str(value).split(","))
+        except NmmError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(help=f"{help_}; commas between", parser=parse, metavar=f"{kind.upper()}S")
+
+
 Target = Annotated[str, target_option()]
 Seed = Annotated[int, count_option(help_="seed of the random arrays")]
 Tokens = Annotated[int, size_option(help_="tokens of the example input")]

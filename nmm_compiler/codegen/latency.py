@@ -3,18 +3,26 @@
 `kernel_cost` is what `compress(budget="latency")` spends: the closed-form cost of the schedule that
 the search would take, with the factors in HBM as `nn.Linear` stores them. `predicted_us` is what
 the passes weigh one kernel against two with: the closed form alone, so that it simulates nothing.
+`simulated_us` is what whole-model predictions add up: one simulation per spec and target.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
-from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.cache.key import Key
+from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen.choose import choose, rank, simulated
+from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.targets import get
+from nmm_compiler.targets import Target, get
+from nmm_compiler.version import VERSION
+
+_PRICE = "price.txt"
 
 
 def kernel_cost(target: str, tokens: int, dtype: str) -> Callable[[int, int, int | None], float]:
@@ -42,3 +50,58 @@ def predicted_us(spec: KernelSpec, target: str) -> float:
     chip = get(target)
     spec.check(chip)
     return rank(spec, chip)[0].cost_us + 1e6 * chip.kernel_start_stop_seconds
+
+
+MOST_TOKENS = 2048
+"""Tokens that `simulated_us` runs at once: a longer call repeats what so many tokens show."""
+
+
+FEW_TOKENS = 128
+"""Below this, `simulated_us` searches like `build_kernel`: small kernels simulate fast."""
+
+
+@functools.lru_cache(maxsize=4096)
+def simulated_us(spec: KernelSpec, target: str) -> float:
+    """Return the simulated microseconds of a kernel, from its first instruction to its last result.
+
+    Below FEW_TOKENS tokens the schedule is the one that `build_kernel` takes; above it is the one
+    that the closed form ranks first, so that a built kernel is no slower in the simulator. A call
+    of more than MOST_TOKENS tokens is as many calls of that many, and one of the rest. Prices are
+    kept in the kernel cache. Raises CapacityError or SpecError, with the numbers, when no schedule
+    is legal.
+    """
+    tokens = int(getattr(spec, "m", 0))
+    if tokens > MOST_TOKENS:
+        blocks, rest = divmod(tokens, MOST_TOKENS)
+        each = simulated_us(_with_tokens(spec, MOST_TOKENS), target)
+        return blocks * each + (simulated_us(_with_tokens(spec, rest), target) if rest else 0.0)
+    chip = get(target)
+    spec.check(chip)
+    store = Store.for_kernels()
+    if store.mode in ("off", "require"):
+        return _simulate(spec, chip)
+    key = Key.make(
+        {
+            "price": "simulated_us",
+            "family": spec.family,
+            "spec": spec.to_dict(),
+            "target": chip.name,
+            "code": code_digests(),
+            "version": VERSION,
+        }
+    )
+    entry = store.get_or_build(key, lambda: {_PRICE: repr(_simulate(spec, chip))})
+    return float(entry.files[_PRICE])
+
+
+def _simulate(spec: KernelSpec, chip: Target) -> float:
+    if int(getattr(spec, "m", 0)) < FEW_TOKENS:
+        best = choose(spec, chip)[0]
+        if best.simulated_us is not None:
+            return best.simulated_us
+        return simulated(spec, best.schedule, chip)[0]
+    return simulated(spec, rank(spec, chip)[0].schedule, chip)[0]
+
+
+def _with_tokens(spec: KernelSpec, tokens: int) -> KernelSpec:
+    return dataclasses.replace(spec, m=tokens)  # type: ignore[call-arg]

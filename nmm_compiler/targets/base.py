@@ -36,7 +36,7 @@ def documented(value: Any, where: str) -> Known:
     return Known(value, Source("documented", where))
 
 
-def measured(value: float, where: str) -> Known:
+def measured(value: Any, where: str) -> Known:
     """Return a number that somebody measured on hardware and published."""
     return Known(value, Source("measured", where))
 
@@ -63,6 +63,9 @@ class Target:
     psum_banks: int
     psum_bank_bytes_per_partition: int
     hbm_bytes_per_second: float
+    hbm_bytes: int
+    logical_cores: int
+    collective_points: tuple[tuple[int, int, float], ...]
 
     # Tile limits
     stationary_free_max_elements: int

@@ -25,6 +25,21 @@ TARGET = Target.of(
         2048, "trainium_inferentia2_arch: 2 KiB, 512 fp32 elements"
     ),
     hbm_bytes_per_second=documented(410e9, "trn1: 820 GB/s per chip over 2 cores"),
+    hbm_bytes=documented(16 * 2**30, "trn1: 32 GiB per chip over 2 cores"),
+    logical_cores=documented(1, "lnc: logical cores of several physical ones on trn2 and newer"),
+    collective_points=measured(
+        tuple(
+            (ranks, size, us)
+            for size, row in (
+                (1 << 10, (2.1, 6.3, 7.1, 9.1)),
+                (64 << 10, (3.5, 11.6, 11.7, 12.5)),
+                (1 << 20, (18.7, 70.0, 60.0, 64.0)),
+                (32 << 20, (585.0, 893.0, 934.0, 575.0)),
+            )
+            for ranks, us in zip((2, 8, 16, 32), row, strict=True)
+        ),
+        "nccom-test all-reduce, (ranks, bytes, us)",
+    ),
     # Tile limits
     stationary_free_max_elements=documented(128, "nki.isa.nc_matmul: stationary free size <= 128"),
     moving_free_max_elements=documented(512, "nki.isa.nc_matmul: moving free size <= 512"),

@@ -19,6 +19,7 @@ TARGET = TRN2.successor(
     psum_banks=documented(8, "trainium3_arch: 8 banks of 2 KiB per partition"),
     psum_bank_bytes_per_partition=documented(2048, "trainium3_arch: 2 KiB, 512 fp32 elements"),
     hbm_bytes_per_second=documented(588e9, "4.7 TB/s per chip (trainium3_arch) over 8 cores"),
+    hbm_bytes=documented(18 * 2**30, "trainium3_arch: 144 GiB per chip over 8 cores"),
     # TensorE
     tensor_clock_hz=documented(2.4e9, "trainium3_arch: TensorE clock"),
     tensor_rows=documented(128, "trainium3_arch: 128 x 128 systolic array"),

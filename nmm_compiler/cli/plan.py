@@ -1,0 +1,74 @@
+"""`nmm plan`: what a model will take, dense and low-rank, before a device is rented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from nmm_compiler.cli import values
+from nmm_compiler.outputs import write_text
+
+
+def plan(
+    config: Annotated[
+        str, typer.Argument(help="CONFIG.json, DIRECTORY, or a public name such as llama-3.2-1b")
+    ],
+    target: Annotated[str, values.list_option("target", "targets, as trn1,trn2,trn3")] = "trn2",
+    ratio: Annotated[str, values.list_option("share", "shares of the parameters")] = "0.1,0.2",
+    batch: Annotated[str, values.list_option("size", "sequences at once")] = "1",
+    prompt: Annotated[str, values.list_option("size", "tokens of the prompt")] = "512",
+    context: Annotated[str, values.list_option("size", "tokens in the cache")] = "2048",
+    tp: Annotated[str, values.list_option("size", "cores that share the model")] = "1",
+    lnc: Annotated[
+        int | None, typer.Option(min=1, max=2, help="physical cores of a core; the target's")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    weights: Annotated[
+        str | None, typer.Option(help="stored matrices: also float8_e4m3 or int8")
+    ] = None,
+    include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
+    html: Annotated[Path | None, values.output_option(help_="write one page here")] = None,
+    json: Annotated[Path | None, values.output_option(help_="write every figure here")] = None,
+) -> None:
+    """Predict a model's latency, dense and low-rank, without weights or a device.
+
+    Example: nmm plan llama-3.2-1b --target trn2,trn3 --ratio 0.1,0.2 --batch 1,8 --tp 1,4
+    """
+    from nmm_compiler.cli import models
+    from nmm_compiler.prediction.plan import plan as run
+    from nmm_compiler.report.page import write_page
+
+    models.require_transformers("a model without its weights")
+    console = Console(markup=False)
+
+    def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    with console.status(Text(f"reading {config}")) as status:
+        made = run(
+            config,
+            targets=listed(target, str),
+            ratios=listed(ratio, float),
+            batches=listed(batch, int),
+            prompts=listed(prompt, int),
+            contexts=listed(context, int),
+            tps=listed(tp, int),
+            lnc=lnc,
+            dtype=dtype,
+            weights=weights,
+            include=include,
+            exclude=exclude,
+            progress=lambda name, done, of: status.update(Text(f"{done + 1} of {of}: {name}")),
+        )
+    console.print(str(made), markup=False, soft_wrap=True)
+    if html is not None:
+        console.print(f"page: {write_page(f'plan of {made.name}', made.parts(), html)}")
+    if json is not None:
+        write_text(json, made.to_json(indent=2))
+        console.print(f"figures: {json}")

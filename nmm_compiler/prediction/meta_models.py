@@ -1,0 +1,186 @@
+"""Models without weights: from a config, a directory, a public name, or a module that exists.
+
+Everything happens on PyTorch's meta device, where tensors have shapes and no data. `shorten` keeps
+one of each kind of layer, so that a model of 80 equal layers is traced as one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmm_compiler.errors import MissingPackageError, PredictionError, UnknownNameError
+
+_NAMES = Path(__file__).parent / "public_models.json"
+
+
+@dataclass
+class MetaModel:
+    """A model on the meta device, and what tracing it needs to know.
+
+    layers: {"model.layers.0": 16}: how many layers of the model the traced one stands for.
+    """
+
+    module: nn.Module
+    name: str
+    layers: dict[str, int] = field(default_factory=dict)
+
+    def count(self, path: str) -> int:
+        """Return how many equal places of the model a traced place stands for."""
+        for layer, times in self.layers.items():
+            if path == layer or path.startswith(f"{layer}."):
+                return times
+        return 1
+
+
+@functools.cache
+def public_models() -> dict[str, dict[str, Any]]:
+    """Return the configs of public models that ship with the package, by name."""
+    return dict(json.loads(_NAMES.read_text(encoding="utf-8")))
+
+
+def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
+    """Return a model on the meta device.
+
+    model_or_config: a module (left as it is), a transformers config, a dict of its fields, a public
+    name, or a directory or file with a config. Raises PredictionError for anything else,
+    UnknownNameError for an unknown name, MissingPackageError where transformers is missing.
+    """
+    if isinstance(model_or_config, nn.Module):
+        return MetaModel(without_data(model_or_config), type(model_or_config).__name__)
+    config, name = read_config(model_or_config)
+    transformers = _transformers()
+    with torch.device("meta"):
+        module = _auto_class(transformers, config).from_config(config, dtype=dtype)
+    return MetaModel(module.eval(), name or str(config.model_type))
+
+
+def read_config(given: Any) -> tuple[Any, str]:
+    """Return (transformers config, name) of a config, a dict, a path or a public name."""
+    transformers = _transformers()
+    if isinstance(given, transformers.PreTrainedConfig):
+        return copy.deepcopy(given), str(getattr(given, "name_or_path", "")).rpartition("/")[2]
+    name = ""
+    if isinstance(given, (str, Path)):
+        path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+        name = Path(given).name
+        if path.is_file():
+            given = _json_object(path)
+        elif str(given).lower() in public_models():
+            name = str(given).lower()
+            given = public_models()[name]
+        else:
+            known = [*public_models(), "DIRECTORY with config.json", "CONFIG.json"]
+            raise UnknownNameError("model", str(given), known)
+    if not isinstance(given, Mapping) or "model_type" not in given:
+        raise PredictionError(
+            f"cannot predict {given!r:.80}: pass an nn.Module, a transformers config, a dict with "
+            "its fields and model_type, a directory with a config.json, or a public name"
+        )
+    fields = {key: value for key, value in given.items() if key != "model_type"}
+    try:
+        return transformers.AutoConfig.for_model(given["model_type"], **fields), name
+    except (ValueError, TypeError) as error:
+        raise PredictionError(f"transformers refuses the config: {' '.join(str(error).split())}")\
+            from error  # fmt: skip
+
+
+def _json_object(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PredictionError(f"{path} is no config that can be read: {error}") from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MissingPackageError("transformers", "a model without its code", "hf") from None
+    return transformers
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """Return the class that generates text with this config, or the bare model."""
+    auto = transformers.models.auto.modeling_auto
+    kind = type(config)
+    named = " ".join(getattr(config, "architectures", None) or ())
+    generates = "CausalLM" in named or "LMHead" in named
+    if not named:
+        encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING
+        generates = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
+    return transformers.AutoModelForCausalLM if generates else transformers.AutoModel
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on the meta device; tensors that are tied stay tied."""
+    memo: dict[int, Any] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        memo.setdefault(id(parameter), nn.Parameter(parameter.detach().to("meta"), False))
+    for _, buffer in module.named_buffers(remove_duplicate=False):
+        memo.setdefault(id(buffer), buffer.detach().to("meta"))
+    return copy.deepcopy(module, memo).eval()
+
+
+# -- one of each kind of layer -----------------------------------------------------------------
+
+
+def shorten(model: MetaModel) -> None:
+    """Keep the first layer of each kind in a transformers model, in place.
+
+    Layers are of a kind when their parameters have the same names and shapes and their settings are
+    the same. Models whose config does not give the layers as one list stay whole.
+    """
+    config = getattr(model.module, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    if config is None or count is None:
+        return
+    stacks = [
+        (name, stack)
+        for name, stack in model.module.named_modules()
+        if isinstance(stack, nn.ModuleList) and len(stack) == count and count > 1
+    ]
+    if len(stacks) != 1:
+        return
+    (name, stack) = stacks[0]
+    kinds: dict[Any, list[int]] = {}
+    for i, layer in enumerate(stack):
+        kinds.setdefault(_kind(layer, config, i), []).append(i)
+    kept = [members[0] for members in kinds.values()]
+    if len(kept) == count:
+        return
+    path, _, last = name.rpartition(".")
+    setattr(model.module.get_submodule(path), last, nn.ModuleList([stack[i] for i in kept]))
+    types = getattr(config, "layer_types", None)
+    owners: dict[int, Any] = {
+        id(m.config): m.config for m in model.module.modules() if hasattr(m, "config")
+    }
+    for owner in owners.values():
+        owner.num_hidden_layers = len(kept)
+        if types is not None:
+            owner.layer_types = [types[i] for i in kept]
+    for j, members in enumerate(kinds.values()):
+        for module in stack[members[0]].modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, "layer_idx", j)  # noqa: B010
+        model.layers[f"{name}.{j}"] = len(members)
+
+
+def _kind(layer: nn.Module, config: Any, index: int) -> Any:
+    types = getattr(config, "layer_types", None)
+    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
+    settings = tuple(
+        (name, type(module).__name__, key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and key != "layer_idx"
+    )
+    return shapes, settings, types[index] if types else None

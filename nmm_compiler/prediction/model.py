@@ -1,0 +1,243 @@
+"""What a model is predicted to take: the record that `predict` returns.
+
+Times are sums of lines, one a kind of piece and module; a line says how its figure was got and how
+wrong such figures have been.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nmm_compiler.records import Record
+from nmm_compiler.report.charts import Bar, bars
+from nmm_compiler.report.parts import Grid, Part, Section
+from nmm_compiler.report.parts import Line as Text
+from nmm_compiler.report.shown import Shown
+
+# Error of whole-model predictions against the published runs that were held out
+# (`make bench-models`): a prediction is expected within this share of a measurement.
+MODEL_BAND = (-0.4, 0.4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line(Record):
+    """What equal places of a model take: calls, and microseconds of each.
+
+    source: "simulated", "bound" or "published law". error_band: how much less and more a device may
+    take, as shares of the figure.
+    """
+
+    module: str
+    kind: str
+    calls: int
+    each_us: float
+    source: str
+    error_band: tuple[float, float]
+    what: str = ""
+
+    @property
+    def us(self) -> float:
+        """Microseconds of all calls."""
+        return self.calls * self.each_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(Record):
+    """One pass of the model: "prefill", "decode", or "pass" of a model that does not generate.
+
+    tokens: output tokens of one pass, one for each sequence of the batch.
+    """
+
+    name: str
+    lines: tuple[Line, ...]
+    tokens: int
+
+    @property
+    def us(self) -> float:
+        """Microseconds of the pass: the sum of its lines."""
+        return sum(line.us for line in self.lines)
+
+    def by(self, field: str) -> dict[str, float]:
+        """Return microseconds per value of a field of the lines: module, kind or source."""
+        made: dict[str, float] = {}
+        for line in self.lines:
+            key = str(getattr(line, field))
+            made[key] = made.get(key, 0.0) + line.us
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Record):
+    """HBM bytes of one logical core."""
+
+    weight_bytes: int
+    cache_bytes: int
+    activation_bytes: int
+    capacity_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Everything that the core holds."""
+        return self.weight_bytes + self.cache_bytes + self.activation_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the core holds it."""
+        return self.needed_bytes <= self.capacity_bytes
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ModelPrediction(Shown, Record):
+    """A model's predicted latency in one setting, and that of the dense model where it differs.
+
+    parameters: of the whole model. ranks: the distinct ranks of its factors. split: how factors are
+    cut over the cores (`tensor_parallel.py`). dense: the same model before compression, or None.
+    """
+
+    name: str
+    target: str
+    dtype: str
+    weights: str
+    prompt: int
+    context: int
+    batch: int
+    tp: int
+    lnc: int
+    split: str
+    ratio: float | None
+    ranks: tuple[int, ...]
+    parameters: int
+    phases: tuple[Phase, ...]
+    memory: Memory
+    dense: ModelPrediction | None = None
+
+    def phase(self, name: str) -> Phase | None:
+        """Return a phase by name."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    @property
+    def ttft_us(self) -> float:
+        """Time to first token: the prefill, or the one pass of a model that does not generate."""
+        return self.phases[0].us
+
+    @property
+    def tpot_us(self) -> float | None:
+        """Time per output token of each sequence; None for a model that does not generate."""
+        decode = self.phase("decode")
+        return None if decode is None else decode.us
+
+    @property
+    def step_us(self) -> float:
+        """What is minimized: the time per token, else the pass."""
+        return self.phases[-1].us
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens of all sequences a second."""
+        decode = self.phase("decode")
+        return None if decode is None else 1e6 * decode.tokens / decode.us
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The lines of all phases."""
+        return tuple(itertools.chain.from_iterable(phase.lines for phase in self.phases))
+
+    @property
+    def gain(self) -> dict[str, float]:
+        """How many times faster than dense each phase is; empty for a model that is dense."""
+        if self.dense is None:
+            return {}
+        before = {phase.name: phase.us for phase in self.dense.phases}
+        return {phase.name: before[phase.name] / phase.us for phase in self.phases}
+
+    @property
+    def error_band(self) -> tuple[float, float]:
+        """How much less and more a device may take, as shares of the prediction."""
+        return MODEL_BAND
+
+    def headline(self, quality: str = "") -> str:
+        """Return the one sentence that demo, reports and commands print."""
+        where = f"on {self.target}" + (f", tp {self.tp}" if self.tp > 1 else "")
+        if self.dense is None:
+            text = " and ".join(f"{_ms(p.us)} ms {_PHASE[p.name]}" for p in self.phases[::-1])
+            return f"predicted {text} (batch {self.batch}) {where}"
+        gains = self.gain
+        said = " and ".join(f"{g:.2f}x {_PHASE[n]}" for n, g in reversed(gains.items()))
+        text = f"predicted {said} (batch {self.batch}) {where} over our dense kernels"
+        if max(gains.values()) <= 1.0:
+            text = f"does not pay: {text}; {self.remedy()}"
+        return text + (f"; {quality}" if quality else "")
+
+    def remedy(self) -> str:
+        """Return what would make low rank pay where it does not."""
+        if self.tp > 1:
+            return "fewer cores leave each more weight to save, a larger ratio saves more of it"
+        return 'a larger ratio, larger layers (include=["mlp"]) or more tokens at once would help'
+
+    def parts(self) -> Sequence[Part]:
+        """Return headline, memory, and the lines of each phase."""
+        memory, gib = self.memory, 2.0**30
+        fits = "fits" if memory.fits else "DOES NOT FIT"
+        made: list[Part] = [
+            Text(f"{self.name}: {self.headline()}", "headline"),
+            Text(
+                f"prompt {self.prompt:,}, context {self.context:,}, batch {self.batch}, "
+                f"tp {self.tp}, "
+                f"{self.lnc} physical core{'s' * (self.lnc > 1)} each, weights {self.weights}; "
+                f"{self.parameters / 1e9:.2f} G parameters"
+                + (f", ranks {_ranks(self.ranks)}" if self.ranks else "")
+            ),
+            Text(
+                f"memory a core: {memory.weight_bytes / gib:.2f} GiB weights + "
+                f"{memory.cache_bytes / gib:.2f} cache + {memory.activation_bytes / gib:.2f} "
+                f"activations of {memory.capacity_bytes / gib:.0f} GiB: {fits}",
+                "plain" if memory.fits else "warning",
+            ),
+            Text(
+                f"simulated and computed, nothing measured; devices were within "
+                f"{100 * self.error_band[0]:+.0f} to {100 * self.error_band[1]:+.0f} %",
+                "note",
+            ),
+        ]
+        for phase in self.phases:
+            made.append(Section(self._title(phase), tuple(self._phase_parts(phase))))
+        return made
+
+    def _title(self, phase: Phase) -> str:
+        text = f"{phase.name}: {_ms(phase.us)} ms"
+        gain = self.gain.get(phase.name)
+        return text if gain is None else f"{text}, {gain:.2f}x over dense"
+
+    def _phase_parts(self, phase: Phase) -> list[Part]:
+        rows = [
+            (line.calls, f"{line.each_us:.1f}", f"{line.us / 1e3:.3f}",
+             f"{100 * line.us / phase.us:.0f}", line.kind, line.source,
+             f"{100 * line.error_band[0]:+.0f} {100 * line.error_band[1]:+.0f}",
+             f"{line.module}: {line.what}")
+            for line in sorted(phase.lines, key=lambda line: -line.us)
+        ]  # fmt: skip
+        head = ("calls", "us each", "ms", "%", "kind", "source", "error %", "what")
+        right = ("calls", "us each", "ms", "%")
+        kinds = phase.by("kind")
+        chart = bars(
+            [Bar(phase.name, tuple(us / 1e3 for us in kinds.values()))],
+            tuple(kinds), "ms", f"{phase.name} by kind, ms",
+        )  # fmt: skip
+        return [Grid.of(head, rows, right), chart]
+
+    def __repr__(self) -> str:
+        return f"<ModelPrediction: {self.name}, {self.headline()}>"
+
+
+_PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.2f}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6]))
+    return shown + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")

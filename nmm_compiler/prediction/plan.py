@@ -1,0 +1,202 @@
+"""`plan`: one model over many settings, and what they say: which ratio, layers and target pay."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nmm_compiler.compress.select import Patterns
+from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.prediction.model import ModelPrediction, Phase
+from nmm_compiler.prediction.predict import predict
+from nmm_compiler.records import Record
+from nmm_compiler.report.charts import Bar, bars
+from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.report.shown import Shown
+
+# A gain that a prediction cannot tell from none: errors of two predictions of one model largely
+# cancel, those of the kernels that differ do not.
+WORTH = 1.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Record):
+    """A setting that cannot be predicted, and why."""
+
+    setting: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Shown, Record):
+    """Predictions of one model in many settings."""
+
+    name: str
+    predictions: tuple[ModelPrediction, ...]
+    refused: tuple[Refused, ...] = ()
+
+    @property
+    def best(self) -> ModelPrediction | None:
+        """The low-rank prediction with the largest gain that fits; None where none pays."""
+        fitting = [p for p in self.predictions if p.memory.fits and p.gain]
+        best = max(fitting, key=_gain, default=None)
+        return best if best is not None and _gain(best) >= WORTH else None
+
+    def verdict(self) -> list[str]:
+        """Return sentences: what pays most, which layers, which targets, or that nothing does."""
+        best = self.best
+        low = [p for p in self.predictions if p.gain]
+        if not low:
+            return ["no ratio was asked for: these are the dense times"]
+        if best is None:
+            nearest = max(low, key=_gain)
+            return [
+                f"no setting pays: the nearest is {_setting(nearest)} with {_gain(nearest):.2f}x; "
+                f"{nearest.remedy()}"
+            ]
+        said = [f"pays most: {_setting(best)}: {best.headline()}"]
+        layers = layer_gains(best)
+        if layers:
+            text = ", ".join(f"{name} {gain:.2f}x" for name, gain in layers.items())
+            poor = [name for name, gain in layers.items() if gain < 1.0]
+            said.append(
+                f"by layers, {best.phases[-1].name}: {text}"
+                + (f"; leave {', '.join(poor)} dense (--exclude)" if poor else "")
+            )
+        for target in dict.fromkeys(p.target for p in low):
+            most = max((p for p in low if p.target == target), key=_gain)
+            pays = "pays" if _gain(most) >= WORTH else "does not pay"
+            said.append(f"{target}: {pays}, {_gain(most):.2f}x at best ({_setting(most)})")
+        if any(_gain(p) < 1.0 for p in low):
+            worst = min(low, key=_gain)
+            said.append(f"slower than dense: {_setting(worst)}, {_gain(worst):.2f}x")
+        return said
+
+    def parts(self) -> Sequence[Part]:
+        """Return the verdict, the table, and the lines of the best setting."""
+        made: list[Part] = [
+            Line(text, "headline" if i == 0 else "plain") for i, text in enumerate(self.verdict())
+        ]
+        head = ("target", "tp", "batch", "prompt", "context", "ratio", "TTFT ms", "gain",
+                "TPOT ms", "gain", "tokens/s", "GiB a core", "fits")  # fmt: skip
+        rows = [_cells(p) for p in self.predictions]
+        made.append(Grid(head, tuple(rows), head[1:-1]))
+        made.append(
+            Line("predicted, not measured; gains are over our dense kernels in the same setting",
+                 "note")
+        )  # fmt: skip
+        made += [Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused]
+        gains = [(p, _gain(p)) for p in self.predictions if p.gain]
+        if gains:
+            made.append(
+                bars([Bar(_setting(p), (gain,)) for p, gain in gains[:40]], ("gain",), "x",
+                     "gain over dense, by setting")
+            )  # fmt: skip
+        if self.best is not None:
+            made.append(
+                Section("the best setting in detail", tuple(self.best.parts()), folded=True)
+            )
+        return made
+
+    def table(self, width: int | None = None) -> str:
+        """Return verdict and table as text; the detail of the best setting is for the page."""
+        from nmm_compiler.report.text import as_text
+
+        short = [p for p in self.parts() if not isinstance(p, Section)]
+        return as_text(short, width)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.name}, {len(self.predictions)} predictions; {self.verdict()[0]}>"
+
+
+def plan(
+    model: Any,
+    *,
+    targets: Sequence[str] = ("trn2",),
+    ratios: Sequence[float] = (0.1, 0.2),
+    prompts: Sequence[int] = (512,),
+    contexts: Sequence[int] = (2048,),
+    batches: Sequence[int] = (1,),
+    tps: Sequence[int] = (1,),
+    lnc: int | None = None,
+    dtype: str = "bfloat16",
+    weights: str | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Plan:
+    """Return predictions of every combination, dense and at each ratio.
+
+    progress: called with (setting, how many are done, how many there are). A setting that cannot be
+    predicted is in `refused`; raises PredictionError when none can.
+    """
+    settings = list(itertools.product(targets, tps, batches, prompts, contexts))
+    steps = (None, *ratios)
+    made: list[ModelPrediction] = []
+    refused: list[Refused] = []
+    for i, (target, tp, batch, prompt, context) in enumerate(settings):
+        name = f"{target} tp {tp} batch {batch} prompt {prompt} context {context}"
+        for j, ratio in enumerate(steps):
+            if progress is not None:
+                progress(name, i * len(steps) + j, len(settings) * len(steps))
+            cut: dict[str, Any] = {} if ratio is None else {"include": include, "exclude": exclude}
+            try:
+                made.append(
+                    predict(
+                        model, target, prompt=prompt, context=context, batch=batch, tp=tp, lnc=lnc,
+                        dtype=dtype, weights=weights, ratio=ratio, **cut,
+                    )
+                )  # fmt: skip
+            except NmmError as error:
+                label = "dense" if ratio is None else f"ratio {ratio:g}"
+                refused.append(Refused(setting=f"{name} {label}", reason=str(error)))
+    if not made:
+        raise PredictionError(f"nothing could be predicted: {refused[0].reason}")
+    return Plan(name=made[0].name, predictions=tuple(made), refused=tuple(refused))
+
+
+def layer_gains(prediction: ModelPrediction) -> dict[str, float]:
+    """Return how much faster each kind of layer's kernels are than dense, in the last phase."""
+    if prediction.dense is None:
+        return {}
+    before, after = (_by_layer(p.phases[-1]) for p in (prediction.dense, prediction))
+    return {name: before[name] / after[name] for name in before if after.get(name)}
+
+
+def _by_layer(phase: Phase) -> dict[str, float]:
+    """Return microseconds of kernels by the layer that they belong to: self_attn, mlp, ..."""
+    made: dict[str, float] = {}
+    for line in phase.lines:
+        inner = line.module.rpartition("*.")[2].split(".")[0] if "*." in line.module else ""
+        if line.kind in ("kernel", "all_reduce", "all_gather", "reduce_scatter") and inner:
+            made[inner] = made.get(inner, 0.0) + line.us
+    return made
+
+
+def _gain(prediction: ModelPrediction) -> float:
+    """Return the gain of what matters: a token, else the pass."""
+    return prediction.gain.get(prediction.phases[-1].name, 0.0)
+
+
+def _setting(p: ModelPrediction) -> str:
+    ratio = "dense" if p.ratio is None else f"ratio {p.ratio:g}"
+    return (
+        f"{p.target}, tp {p.tp}, batch {p.batch}, prompt {p.prompt}, context {p.context}, {ratio}"
+    )
+
+
+def _cells(p: ModelPrediction) -> tuple[str, ...]:
+    def gain(name: str) -> str:
+        return f"{p.gain[name]:.2f}x" if name in p.gain else "-"
+
+    tokens = p.tokens_per_second
+    return (
+        p.target, str(p.tp), str(p.batch), str(p.prompt), str(p.context),
+        "dense" if p.ratio is None else f"{p.ratio:g}",
+        f"{p.ttft_us / 1e3:.2f}", gain(p.phases[0].name),
+        "-" if p.tpot_us is None else f"{p.tpot_us / 1e3:.2f}", gain("decode"),
+        "-" if tokens is None else f"{tokens:,.0f}",
+        f"{p.memory.needed_bytes / 2**30:.2f}", "yes" if p.memory.fits else "NO",
+    )  # fmt: skip

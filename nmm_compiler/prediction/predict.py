@@ -1,0 +1,349 @@
+"""`predict`: a model or a config in, its latency on a target out, dense and low-rank.
+
+The order: the model without weights -> the ranks that `compress` would give -> one of each kind of
+layer -> one core's share of it -> traced once a phase -> every piece priced -> summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmm_compiler import targets
+from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.modules import lowrank_layers
+from nmm_compiler.compress.select import Patterns
+from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
+from nmm_compiler.prediction.meta_models import MetaModel, meta_model, read_config, shorten
+from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
+from nmm_compiler.prediction.prices import BANDS, GAP_US, Machine, price, stored_bytes
+from nmm_compiler.prediction.tensor_parallel import SPLITS, shard
+from nmm_compiler.prediction.walk import Piece, walk
+
+# One call from the host, with its result read back: published for trn2; about 94 us on trn1.
+HOST_CALL_US = 133.0
+WEIGHTS = ("bfloat16", "float16", "float32", "float8_e4m3", "int8")
+
+
+def predict(
+    model_or_config: Any,
+    target: str = "trn2",
+    *,
+    prompt: int = 512,
+    context: int = 2048,
+    batch: int = 1,
+    tp: int = 1,
+    lnc: int | None = None,
+    dtype: str = "bfloat16",
+    weights: str | None = None,
+    ratio: float | None = None,
+    rank: int | Mapping[str, int] | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> ModelPrediction:
+    """Return what a model is predicted to take on `target`, and what it would take dense.
+
+    model_or_config: an nn.Module (low-rank or not), a transformers config or a dict of its fields,
+        a directory, or the name of a public model (`nmm plan --help`). Weights are not needed.
+    prompt: tokens of the prompt, or of the input of a model that does not generate. context: tokens
+        in the cache when a token is generated. batch: sequences at once.
+    tp: logical cores that share the model. lnc: physical cores of a logical one; None is the
+        target's default, 2 on trn2 and trn3.
+    weights: format of the stored matrices, default `dtype`: also float8_e4m3, or int8.
+    ratio, rank, include, exclude: the linears that `compress` would make low-rank, and to what
+        ranks; neither a ratio nor a rank: the model as it is.
+    inputs: for a module that is no transformers model: its example inputs, for one phase.
+
+    Raises PredictionError for a model that cannot be traced or cut, UnknownNameError and
+    OptionTypeError for bad arguments, and what `compress` raises for ratios and ranks.
+    """
+    sizes = {"prompt": prompt, "context": context, "batch": batch, "tp": tp}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise OptionTypeError(name, size, "a whole number of at least 1")
+    chip = targets.get(target)
+    lnc = chip.logical_cores if lnc is None else lnc
+    if lnc not in (1, 2):
+        raise OptionTypeError("lnc", lnc, "1 or 2 physical cores for a logical one")
+    weights = dtype if weights is None else weights
+    for kind, value, known in (("dtype", dtype, WEIGHTS[:3]), ("weights", weights, WEIGHTS)):
+        if value not in known:
+            raise UnknownNameError(kind, value, known)
+    if weights.startswith("float8") and not chip.fp8_double_row:
+        raise OptionTypeError("weights", weights, f"a format that {chip.name} multiplies")
+    machine = Machine(chip, lnc, tp, weights)
+    given = model_or_config
+    if not isinstance(given, nn.Module):
+        given, _ = read_config(given)
+    setting = {"prompt": prompt, "context": context, "batch": batch}
+    made = _Maker(given, machine, dtype, setting, inputs)
+    low = {"ratio": ratio, "rank": rank, "include": include, "exclude": exclude}
+    wanted = ratio is not None or rank is not None
+    if not wanted and (include is not None or exclude is not None):
+        raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
+    dense = made.prediction(None)
+    return made.prediction(low, dense) if wanted else dense
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A config's model on one core: what `_prepare` keeps, and `_traced` keeps the phases of."""
+
+    config: str
+    low: str
+    dtype: str
+    split: str
+    tp: int
+
+
+@dataclass
+class _Prepared:
+    """A model ready to be traced."""
+
+    model: MetaModel
+    ranks: tuple[int, ...]
+    factored: bool
+    parameters: int
+
+
+class _Maker:
+    """Predictions of one model in one setting, dense and low-rank."""
+
+    def __init__(
+        self, given: Any, machine: Machine, dtype: str, setting: dict[str, int], inputs: Any
+    ) -> None:
+        self.given, self.machine, self.dtype = given, machine, dtype
+        self.setting, self.inputs = setting, inputs
+
+    def prediction(
+        self, low: dict[str, Any] | None, dense: ModelPrediction | None = None
+    ) -> ModelPrediction:
+        """Return the prediction of the model as it is, or as `compress` would make it."""
+        best: ModelPrediction | None = None
+        for split in SPLITS:
+            made = self._one(low, split, dense)
+            if best is None or made.step_us < best.step_us:
+                best = made
+            if self.machine.tp == 1 or not made.ranks:
+                break
+        assert best is not None
+        return best
+
+    def _one(
+        self, low: dict[str, Any] | None, split: str, dense: ModelPrediction | None
+    ) -> ModelPrediction:
+        tp, target = self.machine.tp, self.machine.target
+        if isinstance(self.given, nn.Module):
+            job = None
+            prepared = _prepare(self.given, low, self.dtype, split, tp)
+        else:
+            named = {**self.given.to_dict(), "name_or_path": self.given.name_or_path}
+            job = _Job(_text(named), _text(low), self.dtype, split, tp)
+            prepared = _kept(job, lambda: _prepare(self.given, low, self.dtype, split, tp))
+        model = prepared.model
+        phases, cache = [], 0
+        for phase in _phases(model, self.setting, self.inputs):
+            sizes = (phase.name, phase.batch, phase.tokens)
+            key = None if job is None else (job, target.name, *sizes)
+            inputs = phase.inputs
+            pieces = _kept(key, functools.partial(_walked, model, inputs, target.name))
+            phases.append(_phase(phase.name, pieces, self.machine, self.setting["batch"]))
+            cache = max(cache, phase.cache_bytes())
+        return ModelPrediction(
+            name=model.name,
+            target=target.name,
+            dtype=self.dtype,
+            weights=self.machine.weights,
+            **self.setting,
+            tp=tp,
+            lnc=self.machine.lnc,
+            split=split if tp > 1 and prepared.factored else "",
+            ratio=None if low is None else low["ratio"],
+            ranks=prepared.ranks,
+            parameters=prepared.parameters,
+            phases=tuple(phases),
+            memory=Memory(
+                weight_bytes=_weight_bytes(model, self.dtype, self.machine.weights),
+                cache_bytes=cache,
+                activation_bytes=_activation_bytes(model, self.setting, self.dtype),
+                capacity_bytes=target.hbm_bytes * self.machine.lnc,
+            ),
+            dense=dense,
+        )
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, default=str, sort_keys=True)
+
+
+def _walked(model: MetaModel, inputs: Callable[[], Any], target: str) -> list[Piece]:
+    return walk(model, inputs(), target)
+
+
+_KEPT: OrderedDict[Any, Any] = OrderedDict()
+_KEPT_MOST = 64
+
+
+def _kept(key: Any, make: Callable[[], Any]) -> Any:
+    """Return what was made for this key before; a plan asks for the same phases many times."""
+    if key is None:
+        return make()
+    if key not in _KEPT:
+        _KEPT[key] = make()
+        while len(_KEPT) > _KEPT_MOST:
+            _KEPT.popitem(last=False)
+    _KEPT.move_to_end(key)
+    return _KEPT[key]
+
+
+def _prepare(
+    given: Any, low: Mapping[str, Any] | None, dtype: str, split: str, tp: int
+) -> _Prepared:
+    model = meta_model(given, getattr(torch, dtype))
+    if low is not None:
+        _compress(model, low)
+    factors = lowrank_layers(model.module)
+    ranks = tuple(sorted({layer.rank for layer in factors.values()}))
+    parameters = sum(p.numel() for p in model.module.parameters())
+    shorten(model)
+    shard(model, tp, split)
+    return _Prepared(model, ranks, bool(factors), parameters)
+
+
+def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
+    """Factorize the linears on the meta device: ranks without numbers."""
+    compress(
+        model.module, low["ratio"], rank=low["rank"], include=low["include"],
+        exclude=low["exclude"], progress=False,
+    )  # fmt: skip
+    for parameter in model.module.parameters():
+        parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class _PhaseInputs:
+    """One phase: its inputs, made when they are needed, and the cache that they hold."""
+
+    name: str
+    batch: int
+    tokens: int
+    inputs: Callable[[], Any]
+    cache_bytes: Callable[[], int] = int
+
+
+def _phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> list[_PhaseInputs]:
+    """Return the phases of a model: prefill and decode, or one pass."""
+    batch, prompt, context = (setting[name] for name in ("batch", "prompt", "context"))
+    if inputs is not None:
+        named = isinstance(inputs, Mapping)
+        values = inputs.values() if isinstance(inputs, Mapping) else inputs
+        moved = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in values]
+        given = dict(zip(inputs, moved, strict=True)) if named else tuple(moved)
+        return [_PhaseInputs("pass", batch, prompt, lambda: given)]
+    module: Any = model.module
+    config = getattr(module, "config", None)
+    if config is None:
+        raise PredictionError(
+            f"{model.name} is no transformers model: pass inputs=, its example inputs"
+        )
+
+    def ids(length: int) -> torch.Tensor:
+        return torch.zeros(batch, length, dtype=torch.long, device="meta")
+
+    if getattr(module, "main_input_name", "input_ids") == "pixel_values":
+        size = config.image_size
+        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        shape = (batch, getattr(config, "num_channels", 3), *sizes)
+        pixels = {"pixel_values": torch.zeros(shape, dtype=module.dtype, device="meta")}
+        return [_PhaseInputs("pass", batch, 0, lambda: pixels)]
+    if not _generates(module):
+        return [_PhaseInputs("pass", batch, prompt, lambda: {"input_ids": ids(prompt)})]
+
+    def prefill() -> dict[str, Any]:
+        return {"input_ids": ids(prompt), "use_cache": False, "logits_to_keep": 1}
+
+    def cache() -> Any:
+        before = {"input_ids": ids(max(1, context - 1)), "use_cache": True, "logits_to_keep": 1}
+        with torch.no_grad():
+            return module(**before).past_key_values
+
+    def decode() -> dict[str, Any]:
+        return {"input_ids": ids(1), "use_cache": True, "past_key_values": cache()}
+
+    return [
+        _PhaseInputs("prefill", batch, prompt, prefill),
+        _PhaseInputs("decode", batch, context, decode, lambda: _cache_bytes(model, cache())),
+    ]
+
+
+def _generates(module: nn.Module) -> bool:
+    return "CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__
+
+
+def _cache_bytes(model: MetaModel, cache: Any) -> int:
+    """Return the bytes of a cache, of all layers that the traced ones stand for."""
+    times = list(model.layers.values()) or [1] * len(cache.layers)
+    total = 0
+    for layer, count in zip(cache.layers, times, strict=False):
+        held = [v for v in vars(layer).values() if isinstance(v, torch.Tensor) and v.is_meta]
+        total += count * sum(t.numel() * t.element_size() for t in held)
+    return total
+
+
+def _weight_bytes(model: MetaModel, dtype: str, weights: str) -> int:
+    """Return the bytes of the parameters that one logical core holds; tied ones count once."""
+    total = 0
+    for name, parameter in model.module.named_parameters():
+        matrix = parameter.dim() == 2 and "embed" not in name
+        size = stored_bytes(dtype, weights) if matrix else parameter.element_size()
+        total += model.count(name) * parameter.numel() * size
+    return total
+
+
+def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str) -> int:
+    """Return the largest working set: three tensors of the widest linear, for all tokens."""
+    linears = (m for m in model.module.modules() if isinstance(m, nn.Linear))
+    inner = [m.out_features for m in linears if m.out_features < 100_000]
+    widest = max(inner, default=0)
+    return 3 * setting["batch"] * setting["prompt"] * widest * stored_bytes(dtype, dtype)
+
+
+def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int) -> Phase:
+    lines: list[Line] = []
+    launches = 0
+    for piece in pieces:
+        found = price(piece, machine)
+        launches += piece.count * found.launches
+        below, above, _ = BANDS[found.source]
+        lines.append(
+            Line(
+                module=piece.module or "(model)",
+                kind=piece.kind,
+                calls=piece.count,
+                each_us=found.us,
+                source=found.source,
+                error_band=(-below, above),
+                what=found.how,
+            )
+        )
+    below, above, _ = BANDS["published law"]
+    laws = (
+        ("(program)", "gaps", launches, GAP_US, "from one kernel or region to the next"),
+        ("(host)", "call", 1, HOST_CALL_US, "one call with its result read back"),
+    )
+    for module, kind, calls, each, what in laws:
+        lines.append(
+            Line(
+                module=module, kind=kind, calls=calls, each_us=each, what=what,
+                source="published law", error_band=(-below, above),
+            )
+        )  # fmt: skip
+    return Phase(name=name, lines=tuple(lines), tokens=batch)

@@ -1,0 +1,205 @@
+"""One function prices a piece: `price(piece, machine)`, in microseconds, with its source.
+
+    kernel       simulated: the kernel that codegen makes, in the simulator's timing mode
+    attention    bound or law: products and engine passes in prefill, bytes of the cache in decode
+    pointwise    bound: HBM bytes of the region, or its engine operations
+    copy         bound: bytes
+    collective   published law (`collectives.py`)
+
+Where a logical core is two physical ones, a kernel runs on both: tokens are halved where there are
+many, else the output features or the ranks of factors, with an exchange where a stage needs both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from nmm_compiler.codegen.latency import simulated_us
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError
+from nmm_compiler.kernels.base import KernelSpec, item_bytes
+from nmm_compiler.prediction.collectives import (
+    PAIR_BARRIER_US,
+    PAIR_EXCHANGE_US,
+    collective_us,
+)
+from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
+from nmm_compiler.prediction.walk import Piece
+from nmm_compiler.targets import Target
+
+# Share of a line's figure that such figures have been off by, below and above, and why.
+BANDS = {
+    "simulated": (0.15, 0.15, "the timing model against published kernels (docs/timing.md)"),
+    "bound": (0.1, 1.0, "a bound: real kernels are slower"),
+    "published law": (0.6, 2.0, "spread of the published measurements"),
+}
+
+# Engine passes over a tile of scores: a published fused kernel takes 28 us for 512 and 188 us for
+# 2048 tokens of one head of 128 features on trn2, so 160 us for 3.93 M scores more.
+SCORE_PASSES = 5.0
+# Share of the HBM rate at which decode reads the cache: 5 to 11 ns per token and layer were
+# published for Llama-2 70b and 13b on trn1 with one and two key heads (512 B a token and head).
+CACHE_RATE_SHARE = 0.23
+# A kernel or region within one program waits for the one before and is started. Chosen on the runs
+# of benchmarks/data/model_runs.json that are marked "calibrate".
+GAP_US = 2.0
+# Tokens from which both cores of a pair take half of the tokens instead of half of the weights.
+MANY_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs the model: a target, physical cores per logical one, logical cores that share it.
+
+    weights: the format of stored matrices: a dtype, or "int8" where no kernel here takes it.
+    """
+
+    target: Target
+    lnc: int = 1
+    tp: int = 1
+    weights: str = "bfloat16"
+
+    @property
+    def bytes_per_second(self) -> float:
+        """HBM traffic that one logical core can reach."""
+        return self.target.memory_bytes_per_second * self.lnc
+
+
+@dataclass(frozen=True)
+class Price:
+    """Microseconds of one piece, once; where from; and which specs they are of."""
+
+    us: float
+    source: str
+    how: str = ""
+    launches: int = 1
+
+
+def price(piece: Piece, machine: Machine) -> Price:
+    """Return what one piece takes, once."""
+    if piece.kind == "kernel":
+        return min((_row(way, machine) for way in piece.ways), key=lambda p: p.us)
+    if piece.kind in COLLECTIVES:
+        us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
+        return Price(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
+    if piece.kind == "attention":
+        return _attention(piece, machine)
+    if piece.kind == "pointwise":
+        return _pointwise(piece, machine)
+    return _bytes_and_flops(piece, machine)
+
+
+def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
+    prices = [kernel_price(spec, machine) for spec in specs]
+    source = "simulated" if all(p.source == "simulated" for p in prices) else "bound"
+    how = " + ".join(p.how for p in prices)
+    return Price(sum(p.us for p in prices), source, how, len(prices))
+
+
+@functools.lru_cache(maxsize=8192)
+def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
+    """Return what a kernel takes on one logical core, shared by its physical ones the best way."""
+    stored = with_weights(spec, machine.weights)
+    if machine.lnc == 1:
+        us, source = _simulated(stored, machine)
+        return Price(us, source, stored.short())
+    ways = []
+    for part, exchanges in halves(stored):
+        us, source = _simulated(part, machine)
+        ways.append(Price(us + PAIR_BARRIER_US + exchanges * PAIR_EXCHANGE_US, source))
+    best = min(ways, key=lambda way: way.us)
+    return Price(best.us, best.source, stored.short())
+
+
+def _simulated(spec: KernelSpec, machine: Machine) -> tuple[float, str]:
+    target = machine.target
+    try:
+        us, source = simulated_us(spec, target.name), "simulated"
+    except (CapacityError, SpecError, ShapeError):
+        parts = spec.parts()
+        if parts:
+            us, source = sum(simulated_us(one, target.name) for one, _ in parts), "simulated"
+        else:
+            us, source = spec.roofline_us(target), "bound"
+    if machine.weights == "int8":  # no family here reads int8: half the bytes of bfloat16
+        compute = 1e6 * spec.flops() / target.peak_flops_per_second("bfloat16")
+        us, source = max(us / 2, compute), "bound"
+    return us, source
+
+
+def with_weights(spec: Any, weights: str) -> Any:
+    """Return the spec for weights of another format, the same where its family has none."""
+    names = {f.name for f in dataclasses.fields(spec)}
+    if not weights.startswith("float8") or "scales" not in names:
+        return spec
+    return dataclasses.replace(spec, dtype=weights, scales="channel")
+
+
+def halves(spec: Any) -> list[tuple[Any, int]]:
+    """Return (one core's half, exchanges within it) for each way to share a kernel by two cores.
+
+    Both cores read shared HBM, so what one makes the other can read after a barrier.
+    """
+    if spec.m >= MANY_TOKENS:
+        return [(dataclasses.replace(spec, m=-(-spec.m // 2)), 0)]
+    if hasattr(spec, "pairs"):
+        ranks = tuple((max(1, r // 2), ns) for r, ns in spec.pairs)
+        columns = tuple((r, tuple(max(1, n // 2) for n in ns)) for r, ns in spec.pairs)
+        cut = ((ranks, 1), (columns, 0))
+        return [(dataclasses.replace(spec, pairs=pairs), count) for pairs, count in cut]
+    down = int(spec.family == "gated_mlp")
+    ways = [(dataclasses.replace(spec, n=-(-spec.n // 2)), down)]
+    names = ("r", "gate_r", "up_r", "down_r")
+    factors = {name: getattr(spec, name) for name in names if getattr(spec, name, 0)}
+    if factors:
+        half = {name: max(1, rank // 2) for name, rank in factors.items()}
+        ways.append((dataclasses.replace(spec, **half), 1 + down))
+    return ways
+
+
+def _attention(piece: Piece, machine: Machine) -> Price:
+    assert piece.attention is not None
+    batch, heads, _, queries, keys, features, causal = piece.attention
+    target = machine.target
+    memory = piece.bytes / machine.bytes_per_second
+    if queries == 1:
+        us = 1e6 * memory / CACHE_RATE_SHARE
+        return Price(us, "published law", f"{keys:,} tokens in the cache, {heads} heads")
+    scores = batch * heads * queries * keys * (0.5 if causal else 1.0) / machine.lnc
+    lanes = target.partitions
+    engines = SCORE_PASSES * scores / (lanes * target.vector_clock_hz)
+    passes = 2 * scores * math.ceil(features / lanes) / lanes
+    tensor = passes / target.tensor_clock_hz
+    how = f"{queries:,} x {keys:,} scores, {heads} heads{', causal' if causal else ''}"
+    return Price(1e6 * max(memory, engines, tensor), "bound", how)
+
+
+def _pointwise(piece: Piece, machine: Machine) -> Price:
+    target = machine.target
+    fixed = (
+        target.engine_isolated_overhead_cycles / target.vector_clock_hz
+        + target.engine_semaphore_seconds
+    )
+    lanes = target.partitions * machine.lnc
+    rate = lanes * (target.vector_clock_hz + target.scalar_clock_hz)
+    engines = sum(fixed + size / rate for size in piece.elements)
+    moved = piece.bytes / machine.bytes_per_second
+    start = target.dma_start_latency_seconds + target.semaphore_seconds
+    how = f"{len(piece.elements)} operations, {piece.bytes:,} B"
+    return Price(1e6 * (start + max(engines, moved)), "bound", how)
+
+
+def _bytes_and_flops(piece: Piece, machine: Machine) -> Price:
+    target = machine.target
+    compute = piece.flops / (target.peak_flops_per_second(piece.dtype) * machine.lnc)
+    start = target.dma_start_latency_seconds + target.semaphore_seconds
+    us = 1e6 * (start + max(compute, piece.bytes / machine.bytes_per_second))
+    return Price(us, "bound", f"{piece.bytes:,} B")
+
+
+def stored_bytes(dtype: str, weights: str) -> int:
+    """Return bytes of one element of a stored matrix."""
+    return 1 if weights == "int8" else item_bytes(weights if weights != "bfloat16" else dtype)

@@ -1,0 +1,179 @@
+"""One core of a tensor-parallel group: a model's linears cut, with the collectives between them.
+
+`shard` cuts by the plan that transformers gives for the model: "colwise" linears (q, k, gate, up)
+by output features, "rowwise" ones (o, down) by input features, after which the cores sum. Heads
+stay whole. A low-rank linear y = (x u) v has two ways:
+
+    whole   colwise: u on every core, v cut by columns             nothing to exchange
+            rowwise: u cut by rows, v on every core                all-reduce of x u, r wide
+    split   colwise: u and v cut by columns                        all-gather of x u, r wide
+            rowwise: u and v cut by rows        reduce-scatter of x u, all-reduce of y
+
+"whole" reads more weight, "split" exchanges more often. Collectives are ops of their own in the
+traced graph: they move nothing here and are priced by `collectives.py`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from nmm_compiler.compress.modules import LowRankLinear
+from nmm_compiler.errors import PredictionError
+from nmm_compiler.prediction.meta_models import MetaModel
+
+SPLITS = ("whole", "split")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_HEADS = ("colwise_rep", "colwise_gather_output")
+
+_library = torch.library.Library("nmm_prediction", "DEF")
+_library.define("all_reduce(Tensor x) -> Tensor")
+_library.define("all_gather(Tensor x, int features) -> Tensor")
+_library.define("reduce_scatter(Tensor x, int features) -> Tensor")
+_library.impl("all_reduce", lambda x: torch.empty_like(x), "Meta")
+_library.impl("all_gather", lambda x, features: x.new_empty(*x.shape[:-1], features), "Meta")
+_library.impl("reduce_scatter", lambda x, features: x.new_empty(*x.shape[:-1], features), "Meta")
+
+
+class _SummedLinear(nn.Linear):
+    """A linear over some of the input features: the cores add their results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum over all cores."""
+        return torch.ops.nmm_prediction.all_reduce(super().forward(x))
+
+
+class _GatheredLinear(nn.Linear):
+    """A linear to some of the output features, which every core needs whole."""
+
+    def __init__(self, k: int, n: int, bias: bool, whole: int, dtype: torch.dtype) -> None:
+        super().__init__(k, n, bias, device="meta", dtype=dtype)
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the features of all cores."""
+        return torch.ops.nmm_prediction.all_gather(super().forward(x), self.whole)
+
+
+class _ColumnsLowRank(LowRankLinear):
+    """Both factors cut by columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gather x u, then multiply by this core's columns of v."""
+        p = torch.ops.nmm_prediction.all_gather(self.down(x), self.up.in_features)
+        return self.up(p)
+
+
+class _RowsLowRank(LowRankLinear):
+    """The first factor cut by rows; the second whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum x u over the cores, then multiply by the whole v."""
+        return self.up(torch.ops.nmm_prediction.all_reduce(self.down(x)))
+
+
+class _BothRowsLowRank(LowRankLinear):
+    """Both factors cut by rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum and scatter x u over the cores, then sum y over them."""
+        p = torch.ops.nmm_prediction.reduce_scatter(self.down(x), self.up.in_features)
+        return torch.ops.nmm_prediction.all_reduce(self.up(p))
+
+
+def shard(model: MetaModel, tp: int, split: str = "whole") -> None:
+    """Cut the model's linears for one of `tp` cores, in place.
+
+    Each core has at least one key and value head, and as many query heads as belong to it. Raises
+    PredictionError for a model without a tensor-parallel plan.
+    """
+    if tp == 1:
+        return
+    plan = getattr(model.module, "_tp_plan", None) or {}
+    roles = [(re.compile(r"(^|\.)" + re.escape(p).replace(r"\*", r"\d+") + "$"), role)
+             for p, role in plan.items()]  # fmt: skip
+    found = 0
+    for name, module in list(model.module.named_modules()):
+        if not isinstance(module, (nn.Linear, LowRankLinear)):
+            continue
+        role = next((role for pattern, role in roles if pattern.search(name)), "")
+        parent = model.module.get_submodule(name.rpartition(".")[0])
+        if role in _HEADS and not re.search(r"\.\d+\.", name):
+            role = "head"
+        if role in ("colwise", "rowwise", "head"):
+            found += 1
+            parent_heads = _Heads.of(parent)
+            put_cut(parent, name.rpartition(".")[2], role, tp, split, parent_heads)
+    if not found:
+        raise PredictionError(
+            f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"
+        )
+
+
+class _Heads:
+    """How the heads of an attention module are shared out."""
+
+    def __init__(self, size: int, queries: int, keys: int) -> None:
+        self.size, self.queries, self.keys = size, queries, keys
+
+    @classmethod
+    def of(cls, parent: nn.Module) -> _Heads | None:
+        """Return the heads of a module before it is cut, None where it has none."""
+        known = parent.__dict__.get("_nmm_heads")
+        if known is not None:
+            return known
+        size, groups = getattr(parent, "head_dim", None), getattr(parent, "num_key_value_groups", 1)
+        query = getattr(parent, "q_proj", None)
+        if not isinstance(size, int) or query is None:
+            return None
+        queries = query.out_features // size
+        made = cls(size, queries, queries // groups)
+        parent.__dict__["_nmm_heads"] = made
+        return made
+
+    def cut(self, tp: int) -> tuple[int, int]:
+        """Return (query heads, key heads) of one core."""
+        keys = max(1, -(-self.keys // tp))
+        return keys * max(1, -(-self.queries // (tp * keys))), keys
+
+
+def put_cut(
+    parent: nn.Module, name: str, role: str, tp: int, split: str, heads: _Heads | None
+) -> None:
+    """Replace one linear of `parent` by what one core holds of it."""
+    old = getattr(parent, name)
+    bias, dtype = old.bias is not None, next(old.parameters()).dtype
+    k, n = old.in_features, old.out_features
+    if heads is None:
+        part_k, part_n = -(-k // tp), -(-n // tp)
+    else:
+        queries, keys = heads.cut(tp)
+        part_n = heads.size * (queries if n == heads.size * heads.queries else keys)
+        part_k = heads.size * queries
+        if hasattr(parent, "num_key_value_groups"):
+            setattr(parent, "num_key_value_groups", queries // keys)  # noqa: B010
+    new: nn.Module
+    if isinstance(old, LowRankLinear):
+        r = old.rank
+        part_r = -(-r // tp)
+        if role != "rowwise":
+            kind = LowRankLinear if split == "whole" else _ColumnsLowRank
+            new = kind(k, r, part_n, bias, device="meta", dtype=dtype)
+            if split != "whole":
+                new.down = nn.Linear(k, part_r, False, device="meta", dtype=dtype)
+        else:
+            kind = _RowsLowRank if split == "whole" else _BothRowsLowRank
+            new = kind(part_k, r, n, bias, device="meta", dtype=dtype)
+            if split != "whole":
+                new.up = nn.Linear(part_r, n, bias, device="meta", dtype=dtype)
+    elif role == "rowwise":
+        new = _SummedLinear(part_k, n, bias, device="meta", dtype=dtype)
+    elif role == "head":
+        new = _GatheredLinear(k, part_n, bias, n, dtype)
+    else:
+        new = nn.Linear(k, part_n, bias, device="meta", dtype=dtype)
+    for parameter in new.parameters():
+        parameter.requires_grad_(False)
+    setattr(parent, name, new)

@@ -1,0 +1,390 @@
+"""What one pass of a model computes, as pieces to price: kernels, attention, pointwise regions.
+
+Weights are stored as the kernels read them best: they are laid out once, when a model is loaded.
+The graph is the one that the backend would rewrite: Dynamo's, on the meta device, after `rewrite`.
+A piece is priced elsewhere (`prices.py`) and knows only sizes. Pointwise operations that feed each
+other are one region, as an inner compiler fuses them: it reads from HBM what other pieces made and
+writes what other pieces read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.kernels.base import ACTIVATIONS, KernelSpec
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.ops.launches import dtype_name
+from nmm_compiler.ops.lower import lower, op_name, tokens
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Activation, Key, Product, Scale, owner_of
+from nmm_compiler.passes.graph.capture import all_graphs
+from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.read_graph import read_graph
+from nmm_compiler.passes.pipeline import rewrite
+from nmm_compiler.passes.rules.base import module_path
+from nmm_compiler.passes.rules.lowrank import products_at
+from nmm_compiler.prediction.meta_models import MetaModel
+from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
+
+Row = tuple[KernelSpec, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One thing to price, and how often the whole model does it.
+
+    kind: kernel, attention, pointwise, copy, product (of two activations) or a collective.
+    module: where, with equal layers as one. weights: names of the parameters that it multiplies by.
+    ways: for kernels, alternatives that compute the same, each a row of specs.
+    attention: (batch, query heads, key heads, queries, keys, features, causal).
+    bytes: of HBM; elements: of the engines, one entry an operation; flops: of products.
+    """
+
+    kind: str
+    module: str
+    count: int
+    weights: tuple[str, ...] = ()
+    ways: tuple[Row, ...] = ()
+    attention: tuple[int, int, int, int, int, int, bool] | None = None
+    bytes: int = 0
+    elements: tuple[int, ...] = ()
+    flops: int = 0
+    dtype: str = "bfloat16"
+
+
+def walk(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any], target: str) -> list[Piece]:
+    """Return the pieces of one pass of the model on these inputs, which need no data.
+
+    Raises PredictionError where the model cannot be traced.
+    """
+    args: Sequence[Any] = () if isinstance(inputs, Mapping) else inputs
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    try:
+        graphs = all_graphs(model.module, args, kwargs)
+    except NmmError:
+        raise
+    except Exception as error:  # whatever of the model's own code does not run without data
+        text = " ".join(str(error).split())[:300]
+        raise PredictionError(
+            f"{model.name} cannot be traced without data: {type(error).__name__}: {text}"
+        ) from error
+    names = {id(p): name for name, p in model.module.named_parameters(remove_duplicate=False)}
+    pieces: list[Piece] = []
+    for graph, given in graphs:
+        result = rewrite(graph, tuple(given), options={"target": target})
+        pieces += _Walk(model, result.graph_module, given, names).pieces()
+    return pieces
+
+
+@dataclass
+class _Dense:
+    """A dense product with a stored weight."""
+
+    node: fx.Node
+    x: Key
+    spec: MatmulSpec
+    weight: str
+    covered: set[fx.Node] = field(default_factory=set)
+
+
+class _Walk:
+    """One graph."""
+
+    def __init__(
+        self, model: MetaModel, module: fx.GraphModule, given: Sequence[Any], names: dict[int, str]
+    ) -> None:
+        self.model = model
+        values = collect_values(module, given)
+        self.c: Canonical = read_graph(module, values)
+        holders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.names = {
+            holder: names[id(value)]
+            for holder, value in zip(holders, given, strict=True)
+            if id(value) in names
+        }
+        self.cached = {h for h in holders if h not in self.names}
+        self.depth: dict[fx.Node, int] = {}
+        self.found: list[Piece] = []
+        self.dense: list[_Dense] = []
+        self.pointwise: dict[fx.Node, int] = {}
+        self.exchanges: dict[tuple[str, int], list[tuple[fx.Node, int]]] = {}
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of the graph."""
+        for node in self.c.graph.nodes:
+            if node.op in ("placeholder", "get_attr", "output"):
+                self.depth[node] = 0
+                continue
+            before = max((self.depth[n] for n in node.all_input_nodes), default=0)
+            self.depth[node] = before + bool(self._visit(node))
+        for (name, _), together in self.exchanges.items():
+            self._add(name, together[0][0], bytes=sum(moved for _, moved in together))
+        covered = self._dense_pieces()
+        self._regions(covered)
+        return self.found
+
+    # -- one node -----------------------------------------------------------------------------
+
+    def _visit(self, node: fx.Node) -> bool:
+        """Note what a node computes; return whether it is a kernel of its own."""
+        c = self.c
+        if c.tensor(node) is None and op_name(node.target) is None:
+            return False
+        if op_name(node.target) is not None:
+            self._our_call(node)
+            return True
+        if node in c.constant or node in c.derived:
+            return False
+        name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+        if name in COLLECTIVES:
+            self._collective(node, name)
+            return True
+        if "scaled_dot_product" in name:
+            self._attention(node)
+            return True
+        products = list(products_at(c, node))
+        if products:
+            for _, form in products:
+                self._product(node, form)
+            return True
+        if c.base(node)[0] is not node:
+            return False
+        if name in ("embedding", "index_select", "gather"):
+            self._add("copy", node, bytes=2 * self._bytes(node))
+            return True
+        if "conv" in name or name in ("bmm", "matmul", "_grouped_mm", "einsum"):
+            self._unread_product(node)
+            return True
+        if name == "cat" and any(n in self.cached for n in node.all_input_nodes):
+            new = sum(self._bytes(n) for n in node.all_input_nodes if n not in self.cached)
+            self._add("copy", node, bytes=2 * new)  # one token's keys or values, written in place
+            return False
+        if name not in ("arange", "_log_api_usage_once", "zeros", "ones", "full", "empty"):
+            size = [self._size(n) for n in (node, *node.all_input_nodes) if n not in self.names]
+            self.pointwise[node] = max(size, default=0)
+        return False
+
+    def _our_call(self, node: fx.Node) -> None:
+        values: Any = fx.node.map_arg(node.args, lambda n: self.c.values[n])
+        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: self.c.values[n])
+        name = op_name(node.target)
+        assert name is not None
+        m = int(tokens(values[0], dict(kwargs)))
+        lowered = lower(name, values, dict(kwargs), m, transpose=lambda w: w.t())
+        specs = tuple(launch.spec for launch in lowered.launches)
+        self._add("kernel", node, ways=(specs,), weights=self._weights(node))
+
+    def _collective(self, node: fx.Node, name: str) -> None:
+        """Note a collective; those that follow products of the same x are one."""
+        moved = max(self._bytes(node), *(self._bytes(n) for n in node.all_input_nodes))
+        self.exchanges.setdefault((name, self.depth[node.all_input_nodes[0]]), []).append(
+            (node, moved)
+        )
+
+    def _product(self, node: fx.Node, form: Product) -> None:
+        c = self.c
+        weight = next((s for s in (form.rhs, form.lhs) if c.is_constant(s)), None)
+        value = c.tensor(node)
+        assert value is not None
+        if weight is None or len(c.shape(c.base(weight)[0]) or ()) != 2:
+            self._unread_product(node)
+            return
+        x = form.lhs if weight is form.rhs else form.rhs
+        summed = (set(form.lhs_labels) & set(form.rhs_labels)) - set(form.out_labels)
+        labels = form.rhs_labels if weight is form.rhs else form.lhs_labels
+        sizes = dict(zip(labels, c.shape(weight) or (), strict=True))
+        k = math.prod(int(sizes[i]) for i in summed)
+        n = math.prod(int(size) for i, size in sizes.items() if i not in summed)
+        spec = MatmulSpec(m=max(1, value.numel() // max(n, 1)), k=k, n=n, dtype=dtype_name(value))
+        base = owner_of(c.base(weight)[0])
+        self.dense.append(_Dense(node, c.base(x)[0], spec, self.names.get(base, "")))
+
+    def _unread_product(self, node: fx.Node) -> None:
+        """Note a product that no family here computes: two activations, a convolution."""
+        inputs = [n for n in node.all_input_nodes if self.c.tensor(n) is not None]
+        out = self._size(node)
+        if "conv" in str(getattr(node.target, "__name__", node.target)):
+            weight = self.c.shape(inputs[1]) or (1,)
+            depth = self._size(inputs[1]) // max(1, int(weight[0]))
+        else:
+            shape = self.c.shape(inputs[0]) or (1,)
+            depth = int(shape[-1])
+        moved = sum(self._bytes(n) for n in inputs) + self._bytes(node)
+        self._add("product", node, bytes=moved, flops=2 * out * depth)
+
+    def _attention(self, node: fx.Node) -> None:
+        q, k, v = (a for a in node.args[:3])
+        assert isinstance(q, fx.Node)
+        assert isinstance(k, fx.Node)
+        assert isinstance(v, fx.Node)
+        qs, ks = self.c.shape(q), self.c.shape(k)
+        assert qs is not None
+        assert ks is not None
+        features = int(qs[-1])
+        stored = self._read_size(k) + self._read_size(v)
+        keys = int(ks[-2])
+        batch = math.prod(int(s) for s in qs[:-3])
+        key_heads = max(1, stored // (2 * batch * keys * features))
+        causal = int(qs[-2]) == keys and (
+            bool(node.kwargs.get("is_causal"))
+            or (node.kwargs.get("attn_mask") is not None and not self._is_encoder())
+        )  # fmt: skip
+        sizes = (batch, int(qs[-3]), key_heads, int(qs[-2]), keys, features, causal)
+        moved = self._bytes(node) * 2 + stored * self._item(node)
+        self._add("attention", node, attention=sizes, bytes=moved)
+
+    def _is_encoder(self) -> bool:
+        config = getattr(self.model.module, "config", None)
+        return not hasattr(self.model.module, "lm_head") and config is not None
+
+    def _read_size(self, node: fx.Node) -> int:
+        """Return elements that lie behind a view: heads that are repeated are stored once."""
+        base = owner_of(self.c.base(node)[0])
+        return min(self._size(node), self._size(base))
+
+    # -- dense products that the strongest kernels take together --------------------------------
+
+    def _dense_pieces(self) -> set[fx.Node]:
+        """Add the dense products; return pointwise nodes that their kernels compute too."""
+        covered: set[fx.Node] = set()
+        by_x: dict[tuple[Key, int, int], list[_Dense]] = {}
+        for one in self.dense:
+            by_x.setdefault((one.x, one.spec.m, one.spec.k), []).append(one)
+        taken: set[fx.Node] = set()
+        for last in self.dense:
+            gated = self._gated(last, by_x)
+            if gated is None:
+                continue
+            (gate, up), nodes, spec = gated
+            covered |= nodes
+            taken |= {gate.node, up.node, last.node}
+            half = GatedMLPUpSpec(
+                m=spec.m, k=spec.k, n=spec.n, dtype=spec.dtype, activation=spec.activation,
+                out_layout="col",
+            )  # fmt: skip
+            tail = MatmulSpec(m=spec.m, k=spec.n, n=last.spec.n, dtype=spec.dtype, x_layout="col")
+            pair: Row = (half, tail)
+            ways: tuple[Row, ...] = ((spec,), pair) if last.spec.n == spec.k else (pair,)
+            names = tuple(one.weight for one in (gate, up, last))
+            self._add("kernel", last.node, ways=ways, weights=names)
+        for (_, m, k), group in by_x.items():
+            left = [one for one in group if one.node not in taken]
+            if not left:
+                continue
+            n = sum(one.spec.n for one in left)
+            joined = MatmulSpec(m=m, k=k, n=n, dtype=left[0].spec.dtype)
+            apart: Row = tuple(one.spec for one in left)
+            ways = ((joined,), apart) if len(left) > 1 else (apart,)
+            names = tuple(one.weight for one in left)
+            self._add("kernel", left[0].node, ways=ways, weights=names)
+        return covered
+
+    def _gated(self, last: _Dense, by_x: Mapping[Any, list[_Dense]]) -> Any:
+        """Return ((gate, up), pointwise nodes, spec) of down(act(gate x) * up x), or None."""
+        c = self.c
+        form = c.forms.get(last.x)
+        if not isinstance(form, Scale) or isinstance(form.factor, float):
+            return None
+        sides = (c.base(form.value)[0], c.base(form.factor)[0])
+        at = {one.node: one for group in by_x.values() for one in group}
+        for first, second in (sides, sides[::-1]):
+            act = c.forms.get(first)
+            if not isinstance(act, Activation) or act.name not in ACTIVATIONS:
+                continue
+            gate = at.get(owner_of(c.base(act.value)[0]))
+            up = at.get(owner_of(second))
+            if gate is None or up is None or gate.x is not up.x or gate is up:
+                continue
+            spec = GatedMLPSpec(
+                m=gate.spec.m, k=gate.spec.k, n=gate.spec.n, dtype=gate.spec.dtype,
+                activation=act.name, down_r=0,
+            )  # fmt: skip
+            return (gate, up), {owner_of(last.x), owner_of(first)}, spec
+        return None
+
+    # -- pointwise regions ----------------------------------------------------------------------
+
+    def _regions(self, covered: set[fx.Node]) -> None:
+        """Add one piece for each set of pointwise nodes that feed each other."""
+        group: dict[fx.Node, fx.Node] = {n: n for n in self.pointwise if n not in covered}
+
+        def root(node: fx.Node) -> fx.Node:
+            while group[node] is not node:
+                node = group[node]
+            return node
+
+        for node in group:
+            for source in self._sources(node):
+                if source in group and self.depth[source] == self.depth[node]:
+                    group[root(node)] = root(source)
+        members: dict[fx.Node, list[fx.Node]] = {}
+        for node in group:
+            members.setdefault(root(node), []).append(node)
+        readers = self._readers(group)
+        for nodes in members.values():
+            inside = set(nodes)
+            outer = {s for n in nodes for s in self._sources(n)} - inside
+            read = sum(self._bytes(s) for s in outer if s not in self.names)
+            written = sum(self._bytes(n) for n in nodes if readers.get(n, set()) - inside)
+            elements = tuple(self.pointwise[n] for n in nodes)
+            self._add("pointwise", nodes[-1], bytes=read + written, elements=elements)
+
+    def _sources(self, node: fx.Node) -> set[fx.Node]:
+        """Return the values that a node reads, behind views."""
+        tensors = (n for n in node.all_input_nodes if self.c.tensor(n) is not None)
+        return {owner_of(self.c.base(n)[0]) for n in tensors}
+
+    def _readers(self, group: Mapping[fx.Node, Any]) -> dict[fx.Node, set[fx.Node]]:
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.c.graph.nodes:
+            if self.c.views.get(node, (node,))[0] is node or node.op == "output":
+                for source in self._sources(node):
+                    if source in group:
+                        readers.setdefault(source, set()).add(node)
+        return readers
+
+    # -- sizes and names ------------------------------------------------------------------------
+
+    def _size(self, node: fx.Node) -> int:
+        value = self.c.tensor(node)
+        return 0 if value is None else int(value.numel())
+
+    def _item(self, node: fx.Node) -> int:
+        value = self.c.tensor(node)
+        return 0 if value is None else value.element_size()
+
+    def _bytes(self, node: fx.Node) -> int:
+        return self._size(node) * self._item(node)
+
+    def _weights(self, node: fx.Node) -> tuple[str, ...]:
+        bases = (owner_of(self.c.base(n)[0]) for n in node.all_input_nodes if n in self.c.views)
+        return tuple(self.names[b] for b in bases if b in self.names)
+
+    def _add(self, kind: str, node: fx.Node, **sizes: Any) -> None:
+        names = sizes.get("weights") or ()
+        path = _common(names) if any(names) else module_path(node)
+        value = self.c.tensor(node)
+        dtype = dtype_name(value) if value is not None else "bfloat16"
+        shown = re.sub(r"\.\d+(?=\.|$)", ".*", path) if self.model.layers else path
+        count = self.model.count(path)
+        self.found.append(Piece(kind, shown, count, dtype=dtype, **sizes))
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return the module that all these parameters belong to."""
+    paths = [re.sub(r"(\.(down|up))?\.weight$", "", name).split(".") for name in names if name]
+    shared: list[str] = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            rest = sorted({path[len(shared)] for path in paths if len(path) > len(shared)})
+            return ".".join([*shared, "+".join(rest)])
+        shared.append(level[0])
+    return ".".join(shared)
