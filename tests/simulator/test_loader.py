@@ -232,7 +232,12 @@ def test_nki_simulate_inside_a_file_and_grids(tmp_path):
          errors.KernelNotFoundError, "2 kernels"),
         ("def broken(:\n", "broken", errors.KernelFailedError, "syntax error"),
         ("import nki.nothing\n", "k", errors.UnsupportedInstructionError, "nki.nothing"),
-        ("import neuronxcc.nki.isa as isa\nisa.matmull\n", "k", errors.UnsupportedInstructionError, "matmull"),
+        (
+            "import neuronxcc.nki.isa as isa\nisa.matmull\n",
+            "k",
+            errors.UnsupportedInstructionError,
+            "matmull",
+        ),
         ("import no_such_package_at_all\n", "k", errors.KernelFailedError, "ModuleNotFoundError"),
         ("raise ValueError('top')\n", "k", errors.KernelFailedError, "ValueError: top"),
     ],
