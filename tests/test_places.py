@@ -48,7 +48,7 @@ TOYS = {
                 '"""A toy."""\n\n'
                 "from nmm_compiler.targets.base import assumed\n"
                 "from nmm_compiler.targets.trn3 import TARGET as TRN3\n\n"
-                "TARGET = TRN3.successor(\n"
+                "TARGET = TRN3.variant(\n"
                 '    "toy", generation="gen4", summary="a toy", instances=("toy",),\n'
                 '    hbm_bytes_per_second=assumed(1.0e9, "a toy has a slow memory"),\n)\n'
             )

@@ -70,7 +70,7 @@ def predict(
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise OptionTypeError(name, size, "a whole number of at least 1")
     chip = targets.get(target)
-    lnc = chip.logical_cores if lnc is None else lnc
+    lnc = chip.physical_cores_per_logical_core if lnc is None else lnc
     if lnc not in (1, 2):
         raise OptionTypeError("lnc", lnc, "1 or 2 physical cores for a logical one")
     weights = dtype if weights is None else weights

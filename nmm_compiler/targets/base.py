@@ -64,7 +64,6 @@ class Target:
     psum_bank_bytes_per_partition: int
     hbm_bytes_per_second: float
     hbm_bytes: int
-    logical_cores: int
     collective_points: tuple[tuple[int, int, float], ...]
 
     # Tile limits
@@ -177,7 +176,7 @@ class Target:
             **values,
         )
 
-    def successor(
+    def variant(
         self,
         name: str,
         *,
@@ -186,7 +185,7 @@ class Target:
         instances: tuple[str, ...],
         **numbers: Known,
     ) -> Self:
-        """Return a newer target that differs in `numbers`.
+        """Return another generation, which differs in `numbers`.
 
         What is documented here and not given holds for all generations; what was measured or
         assumed here is assumed there.

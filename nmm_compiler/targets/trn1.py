@@ -1,12 +1,13 @@
 """Trainium 1 (NeuronCore-v2): a simulation and timing target.
 
 NKI 0.3 and later no longer run on this hardware (its pages name trn2 and trn3 only), so kernels for
-trn1 are simulated and timed here and are not meant to be deployed.
+trn1 are simulated and timed here and are not meant to be deployed. What is not said is as on trn2.
 """
 
-from nmm_compiler.targets.base import Target, assumed, documented, measured
+from nmm_compiler.targets.base import assumed, documented, measured
+from nmm_compiler.targets.trn2 import TARGET as TRN2
 
-TARGET = Target.of(
+TARGET = TRN2.variant(
     "trn1",
     generation="gen2",
     summary="Trainium 1, NeuronCore-v2, simulation and timing only",
@@ -26,7 +27,6 @@ TARGET = Target.of(
     ),
     hbm_bytes_per_second=documented(410e9, "trn1: 820 GB/s per chip over 2 cores"),
     hbm_bytes=documented(16 * 2**30, "trn1: 32 GiB per chip over 2 cores"),
-    logical_cores=documented(1, "lnc: logical cores of several physical ones on trn2 and newer"),
     collective_points=measured(
         tuple(
             (ranks, size, us)
@@ -40,19 +40,13 @@ TARGET = Target.of(
         ),
         "nccom-test all-reduce, (ranks, bytes, us)",
     ),
-    # Tile limits
-    stationary_free_max_elements=documented(128, "nki.isa.nc_matmul: stationary free size <= 128"),
-    moving_free_max_elements=documented(512, "nki.isa.nc_matmul: moving free size <= 512"),
-    vector_transpose_max_elements=documented(32, "nki.isa.nc_transpose: 32 x 32 on VectorE"),
     # TensorE
     tensor_clock_hz=documented(2.8e9, "trainium_inferentia2_arch: TensorE clock"),
     tensor_rows=documented(128, "trainium_inferentia2_arch: 128 x 128 systolic array"),
     tensor_columns=documented(128, "trainium_inferentia2_arch: 128 x 128 systolic array"),
-    fp32_pass_factor=documented(4.0, "nc_matmul cost table: fp32 takes 4 passes"),
     fp8_double_row=documented(
         False, "trainium_inferentia2_arch: fp8 double row not on this generation"
     ),
-    tensor_min_interval_cycles=documented(64, "nki_perf_guide: MM interval max(N, 64)"),
     tensor_interval_overhead_cycles=measured(
         12, "bf16 matmuls at most 212 ns against 183 ideal; part of it dependence"
     ),
@@ -62,14 +56,12 @@ TARGET = Target.of(
     tensor_latency_seconds=documented(
         64 / 2.8e9, "trainium_inferentia2_arch: MM_INIT_LATENCY, 64 cycles"
     ),
-    stationary_load_speedup=documented(4.0, "nki_perf_guide: fast LoadStationary up to 4x"),
     tensor_ramp_seconds=documented(0.0, "no clock ramp is documented for this generation"),
     tensor_ramp_start_fraction=documented(1.0, "no clock ramp is documented for this generation"),
     # VectorE, ScalarE, GpSimd
     vector_clock_hz=documented(1.12e9, "trainium_inferentia2_arch: VectorE clock"),
     scalar_clock_hz=documented(1.4e9, "trainium_inferentia2_arch: ScalarE clock"),
     gpsimd_clock_hz=documented(1.4e9, "trainium_inferentia2_arch: GpSimd clock"),
-    engine_min_cycles=documented(64, "instruction cost tables of NKI 0.1: MIN = 64 cycles"),
     engine_streaming_overhead_cycles=measured(
         20, "fused_mamba tutorial profile: 931 ns for a tensor_tensor of 2 x 512 columns"
     ),
@@ -79,16 +71,10 @@ TARGET = Target.of(
     scalar_isolated_overhead_cycles=measured(
         200, "nki_perf_guide figure 16: 264-cycle interval, less the 64-cycle minimum"
     ),
-    gpsimd_fixed_cycles=documented(
-        150, "instruction cost tables of NKI 0.1: iota, affine_select 150 + N"
-    ),
     vector_fast_modes=documented(
         False, "trainium_inferentia2_arch: VectorE performance modes not on this generation"
     ),
-    activation_table_load_seconds=assumed(1.3e-6, "as trn2"),
     # DMA
-    dma_engines=documented(16, "nki-dma-overview: 16 per core"),
-    dma_queues_per_engine=documented(16, "nki-dma-overview: 16 queues per engine"),
     dma_bytes_per_second_per_engine=documented(17e9, "nki-dma-bandwidth-guide: practical rate"),
     dma_generates_descriptors=documented(
         False, "trainium2_arch: before trn2 descriptors are prebuilt by the host"
@@ -100,17 +86,9 @@ TARGET = Target.of(
         0.35e-6, "CS149 assignment 4: 0.357 us for 1, 0.33 us for 128 descriptors"
     ),
     dma_hardware_issue_seconds=assumed(0.6e-6, "no hardware DGE on this generation; as trn2"),
-    dma_descriptor_seconds=assumed(6e-9, "as trn2"),
-    dma_descriptor_min_seconds=assumed(15e-9, "as trn2"),
-    dma_start_latency_seconds=documented(
-        1.3e-6, "nki-dma-bandwidth-guide: 1300 ns semaphore to start"
-    ),
-    dma_stagger_seconds=assumed(0.3e-6, "as trn2"),
     dma_transpose_fraction=assumed(0.1, "nki_perf_guide: much slower than a plain load; no figure"),
     dma_transpose_sbuf_fraction=assumed(0.1, "as dma_transpose_fraction"),
     dma_transpose_wide_fraction=assumed(0.1, "as dma_transpose_fraction"),
-    semaphore_seconds=assumed(0.32e-6, "as trn2: nki-dma-overview traces"),
-    engine_semaphore_seconds=assumed(0.1e-6, "about 100 cycles to signal and wake another engine"),
     kernel_start_stop_seconds=measured(
         14e-6, "CS149 assignment 4: 19 us for one 128x200 addition, 5 of them work"
     ),
@@ -153,28 +131,7 @@ TARGET = Target.of(
     matmul_tile_min_elements=documented(
         64, "nki.isa.nc_matmul: row tiles of 64, of 32 on trn2 and newer"
     ),
-    matmul_psum_banks=documented(
-        1, "nki.isa.nc_matmul: N up to 512; on trn3 up to 4096 in fp32, 8192 in bf16"
-    ),
-    matmul_bfloat16_sums=documented(False, "nki.isa.nc_matmul: dst is fp32; fp32 or bf16 on trn3"),
-    matmul_adds_to_written_psum=documented(
-        False,
-        "nki.isa.nc_matmul: accumulating onto what another engine wrote is undefined before trn3",
-    ),
-    matmul_float8_e4m3fn=documented(
-        False, "nki.isa.nc_matmul: float8_e4m3fn operands on trn3 only"
-    ),
     scalar_number_bias=documented(False, "nki.isa.activation: a scalar bias on trn2 and newer"),
     scalar_tensor_copy=documented(False, "nki.isa.tensor_copy: ScalarE on trn2 and newer"),
     scalar_tensor_scalar=documented(False, "nki.isa.tensor_scalar: ScalarE on trn2 and newer"),
-    scalar_all_operators=documented(
-        False, "nki.isa.tensor_scalar: ScalarE takes (multiply, add), multiply or add on trn2"
-    ),
-    scalar_fast_modes=documented(
-        False, "trainium3_arch: ScalarE copies and scales 16-bit data twice as fast"
-    ),
-    vector_fast_float8=documented(
-        False, "trainium3_arch: VectorE performance modes take 8-bit floats"
-    ),
-    tensor_indirection=documented(False, "NkiTensor.indirect: trn3 and newer"),
 )

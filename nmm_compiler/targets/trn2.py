@@ -23,7 +23,6 @@ TARGET = Target.of(
     psum_bank_bytes_per_partition=documented(2048, "trainium2_arch: 2 KiB, 512 fp32 elements"),
     hbm_bytes_per_second=documented(362e9, "2.9 TB/s per chip over 8 cores"),
     hbm_bytes=documented(12 * 2**30, "trainium2_arch: 96 GiB per chip over 8 cores"),
-    logical_cores=documented(2, "lnc: NEURON_LOGICAL_NC_CONFIG is 2 unless it is set"),
     collective_points=measured(
         ((4, 8 << 10, 15.1), (4, 16 << 20, 183.0), (64, 8 << 10, 17.6), (64, 16 << 20, 185.0)),
         "all-reduce TP4 8 KiB 13.3 us and 1.8 us trigger; 64 ranks 17.5 us and 100 GB/s",

@@ -5,7 +5,7 @@ number, trn2's is assumed, and `sources` says so.
 from nmm_compiler.targets.base import assumed, documented
 from nmm_compiler.targets.trn2 import TARGET as TRN2
 
-TARGET = TRN2.successor(
+TARGET = TRN2.variant(
     "trn3",
     generation="gen4",
     summary="Trainium 3, NeuronCore-v4",

@@ -81,7 +81,7 @@ def test_get_by_name_and_closest_name():
         targets.get("trn22")
 
 
-def test_a_successor_carries_over_what_holds_and_says_what_it_assumes():
+def test_a_variant_carries_over_what_holds_and_says_what_it_assumes():
     trn2, trn3 = targets.get("trn2"), targets.get("trn3")
     assert trn3.tensor_min_interval_cycles == trn2.tensor_min_interval_cycles
     assert trn3.sources["tensor_min_interval_cycles"].kind == "documented"
@@ -89,7 +89,7 @@ def test_a_successor_carries_over_what_holds_and_says_what_it_assumes():
     assert trn3.sources["semaphore_seconds"] == Source("assumed", "as trn2")
     assert trn3.hbm_bytes_per_second > trn2.hbm_bytes_per_second
     with pytest.raises(TypeError, match="hbm_bytes_per_minute"):
-        trn2.successor(
+        trn2.variant(
             "trn4",
             generation="gen5",
             summary="",
