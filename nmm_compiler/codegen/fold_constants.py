@@ -184,7 +184,7 @@ def _in_place_of(node: cst.BaseExpression, part: cst.BaseExpression) -> cst.Base
 
 def assigned_names(statements: Iterable[cst.CSTNode]) -> set[str]:
     """Return the names that the statements bind."""
-    binding = (cst.AssignTarget, cst.AugAssign, cst.For)
+    binding = (cst.AssignTarget, cst.For)
     targets = (node.target for node in nodes(*statements) if isinstance(node, binding))
     return {target.value for target in targets if isinstance(target, cst.Name)}
 
@@ -205,10 +205,6 @@ class BodyFolder:
         self.calls: list[Call] = []
         self.loops = 0 if named else 1
         self.branches = 0
-
-    def keep(self, names: Iterable[str]) -> None:
-        """Let these constants stand under their names."""
-        self.inline -= set(names)
 
     def fold(self, statements: Sequence[Statement]) -> list[Statement]:
         """Return the statements, folded."""
@@ -268,11 +264,7 @@ class BodyFolder:
                 self.inline.add(name)
                 return []
             return [statement.with_changes(body=[small.with_changes(value=value)])]
-        if isinstance(small, cst.AugAssign) and isinstance(small.target, cst.Name):
-            self.environment[small.target.value] = None
-            self.inline.discard(small.target.value)
-            value = self._expression(small.value)
-            return [statement.with_changes(body=[small.with_changes(value=value)])]
+        assert not isinstance(small, cst.AugAssign), "templates write a = a + 1, which folds"
         return [statement.with_changes(body=[self._expression(small)])]
 
     def _if(self, statement: cst.If) -> list[Statement]:
@@ -295,23 +287,19 @@ class BodyFolder:
         orelse = statement.orelse
         if isinstance(orelse, cst.Else):
             rest = self.fold(orelse.body.body)  # type: ignore[arg-type]
-            orelse = _else(orelse, rest)
+            orelse = orelse.with_changes(body=cst.IndentedBlock(body=rest))
         elif isinstance(orelse, cst.If):
             rest = self._if(orelse)
             if len(rest) == 1 and isinstance(rest[0], cst.If):
                 orelse = rest[0].with_changes(leading_lines=())
             else:
-                orelse = _else(cst.Else(body=cst.IndentedBlock(body=[])), rest)
+                orelse = cst.Else(body=cst.IndentedBlock(body=rest))
         after_else = self.environment
         self.branches -= 1
         names = set(after_body) | set(after_else)
         self.environment = {
             name: values.join([after_body.get(name), after_else.get(name)]) for name in names
         }
-        if not body and orelse is None:
-            return []
-        if not body:
-            body = [cst.SimpleStatementLine(body=[cst.Pass()])]
         block = statement.body.with_changes(body=body)
         return [statement.with_changes(test=test, body=block, orelse=orelse)]
 
@@ -358,8 +346,6 @@ class BodyFolder:
         self.loops += 1
         folded = self.fold(body)  # type: ignore[arg-type]
         self.loops -= 1
-        if not folded:
-            return []
         block = statement.body.with_changes(body=folded)
         return [statement.with_changes(iter=iterator, body=block)]
 
@@ -371,9 +357,3 @@ class BodyFolder:
             first: Any = folded[0]
             folded[0] = first.with_changes(leading_lines=[*leading, *first.leading_lines])
         return folded
-
-
-def _else(node: cst.Else, statements: list[Statement]) -> cst.Else | None:
-    if not statements:
-        return None
-    return node.with_changes(body=cst.IndentedBlock(body=statements))

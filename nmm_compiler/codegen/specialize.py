@@ -22,7 +22,7 @@ from libcst.helpers import get_full_name_for_node_or_raise
 
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
-from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, Statement, literal
+from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, Statement
 from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import ShortCalls, without_aliases
 from nmm_compiler.codegen.trees import Editor
@@ -77,14 +77,13 @@ def specialize(
     *,
     name: str,
     header: Sequence[str],
-    operands: Sequence[str] = (),
+    operands: Sequence[str],
 ) -> str:
     """Return the source of `function` of template `path`, called `name`, for these parameters.
 
-    parameters: every compile-time parameter, the records among them; a tensor that is absent is
-    given as None, a tuple of tensors as the Tensors that become its arguments. operands: the
-    tensors there are, in order, where the function takes some as `**others`. header: lines of the
-    file's docstring.
+    parameters: the records, and for a tuple of tensors the Tensors that become its arguments.
+    operands: the tensors there are, in order; the function may take some as `**others`. header:
+    lines of the file's docstring. Raises TypeError for a parameter that the function lacks.
     """
     gathered = {key: value for key, value in parameters.items() if isinstance(value, Tensors)}
     parameters = {key: value for key, value in parameters.items() if key not in gathered}
@@ -92,21 +91,11 @@ def specialize(
     entry = _with_operands(functions[function], operands)
     signatures = {key: _parameter_names(node) for key, node in functions.items()}
     unknown = set(parameters) - set(signatures[function])
-    missing = {
-        p.name.value
-        for p in entry.params.params
-        if p.default is not None and p.name.value not in {**parameters, **gathered}
-        and not (isinstance(p.default, cst.Name) and p.default.value == "None")
-    }  # fmt: skip
-    if unknown or missing:
-        raise TypeError(
-            f"{path.name}: {function} has no parameters {sorted(unknown)} and needs "
-            f"{sorted(missing)}"
-        )
+    if unknown:
+        raise TypeError(f"{path.name}: {function} has no parameters {sorted(unknown)}")
     helpers = {key: node for key, node in signatures.items() if key != function}
     environment: Environment = {key: known(value) for key, value in parameters.items()}
-    numbers = [key for key, value in parameters.items() if type(value) in (int, tuple)]
-    made, calls = _fold_function(entry, environment, helpers, named=True, keep=numbers)
+    made, calls = _fold_function(entry, environment, helpers, named=True)
     bodies: dict[str, list[Statement]] = {}
     dropped: dict[str, set[str]] = {}
     for helper in _call_order(functions, function):
@@ -117,8 +106,7 @@ def specialize(
         dropped[helper] = {key for key, value in bound.items() if values.constant(value)[0]}
         bodies[helper], inner = _fold_function(functions[helper], bound, helpers, named=False)
         calls += inner
-    first = [*_constants(entry, parameters, numbers), *_gather(gathered)]
-    bodies = {function: _after_docstring(made, first), **bodies}
+    bodies = {function: _after_docstring(made, _gather(gathered)), **bodies}
     bodies = _without_leftovers(bodies, dropped, signatures)
     left = {name: [p for p in signatures[name] if p not in gone] for name, gone in dropped.items()}
     bodies = _without_forwarders(bodies, left)
@@ -128,15 +116,9 @@ def specialize(
         if helper in bodies and helper != function
     ]
     body = bodies[function]
-    tensors = operands or [
-        argument
-        for p in entry.params.params
-        if p.name.value not in parameters
-        for argument in gathered.get(p.name.value, (p.name.value,))
-    ]
     kernel = entry.with_changes(
         name=cst.Name(name),
-        params=cst.Parameters([cst.Param(cst.Name(tensor)) for tensor in tensors]),
+        params=cst.Parameters([cst.Param(cst.Name(tensor)) for tensor in operands]),
         whitespace_before_params=cst.SimpleWhitespace(""),
         body=entry.body.with_changes(body=body),
         leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)],
@@ -189,10 +171,8 @@ def _fold_function(
     signatures: dict[str, list[str]],
     *,
     named: bool,
-    keep: Sequence[str] = (),
 ) -> tuple[list[Statement], list[Call]]:
     folder = BodyFolder(dict(environment), signatures, named=named)
-    folder.keep(keep)
     statements = folder.fold(list(node.body.body))  # type: ignore[arg-type]
     return without_aliases(statements), folder.calls
 
@@ -259,28 +239,6 @@ def _without_leftovers(
             for name, names in signatures.items()
         }
         dropped.update({name: dropped[name] | names for name, names in unread.items()})
-
-
-def _constants(
-    entry: cst.FunctionDef, parameters: Mapping[str, Any], numbers: Sequence[str]
-) -> list[Statement]:
-    """Return `k = 2048  # input features` for each number, used or not."""
-    made: list[Statement] = []
-    for parameter in entry.params.params:
-        name = parameter.name.value
-        if name not in numbers:
-            continue
-        assign = cst.Assign([cst.AssignTarget(cst.Name(name))], literal(parameters[name]))
-        trailing = cst.TrailingWhitespace()
-        comma = parameter.comma
-        if isinstance(comma, cst.Comma) and isinstance(
-            comma.whitespace_after, cst.ParenthesizedWhitespace
-        ):
-            comment = comma.whitespace_after.first_line.comment
-            if comment is not None:
-                trailing = cst.TrailingWhitespace(cst.SimpleWhitespace("  "), comment)
-        made.append(cst.SimpleStatementLine(body=[assign], trailing_whitespace=trailing))
-    return made
 
 
 def _gather(gathered: Mapping[str, Tensors]) -> list[Statement]:

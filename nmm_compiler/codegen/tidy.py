@@ -87,11 +87,11 @@ class _Assignments:
         self.counts: Counter[str] = Counter()
         self.aliases: dict[str, cst.BaseExpression] = {}
         for node in nodes(*statements):
-            target = node.targets[0].target if isinstance(node, cst.Assign) else None
-            if isinstance(node, (cst.AugAssign, cst.For)):
-                target = node.target
+            if not isinstance(node, (cst.Assign, cst.For)):
+                continue
+            target = node.target if isinstance(node, cst.For) else node.targets[0].target
             if isinstance(target, cst.Name):
-                self.counts[target.value] += 2 if isinstance(node, cst.AugAssign) else 1
+                self.counts[target.value] += 1
                 if isinstance(node, cst.Assign) and _is_plain(node.value):
                     self.aliases[target.value] = node.value
 

@@ -1,4 +1,4 @@
-"""Removes assignments that nothing reads, and blocks that are empty without them."""
+"""Removes assignments that nothing reads."""
 
 # libcst names its visitor methods after node classes; a name says what each does.
 # ruff: noqa: N802
@@ -15,7 +15,6 @@ from nmm_compiler.codegen.tidy import with_comments
 from nmm_compiler.codegen.trees import Editor, nodes
 
 _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
-_VIEWS = ("reshape", "reshape_dim", "permute")
 
 
 def names_used(trees: Sequence[cst.CSTNode]) -> set[str]:
@@ -40,7 +39,7 @@ def remove_unused(statements: list[cst.BaseStatement]) -> list[cst.BaseStatement
 
 
 class _Sweep(Editor):
-    """Removes one round of dead assignments and of blocks that became empty."""
+    """Removes one round of assignments that nothing reads."""
 
     def __init__(self, used: set[str]) -> None:
         self.used = used
@@ -60,27 +59,11 @@ class _Sweep(Editor):
             return cst.RemoveFromParent()
         return updated
 
-    def leave_For(self, original: cst.For, updated: cst.For) -> Any:
-        if not updated.body.body:
-            self.removed = True
-            return cst.RemoveFromParent()
-        return updated
-
-    def leave_If(self, original: cst.If, updated: cst.If) -> Any:
-        if not updated.body.body and updated.orelse is None:
-            self.removed = True
-            return cst.RemoveFromParent()
-        return updated
-
 
 def _is_pure(node: cst.BaseExpression) -> bool:
-    """Say whether every call is one of a function, an allocation or a view without effects."""
+    """Say whether every call is one of a function, or an allocation, without effects."""
     return all(
-        get_full_name_for_node(call.func) in _PURE_CALLS or _is_view(call.func)
+        get_full_name_for_node(call.func) in _PURE_CALLS
         for call in nodes(node)
         if isinstance(call, cst.Call)
     )
-
-
-def _is_view(function: cst.BaseExpression) -> bool:
-    return isinstance(function, cst.Attribute) and function.attr.value in _VIEWS

@@ -1,6 +1,7 @@
 """Specialization: parameters become constants, dead branches go, comments and meaning stay."""
 
 import ast
+import dataclasses
 import textwrap
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.known_values import Fixed, OneOf, Span, known
 from nmm_compiler.codegen.specialize import specialize
+from nmm_compiler.records import Record
 from nmm_compiler.simulator.run import simulate
 
 TEMPLATE = '''
@@ -22,16 +24,12 @@ from .pieces import copy_in
 
 
 @nki.jit
-def double(
-    x,
-    bias=None,
-    m=1,  # rows
-    n=1,  # columns
-    block=1,
-    how="plain",
-    has_bias=False,
-):
+def double(x, spec, **others):
     """Return x + x."""
+    m = spec.m  # rows
+    n = spec.n  # columns
+    block = spec.block
+    how = spec.how
     out = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
     unused = m * n
     for m0 in range(0, m, block):
@@ -46,8 +44,8 @@ def double(
             nisa.tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=2.0)
         else:
             nisa.activation(dst=x_sb, op=nl.copy, data=x_sb, scale=2.0)
-        if has_bias:
-            copy_in(x_sb, bias, m0, rows, how, 7)
+        if spec.has_bias:
+            copy_in(x_sb, others.get("bias"), m0, rows, how, 7)
         nisa.dma_copy(dst=out[m0 : m0 + rows, 0:n], src=x_sb)
     return out
 '''
@@ -79,9 +77,21 @@ def template(tmp_path):
     return path
 
 
-def emit(template, **parameters):
-    given_parameters = {"bias": None, "how": "plain", "has_bias": False, **parameters}
-    return specialize(template, "double", given_parameters, name="kernel", header=["What it is."])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec(Record):
+    """What a test kernel computes."""
+
+    m: int
+    n: int
+    block: int
+    how: str = "plain"
+    has_bias: bool = False
+
+
+def emit(template, operands=("x",), **fields):
+    given = {"spec": Spec(**fields)}
+    header = ["What it is."]
+    return specialize(template, "double", given, name="kernel", header=header, operands=operands)
 
 
 def test_even_blocks_need_no_edge(template):
@@ -112,25 +122,19 @@ def test_ragged_blocks_keep_their_edge(template):
 
 def test_an_absent_tensor_leaves_the_signature(template):
     assert "def kernel(x):" in emit(template, m=4, n=4, block=4)
-    with_bias = specialize(
-        template,
-        "double",
-        {"how": "plain", "has_bias": True, "m": 4, "n": 4, "block": 4},
-        name="kernel",
-        header=["x"],
-    )
+    with_bias = emit(template, ("x", "bias"), m=4, n=4, block=4, has_bias=True)
     assert "def kernel(x, bias):" in with_bias
 
 
 @pytest.mark.parametrize("how", ["plain", "scaled", "other"])
 @pytest.mark.parametrize(("m", "block"), [(5, 8), (130, 64), (200, 128)])
 def test_meaning_is_kept(template, tmp_path, how, m, block):
-    parameters = {"m": m, "n": 12, "block": block, "how": how}
+    fields = {"m": m, "n": 12, "block": block, "how": how}
     path = tmp_path / "emitted.py"
-    path.write_text(emit(template, **parameters))
+    path.write_text(emit(template, **fields))
     x = np.random.default_rng(0).standard_normal((m, 12)).astype(np.float32)
     emitted = simulate(f"{path}:kernel", x, mode="functional").output
-    original = simulate(f"{template}:double", x, mode="functional", **parameters).output
+    original = simulate(f"{template}:double", x, mode="functional", spec=Spec(**fields)).output
     np.testing.assert_array_equal(emitted, original)
     np.testing.assert_array_equal(emitted, 2 * x)
 
@@ -142,15 +146,9 @@ def test_emitted_file_stands_alone(template):
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
 
 
-def test_missing_and_unknown_parameters(template):
-    with pytest.raises(TypeError, match=r"no parameters \['rows'\] and needs \['block'\]"):
-        specialize(
-            template,
-            "double",
-            {"m": 1, "n": 1, "how": "plain", "has_bias": False, "rows": 3},
-            name="kernel",
-            header=["x"],
-        )
+def test_unknown_parameters(template):
+    with pytest.raises(TypeError, match=r"double has no parameters \['rows'\]"):
+        specialize(template, "double", {"rows": 3}, name="k", header=["x"], operands=["x"])
 
 
 def test_parentheses_survive(tmp_path):
@@ -163,13 +161,13 @@ def test_parentheses_survive(tmp_path):
 
 
             @nki.jit
-            def t(x, a=1, zero=0):
+            def t(x, a, zero):
                 for i in range(0, x.shape[0]):
                     print((i + a + 60) // 2, (i + zero) * 2, (i * a) % 5)
             """
         )
     )
-    source = specialize(path, "t", {"a": 67, "zero": 0}, name="t", header=["x"])
+    source = specialize(path, "t", {"a": 67, "zero": 0}, name="t", header=["x"], operands=["x"])
     line = next(line for line in source.splitlines() if "print" in line)
     printed = line.strip().removeprefix("print")
     for i in range(7):
