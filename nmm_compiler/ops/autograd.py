@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler.ops.definition import Op
-
-_ROW = dict.fromkeys(
-    ("x_layout", "out_layout", "u_layout", "v_layout", "w_layout", "weight_layout"), "row"
-)
+from nmm_compiler.ops.definition import ROW, Op
 
 
 def _flatten(args: tuple) -> tuple[tuple[int | None, ...], list[Any]]:
@@ -68,5 +64,5 @@ class KernelCall(torch.autograd.Function):
         """Return one gradient, or None, for each flat operand."""
         args = _unflatten(ctx.form, ctx.saved_tensors)
         need = _unflatten(ctx.form, ctx.needs_input_grad[4:])
-        found = ctx.op.gradient(args, {**_ROW, **ctx.kwargs}, grads, need)
+        found = ctx.op.gradient(args, {**ROW, **ctx.kwargs}, grads, need)
         return (None, None, None, None, *_flatten(tuple(found))[1])

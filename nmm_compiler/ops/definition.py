@@ -18,6 +18,10 @@ LAYOUTS = "str x_layout='row', str out_layout='row'"
 UV = f"{LAYOUTS}, str u_layout='row', str v_layout='row'"
 GATED = f"str activation='silu', {LAYOUTS}, str weight_layout='row'"
 WHERE = "str target='trn2', str executor='reference'"
+ROW = dict.fromkeys(
+    ("x_layout", "out_layout", "u_layout", "v_layout", "w_layout", "weight_layout"), "row"
+)
+"""The layouts of a call that says none."""
 
 
 @dataclass(frozen=True, kw_only=True)

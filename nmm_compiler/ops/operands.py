@@ -14,13 +14,19 @@ from torch import Tensor
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.base import LAYOUTS
+from nmm_compiler.ops.definition import ROW
 
 
-def check_layouts(**layouts: str) -> None:
-    """Raise UnknownNameError unless each layout is "row" or "col"."""
-    for name, layout in layouts.items():
+def read_layouts(keywords: dict[str, Any]) -> dict[str, str]:
+    """Return the layouts of a call, with those that it leaves out.
+
+    Raises UnknownNameError unless each is "row" or "col".
+    """
+    given = {name: value for name, value in keywords.items() if name in ROW}
+    for name, layout in given.items():
         if layout not in LAYOUTS:
             raise UnknownNameError(name, layout, LAYOUTS)
+    return ROW | given
 
 
 def weight_shape(name: str, w: Tensor, layout: str) -> tuple[int, int]:

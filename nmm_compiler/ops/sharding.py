@@ -16,8 +16,13 @@ unfused. Cuts are given in the stored layout of each operand.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from nmm_compiler.ops.definition import ROW
+
+Placements = list[tuple[list[Any], list[Any]]]
+"""Rows of (placements of the results, placements of the operands)."""
 
 
 def cut(layout: str, side: str) -> int:
@@ -33,6 +38,43 @@ def features_dim(ndim: int, layout: str) -> int:
 def token_dims(ndim: int, layout: str) -> list[int]:
     """Return the dimensions of activations that count tokens."""
     return [1] if layout == "col" else list(range(ndim - 1))
+
+
+def placements(
+    x: Any, operands: Sequence[tuple[str, Any, str]], keywords: dict[str, Any]
+) -> Placements:
+    """Return what a call of one result accepts: the rows of the table above.
+
+    operands: (role, tensor or None, the name of its layout) of each operand after x. A role is
+    "first" and "last" for the factors u and v, "dense" for a weight, or "bias".
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    said = ROW | keywords
+    x_layout, out_layout = said["x_layout"], said["out_layout"]
+    given = {role for role, tensor, _ in operands if tensor is not None}
+    whole = Replicate()
+
+    def row(out: Any, of_x: Any, **sides: str) -> tuple[list[Any], list[Any]]:
+        placed: list[Any] = []
+        for role, tensor, layout in operands:
+            side = sides.get(role)
+            dim = cut(said[layout], side) if side and layout else 0
+            placed.append(None if tensor is None else Shard(dim) if side else whole)
+        return [out], [of_x, *placed]
+
+    rows = [row(whole, whole)]
+    if x_layout == out_layout:
+        rows += [row(Shard(dim), Shard(dim)) for dim in token_dims(x.ndim, x_layout)]
+    out_ndim = 2 if "col" in (x_layout, out_layout) else x.ndim
+    out_features = Shard(features_dim(out_ndim, out_layout))
+    rows.append(row(out_features, whole, last="out", dense="out", bias="out"))
+    if "bias" not in given and said.get("activation", "identity") == "identity":
+        x_features = Shard(features_dim(x.ndim, x_layout))
+        rows.append(row(Partial(), x_features, first="in", dense="in"))
+        if "dense" not in given:
+            rows.append(row(Partial(), whole, first="out", last="in"))
+    return rows
 
 
 _registered = False

@@ -16,10 +16,10 @@ from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, l
 from nmm_compiler.ops.operands import (
     chain_outputs,
     check_dtypes,
-    check_layouts,
     check_same,
     check_vector,
     empty_result,
+    read_layouts,
     tokens_of,
 )
 from nmm_compiler.ops.products import activate, chain
@@ -88,21 +88,18 @@ def _fake_up(
     up: Sequence[Tensor],
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
-    *,
-    x_layout: str = "row",
-    out_layout: str = "row",
-    weight_layout: str = "row",
-    **others: Any,
+    **keywords: Any,
 ) -> Tensor:
     """Return an empty result of `gated_mlp_up`."""
-    check_layouts(x_layout=x_layout, out_layout=out_layout, weight_layout=weight_layout)
+    said = read_layouts(keywords)
+    layout = said["weight_layout"]
     check_dtypes(x, *gate, *up, gate_bias, up_bias)
-    tokens, k = tokens_of(x, x_layout)
-    n = chain_outputs("gate", k, gate, weight_layout)
-    check_same("output features of gate and up", n, chain_outputs("up", k, up, weight_layout))
+    tokens, k = tokens_of(x, said["x_layout"])
+    n = chain_outputs("gate", k, gate, layout)
+    check_same("output features of gate and up", n, chain_outputs("up", k, up, layout))
     check_vector("gate_bias", gate_bias, n)
     check_vector("up_bias", up_bias, n)
-    return empty_result(x, tokens, n, out_layout)
+    return empty_result(x, tokens, n, said["out_layout"])
 
 
 def _fake(
@@ -113,19 +110,15 @@ def _fake(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    *,
-    x_layout: str = "row",
-    out_layout: str = "row",
-    weight_layout: str = "row",
-    **others: Any,
+    **keywords: Any,
 ) -> Tensor:
     """Return an empty result of `gated_mlp`."""
-    check_layouts(out_layout=out_layout)
+    said = read_layouts(keywords)
     check_dtypes(x, *down, down_bias)
-    h = _fake_up(x, gate, up, gate_bias, up_bias, x_layout=x_layout, weight_layout=weight_layout)
-    n = chain_outputs("down", h.shape[-1], down, weight_layout)
+    h = _fake_up(x, gate, up, gate_bias, up_bias, **{**keywords, "out_layout": "row"})
+    n = chain_outputs("down", h.shape[-1], down, said["weight_layout"])
     check_vector("down_bias", down_bias, n)
-    return empty_result(x, tuple(h.shape[:-1]), n, out_layout)
+    return empty_result(x, tuple(h.shape[:-1]), n, said["out_layout"])
 
 
 def _gradient_up(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:

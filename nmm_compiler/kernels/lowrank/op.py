@@ -14,15 +14,15 @@ from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, add, back_
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
 from nmm_compiler.ops.operands import (
     check_dtypes,
-    check_layouts,
     check_same,
     check_vector,
     empty_result,
+    read_layouts,
     tokens_of,
     weight_shape,
 )
 from nmm_compiler.ops.products import activate, linear, product
-from nmm_compiler.ops.sharding import cut, features_dim, token_dims
+from nmm_compiler.ops.sharding import Placements, placements
 
 
 def lowrank_matmul(
@@ -67,33 +67,21 @@ def fake_lowrank_matmul(
     v: Tensor,
     bias: Tensor | None = None,
     w: Tensor | None = None,
-    *,
-    x_layout: str = "row",
-    out_layout: str = "row",
-    u_layout: str = "row",
-    v_layout: str = "row",
-    w_layout: str = "row",
-    **others: Any,
+    **keywords: Any,
 ) -> Tensor:
     """Return an empty result of `lowrank_matmul`."""
-    check_layouts(
-        x_layout=x_layout,
-        out_layout=out_layout,
-        u_layout=u_layout,
-        v_layout=v_layout,
-        w_layout=w_layout,
-    )
+    said = read_layouts(keywords)
     check_dtypes(x, u, v, bias, w)
-    tokens, k = tokens_of(x, x_layout)
-    inputs, rank = weight_shape("u", u, u_layout)
+    tokens, k = tokens_of(x, said["x_layout"])
+    inputs, rank = weight_shape("u", u, said["u_layout"])
     check_same("features of x and u", k, inputs)
-    rows, n = weight_shape("v", v, v_layout)
+    rows, n = weight_shape("v", v, said["v_layout"])
     check_same("rank of u and v", rank, rows)
     if w is not None:
-        shape = weight_shape("w", w, w_layout)
+        shape = weight_shape("w", w, said["w_layout"])
         check_same("shapes of the dense w and of u v", shape, (k, n))
     check_vector("bias", bias, n)
-    return empty_result(x, tokens, n, out_layout)
+    return empty_result(x, tokens, n, said["out_layout"])
 
 
 def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
@@ -147,55 +135,9 @@ def _lower(
     return [Launch(spec, tuple(t for t in (rows, u, v, w, bias) if t is not None))]
 
 
-def _placements(
-    x: Any, u: Any, v: Any, bias: Any = None, w: Any = None, **kw: Any
-) -> list[tuple[list, list]]:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    x_layout, out_layout = kw.get("x_layout", "row"), kw.get("out_layout", "row")
-    u_layout, v_layout = kw.get("u_layout", "row"), kw.get("v_layout", "row")
-    w_layout = kw.get("w_layout", "row")
-    whole = Replicate()
-    out_ndim = 2 if out_layout == "col" else (x.ndim if x_layout == "row" else 2)
-    out_features = Shard(features_dim(out_ndim, out_layout))
-
-    def row(out: Any, px: Any, pu: Any, pv: Any, pbias: Any, pw: Any) -> tuple[list, list]:
-        optional = [None if bias is None else pbias, None if w is None else pw]
-        return [out], [px, pu, pv, *optional]
-
-    rows = [row(whole, whole, whole, whole, whole, whole)]
-    if x_layout == out_layout:
-        rows += [
-            row(Shard(dim), Shard(dim), whole, whole, whole, whole)
-            for dim in token_dims(x.ndim, x_layout)
-        ]
-    column = Shard(cut(v_layout, "out"))
-    rows.append(row(out_features, whole, whole, column, Shard(0), Shard(cut(w_layout, "out"))))
-    linear = bias is None and kw.get("activation", "identity") == "identity"
-    if linear:
-        x_features = Shard(features_dim(x.ndim, x_layout))
-        rows.append(
-            row(
-                Partial(),
-                x_features,
-                Shard(cut(u_layout, "in")),
-                whole,
-                whole,
-                Shard(cut(w_layout, "in")),
-            )
-        )
-        if w is None:
-            rows.append(
-                row(
-                    Partial(),
-                    whole,
-                    Shard(cut(u_layout, "out")),
-                    Shard(cut(v_layout, "in")),
-                    whole,
-                    whole,
-                )
-            )
-    return rows
+def _placements(x: Any, u: Any, v: Any, bias: Any = None, w: Any = None, **kw: Any) -> Placements:
+    factors = ("first", u, "u_layout"), ("last", v, "v_layout")
+    return placements(x, (*factors, ("bias", bias, ""), ("dense", w, "w_layout")), kw)
 
 
 OPS = (

@@ -13,15 +13,15 @@ from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, back_to, r
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
 from nmm_compiler.ops.operands import (
     check_dtypes,
-    check_layouts,
     check_same,
     check_vector,
     empty_result,
+    read_layouts,
     tokens_of,
     weight_shape,
 )
 from nmm_compiler.ops.products import activate, product
-from nmm_compiler.ops.sharding import cut, features_dim, token_dims
+from nmm_compiler.ops.sharding import Placements, placements
 
 
 def matmul(
@@ -43,24 +43,15 @@ def matmul(
     return y if activation == "identity" else activate(y, activation)
 
 
-def _fake(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_layout: str = "row",
-    out_layout: str = "row",
-    w_layout: str = "row",
-    **others: Any,
-) -> Tensor:
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, **keywords: Any) -> Tensor:
     """Return an empty result of `matmul`."""
-    check_layouts(x_layout=x_layout, out_layout=out_layout, w_layout=w_layout)
+    said = read_layouts(keywords)
     check_dtypes(x, w, bias)
-    tokens, k = tokens_of(x, x_layout)
-    inputs, n = weight_shape("w", w, w_layout)
+    tokens, k = tokens_of(x, said["x_layout"])
+    inputs, n = weight_shape("w", w, said["w_layout"])
     check_same("features of x and w", k, inputs)
     check_vector("bias", bias, n)
-    return empty_result(x, tokens, n, out_layout)
+    return empty_result(x, tokens, n, said["out_layout"])
 
 
 def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
@@ -95,26 +86,8 @@ def _lower(
     return [Launch(spec, tuple(t for t in (rows, w, bias) if t is not None))]
 
 
-def _placements(x: Any, w: Any, bias: Any = None, **kw: Any) -> list[tuple[list, list]]:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    x_layout, out_layout = kw.get("x_layout", "row"), kw.get("out_layout", "row")
-    w_layout = kw.get("w_layout", "row")
-    whole = Replicate()
-    out_ndim = 2 if out_layout == "col" else (x.ndim if x_layout == "row" else 2)
-
-    def row(out: Any, px: Any, pw: Any, pbias: Any) -> tuple[list, list]:
-        return [out], [px, pw, None if bias is None else pbias]
-
-    rows = [row(whole, whole, whole, whole)]
-    if x_layout == out_layout:
-        rows += [row(Shard(dim), Shard(dim), whole, whole) for dim in token_dims(x.ndim, x_layout)]
-    out_features = Shard(features_dim(out_ndim, out_layout))
-    rows.append(row(out_features, whole, Shard(cut(w_layout, "out")), Shard(0)))
-    if bias is None and kw.get("activation", "identity") == "identity":
-        x_features = Shard(features_dim(x.ndim, x_layout))
-        rows.append(row(Partial(), x_features, Shard(cut(w_layout, "in")), whole))
-    return rows
+def _placements(x: Any, w: Any, bias: Any = None, **kw: Any) -> Placements:
+    return placements(x, (("dense", w, "w_layout"), ("bias", bias, "")), kw)
 
 
 OPS = (
