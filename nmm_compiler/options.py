@@ -52,7 +52,8 @@ class Options:
     strict: raise on an internal failure where the default is a warning and the plain graph.
     verify: run each graph before and after the rewrite on its inputs and raise where they differ.
     dump: directory to write each graph to after each step of the passes, as readable code.
-    report: called with the CompileReport of each graph; True prints it.
+    report: called with the CompileReport of each graph; True prints it; a path ending in .html is
+        written as one page with all graphs compiled so far.
     disable: names of rewrite rules to leave out.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
         blocks of tokens in a loop on the device.
@@ -70,7 +71,7 @@ class Options:
     strict: bool = False
     verify: bool = False
     dump: str | None = None
-    report: bool | Callable[[Any], None] = False
+    report: bool | str | Callable[[Any], None] = False
     disable: tuple[str, ...] = ()
     instruction_budget: int = INSTRUCTION_BUDGET
     cache: str | None = None
@@ -97,8 +98,10 @@ class Options:
         size = self.cache_max_bytes
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
             raise OptionTypeError("cache_max_bytes", size, "a whole number of bytes")
-        if not (isinstance(self.report, bool) or callable(self.report)):
-            raise OptionTypeError("report", self.report, "True, False or a function of the report")
+        page = isinstance(self.report, str) and self.report.endswith(".html")
+        if not (isinstance(self.report, bool) or page or callable(self.report)):
+            wanted = "True, False, a function of the report, or the path of an .html file to write"
+            raise OptionTypeError("report", self.report, wanted)
         budget = self.instruction_budget
         if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
             raise OptionTypeError("instruction_budget", budget, "a number of instructions above 0")

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend.inner import compile_inner, inner_name
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
+from nmm_compiler.backend.report_page import add_to_page, forget_pages
 from nmm_compiler.errors import CacheMissError, NeuronSetupError
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
@@ -75,6 +76,7 @@ def reset() -> None:
     PACKS.clear()
     neuron.forget()
     _reports.clear()
+    forget_pages()
 
 
 nmm.reset = reset  # type: ignore[attr-defined]
@@ -108,6 +110,7 @@ class _Work:
         self.fallback: str | None = None
         self.unverified: Any = None
         self.notes: list[str] = []
+        self.pictures: tuple[Any, ...] = ()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -144,12 +147,14 @@ class _Work:
             fallback=self.fallback,
             notes=tuple(dict.fromkeys(self.notes)),
             built=tuple(self.built),
+            pictures=self.pictures,
         )
 
 
 def _rewrite(work: _Work) -> fx.GraphModule:
     """Return the rewritten graph, or the graph itself when nothing was found or passes failed."""
     from nmm_compiler.passes import pipeline
+    from nmm_compiler.passes.graph_view import graph_parts
     from nmm_compiler.passes.verify import is_real
 
     try:
@@ -163,11 +168,12 @@ def _rewrite(work: _Work) -> fx.GraphModule:
     work.matches = tuple(_match_line(match) for match in found)
     work.notes += [note for match in found for note in match.notes]
     work.declined = tuple(
-        Refusal(reason=d.reason, node=d.module or d.node) for d in result.declined
+        Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy) for d in result.declined
     )
     if not found:
         return work.gm
     rewritten: fx.GraphModule = result.graph_module
+    work.pictures = tuple(graph_parts(work.gm, rewritten, found))
     _carry_over(work.gm, rewritten)
     executor = executor_name(work.options)
     for node in _calls(rewritten):
@@ -345,7 +351,9 @@ def _publish(report: CompileReport, options: Options) -> None:
         metadata_fn=lambda: {"name": "nmm_compile_report", "encoding": "json"},
         payload_fn=report.to_json,
     )
-    if callable(options.report):
+    if isinstance(options.report, str):
+        add_to_page(options.report, report)
+    elif callable(options.report):
         options.report(report)
     elif options.report:
         print(report)

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nmm_compiler.backend.kernel_parts import kernel_parts
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
+from nmm_compiler.report.text import counted
 
 _NAMES_SHOWN = 4
 
@@ -40,9 +42,10 @@ class Refusal(Record):
 
     reason: str
     node: str
+    remedy: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CompileReport(Shown):
     """What happened to one graph.
 
@@ -50,6 +53,7 @@ class CompileReport(Shown):
     chains share an input. fallback: why the graph went to the inner
     backend as it was, or None. notes: what a reader should know besides. phases_ms: wall time of
     "passes", "kernels" and "inner". built: the Kernel objects, in the order of `kernels`.
+    pictures: the graph before and after, for a page.
     """
 
     graph: int
@@ -65,6 +69,7 @@ class CompileReport(Shown):
     fallback: str | None = None
     notes: tuple[str, ...] = ()
     built: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    pictures: tuple[Part, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def cache_hits(self) -> int:
@@ -72,10 +77,10 @@ class CompileReport(Shown):
         return sum(line.origin == "cache" for line in self.kernels)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything but the Kernel objects."""
-        plain = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "built"
-        }
+        """Return plain JSON data: everything but the Kernel objects and the pictures."""
+        left_out = ("built", "pictures")
+        fields = [f.name for f in dataclasses.fields(self) if f.name not in left_out]
+        plain: dict[str, Any] = {name: getattr(self, name) for name in fields}
         plain["matches"] = list(self.matches)
         plain["notes"] = list(self.notes)
         plain["declined"] = [refusal.to_dict() for refusal in self.declined]
@@ -91,9 +96,9 @@ class CompileReport(Shown):
         """Return one line: counts, kernels from the cache, times."""
         times = ", ".join(f"{name} {ms:.0f} ms" for name, ms in self.phases_ms.items())
         return (
-            f"graph {self.graph}: {self.chains} chains rewritten as {len(self.matches)} calls, "
-            f"{len(self.declined)} left alone, {len(self.kernels)} kernels "
-            f"({self.cache_hits} from the cache) for "
+            f"graph {self.graph}: {counted(self.chains, 'chain')} rewritten as "
+            f"{counted(len(self.matches), 'call')}, {len(self.declined)} left alone, "
+            f"{counted(len(self.kernels), 'kernel')} ({self.cache_hits} from the cache) for "
             f"{self.target}; executor {self.executor}, inner {self.inner}; {times}"
         )
 
@@ -110,7 +115,8 @@ class CompileReport(Shown):
         if self.declined:
             reasons: dict[str, list[str]] = {}
             for refusal in self.declined:
-                reasons.setdefault(refusal.reason, []).append(refusal.node)
+                remedy = f"; {refusal.remedy}" if refusal.remedy else ""
+                reasons.setdefault(refusal.reason + remedy, []).append(refusal.node)
             rows = [(_some(nodes), reason) for reason, nodes in reasons.items()]
             parts.append(Grid.of(("left alone", "reason"), rows))
         if self.kernels:
@@ -128,6 +134,13 @@ class CompileReport(Shown):
             parts.append(Line(f"the graph was left as it was: {self.fallback}", "warning"))
         parts += [Line(f"note: {note}", "note") for note in self.notes]
         return parts
+
+    def page_parts(self) -> list[Part]:
+        """Return `parts`, the graph before and after, and of each kernel where its time goes."""
+        return [*self.parts(), *self.pictures, *kernel_parts(self.built)]
+
+    def __repr__(self) -> str:
+        return f"<CompileReport: {self.summary()}>"
 
 
 def _some(names: Sequence[str], count: int = _NAMES_SHOWN) -> str:

@@ -18,6 +18,7 @@ from nmm_compiler.cli import (
     lint,
     plan,
     profile,
+    report,
     simulate,
 )
 from nmm_compiler.version import VERSION
@@ -55,6 +56,7 @@ app.command()(demo.demo)
 app.command()(kernel.kernel)
 app.command()(explain.explain)
 app.command()(plan.plan)
+app.command()(report.report)
 app.command()(simulate.simulate)
 app.command()(profile.profile)
 app.command()(profile.compare)

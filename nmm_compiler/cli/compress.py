@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.show import write_html
 from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError, UnknownNameError
 from nmm_compiler.outputs import write_text
 
@@ -61,6 +62,7 @@ def compress(
         Path | None,
         values.output_option(help_="report; default OUT_DIR/compression.json", make_parents=True),
     ] = None,
+    html: values.Html = None,
     plot: Annotated[
         Path | None,
         values.output_option(help_="PNG of rank and error per layer", make_parents=True),
@@ -120,6 +122,8 @@ def compress(
     json = json or out_dir / "compression.json"
     console.print(f"saved     {out_dir}", markup=False, soft_wrap=True)
     console.print(f"report    {json}", markup=False, soft_wrap=True)
+    if html is not None:
+        write_html(f"{model_dir}, compressed", report.page_parts(), html)
     if plot is not None:
         from nmm_compiler.compress.plot import plot_report
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.show import write_html
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.outputs import write_text
 
@@ -21,6 +22,7 @@ def explain(
     json: Annotated[
         Path | None, values.output_option(help_="also write the report as JSON here")
     ] = None,
+    html: values.Html = None,
 ) -> None:
     """Dry run of the passes over every graph of a model; nothing is compiled.
 
@@ -41,4 +43,6 @@ def explain(
     console.print(str(report), markup=False, soft_wrap=True)
     if json is not None:
         write_text(json, report.to_json(indent=2))
-        console.print(f"report: {json}")
+        console.print(f"report: {json}", soft_wrap=True)
+    if html is not None:
+        write_html(f"{model} on {target}", report.page_parts(), html)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nmm_compiler.records import Record
+from nmm_compiler.report.charts import Bar, Series, bars, lines
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 
@@ -61,12 +62,17 @@ class LayerReport(Record):
         return self.k * self.n if self.rank is None else self.rank * (self.k + self.n)
 
     @property
+    def removed(self) -> int:
+        """Elements that were removed; none where the factors are no smaller."""
+        return max(0, self.dense_parameters - self.parameters)
+
+    @property
     def ratio(self) -> float:
         """Share of this matrix's elements that was removed."""
         return 1 - self.parameters / self.dense_parameters
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CompressionReport(Shown, Record):
     """What `compress` did.
 
@@ -133,6 +139,34 @@ class CompressionReport(Shown, Record):
             f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
             f"ranks in multiples of {self.align}{calibrated}{predicted}, {self.seconds:.1f} s"
         )
+
+    def page_parts(self) -> list[Part]:
+        """Return the summary, charts of rank and error per layer, then the table."""
+        summary, table = self.parts()
+        ranks = [
+            Bar(layer.name, (float(layer.parameters), float(layer.removed)))
+            for layer in self.layers
+        ]
+        errors = [
+            Series(name, tuple((float(i), float(value)) for i, value in enumerate(values)
+                               if value is not None))
+            for name, values in (
+                ("weight error", [layer.weight_error for layer in self.layers]),
+                ("output error", [layer.output_error for layer in self.layers]),
+            )
+        ]  # fmt: skip
+        errors = [series for series in errors if series.points]
+        charts: list[Part] = []
+        if errors:
+            text = "relative error of each layer, in the order of the table"
+            charts.append(lines(errors, "layer", "relative error", text))
+        if self.layers:
+            text = "parameters kept and removed of each layer"
+            charts.append(bars(ranks, ("kept", "removed"), "parameters", text))
+        return [summary, *charts, table]
+
+    def __repr__(self) -> str:
+        return f"<CompressionReport: {self.summary()}>"
 
     def parts(self) -> list[Part]:
         """Return the summary, then the table of layers and of what was left alone."""

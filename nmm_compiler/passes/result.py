@@ -18,6 +18,7 @@ from torch import fx
 
 from nmm_compiler.passes import verify
 from nmm_compiler.passes.chains.refusal_codes import distance
+from nmm_compiler.passes.graph_view import graph_parts
 from nmm_compiler.passes.rules.base import Declined, Match
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
@@ -148,6 +149,12 @@ class RewriteResult(Shown):
             *_opportunities(self.opportunities),
         ]
 
+    def page_parts(self) -> list[Part]:
+        """Return `parts` and pictures of the graph before and after, one for each kind of match."""
+        pictures = graph_parts(self.original, self.graph_module, self.matches)
+        summary, *rest = self.parts()
+        return [summary, *pictures, *rest]
+
     def __repr__(self) -> str:
         return f"<RewriteResult: {self.summary()}>"
 
@@ -194,12 +201,19 @@ class Explanation(Shown):
 
     def parts(self) -> list[Part]:
         """Return the reports of all graphs."""
-        if not self.results:
+        return self._of_each([result.parts() for result in self.results])
+
+    def page_parts(self) -> list[Part]:
+        """Return the reports of all graphs with pictures."""
+        return self._of_each([result.page_parts() for result in self.results])
+
+    @staticmethod
+    def _of_each(shown: list[list[Part]]) -> list[Part]:
+        if not shown:
             return [Line("no graph was traced")]
-        if len(self.results) == 1:
-            return self.results[0].parts()
-        named = enumerate(self.results)
-        return [Section(f"graph {i}:", tuple(result.parts())) for i, result in named]
+        if len(shown) == 1:
+            return shown[0]
+        return [Section(f"graph {i}:", tuple(parts)) for i, parts in enumerate(shown)]
 
     def __repr__(self) -> str:
         counts = f"{len(self.matches)} matched, {len(self.declined)} declined"

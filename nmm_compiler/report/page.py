@@ -20,7 +20,7 @@ STYLE = """
 @media print { .nmm { --ink: #000; --soft: #444; --paper: #fff; --shade: #fff; } }
 .nmm .headline { font-size: 1.2em; font-weight: 600; }
 .nmm .note { color: var(--soft); } .nmm .warning { color: var(--warn); }
-.nmm .wide { overflow-x: auto; }
+.nmm .wide { overflow-x: auto; } .nmm { overflow-wrap: break-word; }
 .nmm table { border-collapse: collapse; margin: .75em 0; }
 .nmm th, .nmm td { text-align: left; padding: .2em .8em .2em 0; vertical-align: top;
   border-bottom: 1px solid var(--line); color: var(--ink); background: none; }
@@ -169,7 +169,7 @@ def _grid(grid: Grid) -> str:
     marks = [' class="right"' if name in grid.right else "" for name in grid.head]
     rows = "\n".join(row(cells, "td") for cells in grid.rows)
     head = row(grid.head, "th")
-    return f'<div class="wide"><table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'
+    return f'<div class="wide" tabindex="0"><table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'
 
 
 def _listing(listing: Listing) -> str:
@@ -188,6 +188,6 @@ def _listing(listing: Listing) -> str:
         )
     return (
         f"<p>{html.escape(listing.title)}</p>\n"
-        '<div class="wide"><table class="listing"><thead><tr><th class="right">line</th>'
+        '<div class="wide" tabindex="0"><table class="listing"><thead><tr><th class="right">line</th>'
         f"{head}<th>source</th></tr></thead>\n<tbody>{chr(10).join(rows)}</tbody></table></div>"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from nmm_compiler.report.page import as_html
+from nmm_compiler.report.page import as_html, write_page
 from nmm_compiler.report.parts import Part
 from nmm_compiler.report.text import as_text
 
@@ -16,6 +17,10 @@ class Shown:
         """Return what the record shows, in reading order."""
         raise NotImplementedError
 
+    def page_parts(self) -> Sequence[Part]:
+        """Return what a page and a notebook show: `parts`, unless the record has more for them."""
+        return self.parts()
+
     def table(self, width: int | None = None) -> str:
         """Return the record as text of at most `width` columns; by default the terminal's."""
         return as_text(self.parts(), width)
@@ -24,4 +29,11 @@ class Shown:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return as_html(self.parts())
+        return as_html(self.page_parts())
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write the record as one HTML file that needs no network; return the path.
+
+        Raises OutputError when it cannot be written.
+        """
+        return write_page(type(self).__name__, self.page_parts(), path)

@@ -59,6 +59,11 @@ def _with_figures(listing: Listing) -> Grid:
     return Grid.of(("line", *listing.head, "source"), rows, right=("line", *listing.head))
 
 
+def counted(count: int, thing: str, things: str = "") -> str:
+    """Return "1 kernel", "2 kernels"; things: the plural where it is not the singular and an s."""
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
 def wrapped(text: str, width: int, indent: int = 0, hang: int = 4) -> list[str]:
     """Return the text as lines of at most `width` columns, broken between words only."""
     first, rest = " " * indent, " " * (indent + hang)

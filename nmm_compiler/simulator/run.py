@@ -130,6 +130,10 @@ class Simulation(Shown):
         """Return outputs, warnings and the profile."""
         return [*self._said(), *(() if self.profile is None else self.profile.parts())]
 
+    def page_parts(self) -> list[Part]:
+        """Return `parts` with the source lines and their time."""
+        return [*self._said(), *(() if self.profile is None else self.profile.page_parts())]
+
     def report(self) -> list[Part]:
         """Return `parts` with advice and source, for a page."""
         return [*self._said(), *(() if self.profile is None else self.profile.report())]

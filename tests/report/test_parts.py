@@ -7,11 +7,12 @@ import pytest
 
 from nmm_compiler.errors import OutputError
 from nmm_compiler.report import charts
+from nmm_compiler.report.graphs import GraphNode, graph
 from nmm_compiler.report.page import as_html, page, write_page
-from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Section
+from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
-from nmm_compiler.report.timelines import Lane, Slice, timeline
+from nmm_compiler.report.timelines import Lane, Level, Slice, timeline
 
 VOID = {"meta", "br", "img"}
 URL = "https://example.org/a/very/long/path/that-has-hyphens/and_more/of/it/kernel.py"
@@ -138,3 +139,36 @@ def test_a_timeline_joins_what_is_too_thin_to_see():
 def test_an_empty_fragment_is_a_fragment():
     assert as_html([]).startswith("<div")
     assert as_text([]) == ""
+
+
+def test_levels_and_a_bounded_number_of_slices():
+    lanes = [
+        Lane(name, tuple(Slice(2.0 * i, 2.0 * i + 1, "op") for i in range(20000)))
+        for name in ("TensorE", "VectorE")
+    ]
+    level = Level("SBUF", ((0.0, 5.0), (10.0, 2.0)), 10.0, "B")
+    drawing = timeline(lanes, "many", levels=[level], most_slices=3000)
+    tree, hints = _parsed(drawing)
+    assert len([e for e in tree.iter() if e.tag.endswith("rect")]) <= 3000
+    assert len(drawing.svg) < 600_000
+    assert "SBUF: at most 5 of 10 B" in hints
+
+
+def test_a_graph_draws_arcs_only_between_what_is_shown():
+    nodes = [
+        GraphNode("x", "input"),
+        GraphNode("turned", "t", ("x", "elsewhere"), "transpose"),
+        GraphNode("y", "mm", ("turned", "x"), "fused"),
+    ]
+    tree, hints = _parsed(graph(nodes, "a graph"))
+    assert len([e for e in tree.iter() if e.tag.endswith("path")]) == 3
+    assert "turned = t (transpose)" in hints
+
+
+def test_a_listing_shows_every_line_on_a_page_and_the_costly_ones_as_text():
+    listing = Listing("k.py", ("us",), ((1, (), "import nki"), (2, ("3.5",), "  f(a < b)")), (0, 1))
+    assert as_text([listing]).splitlines() == ["k.py", "line   us  source", "   2  3.5  f(a < b)"]
+    shown = as_html([listing])
+    assert "import nki" in shown
+    assert "f(a &lt; b)" in shown
+    assert shown.count("--share:1.000") == 1

@@ -207,10 +207,14 @@ class Profile(Shown, Record):
         """Return the kernel's source with the time of each line. Raises TimelineMissingError."""
         return tuple(profile_parts.listings(self.timeline))
 
-    def report(self, *, advice: bool = True) -> list[Part]:
-        """Return all there is to see, for a page: `parts_with_advice` and the source lines."""
-        shown = self.parts_with_advice() if advice else self.parts()
-        return [*shown, Section("source", self.source())]
+    def page_parts(self) -> list[Part]:
+        """Return `parts` and the source lines with their time."""
+        found = isinstance(self.__dict__.get("_timeline"), Timeline)
+        return [*self.parts(), *([Section("source", self.source())] if found else [])]
+
+    def report(self) -> list[Part]:
+        """Return all there is to see: `parts_with_advice` and the source lines."""
+        return [*self.parts_with_advice(), Section("source", self.source())]
 
     def __repr__(self) -> str:
         busy = " ".join(f"{name} {us:.1f}" for name, us in self.engine_busy_us.items() if us)

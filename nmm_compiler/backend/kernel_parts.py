@@ -1,0 +1,63 @@
+"""What a page shows of the kernels of a model: one roofline, then each kernel for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nmm_compiler.codegen.build import Kernel
+from nmm_compiler.report.parts import Line, Part, Section
+from nmm_compiler.report.text import counted
+from nmm_compiler.simulator.timing.profile import Profile
+from nmm_compiler.simulator.timing.profile_parts import (
+    engine_table,
+    listings,
+    roofline_drawing,
+    timeline_drawing,
+)
+
+_KERNELS_SHOWN = 16
+_SLICES_OF_A_PAGE = 6000  # about 1 MB of marks
+
+
+def kernel_parts(kernels: Sequence[Any]) -> list[Part]:
+    """Return the roofline with all kernels, then a folded section for each of the slowest ones."""
+    if not kernels:
+        return []
+    built: list[Kernel] = sorted(kernels, key=lambda k: -k.profile().latency_us)
+    profiles = [kernel.profile() for kernel in built]
+    target = built[0].target
+    points = [
+        (kernel.spec.short(), *_place(profile))
+        for kernel, profile in zip(built, profiles, strict=True)
+    ]
+    peak, rate = target.peak_flops_per_second(), target.memory_bytes_per_second
+    parts: list[Part] = [
+        Section("kernels on the roofline", (roofline_drawing(points, target.name, peak, rate),))
+    ]
+    shown = built[:_KERNELS_SHOWN]
+    slices = _SLICES_OF_A_PAGE // len(shown)
+    parts += [Section(kernel.spec.short(), _of_kernel(kernel, slices), folded=True)
+              for kernel in shown]  # fmt: skip
+    if len(built) > len(shown):
+        more = counted(len(built) - len(shown), "faster kernel")
+        parts.append(Line(f"{more} not shown one by one", "note"))
+    return parts
+
+
+def _place(profile: Profile) -> tuple[float, float]:
+    """Return (FLOPs per HBM byte, FLOPs per second) of a kernel."""
+    moved = max(profile.hbm_read_bytes + profile.hbm_write_bytes, 1)
+    return profile.flops / moved, profile.flops * 1e6 / (profile.latency_us or 1.0)
+
+
+def _of_kernel(kernel: Kernel, slices: int) -> tuple[Part, ...]:
+    profile = kernel.profile()
+    found = profile.timeline
+    return (
+        Line(profile.summary(), "headline"),
+        Line(f"{kernel.spec} as {kernel.schedule}"),
+        engine_table(found),
+        timeline_drawing(found, slices),
+        Section("source", tuple(listings(found)), folded=True),
+    )
