@@ -6,6 +6,7 @@ and import need mode "rw".
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.show import show as say
+from nmm_compiler.cli.show import show_json
+from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.text import counted
 
 if TYPE_CHECKING:
     from nmm_compiler.cache.entry import Entry
@@ -41,30 +44,27 @@ def list_(directory: Directory = None, as_json: AsJson = False) -> None:
     store = _store(directory, "ro")
     infos = store.list()
     if as_json:
-        _print_json([_plain(info) for info in infos])
+        show_json([_plain(info) for info in infos])
         return
-    console = Console(markup=False)
-    table = Table(title=f"{store.directory}", title_justify="left")
-    for name in ("entry", "size", "used"):
-        table.add_column(name, no_wrap=True, justify="left" if name == "entry" else "right")
-    table.add_column("key", overflow="fold")
     leaves = [info.key.leaves() for info in infos if info.key is not None]
     shared = _shared(leaves) if len(leaves) > 1 else {}
+    rows = []
     for info in infos:
         label = info.state
         if info.key is not None:
             own = info.key.leaves().items()
             label = " ".join(f"{n}={v}" for n, v in own if n not in shared)
-        style = "" if info.key else "red"
         age = _age(time.time() - info.used)
-        table.add_row(info.digest[:12], _size(info.size_bytes), age, _text(label), style=style)
-    console.print(table)
+        rows.append((info.digest[:12], _size(info.size_bytes), age, label))
+    total = sum(info.size_bytes for info in infos)
+    parts: list[Part] = [Line(str(store.directory))]
+    if rows:
+        parts.append(Grid.of(("entry", "size", "used", "key"), rows, right=("size", "used")))
     if shared:
         alike = " ".join(f"{name}={value}" for name, value in shared.items())
-        console.print(f"in all: {alike}", markup=False, highlight=False)
-    total = sum(info.size_bytes for info in infos)
-    bound = f"{_size(total)} of {_size(store.max_bytes)}"
-    console.print(f"{len(infos)} entries, {bound}", highlight=False)
+        parts.append(Line(f"in all: {alike}"))
+    many = counted(len(infos), "entry", "entries")
+    say([*parts, Line(f"{many}, {_size(total)} of {_size(store.max_bytes)}")])
 
 
 @app.command(epilog="Example: nmm cache show 3fa9c1 --source > kernel.py")
@@ -85,7 +85,7 @@ def show(
             sys.stdout.write(text)
         return
     if as_json:
-        _print_json(
+        show_json(
             {
                 "digest": found.key.digest,
                 "path": str(found.path),
@@ -96,24 +96,20 @@ def show(
             }
         )
         return
-    console = Console(markup=False)
-    console.print(
-        f"entry  {found.key.digest}\npath   {found.path}", highlight=False, soft_wrap=True
-    )
+    say(f"entry  {found.key.digest}\npath   {found.path}")
     for title, data in (
         ("key", found.key.to_dict()),
         ("meta", found.meta),
         ("created", found.created),
     ):
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in data.items():
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            table.add_row(_text(name), _text(shown))
-        console.print(table)
+        rows = [
+            (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            for name, value in data.items()
+        ]
+        say("")
+        say([Grid.of((title, ""), rows)])
     for name, text in found.files.items():
-        console.print(f"{name}: {len(text.splitlines())} lines", highlight=False, markup=False)
+        say(f"\n{name}: {counted(len(text.splitlines()), 'line')}")
 
 
 @app.command(
@@ -133,6 +129,7 @@ def explain(
         typer.Option(help="a JSON file with the named entries of a key; - is standard input"),
     ] = None,
     directory: Directory = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say which named entry of a key made the miss: the differences from the nearest entry.
 
@@ -162,16 +159,20 @@ def explain(
         assert newest.key is not None
         wanted = newest.key
     found = store.explain(wanted)
-    console = Console(markup=False)
-    console.print(str(found).splitlines()[0], markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        nearest = found.nearest
+        changes = [dataclasses.asdict(change) for change in found.changes]
+        show_json({"said": str(found).splitlines()[0], "changes": changes,
+                   "nearest": None if nearest is None else nearest.digest})  # fmt: skip
+        return
+    say(str(found).splitlines()[0])
     if found.nearest is not None and found.nearest.key is not None:
         names = ", ".join(wanted.diff(found.nearest.key))
-        nearest = found.nearest.digest[:12]
-        console.print(f"nearest entry {nearest} differs in: {names}", highlight=False)
-        table = Table("name", "this key", "nearest entry")
-        for change in found.changes:
-            table.add_row(_text(change.name), _text(change.ours), _text(change.theirs))
-        console.print(table)
+        rows = [(change.name, change.ours, change.theirs) for change in found.changes]
+        say([
+            Line(f"nearest entry {found.nearest.digest[:12]} differs in: {names}"),
+            Grid.of(("name", "this key", "nearest entry"), rows),
+        ])  # fmt: skip
 
 
 @app.command(epilog="Examples: nmm cache verify | nmm cache verify --quick")
@@ -182,7 +183,7 @@ def verify(
     """Build every kernel again and compare the bytes; ends with 1 when something differs."""
     store = _store(directory, "ro")
     report = store.verify(None if quick else _rebuild)
-    Console(markup=False).print(str(report), markup=False, highlight=False, soft_wrap=True)
+    say(str(report))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -198,9 +199,8 @@ def prune(
     store = _store(directory)
     gone = store.prune(max_bytes)
     freed = sum(seen.size_bytes for seen in gone)
-    Console(markup=False).print(
-        f"{len(gone)} entries deleted ({_size(freed)}), {len(store.list())} left", highlight=False
-    )
+    many = counted(len(gone), "entry", "entries")
+    say(f"{many} deleted ({_size(freed)}), {len(store.list())} left")
 
 
 @app.command(epilog="Example: nmm cache clear --yes")
@@ -212,7 +212,7 @@ def clear(
     store = _store(directory)
     if not yes:
         typer.confirm(f"delete every entry of {store.directory}?", abort=True)
-    Console(markup=False).print(f"{store.clear()} entries deleted", highlight=False)
+    say(f"{counted(store.clear(), 'entry', 'entries')} deleted")
 
 
 @app.command(epilog="Examples: nmm cache export kernels.tar.gz | nmm cache export --push")
@@ -237,15 +237,15 @@ def export(
         raise CacheError("name an archive to write, or pass --push; one of the two")
     store = _store(directory, "ro")
     signer = None if sign is None else Signer(sign)
-    console = Console(markup=False)
     try:
         if path is None:
             said = str(store.push(prefix, signer=signer))
         else:
-            said = f"{store.export(path, prefix, signer=signer)} entries written to {path}"
+            written = store.export(path, prefix, signer=signer)
+            said = f"{counted(written, 'entry', 'entries')} written to {path}"
     except (OSError, ImportError, ValueError) as error:  # as filesystems and fsspec raise
         raise CacheError(f"cannot write to {path or store.remote}: {error}") from error
-    console.print(said, highlight=False)
+    say(said)
 
 
 @app.command("import", epilog="Example: nmm cache import kernels.tar.gz")
@@ -268,7 +268,7 @@ def import_(
         new, known = _store(directory).import_(path, trusted=trusted)
     except OSError as error:
         raise CacheError(f"{path} cannot be imported: {error}") from error
-    Console(markup=False).print(f"{new} entries taken, {known} were there", highlight=False)
+    say(f"{counted(new, 'entry', 'entries')} taken, {known} were there")
 
 
 def _shared(leaves: list[dict[str, str]]) -> dict[str, str]:
@@ -329,17 +329,6 @@ def _plain(info: Info) -> dict[str, Any]:
         "created": info.created,
         "files": list(info.files),
     }
-
-
-def _print_json(data: object) -> None:
-    sys.stdout.write(json.dumps(data, indent=2) + "\n")
-
-
-def _text(text: str) -> Any:
-    """Return text for a table cell that rich must not read as markup."""
-    from rich.text import Text
-
-    return Text(text)
 
 
 def _size(count: int) -> str:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.progress import Step, steps
+from nmm_compiler.cli.show import show
 from nmm_compiler.outputs import write_text
 from nmm_compiler.records import Record
+from nmm_compiler.report.parts import Grid, Line, Section
 
 if TYPE_CHECKING:
     import torch
@@ -57,31 +56,26 @@ def demo(
 
     from nmm_compiler.cli import models
 
-    console = Console(markup=False)
     runs: list[dict[str, Any]] = []
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
-        task = progress.add_task("loading the encoder", total=None)
+    with steps() as step:
+        step("loading the encoder")
         model, tokenizer = models.encoder()
         sentences = models.sentences()
         batch = dict(tokenizer(sentences, padding=True, return_tensors="pt"))
         original = embed(model, batch)
-        progress.remove_task(task)
         for value in ratio or [0.1, 0.2]:
-            runs.append(_one_ratio(progress, console, model, batch, original, value, target))
+            runs.append(_one_ratio(step, model, batch, original, value, target))
     if json is not None:
         write_text(json, json_module.dumps(runs, indent=2))
-        console.print(f"figures: {json}")
+        show(f"figures: {json}")
     if not all(run["passed"] for run in runs):  # no kernel, a fallback, a proof, an embedding
-        console.print("a check FAILED; see above", style="red")
+        show("a check FAILED; see above", style="red")
         raise typer.Exit(1)
-    console.print("every kernel and every embedding passed its check", style="green")
+    show("every kernel and every embedding passed its check", style="green")
 
 
 def _one_ratio(
-    progress: Progress,
-    console: Console,
+    step: Step,
     model: torch.nn.Module,
     batch: dict[str, torch.Tensor],
     original: torch.Tensor,
@@ -93,12 +87,12 @@ def _one_ratio(
 
     from nmm_compiler.compress.apply import compress
 
-    task = progress.add_task(f"ratio {ratio}: factorizing", total=None)
+    step(f"ratio {ratio}: factorizing")
     compressed = copy.deepcopy(model)
     compression = compress(compressed, ratio, progress=False)
     expected = embed(compressed, batch)
 
-    progress.update(task, description=f"ratio {ratio}: compiling, building kernels")
+    step(f"ratio {ratio}: compiling, building kernels")
     torch._dynamo.reset()
     reports: list[Any] = []
     options: Any = {"target": target, "report": reports.append}
@@ -106,13 +100,12 @@ def _one_ratio(
     got = embed(compiled, batch)
 
     kernels = [kernel for report in reports for kernel in report.built]
-    progress.update(task, description=f"ratio {ratio}: proving", total=len(kernels), completed=0)
     proofs, comparisons = [], []
-    for kernel in kernels:
+    for done, kernel in enumerate(kernels):
+        step(f"ratio {ratio}: proving", done, len(kernels))
         proofs.append(_prove(kernel))
         comparisons.append(_compare(kernel, target))
-        progress.advance(task)
-    progress.remove_task(task)
+    step(f"ratio {ratio}: proved", len(kernels), len(kernels))
 
     agreement = Agreement(
         difference=float((got - expected).norm(dim=1).max()),
@@ -120,18 +113,18 @@ def _one_ratio(
         cosine_to_original=float(torch.nn.functional.cosine_similarity(got, original).mean()),
     )
     whole = bool(kernels) and all(report.fallback is None for report in reports)
-    console.rule(f"ratio {ratio} on {target}")
-    console.print(compression.summary(), markup=False, soft_wrap=True)
+    show([Line(f"\nratio {ratio} on {target}"), Line(compression.summary(), hang=0)])
     for report in reports:
-        console.print(str(report), markup=False, soft_wrap=True)
-    console.print(kernel_table(kernels, proofs, comparisons))
+        show(f"\n{report}")
+    show("")
+    show([kernel_table(kernels, proofs, comparisons)])
     for kernel in kernels:
-        console.print(f"source {kernel.path}", markup=False, soft_wrap=True)
-    console.print(
+        show(f"source {kernel.path}")
+    show([Line(
         f"embeddings: compiled against uncompiled differ by {agreement.difference:.2e} "
         f"(tolerance {agreement.tolerance:.2e}); mean cosine to the original model "
         f"{agreement.cosine_to_original:.4f}"
-    )
+    )])  # fmt: skip
     return {
         "ratio": ratio,
         "passed": agreement.passed and whole and all(proof.passed for proof in proofs),
@@ -179,29 +172,22 @@ def _compare(kernel: Kernel, target: str) -> Any:
 
 def kernel_table(
     kernels: Sequence[Kernel], proofs: Sequence[Proof], comparisons: Sequence[Any]
-) -> Table:
+) -> Section:
     """Return the table of kernels: blocks, proof, and predicted costs fused, separate and dense.
 
     Three lines a kernel. "of its bound" is the worst element's difference to float64, in percent of
     that element's bound; "gain" is that way's latency over the fused one's.
     """
-    table = Table(
-        title="kernels (latency and HBM traffic are the simulator's predictions)",
-        box=box.HORIZONTALS,
-        pad_edge=False,
-    )
-    table.add_column("kernel, blocks, check against float64", overflow="fold", min_width=38)
-    for name, justify in (("way", "left"), ("us", "right"), ("MB", "right"), ("gain", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    rows: list[tuple[str, ...]] = []
     for kernel, proof, c in zip(kernels, proofs, comparisons, strict=True):
         verdict = f"error at {100 * proof.norm_share:.0f} % of its limit"
-        table.add_row(
-            f"{kernel.spec.short()}\n{kernel.schedule.short()}\n"
-            + (verdict if proof.passed else "FAILED the check"),
-            "\n".join(("fused", "separate", "dense")),
-            "\n".join(f"{cost.latency_us:.1f}" for cost in c.ways()),
-            "\n".join(f"{cost.hbm_bytes / 1e6:.2f}" for cost in c.ways()),
-            "\n".join(f"{cost.latency_us / c.fused.latency_us:.2f}x" for cost in c.ways()),
-            end_section=True,
-        )
-    return table
+        said = (kernel.spec.short(), kernel.schedule.short(),
+                verdict if proof.passed else "FAILED the check")  # fmt: skip
+        for text, way, cost in zip(said, ("fused", "separate", "dense"), c.ways(), strict=True):
+            gain = f"{cost.latency_us / c.fused.latency_us:.2f}x"
+            rows.append((f"{cost.latency_us:.1f}", f"{cost.hbm_bytes / 1e6:.2f}", gain, way, text))
+    head = ("us", "MB", "gain", "way", "kernel, blocks, check against float64")
+    return Section(
+        "kernels (latency and HBM traffic are the simulator's predictions)",
+        (Grid.of(head, rows, right=head[:3]),),
+    )

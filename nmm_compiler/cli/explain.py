@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.show import write_html
+from nmm_compiler.cli.show import show, write_html
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.outputs import write_text
 
@@ -40,9 +40,9 @@ def explain(
         if taken:
             raise OptionTypeError("inputs", taken, "inputs of other names: explain() has these")
         report = run(loaded, options={"target": target}, **named)
-    console.print(str(report), markup=False, soft_wrap=True)
+    show(str(report))
     if json is not None:
         write_text(json, report.to_json(indent=2))
-        console.print(f"report: {json}", soft_wrap=True)
+        show(f"report: {json}")
     if html is not None:
         write_html(f"{model} on {target}", report.page_parts(), html)

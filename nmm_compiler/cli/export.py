@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.show import show
+from nmm_compiler.report.parts import Grid
 
 
 def export(
@@ -49,12 +50,13 @@ def export(
             sources=sources,
         )
     written = module.save(output)
-    table = Table("kernel", "family", "calls", "sources")
+    rows = []
     for kernel in module.kernels:
         families = ", ".join(dict.fromkeys(launch.family for launch in kernel.launches))
-        table.add_row(kernel.name, families, str(len(kernel.calls)), str(len(kernel.sources)))
+        rows.append((kernel.name, len(kernel.calls), len(kernel.sources), families))
     if module.kernels:
-        console.print(table)
+        head = ("kernel", "calls", "sources", "family")
+        show([Grid.of(head, rows, right=("calls", "sources"))])
     else:
         console.print(f"nothing was fused; `nmm explain {model}` says why", markup=False)
     for path in written:

@@ -14,6 +14,7 @@ from rich.text import Text
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import NmmError
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
+from nmm_compiler.report.text import counted
 
 
 def lint(
@@ -77,5 +78,8 @@ def _summary(files: list[Path], findings: list[Finding], nki: str) -> Text:
     errors = sum(finding.is_error for finding in findings)
     warnings = len(findings) - errors
     style = "red" if errors else "yellow" if warnings else "green"
-    text = f"{len(files)} file(s), NKI {nki}: {errors} error(s), {warnings} warning(s)"
+    text = (
+        f"{counted(len(files), 'file')}, NKI {nki}: {counted(errors, 'error')}, "
+        f"{counted(warnings, 'warning')}"
+    )
     return Text(text, style=style)

