@@ -75,8 +75,7 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
         raise UnknownNameError(f"function of {file}", function, known)
     copies = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
     with foreign(file, f"{function}() raised"):
-        known = inspect.signature(found).parameters
-        if set(copies) <= set(known):
+        if set(copies) <= set(inspect.signature(found).parameters):
             result = found(**copies)
         else:
             result = found(*(v for v in copies.values() if isinstance(v, np.ndarray)))

@@ -82,8 +82,9 @@ def _phases(kernel: Kernel, calls: int, target: str) -> dict[str, Any]:
     from nmm_compiler.errors import NmmError
     from nmm_compiler.prediction.comparison import compare
 
-    row: dict[str, Any] = {"kernel": kernel.spec.short(), "calls": calls}
-    for phase, spec in (("", kernel.spec), ("decode_", dataclasses.replace(kernel.spec, m=1))):
+    given: Any = kernel.spec
+    row: dict[str, Any] = {"kernel": given.short(), "calls": calls}
+    for phase, spec in (("", given), ("decode_", dataclasses.replace(given, m=1))):
         try:
             found = compare(spec, target)
         except NmmError as error:  # one token may have no legal kernel: the page says so

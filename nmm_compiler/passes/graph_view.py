@@ -94,7 +94,7 @@ def _turns(node: fx.Node) -> bool:
 
 def _what(node: fx.Node) -> str:
     """Return what a node computes and the shape of its value, in few words."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value: Any = node.meta.get("example_value", node.meta.get("val"))
     shape = f" [{', '.join(map(str, value.shape))}]" if hasattr(value, "shape") else ""
     name = target_name(node) or str(getattr(node.target, "__name__", node.target))
     if node.op in ("placeholder", "get_attr"):
