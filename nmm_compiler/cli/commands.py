@@ -53,7 +53,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(demo.demo)
-app.command()(kernel.kernel)
+app.command(cls=kernel.KernelCommand)(kernel.kernel)
 app.command()(explain.explain)
 app.command()(plan.plan)
 app.command()(report.report)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, show_json, write_html
@@ -21,17 +22,30 @@ if TYPE_CHECKING:
     from nmm_compiler.kernels.base import KernelSpec
 
 
+class KernelCommand(TyperCommand):
+    """The command of `kernel`, whose help names the families that there are."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help; the families are loaded for it alone."""
+        from nmm_compiler.kernels import FAMILIES
+
+        for parameter in self.params:
+            if parameter.name == "family" and isinstance(parameter, TyperArgument):
+                parameter.help = ", ".join(FAMILIES)
+        super().format_help(ctx, formatter)
+
+
 def kernel(
     family: values.Family,
     m: Annotated[int, values.size_option(help_="tokens")],
     k: Annotated[int, values.size_option(help_="input features")],
     n: Annotated[
-        int | None, values.size_option(help_="output features (gated_mlp: intermediate size)")
+        int | None, values.size_option(help_="output features, or the intermediate size")
     ] = None,
     r: Annotated[int | None, values.size_option(help_="rank")] = None,
     pairs: Annotated[
         list[str] | None,
-        typer.Option(help="lowrank_shared, once for each u: R:N, or R:N,N for several v of one u"),
+        typer.Option(help="of a shared x, once for each u: R:N, or R:N,N for several v of one u"),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, float32 or float8_e4m3")

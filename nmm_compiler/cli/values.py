@@ -129,11 +129,8 @@ def families() -> list[str]:
 
 Family = Annotated[
     str,
-    typer.Argument(
-        help="lowrank, lowrank_shared, matmul, gated_mlp_up or gated_mlp", metavar="FAMILY",
-        autocompletion=families,
-    ),
-]  # fmt: skip
+    typer.Argument(help="see `nmm kernel --help`", metavar="FAMILY", autocompletion=families),
+]
 
 
 def list_option(kind: str, help_: str) -> Any:
