@@ -9,6 +9,9 @@ integration tests: their inputs, their torch or NumPy references, their toleranc
 simulator in place of the device. Per kernel: pass, wrong, unsupported, refused (a strict rule),
 too slow, too large, or failed (in the kernel's or the test's own code). A kernel passes when some
 cases passed and the others were skipped, too slow or too large; "partly" names the worst of them.
+`--dialect neuronxcc` runs NKI Beta 1 kernels instead, with the references that they come with
+(beta1_kernels.py), from clones that --docs, --samples, --accelopt, --autocomp and --neuronmm name:
+dinghongsong/NeuronMM, zhang677/AccelOpt, ucb-bar/autocomp and AWS's two.
 Each library test file runs in a process of its own with limits of time and memory: cumsum, rope,
 max, rmsnorm_quant, router_topk, topk, qkv, mlp, output_projection, attention_cte and _tkg, rmsnorm
 and layernorm; the rest with --all.
@@ -33,6 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from beta1_kernels import all_cases as beta1_cases
 from public_examples import example_cases, matmul_cases, mx_cases
 from public_library import (
     FURTHER_LIBRARY_TESTS,
@@ -150,6 +154,10 @@ def main() -> None:
     parser.add_argument("--samples", type=Path, help="checkout of aws-neuron/nki-samples")
     parser.add_argument("--library", type=Path, help="checkout of aws-neuron/nki-library")
     parser.add_argument("--docs", type=Path, help="checkout of aws-neuron/aws-neuron-sdk")
+    parser.add_argument("--dialect", choices=("nki", "neuronxcc"), default="nki")
+    parser.add_argument("--accelopt", type=Path, help="clone of zhang677/AccelOpt (neuronxcc)")
+    parser.add_argument("--autocomp", type=Path, help="clone of ucb-bar/autocomp (neuronxcc)")
+    parser.add_argument("--neuronmm", type=Path, help="clone of dinghongsong/NeuronMM (neuronxcc)")
     parser.add_argument("--only", default="", help="run names that contain this")
     parser.add_argument("--all", action="store_true", help="all library tests known to run")
     parser.add_argument("--cases", type=int, default=1, help="cases per library test")
@@ -158,8 +166,10 @@ def main() -> None:
     parser.add_argument("--gib", type=int, default=6, help="memory limit of each process")
     parser.add_argument("--verbose", action="store_true", help="one row per case")
     options = parser.parse_args()
-    if not (options.samples or options.library or options.docs):
-        parser.error("give --samples, --library or --docs")
+    beta1 = options.dialect == "neuronxcc"
+    clones = [options.docs, options.samples, options.accelopt, options.autocomp, options.neuronmm]
+    if not (any(clones) if beta1 else options.samples or options.library or options.docs):
+        parser.error("give the clones to run: --samples, --library, --docs, ... (see --help)")
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -169,10 +179,22 @@ def main() -> None:
             console.print("  " + text, markup=False)
 
     rows: list[Row] = []
-    folders = []
-    if options.samples:
+    folders: list[tuple[str, Path]] = []
+    if beta1:
+        for name, run in beta1_cases(*clones):
+            if options.only in name:
+                rows.append(
+                    apart(
+                        name, options.gib, options.seconds + 5,
+                        lambda name=name, run=run: run_cases(  # type: ignore[misc]
+                            name, [("", run)], options.seconds, say
+                        ),
+                    )
+                )  # fmt: skip
+                console.print(rows[-1].result, rows[-1].name, f"{rows[-1].seconds:.1f} s")
+    elif options.samples:
         folders.append(("samples", options.samples / "src" / "nki_samples" / "tutorials"))
-    if options.docs:
+    if options.docs and not beta1:
         folders.append(("docs", options.docs / "nki" / "examples"))
     for origin, folder in folders:
         for name, run in itertools.chain(
@@ -180,7 +202,7 @@ def main() -> None:
         ):
             if options.only in name:
                 rows += run_cases(f"{origin}: {name}", [("", run)], options.seconds, say)
-    if options.library:
+    if options.library and not beta1:
         library = options.library.resolve()
         rows += syntax_errors(library)
         for file in LIBRARY_TESTS + (FURTHER_LIBRARY_TESTS if options.all else []):

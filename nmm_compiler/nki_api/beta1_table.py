@@ -134,7 +134,6 @@ REFUSED = {
     "nki.language.all_reduce": "one program that reduces over its own tiles",
     "nki.language.gemm_grid": "nl.mgrid[0:128, 0:512]",
     "nki.language.gemm_stationary_grid": "nl.mgrid[0:128, 0:128]",
-    "nki.language.loop_reduce": "dst[...] += tile in the loop",
     "nki.isa.builtin_custom_op": "instructions of nki.isa",
     "nki.isa.tensor_copy_dynamic_dst": "nisa.dma_copy through HBM with an index tile",
 }

@@ -12,7 +12,6 @@ from typing import Any
 from nmm_compiler.errors import OutOfBoundsError, TensorShapeError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1.index import Index, Mask, whole
 from nmm_compiler.simulator.beta1.tensor import OPERATIONS, Blocks, Shifted, Tensor, fail
-from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, Indirection
 
 
@@ -50,14 +49,22 @@ def index(tensor: Tensor, key: Any) -> Tensor:
     return _advanced(tensor, keys) if advanced else _basic(tensor, keys)
 
 
-def _block(tensor: Tensor, place: Blocks, keys: list[Any]) -> Storage:
-    """Return the storage of the block that the integers of `keys` choose."""
+def _block(tensor: Tensor, keys: list[Any]) -> Tensor:
+    """Return the tile that the integers of `keys` choose, or the tensor of fewer blocks."""
     number = tensor.offset
+    sizes, steps = [], []
     for d in range(tensor.par):
-        k = keys[d]
-        if isinstance(k, Index) and not any(k.coeffs):
-            k = k.const
-        chosen = None if isinstance(k, (slice, DynamicSlice, Index, Tensor)) else whole(k)
+        k, step = keys[d], tensor.strides[d]
+        if isinstance(k, (slice, DynamicSlice)):
+            start, count, by = _span(tensor, d, k)
+            _check_integer(tensor, d, start)
+            _check_integer(tensor, d, start + (count - 1) * by)
+            sizes.append(count)
+            steps.append(step * by)
+            number += start * step
+            continue
+        constant = isinstance(k, Index) and not any(k.coeffs)
+        chosen = k.const if constant else None if isinstance(k, (Index, Tensor)) else whole(k)
         if chosen is None:
             raise fail(
                 UnsupportedInstructionError,
@@ -66,8 +73,19 @@ def _block(tensor: Tensor, place: Blocks, keys: list[Any]) -> Storage:
             )
         chosen += tensor.shape[d] if chosen < 0 else 0
         _check_integer(tensor, d, chosen)
-        number += chosen * tensor.strides[d]
-    return place.get(number)
+        number += chosen * step
+    blocks = tensor.place
+    assert isinstance(blocks, Blocks)
+    shape, strides = tensor.shape[tensor.par :], tensor.strides[tensor.par :]
+    if not sizes:
+        return tensor.like(blocks.get(number), shape, strides, 0, 0)
+    rest = keys[tensor.par :]
+    if not all(isinstance(k, slice) and k == slice(None) for k in rest):
+        raise fail(
+            UnsupportedInstructionError,
+            f"a part of several blocks of {tensor!r} at once; choose one block with an integer",
+        )
+    return tensor.like(blocks, (*sizes, *shape), (*steps, *strides), number, len(sizes))
 
 
 def _check_integer(tensor: Tensor, dim: int, number: int) -> None:
@@ -83,17 +101,16 @@ def _basic(tensor: Tensor, keys: list[Any]) -> Tensor:
     """Index by integers, slices, nl.ds and None."""
     if all(isinstance(k, slice) and k == slice(None) for k in keys):
         return tensor.like(tensor.place, tensor.shape, tensor.strides, tensor.offset, tensor.par)
-    chosen = 0
-    place: Any = tensor.place
+    if isinstance(tensor.place, Blocks):
+        tile = _block(tensor, keys)
+        return tile if tile.par else index(tile, tuple(keys[tensor.par :]))
     offset = tensor.offset
-    if isinstance(place, Blocks):
-        place, offset, chosen = _block(tensor, place, keys), 0, tensor.par
     shape: list[int] = []
     strides: list[int] = []
     outside: list[tuple[int, int, list[int], int]] = []
-    dim = chosen
+    dim = 0
     on_chip = tensor.memory != "hbm"
-    for k in keys[chosen:]:
+    for k in keys:
         if k is None:
             shape.append(1)
             strides.append(1)
@@ -118,7 +135,7 @@ def _basic(tensor: Tensor, keys: list[Any]) -> Tensor:
     while on_chip and len(shape) < 2:
         shape.append(1)
         strides.append(1)
-    made = tensor.like(place, tuple(shape), tuple(strides), offset, 0)
+    made = tensor.like(tensor.place, tuple(shape), tuple(strides), offset, 0)
     if outside or tensor.outside:
         if tensor.outside:
             tensor.tile()  # an index of an index: the first has to be inside
@@ -171,16 +188,20 @@ def _advanced(tensor: Tensor, keys: list[Any]) -> Tensor:
             f"a 1-D nl.arange as index of {tensor!r} (err_1d_arange_not_supported); add an axis, "
             "nl.arange(n)[:, None], or use a slice",
         )
-    place: Any = tensor.place
-    offset, chosen = tensor.offset, 0
-    if isinstance(place, Blocks):
-        place, offset, chosen = _block(tensor, place, keys), 0, tensor.par
+    if isinstance(tensor.place, Blocks):
+        tile = _block(tensor, keys)
+        if tile.par:
+            raise fail(
+                UnsupportedInstructionError, f"index expressions over several blocks of {tensor!r}"
+            )
+        return _advanced(tile, keys[tensor.par :])
+    offset = tensor.offset
     shape = [1] * rank
     strides = [0] * rank
     outside = []
     choice = None
     on_chip = tensor.memory != "hbm"
-    for dim in range(chosen, len(keys)):
+    for dim in range(len(keys)):
         k, size, stride = keys[dim], tensor.shape[dim], tensor.strides[dim]
         if isinstance(k, Shifted):
             choice = _at_run_time(tensor, dim, k.tile, choice)
@@ -213,11 +234,6 @@ def _advanced(tensor: Tensor, keys: list[Any]) -> Tensor:
             raise fail(
                 TensorShapeError, f"step {steps[0]} over the partitions of {tensor!r}; use step 1"
             )
-        if any(s < 0 for s in steps):
-            raise fail(
-                UnsupportedInstructionError,
-                f"a descending index {k!r} into {tensor!r}; count upwards",
-            )
         low, high = k.bounds()
         offset += k.const * stride
         if low < 0 or high >= size:
@@ -230,7 +246,7 @@ def _advanced(tensor: Tensor, keys: list[Any]) -> Tensor:
             TensorShapeError,
             f"one partition of {tensor!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
         )
-    made = tensor.like(place, tuple(shape), tuple(strides), offset, 0)
+    made = tensor.like(tensor.place, tuple(shape), tuple(strides), offset, 0)
     made.outside = tuple(outside)
     if choice is not None:
         if strides[0] and choice.kind == "vector":

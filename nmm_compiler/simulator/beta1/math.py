@@ -19,7 +19,9 @@ from nmm_compiler.simulator.beta1 import instructions
 from nmm_compiler.simulator.beta1.index import Index, box_of
 from nmm_compiler.simulator.beta1.instructions import bound, refuse, signature_of
 from nmm_compiler.simulator.beta1.pending import (
+    Session,
     as_number,
+    leave_undefined,
     no_broadcast,
     read,
     result,
@@ -237,6 +239,44 @@ def _placed(part: Tensor, shape: tuple[int, ...], box: Any) -> Tensor:
     )
 
 
+def _loop_reduce(
+    name: str, x: Any, op: Any, loop_indices: Any, dtype: Any = None, mask: Any = None
+) -> Tensor:
+    """Return dst <op> x for the tile that it is assigned to; an unwritten tile takes x alone."""
+    tile = tensor(name, "x", x)
+    now = session()
+    now.flush()
+    box = box_of(mask, tile.shape)
+    kind = tile.kind if dtype is None else kind_of(dtype)
+    if box is False:
+        return result(tile.shape, kind, lambda dst: None, box=False)
+    view = read(tile, box)
+
+    def issue(dst: NkiTensor) -> None:
+        if _untouched(now, dst):
+            ISSUE["tensor_copy"](dst, view)
+        else:
+            ISSUE["tensor_tensor"](dst, dst, view, op)
+
+    made = result(tile.shape, kind, issue, box=box, exact=True)
+    made.pending.updates = True
+    return made
+
+
+def _untouched(now: Session, dst: NkiTensor) -> bool:
+    """Return whether nothing has written dst; without data, whether no reduction has."""
+    if now.machine.data:
+        missing = dst.unwritten_view()
+        return missing is not None and bool(missing.all())
+    place = (dst.storage.identity, dst.offset, dst.shape)
+    started = now.reductions
+    before = place in started or (dst.storage.allocation.first_index >= 0 and not any(
+        known[0] == place[0] for known in started
+    ))  # fmt: skip
+    started.add(place)
+    return not before
+
+
 def _static_cast(name: str, input_data: Any, dtype: Any) -> Any:
     if isinstance(input_data, Tensor):
         return _copy(name, input_data, dtype)
@@ -302,8 +342,9 @@ def update(dst: Tensor, short: str, value: Any) -> Tensor:
             raise no_broadcast(value, dst.shape, "+=")
         now.pending = value.pending = None
         if pending.box is not False:
-            _check_started(dst)
             pending.accumulate(written(dst, pending.box))
+        if pending.box is not True:
+            leave_undefined(dst)
         return dst
     now.flush()
     if dst.memory == "hbm":
@@ -316,14 +357,6 @@ def update(dst: Tensor, short: str, value: Any) -> Tensor:
     made.pending.issue(written(dst))
     made.settle_in(view)
     return dst
-
-
-def _check_started(dst: Tensor) -> None:
-    """Refuse a sum onto PSUM that nothing has written: nl.zeros starts it."""
-    storage = dst.storage
-    if storage.unwritten is not None and storage.matmul is None:
-        view = dst.tile()
-        view.check_written()
 
 
 _REDUCTIONS = {"sum": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
@@ -346,6 +379,7 @@ _COMPOSITES = [
 _OWN: dict[str, Callable[..., Any]] = {
     "copy": _copy, "reciprocal": _reciprocal, "transpose": _transpose, "matmul": _matmul,
     "static_cast": _static_cast,
+    "loop_reduce": _loop_reduce,
 }  # fmt: skip
 
 

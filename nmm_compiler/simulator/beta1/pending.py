@@ -36,7 +36,8 @@ class Pending:
     box: the part that the mask leaves; True for all of it, False for nothing.
     only: memories that the instruction can write. exact: no rounding to the tile's dtype, the
         destination's dtype alone counts (copies, transposes, products).
-    accumulate: adds into PSUM, for a product.
+    accumulate: adds into PSUM, for a product. updates: reads its destination as well, so that it
+        has to be assigned to one (nl.loop_reduce).
     """
 
     issue: Callable[[NkiTensor], Any]
@@ -45,6 +46,7 @@ class Pending:
     exact: bool
     place: tuple[str, int]
     accumulate: Callable[[NkiTensor], Any] | None = None
+    updates: bool = False
 
 
 class Session:
@@ -52,6 +54,7 @@ class Session:
 
     zeroed: PSUM tensors of nl.zeros by storage, with the elements per partition that something has
         written: the first product overwrites, so zeros are written only where something reads them.
+    reductions: places that nl.loop_reduce has written.
     program, grid: this program's place in the launch grid.
     """
 
@@ -63,6 +66,7 @@ class Session:
         self.grid: tuple[int, ...] = ()
         self.shared: list[Tensor] = []
         self.shared_count = 0
+        self.reductions: set[tuple[int, int, tuple[int, ...]]] = set()
         self.read_only: dict[int, str] = {}
 
     def flush(self) -> None:
@@ -109,6 +113,12 @@ def settle(tile: Tensor) -> None:
     if now.pending is tile:
         now.pending = None
     with place_instructions(now.machine, pending.place):
+        if pending.updates:
+            raise fail(
+                TensorShapeError,
+                "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
+                "nl.loop_reduce(...)",
+            )
         region = psum if pending.only[0] == "psum" else sbuf
         tile.settle_in(ndarray(tile.shape, tile.kind, region))
         _issue(pending, tile, pending.issue)

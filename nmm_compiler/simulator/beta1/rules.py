@@ -158,6 +158,21 @@ def _reduced_shape(shape: tuple[int, ...], axis: Any, keepdims: bool) -> tuple[i
     return kept if len(kept) > 1 else (*kept, 1)
 
 
+def _last(name: str, view: NkiTensor, axis: Any) -> tuple[NkiTensor, tuple[int, ...]]:
+    """Return the view with the reduced free axes last, and their places there."""
+    rank = len(view.shape)
+    axes = sorted(a + rank if a < 0 else a for a in ([axis] if isinstance(axis, int) else axis))
+    if not axes or axes[0] < 1 or axes[-1] >= rank:
+        raise fail(
+            TensorShapeError,
+            f"{name}: axis {axis} of a tile {view.shape}; reduce free axes, 1 to {rank - 1} "
+            "(partitions: nisa.tensor_partition_reduce)",
+        )
+    order = [d for d in range(rank) if d not in axes] + axes
+    moved = view if order == list(range(rank)) else view.permute(order)
+    return moved, tuple(range(rank - len(axes), rank))
+
+
 def _reduced(name: str, rule: list[str], given: Arguments) -> Tensor:
     mask, dtype = given.pop("mask"), given.pop("dtype")
     data = tensor(name, "data", given["data"])
@@ -169,7 +184,7 @@ def _reduced(name: str, rule: list[str], given: Arguments) -> Tensor:
     box = box_of(mask, data.shape)
     if box is False:
         return result(shape, kind, nothing, box=False)
-    given["data"] = read(data, box)
+    given["data"], given["axis"] = _last(name, read(data, box), axis)
     out: Part = True
     if isinstance(box, tuple):
         out = tuple(
@@ -258,7 +273,7 @@ def product(
     """Return stationary.T @ moving of `shape`, in PSUM, float32."""
     left, right = tensor(name, "stationary", stationary), tensor(name, "moving", moving)
     session().flush()
-    a, b = read(left), read(right)
+    a, b = in_sbuf(read(left)), in_sbuf(read(right))
     if isinstance(box, tuple):
         (m0, m1), (n0, n1) = box
         a, b = a[:, m0:m1], b[:, n0:n1]

@@ -275,9 +275,11 @@ class Tensor:
 
     # Views
 
-    def reshape(self, *shape: Any) -> Tensor:
+    def reshape(self, *sizes: Any, shape: Any = None) -> Tensor:
         """Return the same elements in another shape."""
-        return Tensor.of(self.tile().reshape(*shape))
+        given = sizes if shape is None else (shape,)
+        wanted = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+        return Tensor.of(self.tile().reshape(tuple(int(s) for s in wanted)))
 
     def expand_dims(self, axis: Any) -> Tensor:
         """Return a view with dimensions of size 1 at `axis`."""

@@ -6,7 +6,7 @@ the storage's bytes, and the check that no element is read before it was written
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -127,6 +127,9 @@ class TensorData(Reshaping):
         """Return the record of the region for the trace."""
         access = self._access
         if access is None:
+            if min(self.strides, default=0) < 0:
+                access = self._access = self._ascending().access()
+                return access
             storage = self.storage
             item = self.dtype.item_bytes
             if storage.memory == "hbm":
@@ -159,6 +162,15 @@ class TensorData(Reshaping):
                     self.special = True
             self._access = access
         return access
+
+    def _ascending(self) -> Self:
+        """Return a view of the same elements that walks every dimension upwards."""
+        shift = sum(
+            (size - 1) * stride
+            for size, stride in zip(self.shape, self.strides, strict=True)
+            if stride < 0
+        )
+        return self._like(self.shape, tuple(abs(s) for s in self.strides), self.offset + shift)
 
     def array(self) -> np.ndarray:
         """Return the NumPy view of the elements (storage dtype)."""

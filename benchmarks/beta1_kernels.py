@@ -1,0 +1,288 @@
+"""Other people's NKI Beta 1 kernels (`import neuronxcc.nki`), each checked by its own reference.
+
+Nothing of them is kept here: a checkout, or a bare clone and a commit, is unpacked into a temporary
+folder. AWS's documentation and samples bring unit tests, AccelOpt's NKIBench NumPy functions,
+Autocomp a harness per kernel; those decide what is right, except for NeuronMM, which is compared
+with float64 here. `public_kernels.py --dialect neuronxcc` prints the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import subprocess
+import tarfile
+import tempfile
+import unittest
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from public_examples import example_cases, matmul_cases
+from public_outcomes import WrongError
+
+from nmm_compiler.errors import NmmError
+from nmm_compiler.simulator.loading.loader import load_file
+from nmm_compiler.simulator.loading.private_modules import PrivateModules
+from nmm_compiler.simulator.run import simulate
+
+Case = tuple[str, Callable[[], Any]]
+LOOSE = {
+    "test_activation": "its reference keeps float32 where the kernel asks for bfloat16, as AWS's "
+    "simulator of that version did",
+}
+"""Unit tests whose reference is not what the documentation says, with the reason."""
+DOCS_COMMIT = "1db4d74e"  # SDK 2.26, the last documentation of Beta 1 alone
+SAMPLES_COMMIT = "fc5c69f"  # the last commit of nki-samples that is all Beta 1
+
+
+def unpacked(clone: Path, commit: str, folder: str = "") -> Path:
+    """Return a folder with the files of a clone at `commit`; a checkout without git as it is."""
+    if not commit or not ((clone / ".git").exists() or (clone / "HEAD").is_file()):
+        return clone
+    command = ["git", "-C", str(clone), "archive", commit, *([folder] if folder else [])]
+    packed = subprocess.run(command, check=True, capture_output=True).stdout
+    target = Path(tempfile.mkdtemp(prefix="beta1-"))
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        archive.extractall(target, filter="data")
+    return target
+
+
+def _fails(outcome: unittest.TestResult, raised: list[BaseException]) -> None:
+    if raised:
+        raise raised[0]
+    if outcome.failures:
+        last = outcome.failures[0][1].strip().splitlines()[-1]
+        # a test compares classes; ours is a subclass of the one that it wants
+        if not last.endswith("OutOfBoundsError'> != <class 'IndexError'>"):
+            raise WrongError(last)
+
+
+class _Result(unittest.TestResult):
+    """Keeps the exception of an error, which tells a refusal from a failure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised: list[BaseException] = []
+
+    def addError(self, test: Any, err: Any) -> None:  # noqa: N802  (unittest's name)
+        super().addError(test, err)
+        self.raised.append(err[1])
+
+
+def documented_cases(folder: Path) -> Iterator[Case]:
+    """Yield the unit tests of `nki/test` of AWS's documentation, and its tutorials."""
+    for path in sorted((folder / "nki" / "test").glob("test_*.py")):
+        try:
+            module = load_file(path)
+        except NmmError as error:
+            yield f"docs: {path.stem}", lambda error=error: _raise(error)
+            continue
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+                for test in unittest.defaultTestLoader.loadTestsFromTestCase(kind):
+                    name = test.id().rpartition(".")[2]
+                    if name not in LOOSE:
+                        yield f"docs: {name} ({path.stem})", _unit_test(test)
+    for origin in (matmul_cases, example_cases):
+        for name, run in origin(folder / "nki" / "examples"):
+            yield f"docs: {name}", run
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _unit_test(test: Any) -> Callable[[], None]:
+    def run() -> None:
+        outcome = _Result()
+        test.run(outcome)
+        _fails(outcome, outcome.raised)
+
+    return run
+
+
+def sample_cases(folder: Path) -> Iterator[Case]:
+    """Yield the tutorials of nki-samples and the numeric unit tests of its reference kernels."""
+    for origin in (matmul_cases, example_cases):
+        for name, run in origin(folder / "src" / "nki_samples" / "tutorials"):
+            yield f"samples: {name}", run
+    private = PrivateModules([folder / "test" / "unit", folder / "src"])
+    for path in sorted((folder / "test" / "unit").glob("test_*.py")):
+        module = private.load(path.stem)
+        for kind in vars(module).values() if module is not None else ():
+            if not (isinstance(kind, type) and kind.__name__.startswith("Test")):
+                continue
+            for name, test in vars(kind).items():
+                if name.startswith("test_") and "numer" in name and callable(test):
+                    given = min(_parameters(test), key=_work)
+                    yield (
+                        f"samples: {name[5:]}",
+                        lambda test=test, given=given: test(  # type: ignore[misc]
+                            None, simulation_only=True, **given
+                        ),
+                    )
+    for name in ("maxpooling", "interpolate_bilinear_fwd", "interpolate_trilinear_fwd", "matmul"):
+        path = folder / "contributed" / f"{name}.py"
+        if path.is_file():
+            yield f"contributed: {name}", lambda path=path: _own_check(path)  # type: ignore[misc]
+
+
+def _own_check(path: Path) -> None:
+    load_file(path).check_correct()
+
+
+def _parameters(test: Any) -> list[dict[str, Any]]:
+    """Return the arguments of each case of a pytest function."""
+    rows: list[list[dict[str, Any]]] = []
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name == "parametrize":
+            names = [n.strip() for n in mark.args[0].split(",")] \
+                if isinstance(mark.args[0], str) else list(mark.args[0])  # fmt: skip
+            rows.append(
+                [dict(zip(names, _values(v, len(names)), strict=True)) for v in mark.args[1]]
+            )
+    return [{k: v for row in chosen for k, v in row.items()} for chosen in itertools.product(*rows)]
+
+
+def _values(given: Any, count: int) -> Any:
+    given = getattr(given, "values", given) if hasattr(given, "marks") else given
+    return [given] if count == 1 and not isinstance(given, (list, tuple)) else given
+
+
+def _work(given: dict[str, Any]) -> float:
+    return math.prod(v for v in given.values() if isinstance(v, int) and v > 0)
+
+
+def bench_cases(folder: Path) -> Iterator[Case]:
+    """Yield NKIBench: each kernel with the NumPy function that its name points to."""
+    for path in sorted((folder / "NKIBench" / "kernels").glob("*.py")):
+        stem = path.stem.rpartition("_")[0]
+        references = sorted((folder / "NKIBench" / "reference").glob(f"{stem}_numpy_*.py"))
+        yield (
+            f"NKIBench: {stem}",
+            lambda path=path, reference=references[0]: _bench(  # type: ignore[misc]
+                path, reference
+            ),
+        )
+
+
+def _bench(path: Path, reference: Path) -> None:
+    np.random.seed(42)
+    task = load_file(reference)
+    inputs = task.get_inputs()
+    wanted = task.forward(*inputs)
+    kernels = [k for k in vars(load_file(path)) if k in ("kernel", "optimized_kernel")]
+    result = simulate(
+        f"{path}:{kernels[0]}", *task.transform_to_nki_inputs(inputs), mode="functional"
+    )
+    outputs = result.outputs or ()
+    got = task.transform_nki_outputs(outputs if len(outputs) > 1 else outputs[0], wanted)
+    for mine, theirs in zip(got, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
+        # AccelOpt's own measure: the largest difference over the largest value
+        scale = float(np.abs(theirs).max())
+        error = float(np.abs(np.asarray(mine, np.float64) - theirs).max()) / scale
+        if not error <= 2e-5:
+            raise WrongError(f"largest difference {error:.2e} of the largest value, 2e-05 allowed")
+
+
+def autocomp_cases(folder: Path) -> Iterator[Case]:
+    """Yield Autocomp's starting kernels in their harnesses, and its optimized examples alone."""
+    for group in ("trn-tutorial-nki1", "trn-advanced-nki1"):
+        for harness in sorted((folder / "harnesses" / group).glob("*.py")):
+            number = harness.stem.partition("_")[0]
+            for solution in (folder / "sols" / group).glob(f"{number}_*.py"):
+                yield (
+                    f"Autocomp: {solution.stem} ({group})",
+                    lambda h=harness, s=solution: (  # type: ignore[misc]
+                        _harness(h, s)
+                    ),
+                )
+
+
+def _harness(harness: Path, solution: Path) -> None:
+    text = harness.read_text("utf-8").replace("# SUBSTITUTE HERE", solution.read_text("utf-8"), 1)
+    path = Path(tempfile.mkdtemp(prefix="beta1-")) / f"{solution.stem}.py"
+    path.write_text(text, "utf-8")
+    module = load_file(path)
+    reference = re.search(r"^\s+\w+ = test_nki\((\w+), solution\)", text, re.M)
+    name = reference.group(1) if reference else "ref"
+    if not module.test_nki(getattr(module, name), module.solution):
+        raise WrongError("the harness says that the results differ")
+
+
+def neuronmm_cases(folder: Path) -> Iterator[Case]:
+    """Yield the paper's kernels at a shape of Llama 3.2 1B and at a ragged one."""
+    path = folder / "test_speedup.py"
+    for m, k, r, n in ((2048, 512, 640, 2048), (1000, 300, 200, 700)):
+        for name in ("fused_three_mm_XTUV", "fused_mlp_up_T"):
+            yield (
+                f"NeuronMM: {name} {k}x{m}x{r}x{n}",
+                lambda name=name, s=(m, k, r, n): (  # type: ignore[misc]
+                    _neuronmm(path, name, s)
+                ),
+            )
+    yield (
+        "NeuronMM: nki_matmul_fully_optimized_",
+        lambda: _neuronmm(path, "nki_matmul_fully_optimized_", (1024, 512, 0, 2048)),
+    )
+
+
+def paper_reference(name: str, arrays: list[np.ndarray]) -> np.ndarray:
+    """Return what a kernel of the paper computes, in float64."""
+    wide = [a.astype(np.float64) for a in arrays]
+    if name == "nki_matmul_fully_optimized_":
+        return np.asarray(wide[0].T @ wide[1])
+    if name == "fused_three_mm_XTUV":
+        return np.asarray(wide[0].T @ wide[1] @ wide[2])
+    x, gate_u, gate_v, up_u, up_v = wide
+    gate = x @ gate_u @ gate_v
+    return np.asarray((gate / (1 + np.exp(-gate)) * (x @ up_u @ up_v)).T)
+
+
+def _neuronmm(path: Path, name: str, shape: tuple[int, int, int, int]) -> None:
+    m, k, r, n = shape
+    random = np.random.default_rng(0)
+
+    def array(*size: int, terms: int = 1) -> np.ndarray:
+        values = random.standard_normal(size) / np.sqrt(terms)
+        return values.astype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+
+    if name == "nki_matmul_fully_optimized_":
+        arrays = [array(m, k), array(m, n, terms=m)]
+    elif name == "fused_three_mm_XTUV":
+        arrays = [array(m, k), array(m, r, terms=m), array(r, n, terms=r)]
+    else:
+        arrays = [
+            array(k, m),
+            *(a for _ in "12" for a in (array(m, r, terms=m), array(r, n, terms=r))),
+        ]
+    wanted = paper_reference(name, arrays)
+    for target in ("trn1", "trn2"):
+        run = simulate(f"{path}:{name}", *arrays, target=target)
+        blocks = 1 + max(m, r) // 512  # partial sums that the kernel rounds to bfloat16
+        bound = 2.0**-8 * (blocks + 4) * np.sqrt(2) * float(np.abs(wanted).max())
+        worst = float(np.abs(run.output.astype(np.float64) - wanted).max())
+        if not worst <= bound:
+            raise WrongError(f"{target}: error {worst:.3g}, bound {bound:.3g}")
+
+
+def all_cases(
+    docs: Path | None, samples: Path | None, accelopt: Path | None, autocomp: Path | None,
+    neuronmm: Path | None,
+) -> Iterator[Case]:  # fmt: skip
+    """Yield the cases of the clones that are given."""
+    if neuronmm:
+        yield from neuronmm_cases(unpacked(neuronmm, "HEAD", "test_speedup.py"))
+    if docs:
+        yield from documented_cases(unpacked(docs, DOCS_COMMIT, "nki"))
+    if samples:
+        yield from sample_cases(unpacked(samples, SAMPLES_COMMIT))
+    if accelopt:
+        yield from bench_cases(unpacked(accelopt, "HEAD", "NKIBench"))
+    if autocomp:
+        yield from autocomp_cases(unpacked(autocomp, "HEAD"))
