@@ -107,13 +107,16 @@ class Machine:
     absent: instructions that the target lacks.
     assign: what `tensor[key] = value` does, as a function of the three; the language's copy.
     dialect: what another dialect of NKI keeps for this program.
+    poison_spreads: unwritten elements may be read; what depends on them is marked.
+    poisoned: (view, mask, first read) of what the running instruction has read of them.
+    kept: where the running instruction takes its inputs at all, None for everywhere.
     """
 
     __slots__ = (
         "absent", "accumulators", "assign", "data", "dialect", "grid", "identities", "instructions",
-        "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "program_id", "programs",
-        "random_state", "shared_count", "storages", "strict", "target", "trace", "warning_keys",
-        "warnings",
+        "kept", "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "poison_spreads",
+        "poisoned", "program_id", "programs", "random_state", "shared_count", "storages", "strict",
+        "target", "trace", "warning_keys", "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -127,6 +130,7 @@ class Machine:
         program_id: int = 0,
         grid: int = 1,
         programs: Grid | None = None,
+        poison_spreads: bool = True,
     ) -> None:
         self.target = target
         self.assign = assign
@@ -142,6 +146,9 @@ class Machine:
         self.storages = 0
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
+        self.poison_spreads = poison_spreads
+        self.poisoned: list[tuple[Any, Any, str]] = []
+        self.kept: Any = None
         self.accumulators: dict[str, Any] = {}
         self.identities: dict[Any, Any] = {}
         self.random_state: Any = None

@@ -39,6 +39,7 @@ from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.machine import Machine, running, set_current
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.data import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.timing.profile import Profile, profile_trace
@@ -48,6 +49,7 @@ from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
 
 MODES = ("full", "functional", "timing")
+UNINITIALIZED = ("poison", "error")
 _LONGEST_MESSAGE = 1000
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -152,6 +154,7 @@ def simulate(
     grid: int | tuple[Any, ...] = 1,
     mode: Literal["full", "functional", "timing"] | str = "full",
     strict: bool = True,
+    uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
     named: Mapping[str, Any] | None = None,
     **kwargs: Any,
@@ -165,10 +168,14 @@ def simulate(
     named: more arguments of the kernel by name, also such as this function has parameters of.
     grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
     strict: False records rules as warnings where a result exists.
+    uninitialized: "poison" lets a kernel read what was never written, and refuses it when that
+        reaches an output, an index or a comparison; "error" refuses the read.
     Raises: SimulationError and its kin, each with the kernel's own file and line.
     """
     if mode not in MODES:
         raise UnknownNameError("mode", mode, MODES)
+    if uninitialized not in UNINITIALIZED:
+        raise UnknownNameError("uninitialized", uninitialized, UNINITIALIZED)
     if running() is not None:
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
     hardware = get_target(target) if isinstance(target, str) else target
@@ -183,7 +190,7 @@ def simulate(
     machines = [
         Machine(
             hardware, assign=assign, data=data, strict=strict, max_instructions=max_instructions,
-            program_id=p, grid=grid, programs=programs,
+            program_id=p, grid=grid, programs=programs, poison_spreads=uninitialized == "poison",
         )
         for p in range(grid)
     ]  # fmt: skip
@@ -477,12 +484,14 @@ def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTe
 
 def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
     """Return a copy of an output; refuses elements that were never written."""
-    mask = tensor.unwritten_view()
-    if mask is not None and mask.any():
+    mask = tensor.missing()
+    if mask is not None:
+        origin = tensor.storage.origin
         message = (
             f"{int(mask.sum())} of {mask.size} elements of output {tensor.name!r} {tensor.shape} "
-            "were never written"
-        )
+            + (f"depend on memory that nothing has written: {origin}" if origin
+               else "were never written")
+        )  # fmt: skip
         if machine.strict:
             instruction = machine.instructions[-1] if machine.instructions else None
             raise UninitializedReadError(
@@ -491,5 +500,7 @@ def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
                 tensor.storage.allocation.line,
             )
         machine.warnings.append(message)
+        values = poisoned_values(tensor, mask)
+        return values.astype(np.bool_) if tensor.dtype == "bool" else values
     values = tensor.array().copy()
     return values.astype(np.bool_) if tensor.dtype == "bool" else values

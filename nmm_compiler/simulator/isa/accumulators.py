@@ -60,6 +60,17 @@ def _accumulate(
         )
         return np.full(partitions, np.nan, F32)
     machine.accumulators[register] = state
+    key = f"poison of {register}"
+    before = None if name not in ("idle", "reduce") else machine.accumulators.get(key)
+    now = [(m, origin) for _, m, origin in machine.poisoned if len(m) == partitions]
+    if before is not None:
+        machine.poisoned.append((None, *before))
+        now.append(before)
+    if now:
+        rows = np.logical_or.reduce([m.reshape(partitions, -1).any(axis=1) for m, _ in now])
+        machine.accumulators[key] = rows[:, None], now[0][1]
+    else:
+        machine.accumulators.pop(key, None)
     return state
 
 

@@ -419,6 +419,7 @@ def tensor_copy_predicated(
     chosen = raw(predicate).reshape(dst.shape) != 0
     if reverse_pred:
         chosen = ~chosen
+    machine.kept = chosen
     target = dst.array()
     if src.__class__ is NkiTensor:
         target[chosen] = raw(src).reshape(dst.shape)[chosen]

@@ -65,7 +65,9 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None 
         )
     yield NO_ATTRIBUTES
     values = raw(data).reshape(data.shape[0], -1)
-    chosen = raw(indices).reshape(data.shape[0], -1).astype(np.int64)
+    chosen = (
+        indices.known("indices of nisa.nc_n_gather").reshape(data.shape[0], -1).astype(np.int64)
+    )
     if chosen.max() >= values.shape[1]:
         raise call.error(
             OutOfBoundsError,
@@ -118,7 +120,7 @@ def local_gather(
         )
     yield attributes(indices=valid, elements=num_elem_per_idx)
     values = raw(src_buffer).reshape(partitions, -1)
-    rows = raw(index).reshape(partitions, width).astype(np.int64)
+    rows = index.known("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
     size = valid * num_elem_per_idx
     result = np.zeros((partitions, size), values.dtype)
     for start in range(0, partitions, 16):
@@ -174,7 +176,7 @@ def nc_stream_shuffle(
             f"dst {dst.shape}, src {src.shape}; elements per partition must match",
         )
     yield NO_ATTRIBUTES
-    source = src.array().reshape(src.shape[0], -1).copy()
+    source = src.load().reshape(src.shape[0], -1).copy()
     for p in range(dst.shape[0]):
         choice = mask[p % 32]
         if choice == 255:
@@ -188,8 +190,6 @@ def nc_stream_shuffle(
                 f"mask[{p % 32}] = {choice} reads partition {origin} of src "
                 f"{src.shape}; give src enough partitions",
             )
-        if src.storage.unwritten is not None:
-            src[origin : origin + 1].check_written()
         write(dst[p : p + 1], source[origin : origin + 1])
 
 

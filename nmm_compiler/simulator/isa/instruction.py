@@ -43,6 +43,7 @@ from nmm_compiler.simulator.isa.operands import (
     same_elements,
     scalar_operand,
 )
+from nmm_compiler.simulator.isa.poison import spread
 from nmm_compiler.simulator.machine import Machine, current
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -212,7 +213,7 @@ def instruction(
             "check_destination": check_destination, "check_hazard": check_hazard,
             "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
             "refuse_dtype": refuse_dtype, "refuse_rank": refuse_rank, "check_pair": check_pair,
-            "member": member,
+            "member": member, "spread": spread,
         }  # fmt: skip
         for p in parameters:
             if p.default is not p.empty:
@@ -230,7 +231,7 @@ def instruction(
         several = len(engines) > 1
         text += _choice("engine" if several else "None", (*written, *read) if several else ())
         text += _indirections((*read, *written))
-        text += _record("name" if "name" in names else "None", waits)
+        text += _record("name" if "name" in names else "None", waits, names, list(written))
         # its own path in the simulator's folder: no error is said to be on a line of it
         exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
         made: Callable[P, Any] = known[op]
@@ -357,13 +358,14 @@ def _choice(given: str, views: tuple[str, ...]) -> str:
     )
 
 
-def _record(name: str, waits: bool) -> str:
+def _record(name: str, waits: bool, parameters: list[str], written: list[str]) -> str:
     """Return the text that records the instruction, and computes when there is data."""
+    shown = ", ".join(f"{p!r}: {p}" for p in parameters)
     return (
         "    record = machine.record(\n"
         f"        OP, chosen, tuple(call.reads), tuple(call.writes), attributes, {name}\n"
-        "    )\n"
-        + ("" if waits else "    if machine.data:\n    ")
-        + "    next(steps, None)\n"
+        "    )\n" + ("" if waits else "    if machine.data:\n    ") + "    next(steps, None)\n"
+        "    if machine.poisoned:\n"
+        f"        spread(machine, OP, {{{shown}}}, {tuple(written)!r})\n"
         + ("" if name == "None" else "    return record\n")
     )

@@ -82,6 +82,9 @@ def accumulate_product(
             else:
                 put(dst, f32(dst) + product)
         else:
+            mask = dst.missing()
+            if mask is not None and (mask & (state != 0)).any():
+                machine.poisoned.append((dst, mask & (state != 0), storage.origin))
             old = np.where(state != 0, dst.array().astype(F32), F32(0))
             put(dst, old + product)
     else:

@@ -88,7 +88,7 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
         raise call.error(TensorDtypeError, f"src is {src.dtype}; a register holds up to 32 bits")
     yield NO_ATTRIBUTES
     if machine.data:
-        target.write(int(raw(src).reshape(-1)[0]))
+        target.write(int(src.known("a register").reshape(-1)[0]))
     else:
         target.write(0, known=False)
 
@@ -176,7 +176,9 @@ def sendrecv(
         pipe=str(pipe_id),
         engine=getattr(dma_engine, "name", "dma"),
     )
-    sent = raw(src).copy() if machine.data else None
+    sent = (raw(src).copy(), machine.poisoned) if machine.data else None
+    machine.poisoned = []
     received = machine.programs.exchange(machine, ranks, str(pipe_id), sent)
     if machine.data:
-        store(dst, received.reshape(dst.shape), True)
+        values, machine.poisoned = received
+        store(dst, values.reshape(dst.shape), True)

@@ -135,7 +135,7 @@ def affine_select(
     number = call.number("on_false_value", on_false_value)
     yield NO_ATTRIBUTES
     assert compare.alu is not None
-    chosen = np.asarray(compare.alu(values, 0)) != 0
+    machine.kept = chosen = np.asarray(compare.alu(values, 0)) != 0
     if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
         source = raw(on_true_tile).reshape(values.shape)
         fill = np.asarray(F32(number)).astype(dst.dtype.numpy)
@@ -208,6 +208,7 @@ def range_select(
     assert second.alu is not None
     chosen = (np.asarray(first.alu(index, low)) != 0) & (np.asarray(second.alu(index, high))
                                                          != 0)  # fmt: skip
+    machine.kept = chosen
     fill = FP32_MIN if on_false_value is Ellipsis else on_false_value
     result = np.where(chosen, values, F32(fill))
     write(dst, result)
@@ -245,6 +246,8 @@ def select_reduce(
     chosen = raw(predicate).reshape(partitions, -1) != 0
     if reverse_pred:
         chosen = ~chosen
+    if on_false.__class__ is not NkiTensor:
+        call.machine.kept = chosen
     values = f32(on_true).reshape(partitions, -1)
     result = np.where(chosen, values, scalar_value(on_false, 2))
     write(dst, result)

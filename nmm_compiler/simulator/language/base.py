@@ -344,7 +344,7 @@ def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     """Print a tensor's values at this point of the run."""
     machine = current()
     if machine.data:
-        print(print_prefix, tensor.load() if tensor.indirection is None else tensor)
+        print(print_prefix, tensor.array() if tensor.indirection is None else tensor)
 
 
 def identity(machine: Machine, n: int, kind: DType) -> NkiTensor:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from nmm_compiler.errors import OutOfBoundsError, UninitializedReadError
-from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.reshaping import Reshaping, fail
@@ -203,20 +203,22 @@ class TensorData(Reshaping):
             )  # fmt: skip
         return np.ndarray(shape, np.bool_, storage.unwritten, self.offset, strides)
 
-    def check_written(self) -> None:
-        """Raise (strict) or warn when an element of the view was never written."""
+    def missing(self) -> np.ndarray | None:
+        """Return a copy of the mask of unwritten elements, or None when there are none."""
         mask = self.unwritten_view()
         if mask is None or not mask.any():
-            return
-        where = [int(i) for i in np.argwhere(mask)[0][: len(self.shape)]]
-        storage = self.storage
-        current().rule(
-            UninitializedReadError,
-            f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} "
-            f"{storage.shape} {storage.dtype} ({storage.memory}, allocated on line "
-            f"{storage.allocation.line}) are read but were never written, the first at "
-            f"{where} of the view {self.shape}; write them first (memset, dma_copy)",
-        )
+            return None
+        return mask.any(axis=-1) if mask.ndim > len(self.shape) else mask.copy()
+
+    def known(self, what: str) -> np.ndarray:
+        """Return the stored elements; refuses unwritten ones, because `what` needs values."""
+        if self.storage.unwritten is not None:
+            mask = self.missing()
+            if mask is not None:
+                origin = self.storage.origin or first_read(self, mask)
+                refuse_poison(current(), what, origin, int(mask.sum()), mask.size)
+                return poisoned_values(self, mask)
+        return self.array()
 
     def mark_written(self) -> None:
         """Note that all elements of the view are written."""
@@ -233,7 +235,48 @@ class TensorData(Reshaping):
                 storage.unwritten = None
 
     def load(self) -> np.ndarray:
-        """Return the stored elements after the check that they were written."""
+        """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted."""
         if self.storage.unwritten is not None:
-            self.check_written()
+            mask = self.missing()
+            if mask is not None:
+                machine = current()
+                origin = self.storage.origin or first_read(self, mask)
+                if not machine.poison_spreads:
+                    machine.rule(UninitializedReadError, f"{origin}; {_WAY_OUT}")
+                machine.poisoned.append((self, mask, origin))
+                return poisoned_values(self, mask)
         return self.array()
+
+
+FILL = {"float": np.nan, "int": 4}
+"""What unwritten elements read as, by the kind of the dtype; it shows in no accepted result."""
+_WAY_OUT = "write them first (memset, dma_copy)"
+
+
+def first_read(view: TensorData, mask: np.ndarray) -> str:
+    """Return the text that names unwritten elements and the kernel's line that reads them first."""
+    storage = view.storage
+    where = [int(i) for i in np.argwhere(mask)[0]]
+    _, line = kernel_frame()
+    return (
+        f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} {storage.shape} "
+        f"{storage.dtype} ({storage.memory}, allocated on line {storage.allocation.line}) are "
+        f"read on line {line} but were never written, the first at {where} of the view "
+        f"{view.shape}"
+    )
+
+
+def poisoned_values(view: TensorData, mask: np.ndarray) -> np.ndarray:
+    """Return a copy of the stored elements with NaN, or 4 in integers, where none was written."""
+    values = view.array().copy()
+    values[mask] = FILL.get(view.dtype.kind, FILL["int"])
+    return values
+
+
+def refuse_poison(machine: Machine, what: str, origin: str, count: int, size: int) -> None:
+    """Refuse a use that needs known values, naming the read that they come from."""
+    machine.rule(
+        UninitializedReadError,
+        f"{count} of {size} elements of {what} depend on memory that nothing has written: "
+        f"{origin}; {_WAY_OUT}",
+    )

@@ -18,6 +18,7 @@ from nmm_compiler.errors import (
     UninitializedReadError,
 )
 from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.tensors.data import FILL, first_read
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -34,7 +35,7 @@ def _inner_positions(view: NkiTensor) -> np.ndarray:
 def _scalar_index(index: Any) -> int:
     if isinstance(index, VirtualRegister):
         return index.read()
-    values = index.load().reshape(-1)
+    values = index.known("a runtime address").reshape(-1)
     if values.size != 1:
         raise current().error(
             TensorShapeError, f"a scalar offset tensor has {values.size} elements; it must have 1"
@@ -61,7 +62,7 @@ def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
         shift = _scalar_index(indirection.index) * indirection.step
         starts = view.offset + shift + np.arange(rows) * view.strides[0]
     else:
-        index = indirection.index.load()
+        index = indirection.index.known("a row index")
         flat = index.reshape(-1) if index.shape[-1] == 1 else index.reshape(index.shape[0], -1).T
         flat = flat.reshape(-1)[:rows].astype(np.int64)
         if flat.size < rows:
@@ -89,7 +90,7 @@ def _column_positions(view: NkiTensor) -> np.ndarray:
     """
     indirection = view.indirection
     assert indirection is not None
-    index = indirection.index.load().astype(np.int64)
+    index = indirection.index.known("an index").astype(np.int64)
     index = index.reshape(index.shape[0], -1)
     group = 16
     count = view.shape[1]
@@ -133,23 +134,33 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray]
     _check_valid(view, valid, skip)
     storage = view.storage
     assert storage.raw is not None
+    values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
     if storage.unwritten is not None:
-        _check_unwritten(view, table[valid])
-    values = storage.raw.view(view.dtype.numpy)[table]
-    return values.reshape(view.shape), valid
+        mask = _unwritten_rows(view, table, valid)
+        if mask.any():
+            _note(view, mask)
+            values[mask] = FILL.get(view.dtype.kind, FILL["int"])
+    return values, valid
 
 
-def _check_unwritten(view: NkiTensor, table: np.ndarray) -> None:
+def _unwritten_rows(view: NkiTensor, table: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Return the mask, in the view's shape, of unwritten elements that valid indices choose."""
     storage = view.storage
+    if view.dtype.item_bytes < storage.granule:
+        storage.refine(view.dtype.item_bytes)
     assert storage.unwritten is not None
-    factor = max(view.dtype.item_bytes // storage.granule, 1)
-    missing = int(storage.unwritten[table * factor].sum())
-    if missing:
-        current().rule(
-            UninitializedReadError,
-            f"{missing} elements of tensor {storage.name!r} {storage.shape} are read through "
-            "runtime indices but were never written; write them first",
-        )
+    factor = view.dtype.item_bytes // storage.granule
+    mask = storage.unwritten.reshape(-1, factor).any(axis=1)[table] if factor > 1 \
+        else storage.unwritten[table]  # fmt: skip
+    return np.asarray(mask & valid[:, None]).reshape(view.shape)
+
+
+def _note(view: NkiTensor, mask: np.ndarray) -> None:
+    machine = current()
+    origin = view.storage.origin or first_read(view, mask)
+    if not machine.poison_spreads:
+        machine.rule(UninitializedReadError, f"{origin}; write them first")
+    machine.poisoned.append((view, mask, origin))
 
 
 def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:

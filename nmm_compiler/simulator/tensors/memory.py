@@ -26,14 +26,15 @@ from nmm_compiler.simulator.trace import Allocation
 class Storage:
     """One allocation in HBM, SBUF or PSUM.
 
-    raw: the bytes (None in timing mode); unwritten: bool per `granule` bytes, None when all
-        are written.
+    raw: the bytes (None in timing mode).
+    unwritten: bool per `granule` bytes, of what was never written or depends on what was not; None
+        when there is none. origin: of the latter, which unwritten elements were read first, where.
     """
 
     __slots__ = (
         "address", "allocation", "bytes_per_partition", "constant", "dtype", "granule",
         "identity", "is_input", "machine", "matmul",
-        "matmul_granule", "memory", "missing", "name", "products",
+        "matmul_granule", "memory", "missing", "name", "origin", "products",
         "raw", "region", "shape", "unwritten",
     )  # fmt: skip
 
@@ -68,10 +69,9 @@ class Storage:
         self.raw = raw
         self.unwritten: np.ndarray | None = None
         self.missing = 0
+        self.origin = ""
         if machine.data and raw is None:
             self.raw = np.empty(total * item, np.uint8)
-            if not machine.strict:
-                self.poison()
             self.unwritten = np.ones(total, np.bool_)
             self.missing = total
         self.identity = identity = machine.storages + (machine.program_id << 40)
@@ -79,12 +79,6 @@ class Storage:
         self.allocation = machine.trace.allocations[identity] = Allocation(
             identity, name, memory, shape, dtype, row * item, -1, -1, kernel_frame()[1], address
         )
-
-    def poison(self) -> None:
-        """Fill with NaN (floats) or 4 (integers): values that show in a result."""
-        assert self.raw is not None
-        values = self.raw.view(self.dtype.numpy)
-        values.fill(np.nan if self.dtype.kind == "float" else 4)
 
     def refine(self, granule: int) -> None:
         """Track written elements at a finer size than the tensor's own dtype."""
