@@ -33,6 +33,8 @@ def classify(error: BaseException) -> str:
         return "syntax error in the checkout"
     if isinstance(error, KernelFailedError):
         cause = error.__cause__
+        if isinstance(cause, TooSlowError):  # the limit of time struck inside of the kernel
+            return "too slow"
         return "unsupported" if isinstance(cause, ImportError) else "failed"
     return "refused" if isinstance(error, NmmError) else "failed"
 

@@ -48,6 +48,7 @@ from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
 
+LOADS = ("as_written", "reused")
 MODES = ("full", "functional", "timing")
 UNINITIALIZED = ("poison", "error")
 _LONGEST_MESSAGE = 1000
@@ -156,6 +157,7 @@ def simulate(
     strict: bool = True,
     uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
+    loads: Literal["as_written", "reused"] | str | None = None,
     named: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Simulation:
@@ -167,6 +169,8 @@ def simulate(
         simulator; everything else passes through. `ArraySpec` stands for an array in timing mode.
     named: more arguments of the kernel by name, also such as this function has parameters of.
     grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
+    loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still hold,
+        as the Beta 1 compiler did (timing/load_reuse.py). Default: "reused" for Beta 1 kernels.
     strict: False records rules as warnings where a result exists.
     uninitialized: "poison" lets a kernel read what was never written, and refuses it when that
         reaches an output, an index or a comparison; "error" refuses the read.
@@ -178,10 +182,13 @@ def simulate(
         raise UnknownNameError("uninitialized", uninitialized, UNINITIALIZED)
     if running() is not None:
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
+    if loads not in (None, *LOADS):
+        raise UnknownNameError("loads", str(loads), LOADS)
     hardware = get_target(target) if isinstance(target, str) else target
     function, file = _load(kernel)
     if isinstance(function, JitKernel):
         launched = function.launched(grid)
+        loads = loads or launched.loads
         grid, function = launched.grid, launched.function
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
@@ -219,6 +226,8 @@ def simulate(
     specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
     profile = None
     if mode != "functional":
+        for machine in machines:
+            machine.trace.loads = loads or "as_written"
         profiles = [profile_trace(m.trace, hardware) for m in machines]
         profile = max(profiles, key=lambda p: p.latency_us)
     warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings))

@@ -106,6 +106,7 @@ class Trace:
     iterations: (first, stop) instruction ranges of a loop on the device, after its first turn:
         the program that the compiler makes holds their instructions once.
     turns: the same of every turn, the first too.
+    loads: "as_written", or "reused" when the compiler is taken to drop repeated loads.
     """
 
     instructions: list[Instruction] = dataclasses.field(default_factory=list)
@@ -117,6 +118,7 @@ class Trace:
     iterations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     loop_edges: list[int] = dataclasses.field(default_factory=list)
     turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    loads: str = "as_written"
 
     @property
     def program_instructions(self) -> int:

@@ -55,8 +55,12 @@ class Session:
     zeroed: PSUM tensors of nl.zeros by storage, with the elements per partition that something has
         written: the first product overwrites, so zeros are written only where something reads them.
     reductions: places that nl.loop_reduce has written.
+    spills: live tiles beyond a memory are no error: "the Neuron compiler inserts the necessary
+        spills or refills" (NKI programming model, SDK 2.26).
     program, grid: this program's place in the launch grid.
     """
+
+    spills = True
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

@@ -203,7 +203,7 @@ class Tensor:
         if self.par:
             raise self._no_tile()
         if self.memory == "hbm":
-            return self.shape if len(self.shape) > 1 else (1, *self.shape) if self.shape else (1, 1)
+            return self.shape + (1,) * (2 - len(self.shape))
         return self.shape
 
     def view(self, dtype: Any) -> Tensor:

@@ -10,7 +10,12 @@ from nmm_compiler.simulator.machine import running
 
 
 class JitKernel:
-    """What `@nki.jit` returns: callable inside a simulation, launchable with a grid."""
+    """What `@nki.jit` returns: callable inside a simulation, launchable with a grid.
+
+    loads: what the compiler of the kernel's dialect does to repeated loads; see `simulate`.
+    """
+
+    loads = "as_written"
 
     def __init__(self, function: Callable[..., Any], grid: int = 1, schedule: Any = None) -> None:
         self.function = function

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 
 from nmm_compiler.simulator.timing.dma import DmaCost
+from nmm_compiler.simulator.timing.load_reuse import reused_loads
 from nmm_compiler.simulator.timing.regions import Record, Records, is_dense, overlaps
 from nmm_compiler.simulator.timing.repeats import repeated_work
 from nmm_compiler.simulator.timing.resources import Pool
@@ -130,9 +131,13 @@ class Dependences:
     def _survey(self, trace: Trace, target: Target) -> None:
         """Find the last use and last write of each storage; HBM that nobody writes needs none."""
         self.repeated = repeated_work(trace)
+        if trace.loads == "reused":
+            self.repeated |= reused_loads(trace, target)
         storages, repeated = self.storages, self.repeated
         for index, instruction in enumerate(trace.instructions):
             if index in repeated:
+                if repeated[index] == index:  # dead: nobody sees its result
+                    continue
                 # the result of the earlier instruction is used instead, so it lives longer
                 earlier = trace.instructions[repeated[index]].writes[0].storage
                 storages[instruction.writes[0].storage] = storages[earlier]

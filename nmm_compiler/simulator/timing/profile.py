@@ -55,6 +55,7 @@ class Profile(Shown, Record):
         result of an earlier one, and the compiler is taken to drop them.
     program_instructions: of them, those that the compiled program holds: all loops unrolled but the
         ones on the device, whose body counts once.
+    loads: "as_written", or "reused" when repeated loads were dropped (timing/load_reuse.py).
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
 
     Raises ImpossibleProfileError for a latency that TensorE's peak, or the bandwidth of HBM, does
@@ -86,6 +87,7 @@ class Profile(Shown, Record):
     instructions: dict[str, dict[str, int]]
     repeated_instructions: int = 0
     program_instructions: int = 0
+    loads: str = "as_written"
 
     def __post_init__(self) -> None:
         limit_us = self.latency_us * (1 + 1e-9)  # sums of floats in two orders
@@ -138,8 +140,9 @@ class Profile(Shown, Record):
     def summary(self) -> str:
         """Return one line: latency, roofline, utilization, bytes, memory."""
         share = self.roofline_us / self.latency_us if self.latency_us else 1.0
+        loads = f", loads {self.loads}" if self.loads != "as_written" else ""
         return (
-            f"{self.latency_us:.2f} us simulated on {self.target}, {share:.0%} of the roofline "
+            f"{self.latency_us:.2f} us simulated on {self.target}{loads}, {share:.0%} of the roofline "
             f"({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
             f"HBM {(self.hbm_read_bytes + self.hbm_write_bytes) / 1e6:.2f} MB, SBUF "
             f"{self.sbuf_peak_bytes:,} B per partition, PSUM {self.psum_peak_banks} banks"
@@ -217,12 +220,13 @@ class Profile(Shown, Record):
         return [*self.parts_with_advice(), Section("source", self.source())]
 
     def __repr__(self) -> str:
+        loads = f", loads {self.loads}" if self.loads != "as_written" else ""
         busy = " ".join(f"{name} {us:.1f}" for name, us in self.engine_busy_us.items() if us)
         return (
             f"Profile({self.target} simulated: {self.latency_us:.2f} us, roofline "
             f"{self.roofline_us:.2f} us {self.bound}, mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
             f"busy us: {busy}, hbm {self.hbm_read_bytes + self.hbm_write_bytes} B, sbuf "
-            f"{self.sbuf_peak_bytes} B/partition, psum {self.psum_peak_banks} banks)"
+            f"{self.sbuf_peak_bytes} B/partition, psum {self.psum_peak_banks} banks{loads})"
         )
 
 
@@ -285,6 +289,7 @@ def profile_timeline(timeline: Timeline) -> Profile:
         instructions=instructions,
         repeated_instructions=len(timeline.repeated),
         program_instructions=trace.program_instructions,
+        loads=trace.loads,
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile
