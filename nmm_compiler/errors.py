@@ -91,6 +91,10 @@ class NotInBlocksError(NmmError):
     """A model does not call each of its blocks once per batch; says which block."""
 
 
+class EvaluationError(NmmError, RuntimeError):
+    """lm-eval could not run a task, for example without its data; says which and why."""
+
+
 class WeightError(NmmError, ValueError):
     """A weight that cannot be worked on: NaN or infinite elements; names the layer."""
 

@@ -64,6 +64,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 OPTIONAL = {
     "transformers": {"compress", "cli", "prediction"},
     "peft": {"compress"},
+    "lm_eval": {"compress"},
     "matplotlib": {"compress"},
     "torch_mlir": {"mlir"},
     "iree": {"mlir"},

@@ -12,6 +12,7 @@ from nmm_compiler.cli import (
     compress,
     demo,
     doctor,
+    evaluate,
     explain,
     export,
     kernel,
@@ -62,6 +63,7 @@ app.command()(profile.profile)
 app.command()(profile.compare)
 app.command()(lint.lint)
 app.command()(compress.compress)
+app.command("eval")(evaluate.evaluate)
 app.command()(export.export)
 app.command()(doctor.doctor)
 app.add_typer(cache.app, name="cache")

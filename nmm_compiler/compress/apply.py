@@ -140,6 +140,8 @@ def compress(
         if not site.weight.is_meta:
             check_finite(site.weight, site.name)
     batches = statistics = None
+    if memory is not None and (calibration is None or isinstance(calibration, Statistics)):
+        raise OptionTypeError("memory", memory, "it with batches, which calibration runs on")
     if isinstance(calibration, Statistics):
         sites, skipped = _without_only_read(sites, skipped, calibration.only_read)
         statistics = check_statistics(calibration, sites, config, ways)

@@ -71,6 +71,8 @@ def register() -> None:
             return model
 
         def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
+            # Called before the config is written: a merged adapter has changed the rank.
+            cast(Any, model).config.quantization_config.ranks = _ranks(model)
             return _guarded(model), {}
 
         @property
@@ -232,10 +234,14 @@ def attach(model: Any) -> None:
 
     check_savable(model)
     _own_config(model)
-    ranks = {name: layer.rank for name, layer in lowrank_layers(model).items()}
-    config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](ranks)
+    config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](_ranks(model))
     model.config.quantization_config = config
     model.hf_quantizer = auto.AUTO_QUANTIZER_MAPPING[METHOD](config)
+
+
+def _ranks(model: nn.Module) -> dict[str, int]:
+    """Return {layer name: rank}, as a saved config has it."""
+    return {name: layer.rank for name, layer in lowrank_layers(model).items()}
 
 
 def attach_if_transformers(model: nn.Module) -> None:

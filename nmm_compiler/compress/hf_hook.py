@@ -1,15 +1,15 @@
-"""Registers the quantizer of `hf.py` when transformers is imported, before or after this package.
+"""Tells transformers and PEFT of low-rank layers when they are imported, before or after us.
 
-`import nmm_compiler` calls `watch()`, so that `from_pretrained` knows a saved low-rank model with
-no further call. transformers is never imported here: if it is there, the quantizer is registered
-now; if not, an import hook waits for `transformers.quantizers.auto` and registers then. Programs
-that do not import this package get it from `startup/_nmm_compiler_startup.py`, which is installed
-beside it. So nothing here may raise: a transformers that the quantizer does not fit has to work for
-all other models.
+`import nmm_compiler` calls `watch()`, so that `from_pretrained` knows a saved low-rank model, and
+PEFT its layers, with no further call. Neither is imported here: if it is there, it is told now; if
+not, an import hook waits for the module that has to be told. Programs that do not import this
+package get it from `startup/_nmm_compiler_startup.py`, which is installed beside it. So nothing
+here may raise: a transformers that the quantizer does not fit has to work for all other models.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import warnings
@@ -18,14 +18,18 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_REGISTRY = "transformers.quantizers.auto"
+# The module that is waited for: (ours that tells it, the function there, what else is lost).
+_TOLD = {
+    "transformers.quantizers.auto": ("hf", "register", "from_pretrained will refuse them"),
+    "peft.tuners.lora.model": ("lora", "install", "LoraConfig has to name their factors"),
+}
 
 
 class _Loader(Loader):
-    """Runs the registry module with its own loader, then registers."""
+    """Runs a module with its own loader, then tells it."""
 
-    def __init__(self, inner: Loader) -> None:
-        self._inner = inner
+    def __init__(self, inner: Loader, name: str) -> None:
+        self._inner, self._name = inner, name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
@@ -34,40 +38,44 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
-        _register()
+        _tell(self._name)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the registry module once, with the loader above around its own."""
+    """Finds one module once, with the loader above around its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _REGISTRY:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, name)
         return spec
 
 
 def watch() -> None:
-    """Register now if transformers is loaded, else as soon as it is; calling it again is free."""
-    if _REGISTRY in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Tell now what is loaded, else as soon as it is; calling it again is free."""
+    waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Finder)}
+    for name in _TOLD:
+        if name in sys.modules:
+            _tell(name)
+        elif name not in waiting:
+            sys.meta_path.insert(0, _Finder(name))
 
 
-def _register() -> None:
+def _tell(name: str) -> None:
+    ours, function, lost = _TOLD[name]
     try:
-        from nmm_compiler.compress import hf
-
-        hf.register()
-    except Exception as error:  # a transformers that does not fit must still load other models
+        getattr(importlib.import_module(f"nmm_compiler.compress.{ours}"), function)()
+    except Exception as error:  # a library that does not fit must still work for all else
         warnings.warn(
-            f"nmm_compiler could not make transformers know low-rank models ({error}); "
-            "from_pretrained will refuse them",
+            f"nmm_compiler could not make {name.partition('.')[0]} know low-rank models "
+            f"({error}); {lost}",
             stacklevel=2,
         )

@@ -247,6 +247,11 @@ def _refusal(
         return f"its weight is a {type(weight).__name__}, not a plain tensor"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}, not a floating-point tensor"
+    if weight.dtype.itemsize < 2:
+        return (
+            f"its weight is {weight.dtype}, whose scales are elsewhere; load it as bfloat16, and "
+            "quantize the factors afterwards"
+        )
     if 0 in weight.shape:
         return "its weight has no elements"
     if id(weight) in tied:

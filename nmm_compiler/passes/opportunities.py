@@ -12,6 +12,18 @@ from nmm_compiler.passes.rules.base import module_path
 from nmm_compiler.passes.rules.lowrank import products_at
 
 
+def _looked_up(weight: fx.Node) -> bool:
+    """Return whether an embedding reads the weight too: tied, `compress` leaves it as it is."""
+    seen, left = set[fx.Node](), [weight]
+    while left:
+        node = left.pop()
+        if node not in seen and (node is weight or node.op in ("placeholder", "get_attr")):
+            seen.add(node)
+            left += node.all_input_nodes
+    readers = [user for node in seen for user in node.users]
+    return any("embedding" in getattr(user.target, "__name__", "") for user in readers)
+
+
 def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
     """Return the dense products with a constant 2-D weight that factors would make smaller."""
     found: list[Opportunity] = []
@@ -22,6 +34,8 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
             rhs = c.is_constant(form.rhs)
             data = form.lhs if rhs else form.rhs
             if c.is_constant(data) or not c.is_constant(form.rhs if rhs else form.lhs):
+                continue
+            if _looked_up(owner_of(form.rhs if rhs else form.lhs)):
                 continue
             stage = read_stage(c, key, form, rhs)
             if isinstance(stage, Refusal):

@@ -193,3 +193,38 @@ def test_wavlm_keeps_the_projections_that_it_only_reads():
     read = [s.name for s in report.skipped if "never calls it" in s.reason]
     assert len(read) == 4
     assert not any(isinstance(model.get_submodule(name), LowRankLinear) for name in read)
+
+
+def test_memory_without_batches_is_refused():
+    statistics = module.calibrate(stack(), tokens(), progress=False)
+    for data in (None, statistics):
+        with pytest.raises(OptionTypeError, match="memory"):
+            compress(stack(), 0.3, calibration=data, memory="8GiB", align=4, **QUIET)
+
+
+def test_a_weight_of_eight_bits_is_left_alone_by_name():
+    model = stack()
+    weight = model.layers[0].q.weight.detach().to(torch.float8_e4m3fn)
+    model.layers[0].q.weight = nn.Parameter(weight, requires_grad=False)
+    report = compress(model, 0.3, align=4, **QUIET)
+    (skip,) = [skip for skip in report.skipped if skip.name == "layers.0.q"]
+    assert "float8_e4m3fn" in skip.reason
+    assert "load it as bfloat16" in skip.reason
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_explain_and_compress_agree_on_a_tied_head(tied):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from nmm_compiler.passes.pipeline import explain
+
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape).eval()
+    found = explain(model, input_ids=torch.arange(8)[None])
+    assert ("lm_head" in str(found)) == (not tied)
+    report = compress(model, 0.3, align=4, **QUIET)
+    (skip,) = [skip for skip in report.skipped if skip.name == "lm_head"]
+    assert ("tied" in skip.reason) == tied

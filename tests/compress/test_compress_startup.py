@@ -100,7 +100,7 @@ def test_a_transformers_that_does_not_fit_is_a_warning(monkeypatch):
 
     monkeypatch.setattr(hf, "register", register)
     with pytest.warns(UserWarning, match=r"low-rank models \(other signature\)"):
-        hf_hook._register()
+        hf_hook._tell("transformers.quantizers.auto")
 
 
 @pytest.mark.long

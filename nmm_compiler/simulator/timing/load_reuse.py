@@ -13,8 +13,8 @@ for it:
 Evidence: trn1 times of a bf16 product, K 8192, M 4096, N 8192, published with ucb-bar/autocomp
 (both loads innermost 20,990 us, in groups of 2 x 2 11,800 us, of 4 x 2 8,070 us): charging each
 load as it is written misses published points by up to +364 %, charging each tile once by -6 to
-+29 %. A group of 1 x 2 took 28,680 us, so the compiler did not find every reuse; what it dropped is between
-"as_written" and "reused", and `simulate(..., loads=...)` shows either.
++29 %. A group of 1 x 2 took 28,680 us, so the compiler did not find every reuse; what it dropped is
+between "as_written" and "reused", and `simulate(..., loads=...)` shows either.
 """
 
 from __future__ import annotations

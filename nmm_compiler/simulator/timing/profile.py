@@ -142,8 +142,8 @@ class Profile(Shown, Record):
         share = self.roofline_us / self.latency_us if self.latency_us else 1.0
         loads = f", loads {self.loads}" if self.loads != "as_written" else ""
         return (
-            f"{self.latency_us:.2f} us simulated on {self.target}{loads}, {share:.0%} of the roofline "
-            f"({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
+            f"{self.latency_us:.2f} us simulated on {self.target}{loads}, {share:.0%} of the "
+            f"roofline ({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
             f"HBM {(self.hbm_read_bytes + self.hbm_write_bytes) / 1e6:.2f} MB, SBUF "
             f"{self.sbuf_peak_bytes:,} B per partition, PSUM {self.psum_peak_banks} banks"
         )
