@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nmm_compiler.compress.checkpoints import load_checkpoint as load_checkpoint
     from nmm_compiler.compress.config import CompressionConfig as CompressionConfig
     from nmm_compiler.compress.evaluate import evaluate as evaluate
+    from nmm_compiler.compress.quantize import quantize_factors as quantize_factors
     from nmm_compiler.compress.recover import recover as recover
     from nmm_compiler.compress.save import load_factors as load_factors
     from nmm_compiler.compress.save import save_factors as save_factors
@@ -82,6 +83,7 @@ _HOMES = {
     "load_checkpoint": "nmm_compiler.compress.checkpoints",
     "load_factors": "nmm_compiler.compress.save",
     "predict": "nmm_compiler.prediction.predict",
+    "quantize_factors": "nmm_compiler.compress.quantize",
     "recover": "nmm_compiler.compress.recover",
     "remember": "nmm_compiler.compress.teacher",
     "reports": "nmm_compiler.backend",

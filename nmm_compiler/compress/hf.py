@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
+from nmm_compiler.compress.quantize import FORMATS, empty_factors, format_of
 from nmm_compiler.compress.replace import replace_directory
 from nmm_compiler.compress.select import is_conv1d
 from nmm_compiler.errors import FactorsFileError, MissingPackageError, OutputError
@@ -54,12 +55,19 @@ def register() -> None:
     class LowRankConfig(QuantizationConfigMixin):
         """What config.json says of a low-rank model: {layer name: rank}."""
 
-        def __init__(self, ranks: Mapping[str, int] | None = None, **_: Any) -> None:
+        def __init__(
+            self,
+            ranks: Mapping[str, int] | None = None,
+            formats: Mapping[str, str] | None = None,
+            **_: Any,
+        ) -> None:
             self.quant_method = cast(Any, METHOD)
             self.ranks = checked_ranks(ranks)
+            self.formats = checked_formats(formats, self.ranks)
 
         def to_dict(self) -> dict[str, Any]:
-            return {"quant_method": METHOD, "ranks": dict(self.ranks)}
+            formats = {"formats": dict(self.formats)} if self.formats else {}
+            return {"quant_method": METHOD, "ranks": dict(self.ranks), **formats}
 
     class LowRankQuantizer(HfQuantizer):
         """Puts empty low-rank layers into the skeleton of a model that is being loaded."""
@@ -67,12 +75,14 @@ def register() -> None:
         requires_calibration = True
 
         def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-            _ignore_guards(model, prepare(model, cast(Any, self.quantization_config).ranks))
+            config = cast(Any, self.quantization_config)
+            _ignore_guards(model, prepare(model, config.ranks, config.formats))
             return model
 
         def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
             # Called before the config is written: a merged adapter has changed the rank.
-            cast(Any, model).config.quantization_config.ranks = _ranks(model)
+            config = cast(Any, model).config.quantization_config
+            config.ranks, config.formats = _ranks(model), _formats(model)
             return _guarded(model), {}
 
         @property
@@ -129,10 +139,26 @@ def checked_ranks(ranks: object) -> dict[str, int]:
     return dict(ranks)
 
 
-def prepare(model: nn.Module, ranks: Mapping[str, int]) -> tuple[str, ...]:
+def checked_formats(formats: object, ranks: Mapping[str, int]) -> dict[str, str]:
+    """Return {layer name: "int8" or "fp8"} as a saved config gives it, for some of the layers."""
+    found = {} if formats is None else formats
+    if isinstance(found, Mapping):
+        wrong = [n for n, kind in found.items() if n not in ranks or kind not in FORMATS]
+        if not wrong:
+            return dict(found)
+        found = {wrong[0]: found[wrong[0]]}
+    raise FactorsFileError(
+        f"the saved config gives factors the formats {found!r:.100}; each layer that has a rank "
+        f"may have one of {', '.join(FORMATS)}: restore config.json from the saved directory"
+    )
+
+
+def prepare(
+    model: nn.Module, ranks: Mapping[str, int], formats: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Replace the named linears by empty low-rank layers on the same device and dtype.
 
-    Returns their names in this model.
+    formats: those whose factors are of eight bits. Returns their names in this model.
 
     Raises FactorsFileError for a name that is no linear of the model.
     """
@@ -156,6 +182,8 @@ def prepare(model: nn.Module, ranks: Mapping[str, int]) -> tuple[str, ...]:
         n, k = weight.shape if isinstance(old, nn.Linear) else weight.shape[::-1]
         bias = old.bias is not None
         layer = LowRankLinear(k, rank, n, bias, device=weight.device, dtype=weight.dtype)
+        if saved_name in (formats or {}):
+            empty_factors(layer, (formats or {})[saved_name])
         put(model, [name], layer)
     return tuple(name for name in found.values() if name is not None)
 
@@ -199,6 +227,10 @@ def _check_loaded(model: nn.Module) -> None:
         return
     for name, layer in lowrank_layers(model).items():
         for part, linear in (("down", layer.down), ("up", layer.up)):
+            if linear.weight.is_meta:
+                raise FactorsFileError(
+                    f"the weights have no {name}.{part}; copy the directory again"
+                )
             for kind, parameter in linear.named_parameters():
                 if not getattr(parameter, "_is_hf_initialized", False):
                     raise FactorsFileError(
@@ -233,8 +265,9 @@ def attach(model: Any) -> None:
     from transformers.quantizers import auto
 
     check_savable(model)
+    check_plain(model)
     _own_config(model)
-    config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](_ranks(model))
+    config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD](_ranks(model), _formats(model))
     model.config.quantization_config = config
     model.hf_quantizer = auto.AUTO_QUANTIZER_MAPPING[METHOD](config)
 
@@ -242,6 +275,12 @@ def attach(model: Any) -> None:
 def _ranks(model: nn.Module) -> dict[str, int]:
     """Return {layer name: rank}, as a saved config has it."""
     return {name: layer.rank for name, layer in lowrank_layers(model).items()}
+
+
+def _formats(model: nn.Module) -> dict[str, str]:
+    """Return {layer name: format} of the layers with factors of eight bits."""
+    found = {name: format_of(layer) for name, layer in lowrank_layers(model).items()}
+    return {name: kind for name, kind in found.items() if kind is not None}
 
 
 def attach_if_transformers(model: nn.Module) -> None:
@@ -266,6 +305,19 @@ def check_savable(model: nn.Module) -> None:
         f"method per model, so a low-rank one could not be saved: load it as {unpacked} and "
         "quantize after compressing"
     )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise FactorsFileError for factors that another library has quantized, as torchao does."""
+    for name, layer in lowrank_layers(model).items():
+        for linear in (layer.down, layer.up):
+            weight = linear.weight
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                raise FactorsFileError(
+                    f"the factors of {name} are {type(weight).__name__}s, which cannot be saved "
+                    "with ranks; save the model before quantizing and quantize after loading, or "
+                    'use quantize_factors(model, "int8" or "fp8"), which is saved with it'
+                )
 
 
 def _is_transformers(model: nn.Module) -> bool:

@@ -72,6 +72,8 @@ def _adapter_class() -> type[nn.Module]:
                 if safe_merge and not (torch.isfinite(a).all() and torch.isfinite(b).all()):
                     raise ValueError(f"the adapter {name} has NaN or infinite elements")
                 layer = self.get_base_layer()
+                if not isinstance(layer.down, nn.Linear):
+                    raise OptionTypeError("adapter", name, "factors of floats to be merged into")
                 down, up = layer.down.weight, layer.up.weight
                 _resize(layer, torch.cat([down, a.to(down)]), torch.cat([up, b.to(up)], dim=1))
                 self.merged_adapters.append(name)

@@ -115,6 +115,11 @@ def recover(
         raise NoMatchingModulesError(
             f"{type(model).__name__} has no low-rank layer; run compress on it before recover"
         )
+    fixed = [n for n, x in layers.items() if not isinstance(x.down, nn.Linear)]
+    if fixed:
+        raise OptionTypeError(
+            "model", f"of eight bits in {fixed[0]}", "one to recover, then quantize"
+        )
     train, held_out = _split(data, validation, steps)
     started = time.monotonic()
     distance = Distance(teacher, objective, output)

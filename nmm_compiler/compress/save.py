@@ -35,6 +35,13 @@ def save_factors(model: nn.Module, path: str | Path) -> Path:
         raise FactorsFileError(
             f"{type(model).__name__} has no low-rank layer to save; run compress on it first"
         )
+    for name, layer in layers.items():
+        for linear in (layer.down, layer.up):
+            if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+                raise FactorsFileError(
+                    f"the factors of {name} are quantized, and this file holds floats; save them "
+                    "before quantizing, or a transformers model with hf.save_pretrained"
+                )
     tensors: dict[str, torch.Tensor] = {}
     shapes = {}
     for name, layer in layers.items():

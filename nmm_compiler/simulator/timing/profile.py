@@ -143,7 +143,8 @@ class Profile(Shown, Record):
         loads = f", loads {self.loads}" if self.loads != "as_written" else ""
         return (
             f"{self.latency_us:.2f} us simulated on {self.target}{loads}, {share:.0%} of the "
-            f"roofline ({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
+            f"roofline ({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, "
+            f"mbu {self.mbu:.1%}, "
             f"HBM {(self.hbm_read_bytes + self.hbm_write_bytes) / 1e6:.2f} MB, SBUF "
             f"{self.sbuf_peak_bytes:,} B per partition, PSUM {self.psum_peak_banks} banks"
         )

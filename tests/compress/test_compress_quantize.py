@@ -1,0 +1,115 @@
+"""Factors of eight bits: how far they are off, saved and loaded, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from compress_models import stack, tokens
+from torch import nn
+
+from nmm_compiler.compress import hf
+from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.modules import lowrank_layers
+from nmm_compiler.compress.quantize import QuantizedLinear, quantize_factors
+from nmm_compiler.compress.recover import recover
+from nmm_compiler.compress.save import save_factors
+from nmm_compiler.errors import (
+    FactorsFileError,
+    NoMatchingModulesError,
+    OptionTypeError,
+    UnknownNameError,
+)
+
+IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def small(dtype=torch.float32):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape).eval().to(dtype)
+    compress(model, 0.2, align=8, progress=False)
+    return model
+
+
+@pytest.mark.parametrize(("format", "half_step"), [("int8", 0.5 / 127), ("fp8", 2**-4)])
+def test_elements_are_off_by_half_a_step(format, half_step):
+    """int8: half a step of the row's grid. e4m3 has three bits behind the point: 2^-4 relative."""
+    linear = nn.Linear(40, 30)
+    linear.weight.data[3] = 0
+    rounded = QuantizedLinear.of(linear, format)
+    off = (rounded.weight - linear.weight).abs()
+    largest = linear.weight.abs().amax(1, keepdim=True)
+    size = largest if format == "int8" else linear.weight.abs().clamp_min(largest * 2**-6 / 240)
+    assert (off <= half_step * size * (1 + 1e-5)).all()
+    assert rounded.values.element_size() == 1
+    assert torch.equal(rounded.bias, linear.bias)
+    x = torch.randn(5, 40)
+    assert torch.equal(rounded(x), nn.functional.linear(x, rounded.weight, linear.bias))
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_are_saved_and_loaded_bit_for_bit(format, dtype, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = small(dtype)
+    names = quantize_factors(model, format)
+    assert set(names) == set(lowrank_layers(model))
+    expected = model(IDS).logits
+    hf.save_pretrained(model, tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    for where in "ab":
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / where, dtype=dtype)
+        state = loaded.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+        if dtype == torch.float32:  # `.to(bfloat16)` also rounds the frequencies of the positions
+            assert torch.equal(loaded(IDS).logits, expected)
+        layer = loaded.model.layers[0].mlp.up_proj
+        assert (layer.down.format, layer.down.values.dtype) == (format, torch.uint8)
+
+
+def test_a_config_with_other_formats_is_refused(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = small()
+    quantize_factors(model, "int8")
+    hf.save_pretrained(model, tmp_path / "a")
+    path = tmp_path / "a" / "config.json"
+    path.write_text(path.read_text().replace('"int8"', '"int7"', 1))
+    with pytest.raises(FactorsFileError, match="int7"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+
+
+def test_what_does_not_go_on_top_is_refused_by_name(tmp_path):
+    model = stack()
+    with pytest.raises(NoMatchingModulesError, match="run compress"):
+        quantize_factors(model)
+    compress(model, 0.3, align=4, progress=False)
+    teacher = copy.deepcopy(model)
+    with pytest.raises(UnknownNameError, match="int8"):
+        quantize_factors(model, "int9")
+    quantize_factors(model)
+    with pytest.raises(NoMatchingModulesError, match="of floats"):
+        quantize_factors(model)
+    with pytest.raises(OptionTypeError, match="recover, then quantize"):
+        recover(model, tokens(), teacher=teacher)
+    with pytest.raises(FactorsFileError, match="before quantizing"):
+        save_factors(model, tmp_path / "f")
+
+
+def test_torchao_works_and_says_how_to_save(tmp_path):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = small()
+    expected = model(IDS).logits
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    off = (model(IDS).logits - expected).norm() / expected.norm()
+    assert 0 < off < 0.05
+    with pytest.raises(FactorsFileError, match="quantize after loading"):
+        hf.save_pretrained(model, tmp_path / "a")
+    with pytest.raises(FactorsFileError, match="before quantizing"):
+        save_factors(model, tmp_path / "f")
