@@ -48,12 +48,12 @@ def shown(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.0f} %"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print one line a run and the bars; return 1 where the held-out runs miss them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("calibrate", "held out", "apart"))
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     rows = []
     head = f"{'use':10} {'model':15} {'on':5} {'tp':>3} {'batch':>5} {'context':>7}"
     print(

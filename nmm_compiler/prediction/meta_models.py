@@ -137,7 +137,8 @@ def shorten(model: MetaModel) -> None:
     """Keep the first layer of each kind in a transformers model, in place.
 
     Layers are of a kind when their parameters have the same names and shapes and their settings are
-    the same. Models whose config does not give the layers as one list stay whole.
+    the same. What stands between two layers, the addition to the residual, is then counted as it is
+    after the last one. Models whose config does not give the layers as one list stay whole.
     """
     config = getattr(model.module, "config", None)
     count = getattr(config, "num_hidden_layers", None)

@@ -16,9 +16,10 @@ from nmm_compiler.report.parts import Grid, Part, Section
 from nmm_compiler.report.parts import Line as Text
 from nmm_compiler.report.shown import Shown
 
-# Error of whole-model predictions against the published runs that were held out
-# (`make bench-models`): a prediction is expected within this share of a measurement.
-MODEL_BAND = (-0.4, 0.4)
+# How much less and more than predicted the published runs took (`make bench-models`). First tokens
+# of published systems took up to 2.5 times as long: they reach 13 to 42 % of the peak rate there,
+# and the prediction has our kernels in their place.
+BANDS = {"decode": (-0.25, 0.2), "prefill": (-0.1, 1.5), "pass": (-0.1, 1.5)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +155,8 @@ class ModelPrediction(Shown, Record):
 
     @property
     def error_band(self) -> tuple[float, float]:
-        """How much less and more a device may take, as shares of the prediction."""
-        return MODEL_BAND
+        """How much less and more a device may take than predicted: a token, else the pass."""
+        return BANDS[self.phases[-1].name]
 
     def headline(self, quality: str = "") -> str:
         """Return the one sentence that demo, reports and commands print."""
@@ -196,8 +197,9 @@ class ModelPrediction(Shown, Record):
                 "plain" if memory.fits else "warning",
             ),
             Text(
-                f"simulated and computed, nothing measured; devices were within "
-                f"{100 * self.error_band[0]:+.0f} to {100 * self.error_band[1]:+.0f} %",
+                "simulated and computed, nothing measured; published runs took, of what was "
+                "predicted for them, "
+                + ", ".join(f"{_percent(BANDS[p.name])} {_PHASE[p.name]}" for p in self.phases),
                 "note",
             ),
         ]
@@ -214,7 +216,7 @@ class ModelPrediction(Shown, Record):
         rows = [
             (line.calls, f"{line.each_us:.1f}", f"{line.us / 1e3:.3f}",
              f"{100 * line.us / phase.us:.0f}", line.kind, line.source,
-             f"{100 * line.error_band[0]:+.0f} {100 * line.error_band[1]:+.0f}",
+             _percent(line.error_band).removesuffix(" %"),
              f"{line.module}: {line.what}")
             for line in sorted(phase.lines, key=lambda line: -line.us)
         ]  # fmt: skip
@@ -232,6 +234,10 @@ class ModelPrediction(Shown, Record):
 
 
 _PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
+
+
+def _percent(band: tuple[float, float]) -> str:
+    return f"{100 * band[0]:+.0f} to {100 * band[1]:+.0f} %"
 
 
 def _ms(us: float) -> str:

@@ -1,0 +1,99 @@
+"""A plan says which setting pays and which does not, and never hides one that cannot be had."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nmm_compiler.cli.commands import app
+from nmm_compiler.errors import PredictionError
+from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
+from nmm_compiler.prediction.plan import Plan, layer_gains, plan
+
+pytest.importorskip("transformers")
+
+TINY = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 64,
+}  # fmt: skip
+
+
+def made(us: dict[str, float], dense=None, **changes) -> ModelPrediction:
+    lines = tuple(
+        Line(module=f"model.layers.*.{name}", kind="kernel", calls=2, each_us=each,
+             source="simulated", error_band=(-0.1, 0.1))
+        for name, each in us.items()
+    )  # fmt: skip
+    fields = {
+        "name": "toy", "target": "trn2", "dtype": "bfloat16", "weights": "bfloat16", "prompt": 8,
+        "context": 8, "batch": 1, "tp": 1, "lnc": 1, "split": "", "ranks": (), "parameters": 1,
+        "ratio": None if dense is None else 0.2, "dense": dense,
+        "phases": (Phase(name="decode", lines=lines, tokens=1),),
+        "memory": Memory(weight_bytes=1, cache_bytes=1, activation_bytes=1, capacity_bytes=9),
+    }  # fmt: skip
+    return ModelPrediction(**fields | changes)
+
+
+DENSE = made({"mlp": 100.0, "self_attn": 50.0})
+
+
+def test_the_best_setting_pays_and_its_layers_are_told_apart():
+    fast = made({"mlp": 50.0, "self_attn": 60.0}, DENSE)
+    shown = Plan(name="toy", predictions=(DENSE, fast))
+    assert shown.best is fast
+    assert layer_gains(fast) == {"mlp": 2.0, "self_attn": pytest.approx(50 / 60)}
+    text = "\n".join(shown.verdict())
+    assert "pays most" in text
+    assert "leave self_attn dense" in text
+
+
+def test_a_plan_where_nothing_pays_says_so():
+    slow = made({"mlp": 110.0, "self_attn": 60.0}, DENSE)
+    shown = Plan(name="toy", predictions=(DENSE, slow))
+    assert shown.best is None
+    assert shown.verdict()[0].startswith("no setting pays")
+    assert "trn2: does not pay" not in shown.verdict()[0]
+
+
+def test_what_does_not_fit_is_never_the_best():
+    tight = Memory(weight_bytes=9, cache_bytes=1, activation_bytes=1, capacity_bytes=9)
+    fast = made({"mlp": 50.0, "self_attn": 50.0}, DENSE, memory=tight)
+    assert not fast.memory.fits
+    assert Plan(name="toy", predictions=(DENSE, fast)).best is None
+
+
+def test_a_setting_that_cannot_be_had_is_named():
+    shown = plan(TINY, ratios=(0.3,), prompts=(16,), contexts=(16,), tps=(1,), lnc=1,
+                 targets=("trn2", "trn1"), weights="float8_e4m3")  # fmt: skip
+    assert {p.target for p in shown.predictions} == {"trn2"}
+    assert [one.setting.split()[0] for one in shown.refused] == ["trn1", "trn1"]
+    assert "trn1" in str(shown)
+    assert Plan.from_json(shown.to_json()) == shown
+    with pytest.raises(PredictionError, match="nothing could be predicted"):
+        plan(TINY, targets=("trn1",), weights="float8_e4m3")
+
+
+def test_the_command_writes_table_page_and_figures(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
+    done = CliRunner().invoke(
+        app,
+        ["plan", str(config), "--prompt", "16", "--context", "16,32", "--ratio", "0.3",
+         "--lnc", "1", "--html", str(page), "--json", str(figures)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    saved = Plan.from_json(figures.read_text())
+    assert [(p.context, p.ratio) for p in saved.predictions] == [
+        (16, None), (16, 0.3), (32, None), (32, 0.3),
+    ]  # fmt: skip
+    assert saved.verdict()[0].split(":")[0] in done.output
+    assert "<svg" in page.read_text()
+    assert dataclasses.asdict(saved)["name"] == saved.name
+
+
+def test_lists_are_checked_value_by_value():
+    for words in (["--tp", "1,x"], ["--ratio", "0.2,1.5"], ["--target", "trn2,trn9"]):
+        done = CliRunner().invoke(app, ["plan", "llama-3.2-1b", *words])
+        assert done.exit_code == 2

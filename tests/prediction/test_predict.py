@@ -1,0 +1,260 @@
+"""Whole-model predictions: what they add up, what they may depend on, and what they refuse."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
+from nmm_compiler.prediction import predict as predict_module
+from nmm_compiler.prediction.meta_models import meta_model, public_models
+from nmm_compiler.prediction.model import ModelPrediction
+from nmm_compiler.prediction.predict import predict
+
+pytest.importorskip("transformers")
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+BASE = {"prompt": 32, "context": 64, "lnc": 1}
+COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter"}
+
+
+@functools.cache
+def llama(**changes) -> ModelPrediction:
+    return predict(LLAMA, "trn2", **BASE | changes)
+
+
+def kinds(prediction: ModelPrediction) -> set[str]:
+    return {line.kind for line in prediction.lines}
+
+
+def test_sums_equal_their_lines():
+    made = llama(ratio=0.3)
+    for phase in made.phases:
+        assert phase.us == pytest.approx(sum(line.calls * line.each_us for line in phase.lines))
+        for field in ("module", "kind", "source"):
+            assert sum(phase.by(field).values()) == pytest.approx(phase.us)
+    assert [p.name for p in made.phases] == ["prefill", "decode"]
+    assert made.ttft_us == made.phases[0].us
+    assert made.tpot_us == made.phases[1].us
+    assert made.tokens_per_second == pytest.approx(1e6 / made.tpot_us)
+    assert made.gain["decode"] == pytest.approx(made.dense.tpot_us / made.tpot_us)
+
+
+def test_every_line_says_where_it_is_from_and_what_it_is_worth():
+    for line in llama(ratio=0.3).lines:
+        assert line.source in ("simulated", "bound", "published law")
+        assert -1 < line.error_band[0] < 0 < line.error_band[1]
+        assert line.each_us > 0
+        assert line.kind != "kernel" or line.source == "simulated", line
+
+
+def test_a_rank_that_saves_nothing_leaves_the_dense_model():
+    made = llama(rank=4096)
+    assert made.phases == made.dense.phases
+    assert set(made.gain.values()) == {1.0}
+    assert made.parameters == made.dense.parameters
+
+
+def test_low_rank_changes_the_products_and_nothing_of_attention():
+    made = llama(ratio=0.3)
+    for phase in made.phases:
+        dense = made.dense.phase(phase.name)
+        assert phase.by("kind")["attention"] == dense.by("kind")["attention"]
+        assert phase.by("kind")["kernel"] != dense.by("kind")["kernel"]
+    assert made.parameters < made.dense.parameters
+    assert made.memory.weight_bytes < made.dense.memory.weight_bytes
+    assert made.memory.cache_bytes == made.dense.memory.cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "phase"),
+    [
+        ("prompt", (32, 256), "prefill"),
+        ("batch", (1, 4), "decode"),
+        ("context", (64, 512), "decode"),
+    ],
+)
+def test_more_tokens_sequences_and_context_take_longer(name, values, phase):
+    few, many = (llama(**{name: value}).phase(phase).us for value in values)
+    assert few < many
+
+
+def test_the_cache_grows_with_context_and_batch():
+    at = llama().memory.cache_bytes
+    # Two tensors of 2 heads x 64 features in bfloat16, for 63 tokens that are there, 3 layers.
+    assert at == 3 * 2 * 2 * 64 * 2 * 63
+    assert llama(batch=4).memory.cache_bytes == 4 * at
+
+
+def test_one_core_exchanges_nothing_and_two_exchange_twice_a_layer():
+    assert not kinds(llama()) & COLLECTIVES
+    two = llama(tp=2)
+    for phase in two.phases:
+        assert sum(x.calls for x in phase.lines if x.kind == "all_reduce") == 2 * 3
+    assert two.memory.weight_bytes < llama().memory.weight_bytes
+
+
+@pytest.mark.long
+def test_factors_on_several_cores_are_cut_the_faster_way(monkeypatch):
+    both = []
+    for split in ("whole", "split"):
+        monkeypatch.setattr(predict_module, "SPLITS", (split,))
+        both.append(predict(LLAMA, "trn2", **BASE, tp=2, ratio=0.3))
+    monkeypatch.undo()
+    assert [p.split for p in both] == ["whole", "split"]
+    gathers = [sum(x.calls for x in p.phases[1].lines if x.kind == "all_gather") for p in both]
+    assert gathers == [1, 1 + 2 * 3]  # the logits; q, k and v together, gate and up together
+    best = llama(tp=2, ratio=0.3)
+    assert best.tpot_us == min(p.tpot_us for p in both)
+
+
+def test_memory_is_the_bytes_of_the_parameters():
+    model = meta_model(LLAMA, torch.bfloat16).module
+    stored = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert llama().memory.weight_bytes == stored
+    assert llama().parameters == sum(p.numel() for p in model.parameters())
+    assert llama().memory.fits
+
+
+def test_weights_of_one_byte_halve_the_matrices_and_their_time():
+    small, whole = llama(weights="int8"), llama()
+    vectors = (2 * 3 + 1) * 256 * 2  # norms stay as they are, and so does the embedding
+    embedding = 512 * 256 * 2
+    rest = whole.memory.weight_bytes - vectors - embedding
+    assert small.memory.weight_bytes == vectors + embedding + rest // 2
+    assert small.tpot_us < whole.tpot_us
+    with pytest.raises(OptionTypeError, match="trn1 multiplies"):
+        predict(LLAMA, "trn1", weights="float8_e4m3")
+
+
+def test_equal_layers_are_traced_once_and_count_as_many(monkeypatch):
+    short = llama()
+    monkeypatch.setattr(predict_module, "shorten", lambda model: None)
+    monkeypatch.setattr(predict_module, "_KEPT", type(predict_module._KEPT)())
+    whole = predict(LLAMA, "trn2", **BASE)
+    for a, b in zip(short.phases, whole.phases, strict=True):
+        ours, theirs = a.by("kind"), b.by("kind")
+        # The sum that a layer adds to is a step of the next layer's first region: one of eight.
+        assert ours.pop("pointwise") == pytest.approx(theirs.pop("pointwise"), rel=1 / 8)
+        assert ours == pytest.approx(theirs)
+        assert sum(x.calls for x in a.lines) == sum(x.calls for x in b.lines)
+        assert len(a.lines) < len(b.lines)
+    assert short.memory == whole.memory
+
+
+@pytest.mark.long
+def test_layers_of_different_kinds_are_all_traced():
+    types = ["full_attention", "sliding_attention"] * 2
+    config = {**LLAMA, "model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True,
+              "sliding_window": 16, "layer_types": types}  # fmt: skip
+    config.pop("head_dim")
+    made = predict(config, "trn2", prompt=32, context=128, lnc=1)
+    lines = [x for x in made.phase("decode").lines if x.kind == "attention"]
+    assert sorted(x.calls for x in lines) == [2, 2]
+    assert len({x.each_us for x in lines}) == 2  # the window holds fewer tokens
+
+
+def test_an_encoder_has_one_pass():
+    config = {"model_type": "bert", "hidden_size": 128, "intermediate_size": 256,
+              "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}  # fmt: skip
+    made = predict(config, "trn1", prompt=64, ratio=0.3)
+    assert [p.name for p in made.phases] == ["pass"]
+    assert made.tpot_us is None
+    assert made.ttft_us == made.step_us
+    assert "a pass" in made.headline()
+
+
+def test_a_module_of_ones_own_needs_inputs():
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 128))
+    made = predict(model, "trn2", inputs=(torch.zeros(8, 256),), dtype="float32", lnc=1)
+    assert sum(x.calls for x in made.lines if x.kind == "kernel") == 2
+    assert made.memory.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
+    assert all(not p.is_meta for p in model.parameters())
+    with pytest.raises(PredictionError, match="inputs="):
+        predict(model)
+
+
+def test_records_survive_json_and_are_shown():
+    made = llama(ratio=0.3)
+    assert ModelPrediction.from_json(made.to_json()) == made
+    assert "\n" not in repr(made)
+    text = str(made)
+    assert made.headline().split(" on ")[0] in text.replace("\n    ", " ")
+    assert "decode: " in text
+    assert "<svg" in made._repr_html_()
+
+
+def test_a_headline_says_when_low_rank_does_not_pay():
+    made = llama(ratio=0.3)
+    slow = tuple(
+        dataclasses.replace(
+            p, lines=tuple(dataclasses.replace(x, each_us=9 * x.each_us) for x in p.lines)
+        )
+        for p in made.phases
+    )
+    assert "does not pay" in dataclasses.replace(made, phases=slow).headline()
+    fast = tuple(
+        dataclasses.replace(
+            p, lines=tuple(dataclasses.replace(x, each_us=x.each_us / 9) for x in p.lines)
+        )
+        for p in made.phases
+    )
+    text = dataclasses.replace(made, phases=fast).headline("perplexity 12.1 after 11.8")
+    assert "does not pay" not in text
+    assert text.endswith("perplexity 12.1 after 11.8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"prompt": 0}, OptionTypeError, "prompt"),
+        ({"tp": True}, OptionTypeError, "tp"),
+        ({"lnc": 3}, OptionTypeError, "lnc"),
+        ({"dtype": "int4"}, UnknownNameError, "dtype"),
+        ({"include": ["mlp"]}, OptionTypeError, "ratio"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, said):
+    with pytest.raises(error, match=said):
+        predict(LLAMA, "trn2", **{**BASE, **changes})
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(UnknownNameError, match=r"llama-3\.2-1b"):
+        predict("llama-3.2-1c")
+    with pytest.raises(PredictionError, match="model_type"):
+        predict({"hidden_size": 3})
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(PredictionError, match="no config that can be read"):
+        predict(path)
+    path.write_text(json.dumps(LLAMA))
+    assert predict(tmp_path, "trn2", **BASE).phases == llama().phases
+
+
+def test_public_models_have_the_size_of_their_name():
+    billions = {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
+                "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19,
+                "llama-3-70b": 70.6, "llama-2-13b": 13.0,
+                "mistral-7b": 7.25, "smollm2-135m": 0.135, "qwen2.5-7b": 7.62}  # fmt: skip
+    for name, size in billions.items():
+        model = meta_model(name, torch.bfloat16).module
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(size, rel=0.01)
+    assert len(public_models()) >= 18
+
+
+@pytest.mark.long
+def test_published_runs_are_within_the_bars():
+    from benchmarks import models
+
+    runs = json.loads(Path(models.RUNS).read_text())
+    assert [r["use"] for r in runs[:-1]] == ["calibrate", "held out"] * 7
+    assert models.main(["--only", "held out"]) == 0
