@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nmm_compiler.compress import hf
 from nmm_compiler.errors import MissingPackageError, PredictionError, UnknownNameError
 
 _NAMES = Path(__file__).parent / "public_models.json"
@@ -56,18 +57,46 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     """
     if isinstance(model_or_config, nn.Module):
         return MetaModel(without_data(model_or_config), type(model_or_config).__name__)
-    config, name = read_config(model_or_config)
+    config = read_config(model_or_config)
+    name, ranks = str(config.name_or_path) or str(config.model_type), saved_ranks(config)
     transformers = _transformers()
     with torch.device("meta"):
-        module = _auto_class(transformers, config).from_config(config, dtype=dtype)
-    return MetaModel(module.eval(), name or str(config.model_type))
+        module = _auto_class(transformers, config).from_config(dense_config(config), dtype=dtype)
+        if ranks:
+            hf.prepare(module, ranks)
+    return MetaModel(module.eval(), name)
 
 
-def read_config(given: Any) -> tuple[Any, str]:
-    """Return (transformers config, name) of a config, a dict, a path or a public name."""
+def saved_ranks(config: Any) -> dict[str, int]:
+    """Return {layer name: rank} of the config of a saved low-rank model, {} for any other.
+
+    Raises PredictionError for a config of another quantization, FactorsFileError for damaged ranks.
+    """
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return {}
+    fields = saved if isinstance(saved, Mapping) else saved.to_dict()
+    if fields.get("quant_method") != hf.METHOD:
+        raise PredictionError(
+            f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
+            "of the model that it was made from, and weights= for the format"
+        )
+    return hf.checked_ranks(fields.get("ranks"))
+
+
+def dense_config(config: Any) -> Any:
+    """Return a copy of a config without the ranks of a saved low-rank model."""
+    made = copy.deepcopy(config)
+    if getattr(made, "quantization_config", None) is not None:
+        del made.quantization_config
+    return made
+
+
+def read_config(given: Any) -> Any:
+    """Return the transformers config of a config, a dict, a path or a public name."""
     transformers = _transformers()
     if isinstance(given, transformers.PreTrainedConfig):
-        return copy.deepcopy(given), str(getattr(given, "name_or_path", "")).rpartition("/")[2]
+        return copy.deepcopy(given)
     name = ""
     if isinstance(given, (str, Path)):
         path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
@@ -87,10 +116,13 @@ def read_config(given: Any) -> tuple[Any, str]:
         )
     fields = {key: value for key, value in given.items() if key != "model_type"}
     try:
-        return transformers.AutoConfig.for_model(given["model_type"], **fields), name
+        config = transformers.AutoConfig.for_model(given["model_type"], **fields)
     except (ValueError, TypeError) as error:
-        raise PredictionError(f"transformers refuses the config: {' '.join(str(error).split())}")\
-            from error  # fmt: skip
+        text = " ".join(str(error).split())
+        raise PredictionError(f"transformers refuses the config: {text}") from error
+    if name:
+        config.name_or_path = name
+    return config
 
 
 def _json_object(path: Path) -> Any:

@@ -157,11 +157,16 @@ def plan(
     return Plan(name=made[0].name, predictions=tuple(made), refused=tuple(refused))
 
 
-def layer_gains(prediction: ModelPrediction) -> dict[str, float]:
-    """Return how much faster each kind of layer's kernels are than dense, in the last phase."""
+def layer_gains(prediction: ModelPrediction, phase: str | None = None) -> dict[str, float]:
+    """Return how much faster each kind of layer's kernels are than dense.
+
+    phase: its name, by default the last one.
+    """
     if prediction.dense is None:
         return {}
-    before, after = (_by_layer(p.phases[-1]) for p in (prediction.dense, prediction))
+    name = phase or prediction.phases[-1].name
+    found = [p.phase(name) for p in (prediction.dense, prediction)]
+    before, after = (_by_layer(one) for one in found if one is not None)
     return {name: before[name] / after[name] for name in before if after.get(name)}
 
 

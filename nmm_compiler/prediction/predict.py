@@ -21,7 +21,14 @@ from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
-from nmm_compiler.prediction.meta_models import MetaModel, meta_model, read_config, shorten
+from nmm_compiler.prediction.meta_models import (
+    MetaModel,
+    dense_config,
+    meta_model,
+    read_config,
+    saved_ranks,
+    shorten,
+)
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import BANDS, GAP_US, Machine, price, stored_bytes
 from nmm_compiler.prediction.tensor_parallel import SPLITS, shard
@@ -52,7 +59,8 @@ def predict(
     """Return what a model is predicted to take on `target`, and what it would take dense.
 
     model_or_config: an nn.Module (low-rank or not), a transformers config or a dict of its fields,
-        a directory, or the name of a public model (`nmm plan --help`). Weights are not needed.
+        a directory that `save_pretrained` wrote, low-rank or not, or the name of a public model
+        (`public_models.json`). Weights are not needed.
     prompt: tokens of the prompt, or of the input of a model that does not generate. context: tokens
         in the cache when a token is generated. batch: sequences at once.
     tp: logical cores that share the model. lnc: physical cores of a logical one; None is the
@@ -80,17 +88,21 @@ def predict(
     if weights.startswith("float8") and not chip.fp8_double_row:
         raise OptionTypeError("weights", weights, f"a format that {chip.name} multiplies")
     machine = Machine(chip, lnc, tp, weights)
-    given = model_or_config
+    given = original = model_or_config
+    saved = False
     if not isinstance(given, nn.Module):
-        given, _ = read_config(given)
+        given = read_config(given)
+        saved, original = bool(saved_ranks(given)), dense_config(given)
     setting = {"prompt": prompt, "context": context, "batch": batch}
-    made = _Maker(given, machine, dtype, setting, inputs)
     low = {"ratio": ratio, "rank": rank, "include": include, "exclude": exclude}
     wanted = ratio is not None or rank is not None
     if not wanted and (include is not None or exclude is not None):
         raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
-    dense = made.prediction(None)
-    return made.prediction(low, dense) if wanted else dense
+    dense = _Maker(original, machine, dtype, setting, inputs).prediction(None)
+    if not (wanted or saved):
+        return dense
+    maker = _Maker(given, machine, dtype, setting, inputs)
+    return maker.prediction(low if wanted else None, dense)
 
 
 @dataclass(frozen=True)

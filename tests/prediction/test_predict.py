@@ -240,6 +240,17 @@ def test_what_is_no_model_is_refused(tmp_path):
     assert predict(tmp_path, "trn2", **BASE).phases == llama().phases
 
 
+def test_a_saved_low_rank_config_is_compared_with_the_dense_model(tmp_path):
+    ranks = {f"model.layers.{i}.mlp.{n}_proj": 64 for i in range(3) for n in ("gate", "up", "down")}
+    saved = {"quant_method": "nmm_lowrank", "ranks": ranks}
+    made = predict({**LLAMA, "quantization_config": saved}, "trn2", **BASE)
+    assert made.ranks == (64,)
+    assert made.dense.phases == llama().phases
+    assert made.phases == predict(LLAMA, "trn2", **BASE, rank=64, include=["mlp"]).phases
+    with pytest.raises(PredictionError, match="quantized by awq"):
+        predict({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "trn2", **BASE)
+
+
 def test_public_models_have_the_size_of_their_name():
     billions = {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
                 "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19,
