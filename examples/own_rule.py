@@ -1,7 +1,9 @@
-"""Write your own rewrite rule: fuse a scaled residual into the epilogue of a low-rank call.
+"""Write your own rewrite rule: a scaled residual goes into the epilogue of a low-rank call.
 
-    y = residual + c * nmm.lowrank_matmul(x, u, v)
-    -> y = mine.lowrank_residual(x, u, v, residual, c)
+    y = residual + c * up(down(x))   ->   y = mine.lowrank_residual(x, u, v, residual, c)
+
+Twice: as two functions, which find the products before the built-in rules do, and as a class, which
+finds the call that the built-in rules made of them. docs/own-rule.md explains both.
 
 Run it: python examples/own_rule.py
 """
@@ -14,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-import nmm_compiler
+import nmm_compiler as nmm
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Add, Scale
-from nmm_compiler.passes.rules import Match, Refusal, Rule
 
+Match, Refusal, Rule = nmm.Match, nmm.Refusal, nmm.Rule
 LOWRANK = "nmm::lowrank_matmul"
 
 # 1. An op of your own for the fused kernel; here PyTorch computes it.
@@ -36,7 +38,20 @@ def _lowrank_residual(
 library.impl("lowrank_residual", _lowrank_residual, "CompositeImplicitAutograd")
 
 
-# 2. The rule: pattern proposes, check decides, rewrite emits.
+# 2. The rule as two functions: what to look for, and what to compute in its place.
+def residual_chain(
+    x: torch.Tensor, u: torch.Tensor, v: torch.Tensor, residual: torch.Tensor, c: float = 1.0
+) -> torch.Tensor:
+    """Return residual + c * (x u^T) v^T."""
+    return residual + c * nn.functional.linear(nn.functional.linear(x, u), v)
+
+
+residual_rule = nmm.rule(
+    residual_chain, torch.ops.mine.lowrank_residual, constants=("u", "v"), ranks={"residual": 2}
+)
+
+
+# 3. The rule as a class: pattern proposes, check decides, rewrite emits.
 class ScaledResidual(Rule):
     """residual + c * lowrank_matmul(x, u, v), without bias, base or activation."""
 
@@ -98,10 +113,20 @@ def main() -> None:
     """Rewrite a block with the rule and show what changed."""
     torch.manual_seed(0)
     block, x = Block(), torch.randn(4, 64)
-    result = nmm_compiler.rewrite(block, (x,), rules=[ScaledResidual()])
-    print(result)
-    print(result.diff())
-    torch.testing.assert_close(result.graph_module(x), block(x), rtol=1e-5, atol=1e-5)
+    for rules in ([residual_rule, "..."], [ScaledResidual()]):
+        result = nmm.rewrite(block, (x,), rules=rules, verify=True)
+        print(result)
+        print(result.diff())
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend="nmm", options={"rules": rules, "inner": "eager"})
+        torch.testing.assert_close(compiled(x), block(x), rtol=1e-5, atol=1e-5)
+        print(nmm.last_report())
+    print(f"largest error: {nmm.check_rule(residual_rule, result_of(block, x)):.2f} of the bound")
+
+
+def result_of(block: nn.Module, x: torch.Tensor) -> Any:
+    """Return what the rule of two functions meets in the block."""
+    return nmm.rewrite(block, (x,), rules=[residual_rule, "..."])
 
 
 if __name__ == "__main__":

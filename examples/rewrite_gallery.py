@@ -199,9 +199,9 @@ lam("lowrank", "decode_mv_diag", lambda p, x: p.b @ (torch.diag(p.s) @ torch.mv(
 lam("lowrank", "decode_addmv", lambda p, x: torch.addmv(p.d, p.b, p.a @ x[0, 0], alpha=0.5))
 lam("lowrank", "scale_diag_embed", lambda p, x: x @ p.u @ torch.diag_embed(p.s) @ p.v)
 lam("lowrank", "scale_diag_weight", lambda p, x: F.linear(F.linear(x, p.a), torch.diag(p.s)) @ p.v)
-lam("no:activations", "masked_diagonal", lambda p, x: x @ p.w.t() @ torch.where(
+lam("-", "masked_diagonal", lambda p, x: x @ p.w.t() @ torch.where(
     torch.ones(N, N, dtype=torch.bool).tril(), p.d, 0.0),
-    A="no:weight_computed", S="no:weight_computed")  # fmt: skip
+    A="no:weight_computed", S="no:rank_too_large")  # fmt: skip
 lam("lowrank", "sum_of_products", lambda p, x: ((x @ p.u)[..., None, :] * p.b).sum(-1))
 lam("-", "sum_of_repeated", lambda p, x: ((x @ p.u)[..., None, :1] * p.b).sum(-1))
 
@@ -373,7 +373,7 @@ def write_to_x(p: Holder, x: torch.Tensor) -> torch.Tensor:
     return F.linear(h, p.b) + z.sum()
 
 
-lam("no:activations", "attention", lambda p, x: ((x @ p.u) @ (x @ p.u).mT) @ (x @ p.w.t()),
+lam("-", "attention", lambda p, x: ((x @ p.u) @ (x @ p.u).mT) @ (x @ p.w.t()),
     A="no:weight_computed")  # fmt: skip
 lam("no:factors_multiplied", "right_associated", lambda p, x: x @ (p.u @ p.v),
     A="no:rank_too_large")  # fmt: skip
@@ -388,7 +388,7 @@ lam("no:dtype", "float_between", lambda p, x: F.linear(
 lam("no:rank_too_large", "rank_too_large", lambda p, x: x @ p.w.t() @ p.w)
 
 
-@case("no:dtype", A="no:weight_computed", C="no:weight_computed", S="n/a")
+@case("lowrank", S="n/a")
 def autocast(p: Holder, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return F.linear(F.linear(x, p.a), p.b)

@@ -43,11 +43,13 @@ if TYPE_CHECKING:
     from nmm_compiler.kernels.matmul import MatmulSpec as MatmulSpec
     from nmm_compiler.mlir.export import export_mlir as export_mlir
     from nmm_compiler.options import Options as Options
-    from nmm_compiler.passes.chains.linear_map import Refusal as Refusal
+    from nmm_compiler.passes.check_rule import check_rule as check_rule
     from nmm_compiler.passes.pipeline import explain as explain
     from nmm_compiler.passes.pipeline import rewrite as rewrite
-    from nmm_compiler.passes.rules.base import Match as Match
-    from nmm_compiler.passes.rules.base import Rule as Rule
+    from nmm_compiler.passes.rules import Match as Match
+    from nmm_compiler.passes.rules import Refusal as Refusal
+    from nmm_compiler.passes.rules import Rule as Rule
+    from nmm_compiler.passes.rules import rule as rule
     from nmm_compiler.prediction.model import ModelPrediction as ModelPrediction
     from nmm_compiler.prediction.predict import predict as predict
     from nmm_compiler.simulator.run import ArraySpec as ArraySpec
@@ -64,16 +66,17 @@ _HOMES = {
     "CompressionConfig": "nmm_compiler.compress.config",
     "Kernel": "nmm_compiler.codegen.build",
     "LowRankSpec": "nmm_compiler.kernels.lowrank",
-    "Match": "nmm_compiler.passes.rules.base",
+    "Match": "nmm_compiler.passes.rules",
     "MatmulSpec": "nmm_compiler.kernels.matmul",
     "ModelPrediction": "nmm_compiler.prediction.model",
     "NmmError": "nmm_compiler.errors",
     "Options": "nmm_compiler.options",
     "Profile": "nmm_compiler.simulator.timing.profile",
-    "Refusal": "nmm_compiler.passes.chains.linear_map",
-    "Rule": "nmm_compiler.passes.rules.base",
+    "Refusal": "nmm_compiler.passes.rules",
+    "Rule": "nmm_compiler.passes.rules",
     "Simulation": "nmm_compiler.simulator.run",
     "build_kernel": "nmm_compiler.codegen.build",
+    "check_rule": "nmm_compiler.passes.check_rule",
     "calibrate": "nmm_compiler.compress.apply",
     "compress": "nmm_compiler.compress.apply",
     "evaluate": "nmm_compiler.compress.evaluate",
@@ -88,6 +91,7 @@ _HOMES = {
     "remember": "nmm_compiler.compress.teacher",
     "reports": "nmm_compiler.backend",
     "rewrite": "nmm_compiler.passes.pipeline",
+    "rule": "nmm_compiler.passes.rules",
     "save_factors": "nmm_compiler.compress.save",
     "simulate": "nmm_compiler.simulator.run",
     "write_trace": "nmm_compiler.simulator.timing.profile",

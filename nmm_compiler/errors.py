@@ -354,3 +354,22 @@ class NoRealInputsError(NmmError, ValueError):
 
 class PredictionError(NmmError, ValueError):
     """A model, a config or a setting that no latency can be predicted for."""
+
+
+class PatternError(NmmError, ValueError):
+    """A pattern function of a rule cannot be read; the message says why."""
+
+    def __init__(self, function: object, why: str) -> None:
+        name = getattr(function, "__name__", "function")
+        super().__init__(
+            f"the pattern {name!r} cannot be read: {why}; a pattern is a function of tensors, and "
+            "of numbers with defaults, that returns one tensor. A class made from "
+            "nmm_compiler.Rule says what two functions cannot"
+        )
+
+
+class RuleNotFiredError(NmmError, ValueError):
+    """A rule to be proved matches nothing in what it was given."""
+
+    def __init__(self, rule: str, why: str) -> None:
+        super().__init__(f"rule {rule!r} matches nothing: {why}")

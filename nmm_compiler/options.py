@@ -55,6 +55,8 @@ class Options:
     report: called with the CompileReport of each graph; True prints it; a path ending in .html is
         written as one page with all graphs compiled so far.
     disable: names of rewrite rules to leave out.
+    rules: rewrite rules of your own (nmm_compiler.rule, nmm_compiler.Rule), asked after the
+        built-in ones; "..." in the list stands for these, and the name of one for itself.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
         blocks of tokens in a loop on the device.
     cache, cache_dir, cache_max_bytes, remote_cache: the kernel cache; None asks the
@@ -73,6 +75,7 @@ class Options:
     dump: str | None = None
     report: bool | str | Callable[[Any], None] = False
     disable: tuple[str, ...] = ()
+    rules: tuple[Any, ...] = ()
     instruction_budget: int = INSTRUCTION_BUDGET
     cache: str | None = None
     cache_dir: str | None = None
@@ -92,6 +95,8 @@ class Options:
                 raise OptionTypeError(name, getattr(self, name), "True or False")
         if not (isinstance(self.disable, tuple) and all(isinstance(n, str) for n in self.disable)):
             raise OptionTypeError("disable", self.disable, "a list of names of rewrite rules")
+        if not isinstance(self.rules, tuple):
+            raise OptionTypeError("rules", self.rules, "a list of rules")
         for name in ("cache_dir", "remote_cache", "dump"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise OptionTypeError(name, getattr(self, name), "a path or URL as a string")
@@ -127,7 +132,7 @@ class Options:
         for name in given:
             if name not in known:
                 raise UnknownNameError("option", name, known)
-        for name in ("buckets", "disable"):
+        for name in ("buckets", "disable", "rules"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         return cls(**given)

@@ -26,7 +26,13 @@ import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend.inner import compile_inner, inner_name
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.backend.report_page import add_to_page, forget_pages
-from nmm_compiler.errors import CacheMissError, NeuronSetupError
+from nmm_compiler.errors import (
+    BrokenRuleError,
+    CacheMissError,
+    NeuronSetupError,
+    OptionTypeError,
+    UnknownNameError,
+)
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
@@ -104,6 +110,7 @@ class _Work:
         self.chains = 0
         self.matches: tuple[str, ...] = ()
         self.declined: tuple[Refusal, ...] = ()
+        self.rules: tuple[str, ...] = ()
         self.lines: list[KernelLine] = []
         self.built: list[Any] = []
         self.phases_ms: dict[str, float] = {}
@@ -146,6 +153,7 @@ class _Work:
             phases_ms=self.phases_ms,
             fallback=self.fallback,
             notes=tuple(dict.fromkeys(self.notes)),
+            rules=self.rules,
             built=tuple(self.built),
             pictures=self.pictures,
         )
@@ -160,13 +168,16 @@ def _rewrite(work: _Work) -> fx.GraphModule:
     try:
         options = dataclasses.replace(work.options, verify=False)
         result = pipeline.run(work.gm, work.example_inputs, options)
+    except (BrokenRuleError, OptionTypeError, UnknownNameError):  # the user's to mend
+        raise
     except Exception as error:  # a fault in a pass must not break the user's model
         work.give_up("the passes", error)
         return work.gm
     found = [match for match in result.matches if match.rewritten]
-    work.chains = sum(int(match.info.get("chains", 1)) for match in found)
+    work.chains = sum(int(match.info.get("chains", 0)) for match in found)
     work.matches = tuple(_match_line(match) for match in found)
     work.notes += [note for match in found for note in match.notes]
+    work.rules = tuple(str(count) for count in result.rules.values() if not count.built_in)
     work.declined = tuple(
         Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy) for d in result.declined
     )

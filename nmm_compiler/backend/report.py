@@ -68,6 +68,7 @@ class CompileReport(Shown):
     phases_ms: dict[str, float]
     fallback: str | None = None
     notes: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
     built: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     pictures: tuple[Part, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
@@ -83,6 +84,7 @@ class CompileReport(Shown):
         plain: dict[str, Any] = {name: getattr(self, name) for name in fields}
         plain["matches"] = list(self.matches)
         plain["notes"] = list(self.notes)
+        plain["rules"] = list(self.rules)
         plain["declined"] = [refusal.to_dict() for refusal in self.declined]
         plain["kernels"] = [line.to_dict() for line in self.kernels]
         plain["cache_hits"] = self.cache_hits
@@ -132,6 +134,7 @@ class CompileReport(Shown):
             parts.append(Grid.of(head, kernels, right=figures))
         if self.fallback is not None:
             parts.append(Line(f"the graph was left as it was: {self.fallback}", "warning"))
+        parts += [Line(text, "note") for text in self.rules]
         parts += [Line(f"note: {note}", "note") for note in self.notes]
         return parts
 

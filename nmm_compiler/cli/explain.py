@@ -19,6 +19,10 @@ def explain(
     model: Annotated[str, typer.Argument(help="DIRECTORY, FILE.py:function or all-MiniLM-L6-v2")],
     tokens: values.Tokens = 64,
     target: values.Target = "trn2",
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE.py:name, a rule or a list of rules of your own; may be repeated"),
+    ] = None,
     json: Annotated[
         Path | None, values.output_option(help_="also write the report as JSON here")
     ] = None,
@@ -39,7 +43,8 @@ def explain(
         taken = sorted({"model", "options", "rules"} & set(named))
         if taken:
             raise OptionTypeError("inputs", taken, "inputs of other names: explain() has these")
-        report = run(loaded, options={"target": target}, **named)
+        own = [rule for name in rules or () for rule in models.rules_of(name)]
+        report = run(loaded, options={"target": target, "rules": own}, **named)
     show(str(report))
     if json is not None:
         write_text(json, report.to_json(indent=2))

@@ -84,6 +84,27 @@ def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch
         return model.eval(), inputs
 
 
+def rules_of(name: str) -> list[Any]:
+    """Return the rewrite rules that FILE.py:name names: a rule, a class of one, or a list."""
+    from nmm_compiler.passes.rules import Rule
+
+    file, _, attribute = name.rpartition(":")
+    if not file.endswith(".py") or not Path(file).is_file():
+        raise UnknownNameError("rule", name, ["FILE.py:name"])
+    with foreign(file, "it raised"):
+        module = runpy.run_path(file)
+    if attribute not in module:
+        raise UnknownNameError(f"name of {file}", attribute, [n for n in module if n[0] != "_"])
+    with foreign(file, f"{attribute} must be a rule, a class of one, or a list of them"):
+        found = module[attribute]
+        listed = list(found) if isinstance(found, (list, tuple)) else [found]
+        made = [one() if isinstance(one, type) else one for one in listed]
+        wrong = [one for one in made if not isinstance(one, Rule)]
+        if wrong or not made:
+            raise TypeError(f"it is {found!r}")
+    return made
+
+
 def encoder() -> tuple[Any, Any]:
     """Return (model, tokenizer) of all-MiniLM-L6-v2 from its installed package, offline."""
     transformers = require_transformers("the sentence encoder")

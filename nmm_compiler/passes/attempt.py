@@ -8,6 +8,7 @@ place can be blamed for, check the graph after each emission and keep every stri
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -23,6 +24,7 @@ from nmm_compiler.passes.emit.strides import settle_strides
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Leaf, Product
+from nmm_compiler.passes.graph.effects import is_pure
 from nmm_compiler.passes.graph.metadata import value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout.assignment import assign_layouts, count_transposes
@@ -30,6 +32,7 @@ from nmm_compiler.passes.layout.regions import LAYOUT, Pointwise
 from nmm_compiler.passes.multiplied_back import multiplied_back
 from nmm_compiler.passes.opportunities import opportunities
 from nmm_compiler.passes.result import RewriteResult
+from nmm_compiler.passes.rule_counts import RuleCount
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
 
 
@@ -39,9 +42,10 @@ class Attempt:
 
     path: of the graph among the graphs of higher-order operators. sources: what its placeholders
     hold, for such a graph. odd: inputs that are tensor subclasses. mode: "quick" or "careful".
-    refused: what this and earlier attempts could not emit. The methods are the steps of
-    `pipeline.PASSES`; what they hand on stands in the fields after `refused`. findings: what the
-    last step found, as lines for a dump.
+    refused: what this and earlier attempts could not emit. rules: those at work; later: rules of a
+    user that follow, and taken_before what the rules before took of theirs. The methods are the
+    steps of `pipeline.PASSES`; what they hand on stands in the fields after `taken_before`.
+    findings: what the last step found, as lines for a dump.
     """
 
     module: fx.GraphModule
@@ -55,6 +59,8 @@ class Attempt:
     result: RewriteResult
     refused: list[Declined]
     rules: tuple[Rule, ...] = ()
+    later: tuple[Rule, ...] = ()
+    taken_before: dict[str, RuleCount] = dataclasses.field(default_factory=dict)
     c: Canonical = dataclasses.field(init=False)
     matches: list[Match] = dataclasses.field(default_factory=list)
     turned: list[Pointwise] = dataclasses.field(default_factory=list)
@@ -76,17 +82,32 @@ class Attempt:
     def match(self) -> None:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
         search = _Search(self.c)
+        nodes = list(reversed(self.c.graph.nodes))
         for rule in self.rules:
-            for node in reversed(list(self.c.graph.nodes)):
+            for node in nodes:
                 if node not in search.taken:
                     with self.faults.guard("matching", node, rule):
-                        search.ask(rule, node)
+                        search.ask(rule, node, self._count(rule))
+        for rule in self.later:
+            count = self.taken_before.setdefault(rule.name, RuleCount(rule.name, False))
+            search.ask_who_took(rule, nodes, count)
         self.matches = search.matches
         names = {node.name for node in search.taken}
         declined = [d for d in search.declined if d.at not in names or d in search.kept]
         graph = self.path.rstrip(".")
         self.result.declined += [dataclasses.replace(d, graph=graph) for d in declined]
         self.findings = [*map(str, self.matches), *(f"declined: {d}" for d in declined)]
+
+    def _count(self, rule: Rule) -> RuleCount:
+        """Return the count of a rule at work, begun with what rules before it took."""
+        count = self.result.rules.get(rule.name)
+        if count is None:
+            count = RuleCount(rule.name, self.built_in)
+            before = self.taken_before.get(rule.name)
+            if before is not None:
+                count.lost, count.failed = before.lost, before.failed
+            self.result.rules[rule.name] = count
+        return count
 
     def combine(self) -> None:
         """Let rules join matches into groups, and note what is found for the report."""
@@ -120,7 +141,7 @@ class Attempt:
     def emit(self) -> None:
         """Change the graph once, and erase what nothing reads; `dropped` where a place failed."""
         c = self.c
-        seen = {n for n in c.sources if isinstance(n, fx.Node) and n.users}
+        read = {n for n in c.graph.nodes if n.users and is_pure(n, c.effects)}
         self.editor = Editor(c, value_key(self.module.graph), self.options)
         self.editor.careful = self.mode == "careful"
         self.dropped = not self._emit_all(c, self.editor, self.rules, [*self.matches, *self.turned])
@@ -128,7 +149,7 @@ class Attempt:
             return
         taken = {n for match in self.matches for n in match.nodes}
         taken |= {operation.node for operation in self.turned}
-        self.editor.erase(taken | seen | set(self.editor.added))
+        self.editor.erase(taken | read | set(self.editor.added))
         replaced = self.editor.replaced.items()
         self.findings = [f"{old.name} -> {new.name}" for old, new in replaced]
 
@@ -256,37 +277,66 @@ class _Search:
 
     def __init__(self, c: Canonical) -> None:
         self.c = c
-        self.taken: set[fx.Node] = set()
+        self.taken: dict[fx.Node, str] = {}
         self.matches: list[Match] = []
         self.declined: list[Declined] = []
         self.kept: list[Declined] = []
 
-    def ask(self, rule: Rule, node: fx.Node) -> None:
+    def ask(self, rule: Rule, node: fx.Node, count: RuleCount) -> None:
         """Keep the first match of a rule at a node, or why there is none."""
         c = self.c
         for candidate in rule.pattern(c, node):
+            count.proposed += 1
             found = _checked(rule, rule.check(c, candidate))
             if found is None:
                 continue
+            if isinstance(found, Refusal) and found.agreed:
+                near = (found.agreed, f"at {found.node.name} {found.reason}")
+                count.nearest = max(count.nearest or near, near)
+                continue
             if isinstance(found, Refusal):
+                count.refused += 1
                 if found.reason:
                     self.declined.append(Declined.of(rule.name, found, node))
                     self.kept += self.declined[-1:] if found.report_even_if_superseded else []
                 continue
             if c.faults.is_dropped(rule.name, found.name):
                 continue
-            moving = {n for n in found.nodes if not isinstance(c.forms.get(n), Leaf)}
+            leaves = (n for n in found.nodes if c.is_weight(n) or isinstance(c.forms.get(n), Leaf))
+            moving = found.nodes - set(leaves)
             places = [c.effects.position[n] for n in (*moving, found.node)]
             inside = c.effects.crossed_transform(min(places), max(places))
             if found.rewritten and inside:
                 self.declined.append(Declined.of(rule.name, in_transform(node), node))
+                count.refused += 1
                 continue
-            if found.rewritten and moving & self.taken:
+            if found.rewritten and moving & self.taken.keys():
+                count.lost[self._taker(moving)] += 1
                 continue
             if found.rewritten:
-                self.taken |= {n for n in moving if n not in c.constant}
+                self.taken |= dict.fromkeys(moving, rule.name)
             self.matches.append(found)
+            count.matched += 1
             return
+
+    def _taker(self, nodes: Collection[fx.Node]) -> str:
+        return next(self.taken[n] for n in self.c.graph.nodes if n in nodes and n in self.taken)
+
+    def ask_who_took(self, rule: Rule, nodes: list[fx.Node], count: RuleCount) -> None:
+        """Count the places of a rule that works later, which the rules at work have taken.
+
+        Its rewrite will meet another graph than this one; what it raises here is only told.
+        """
+        for node in nodes:
+            try:
+                found = [rule.check(self.c, candidate) for candidate in rule.pattern(self.c, node)]
+            except Exception as error:  # a rule may be made for the rewritten graph alone
+                count.failed = f"{type(error).__name__}: {error}"
+                return
+            for match in (one for one in found if isinstance(one, Match)):
+                if match.nodes & self.taken.keys():
+                    count.lost[self._taker(match.nodes)] += 1
+                    break
 
 
 def _checked(rule: Rule, found: Any) -> Match | Refusal | None:

@@ -77,12 +77,13 @@ PASSES: tuple[Pass, ...] = (
 """The steps of a rewrite, in order: the built-in rules at once, then each rule of a user."""
 
 
-def apply(attempt: Attempt, rules: tuple[Rule, ...], dump: Dump) -> bool:
+def apply(attempt: Attempt, rules: tuple[Rule, ...], later: tuple[Rule, ...], dump: Dump) -> bool:
     """Rewrite by built-in rules, or by one of a user; False when a place had to be dropped.
 
+    later: the rules of the user that follow.
     Raises BrokenRuleError for a user's rule that fails or breaks the graph.
     """
-    attempt.rules = rules
+    attempt.rules, attempt.later = rules, later
     for step in PASSES:
         step.run(attempt)
         if attempt.dropped:
@@ -105,7 +106,16 @@ def run(
     InternalFaultError.
     """
     options = Options.make(options)
-    order = rule_order(options, rules)
+    return rewrite_in_order(graph_module, example_inputs, options, rule_order(options, rules))
+
+
+def rewrite_in_order(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any] | None,
+    options: Options,
+    order: tuple[Rule, ...],
+) -> RewriteResult:
+    """Do the work of `run`, with just the rules in `order`."""
     import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 
     result = RewriteResult(graph_module, [], [], original=graph_module)
@@ -180,10 +190,11 @@ def explain(
 def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Rule, ...]:
     """Return the rules to apply: "..." stands for the built-in ones not named, objects are added.
 
-    A list of rule objects alone is added after the built-in rules.
+    A list of rule objects alone is added after the built-in rules. Without `rules`, those of the
+    options are taken.
     """
     known = {rule.name: rule for rule in RULES}
-    given = list(rules or ())
+    given = list(options.rules if rules is None else rules)
     if not any(isinstance(entry, str) for entry in given):
         given = ["...", *given]
     named = {e for e in given if isinstance(e, str)} | {
@@ -197,6 +208,8 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
             raise OptionTypeError("rules", entry, wanted)
         if isinstance(entry, Rule):
             order.append(entry)
+        elif not isinstance(entry, str):
+            raise OptionTypeError("rules", entry, "rules, or names of built-in ones")
         elif entry == "...":
             order.extend(rule for rule in RULES if rule.name not in named)
         elif entry in known:
@@ -295,7 +308,7 @@ class _Run:
                 shared = (self.options, self.faults, path, sources, odd, mode, found, self.refused)
                 attempt = Attempt(module, values, *shared)
                 with self.faults.guard("rewriting the graph that ends at", last):
-                    whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
+                    whole = all(apply(attempt, *step, dump) for step in _segments(self.order))
                     dropped = not whole
             if whole:
                 break
@@ -318,15 +331,24 @@ def _subclasses(module: fx.GraphModule, example_inputs: Sequence[Any] | None) ->
     }
 
 
-def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
-    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone."""
+Segment = tuple[tuple[Rule, ...], tuple[Rule, ...]]
+
+
+def _segments(order: tuple[Rule, ...]) -> list[Segment]:
+    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone.
+
+    Each comes with the users' rules that follow it.
+    """
     segments: list[tuple[Rule, ...]] = []
     for rule in order:
         if segments and rule in RULES and segments[-1][0] in RULES:
             segments[-1] = (*segments[-1], rule)
         else:
             segments.append((rule,))
-    return segments
+    return [
+        (own, tuple(r for later in segments[i + 1 :] for r in later if r not in RULES))
+        for i, own in enumerate(segments)
+    ]
 
 
 Child = tuple[str, fx.GraphModule, list[Any] | None, dict[str, str]]

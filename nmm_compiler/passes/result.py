@@ -19,6 +19,7 @@ from torch import fx
 from nmm_compiler.passes import verify
 from nmm_compiler.passes.chains.refusal_codes import distance
 from nmm_compiler.passes.graph_view import graph_parts
+from nmm_compiler.passes.rule_counts import RuleCount, merged
 from nmm_compiler.passes.rules.base import Declined, Match
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
@@ -54,7 +55,8 @@ class Opportunity:
 class RewriteResult(Shown):
     """A rewritten graph and what happened to it.
 
-    graph_module is a new GraphModule that shares parameters with the original.
+    graph_module is a new GraphModule that shares parameters with the original. rules: what became
+    of each rule's proposals, by the rule's name.
     """
 
     graph_module: fx.GraphModule
@@ -66,6 +68,7 @@ class RewriteResult(Shown):
     layouts: list[Any] = field(default_factory=list)
     transposes_before: int = 0
     transposes_after: int = 0
+    rules: dict[str, RuleCount] = field(default_factory=dict)
 
     def check(self, *inputs: Any, **keywords: Any) -> float:
         """Run the graph before and after on real inputs; raise where the results differ.
@@ -83,6 +86,7 @@ class RewriteResult(Shown):
         self.layouts += part.layouts
         self.transposes_before += part.transposes_before
         self.transposes_after += part.transposes_after
+        self.rules = merged([*self.rules.values(), *part.rules.values()])
 
     @property
     def rewritten(self) -> list[Match]:
@@ -92,7 +96,7 @@ class RewriteResult(Shown):
     @property
     def chains(self) -> int:
         """Return how many factor pairs the matches hold; groups hold several."""
-        return sum(int(m.info.get("chains", 1)) for m in self.matches)
+        return sum(int(m.info.get("chains", 0)) for m in self.matches)
 
     @property
     def nearest(self) -> dict[str, Declined]:
@@ -125,6 +129,7 @@ class RewriteResult(Shown):
             "opportunities": [o.to_dict() for o in self.opportunities],
             "layouts": [str(choice) for choice in self.layouts],
             "transposes": {"before": self.transposes_before, "after": self.transposes_after},
+            "rules": [count.to_dict() for count in self.rules.values()],
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -144,6 +149,7 @@ class RewriteResult(Shown):
         return [
             Line(self.summary(), "headline"),
             *_matches(self),
+            *(Line(str(count), "note") for count in self.rules.values() if not count.built_in),
             *_layouts(self),
             *_declined(self.declined),
             *_opportunities(self.opportunities),

@@ -31,7 +31,7 @@ def matches_are_apart(attempt: Attempt) -> None:
     owners: dict[fx.Node, Any] = {}
     for match in attempt.matches if attempt.built_in else ():
         for node in match.nodes if match.rewritten else ():
-            if node in c.constant or isinstance(c.forms.get(node), Leaf):
+            if c.is_weight(node) or isinstance(c.forms.get(node), Leaf):
                 continue
             other = owners.setdefault(node, match)
             if other is not match:

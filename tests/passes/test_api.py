@@ -19,7 +19,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import RULES, explain, rewrite, run
-from nmm_compiler.passes.rules import Match, Refusal, Rule, rule
+from nmm_compiler.passes.rules import Match, Refusal, Rule
 
 X = torch.randn(3, 64)
 
@@ -243,19 +243,6 @@ def test_disable_and_order():
         rewrite(Pair(), X, options={"disable": ("lowrang",)})
     with pytest.raises(UnknownNameError, match="rule 'loora'"):
         rewrite(Pair(), X, rules=["loora"])
-
-
-def test_a_rule_made_by_the_decorator():
-    def check(graph, node):
-        return Match(rule="relu6", node=node, nodes=frozenset({node}))
-
-    @rule("relu6", targets="relu", check=check)
-    def relu6(graph, match, editor):
-        return editor.call(torch.ops.aten.clamp.default, match.node.args[0], 0.0, 6.0)
-
-    result = rewrite(lambda x: torch.relu(x) * 10, (X * 9,), rules=[relu6])
-    assert [m.kind for m in result.matches] == ["relu6"]
-    close(result.graph_module(X * 9), (X * 9).clamp(0, 6) * 10)
 
 
 class Raises(Rule):

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from nmm_compiler.passes.chains.linear_map import (
@@ -104,7 +105,7 @@ class Chain:
 def _constant_over(c: Canonical, factor: Key, target: Key) -> tuple[int, ...] | None:
     """Return the dimensions of `target` along which a constant varies; None if no constant."""
     shape, own = c.shape(target), c.shape(factor)
-    if shape is None or own is None or not c.is_constant(factor):
+    if shape is None or own is None or not c.is_weight(factor):
         return None
     dims = views.expand(views.identity(own), shape)
     if dims is None:
@@ -200,13 +201,42 @@ def trace_back(c: Canonical, start: Key) -> tuple[Walk, Product] | tuple[Walk, R
             if diagonal is False:
                 return walk, _blocked(c, form, walk.key)
             continue
-        found = affine(c, walk.key, form)
+        if isinstance(form, Cast) and _is_wider_for_a_while(c, walk.key):
+            found: tuple[Key, list[Step]] | None = form.value, []
+        else:
+            found = affine(c, walk.key, form)
         if found is None:
             return walk, _blocked(c, form, walk.key)
         value, steps = found
         walk.steps.extend(steps)
         if not walk.descend(c, value):
             return walk, _blocked(c, form, walk.key)
+
+
+_STEPS_COMPUTED_WIDER = 8
+
+
+def _is_wider_for_a_while(c: Canonical, key: Key) -> bool:
+    """Say whether a cast is one of two, to a wider dtype and back, with only steps between.
+
+    A kernel keeps the middle of a chain in float32, so that steps between are wider there too.
+    """
+    for _ in range(_STEPS_COMPUTED_WIDER):
+        form = c.forms[key]
+        if isinstance(form, Cast):
+            own, inner = c.dtype(key), c.dtype(form.value)
+            if own == torch.float32 and inner in (torch.bfloat16, torch.float16):
+                return True
+            if inner != torch.float32 or own not in (torch.bfloat16, torch.float16):
+                return False
+            value: Key = form.value
+        else:
+            found = affine(c, key, form)
+            if found is None:
+                return False
+            value = found[0]
+        key = c.base(value)[0]
+    return False
 
 
 def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
@@ -243,7 +273,7 @@ def _diagonal(c: Canonical, walk: Walk, form: Product) -> bool | None:
         diagonal = c.form(other)
         if not isinstance(diagonal, Diagonal) or len(labels) != 2:
             continue
-        if not c.is_constant(diagonal.vector):
+        if not c.is_weight(diagonal.vector):
             return False
         inside = [i for i, label in enumerate(own) if label in labels]
         new = next((x for x in labels if x not in own), None)
@@ -301,6 +331,8 @@ def read_chain(
         if isinstance(inner, Refusal):
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
+        if not (inputs or any(_is_made_of_weights(c, side) for side in (inner.lhs, inner.rhs))):
+            continue  # the product behind is one of two activations, as in attention
         found = join_stages(c, second, walk, inner, computed=inputs)
         if isinstance(found, Chain):
             if inputs and part_of_one(found.first.x) is not None:
@@ -311,7 +343,7 @@ def read_chain(
 
 
 def _may_be_factor(c: Canonical, key: Key, inputs: bool) -> bool:
-    return c.is_constant(key) or (inputs and c.base(key)[0] in c.input_matrices)
+    return c.is_weight(key) or (inputs and c.base(key)[0] in c.input_matrices)
 
 
 def _feeds_product(c: Canonical, key: Key) -> bool:
@@ -327,7 +359,9 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
                 "weight_computed",
                 "the weight is a product computed in the graph",
                 key,
-                "write (x @ u) @ v, or set Options(reassociate=True)",
+                "write (x @ u) @ v, or set options={'reassociate': True}"
+                if isinstance(c.form(key), Product)
+                else "add x @ w and (x @ u) @ v, in place of their weights",
             )
         if owner in c.derived and isinstance(inner, Product) and key is weight:
             return Refusal(
@@ -346,13 +380,7 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
                 "make the factor a parameter or a buffer (beside a stored base, adapters may be "
                 "inputs)",
             )
-        return Refusal(
-            "activations",
-            "both operands are activations",
-            weight,
-            "nothing: a low-rank kernel wants constant factors",
-        )
-    return None
+    return None  # a product of two activations, as in attention, is no chain
 
 
 def _products_behind(c: Canonical, key: Key, limit: int = 12) -> list[Product]:
@@ -372,13 +400,26 @@ def _products_behind(c: Canonical, key: Key, limit: int = 12) -> list[Product]:
     return found
 
 
+def _is_made_of_weights(c: Canonical, key: Key) -> bool:
+    return c.is_weight(key) or owner_of(key) in c.derived
+
+
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
-    """Return the refusal when a product with a small enough inner dimension lies just behind."""
+    """Return the refusal when only what it names lies between two products that are low-rank.
+
+    Behind a residual sum, a rotary embedding or an attention stand other layers of the model.
+    """
     r, n = second.weight.k, second.weight.n
-    for form in _products_behind(c, walk.key):
-        weight = form.rhs if c.is_constant(form.rhs) else form.lhs
+    if isinstance(walk.key, Virtual):
+        return None
+    operands = list(_operands(c, walk.key, c.forms[walk.key]))
+    parts = [key for key in operands if isinstance(key, fx.Node) and c.shape(key) is None]
+    operands += [source for key in parts for source in key.all_input_nodes]  # split, chunk
+    behind = [trace_back(c, key)[1] for key in operands if c.shape(key) is not None]
+    for form in (form for form in behind if isinstance(form, Product)):
+        weight = form.rhs if c.is_weight(form.rhs) else form.lhs
         shape = c.shape(c.base(weight)[0])
-        if not c.is_constant(weight) or shape is None:
+        if not c.is_weight(weight) or shape is None:
             continue
         sizes = [s for s in shape if isinstance(s, int) and s != 1]
         for inner in sizes:
@@ -400,6 +441,10 @@ def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
     if isinstance(form, Add):
         return [form.a, *([] if isinstance(form.b, float) else [form.b])]
     return [] if isinstance(key, Virtual) else key.all_input_nodes
+
+
+def _short(c: Canonical, key: Key) -> str:
+    return str(c.dtype(key)).removeprefix("torch.")
 
 
 def join_stages(
@@ -428,6 +473,13 @@ def join_stages(
     inside = part_of_one(first.x)
     if inside is not None and not computed:
         return inside
+    if c.dtype(walk.key) != c.dtype(second.key):
+        return Refusal(
+            "dtype",
+            f"the products compute in {_short(c, walk.key)} and {_short(c, second.key)}",
+            walk.key,
+            "keep one dtype through the chain, or cast back before the second product",
+        )
     data_dims = views.compose(walk.dims, first.out_dims)
     mismatch = Refusal(
         "inner_reshaped",

@@ -67,6 +67,8 @@ class Refusal:
     """Why something is not what a rule looks for: a code, words, the node, the way out.
 
     report_even_if_superseded: it is in the report even where another rule takes the place.
+    agreed: above 0 for a place that is no match of a pattern, of which so many values agree; the
+    report shows the one with most of them, where the rule matches nothing.
     """
 
     code: str
@@ -74,6 +76,7 @@ class Refusal:
     key: Key
     remedy: str
     report_even_if_superseded: bool = False
+    agreed: int = 0
 
     @property
     def node(self) -> fx.Node:
@@ -126,7 +129,7 @@ def read_stage(
     x_labels, w_labels = form.lhs_labels, form.rhs_labels
     if not weight_is_rhs:
         x_labels, w_labels = w_labels, x_labels
-    if not computed and not c.is_constant(w):
+    if not computed and not c.is_weight(w):
         return Refusal(
             "weight_computed",
             "the weight is computed in the graph",
@@ -140,7 +143,7 @@ def read_stage(
             "symbolic_weight",
             "the weight has symbolic dimensions",
             w,
-            "mark the weight's dimensions as static",
+            "call torch._dynamo.mark_static on the weight, or leave dynamic=True",
         )
     x_shape = c.shape(x)
     assert x_shape is not None

@@ -84,6 +84,8 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection 
         chain = None
         constant = (c.is_constant(form.lhs), c.is_constant(form.rhs))
         if not any(constant):
+            constant = (c.is_weight(form.lhs), c.is_weight(form.rhs))
+        if not any(constant):
             return None
         weight_is_rhs = constant[1]  # when both are inputs of the graph, x stands on the left
         read = read_stage(c, walk.key, form, weight_is_rhs)

@@ -33,6 +33,7 @@ CODES: dict[str, str] = {
 FURTHER: dict[str, str] = {
     "activations": "both operands of the product are activations",
     "adapted_gate": "gate or up is a dense product with adapters",
+    "constant": "a parameter of a pattern is no stored weight",
     "batched_weight": "there is one weight per head or batch entry",
     "features": "the down projection returns other than x's features",
     "features_mixed": "the second product contracts tokens",
@@ -41,11 +42,13 @@ FURTHER: dict[str, str] = {
     "internal": "a fault in nmm_compiler met this place",
     "merged_gate": "gate and up are halves of one projection",
     "opaque": "an unknown operation stands between the products",
+    "pattern": "a pattern of two functions differs there",
     "part_of_one": "the products are a part of one operation of more",
     "sbuf": "the whole MLP does not fit the target's memory",
     "slower": "two kernels are predicted to be faster than one",
     "unknown_sizes": "two sizes of a reshape stand nowhere in the graph",
     "weight_layout": "a weight is no plain matrix of its parameter",
+    "where": "the condition of a rule of two functions does not hold",
 }
 """Codes that are no nearer than any other: all of them, and those of users' rules, rank last."""
 

@@ -1,7 +1,8 @@
 """Why nodes may not be replaced by one call where the last of them stands.
 
-`refuse` is every reason: other users of inner values, dtypes, devices, tensor subclasses, and what
-the move would cross (`crossed`: writes, edges of regions). `too_wide` is the reason of cost.
+`unsafe` is every reason that holds for any replacement: other users of inner values, devices,
+tensor subclasses, and what the move would cross (`crossed`: writes, edges of regions). `refuse`
+adds the dtypes of kernels, `too_wide` is the reason of cost.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from nmm_compiler.passes.chains.linear_map import (
 )
 from nmm_compiler.passes.graph.canonical import PLAIN, Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
+    Cast,
     Key,
     Leaf,
+    Product,
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import is_ignorable
@@ -39,9 +42,71 @@ def refuse(
     redirected: Iterable[fx.Node] = (),
     also_final: Iterable[fx.Node] = (),
 ) -> Refusal | None:
-    """Return why these nodes may not be replaced by one call at `final`, None when they may.
+    """Return why these nodes may not be replaced by one kernel at `final`, None when they may.
 
-    Checks other users, dtypes, devices, tensor subclasses, writes and region edges crossed.
+    Checks what `unsafe` checks, and that all operands have one dtype that kernels compute in, or
+    are cast to it as they are read (`casts_operands`).
+    """
+    keys, nodes = list(operands), list(nodes)
+    why = unsafe(c, nodes, final, keys, allowed, redirected, also_final)
+    if why is not None:
+        return why
+    wanted = c.dtype(final)
+    if wanted not in DTYPES:
+        return Refusal(
+            "dtype_unsupported",
+            f"dtype {str(wanted).removeprefix('torch.')} has no kernel",
+            final,
+            "use bfloat16, float16 or float32",
+        )
+    casts = casts_operands(c, nodes)
+    products = (key for node in nodes for key in (*c.virtuals.get(node, ()), node))
+    mixed = [p for p in products if isinstance(c.forms.get(p), Product) and c.dtype(p) != wanted]
+    for key in [*mixed, *keys, *nodes]:
+        value = c.tensor(key)
+        if value is not None and value.dtype != wanted:
+            if casts and not mixed and value.dtype in DTYPES:
+                continue
+            return Refusal(
+                "dtype",
+                f"dtypes differ: {str(value.dtype).removeprefix('torch.')} and "
+                f"{str(wanted).removeprefix('torch.')}",
+                owner_of(key),
+                "keep one dtype through the chain",
+            )
+    return None
+
+
+def casts_operands(c: Canonical, nodes: Iterable[fx.Node]) -> bool:
+    """Say whether products of the nodes read operands of other dtypes than they compute in.
+
+    Autocast does that: a product without it needs operands of one dtype. Nodes of one match stand
+    in one region, so that one product tells of all. A cast among the nodes does it too: its steps
+    between two products may compute wider than these.
+    """
+    for key in (key for node in nodes for key in (*c.virtuals.get(node, ()), node)):
+        form = c.forms.get(key)
+        if isinstance(form, Cast):
+            return True
+        if isinstance(form, Product):
+            dtypes = {c.dtype(key), c.dtype(form.lhs), c.dtype(form.rhs)}
+            if len(dtypes) > 1 and dtypes <= {*DTYPES}:
+                return True
+    return False
+
+
+def unsafe(
+    c: Canonical,
+    nodes: Iterable[fx.Node],
+    final: fx.Node,
+    operands: Iterable[Key],
+    allowed: Iterable[fx.Node] = (),
+    redirected: Iterable[fx.Node] = (),
+    also_final: Iterable[fx.Node] = (),
+) -> Refusal | None:
+    """Return why nodes may not be replaced by anything at `final`, None when they may.
+
+    Checks other users, devices, tensor subclasses, writes and region edges crossed.
     `allowed` are writers among the nodes whose writes the caller has found harmless, `redirected`
     are users that the caller will point elsewhere; `also_final` are further results.
     """
@@ -53,7 +118,7 @@ def refuse(
         return moved
     for node in covered - {final, *also_final}:
         for user in real_users(node):
-            if user not in covered and user not in elsewhere and not c.is_constant(node):
+            if user not in covered and user not in elsewhere and not c.is_weight(node):
                 if user in c.effects.writers:
                     return Refusal(
                         "mutation",
@@ -65,14 +130,6 @@ def refuse(
                 return Refusal(
                     "other_user", f"an inner value {what}", node, "use only the chain's result"
                 )
-    wanted = c.dtype(final)
-    if wanted not in DTYPES:
-        return Refusal(
-            "dtype_unsupported",
-            f"dtype {str(wanted).removeprefix('torch.')} has no kernel",
-            final,
-            "use bfloat16, float16 or float32",
-        )
     device = None
     for key in [*keys, *covered]:
         value = c.tensor(key)
@@ -86,14 +143,6 @@ def refuse(
             )
         if value is None:
             continue
-        if value.dtype != wanted:
-            return Refusal(
-                "dtype",
-                f"dtypes differ: {str(value.dtype).removeprefix('torch.')} and "
-                f"{str(wanted).removeprefix('torch.')}",
-                owner_of(key),
-                "keep one dtype through the chain",
-            )
         if not _is_plain(value):
             return Refusal(
                 "subclass",
@@ -131,7 +180,7 @@ def crossed(
 ) -> Refusal | None:
     """Return a write or a region edge between the first of the nodes and the last."""
     effects = c.effects
-    moving = [n for n in covered if not isinstance(c.forms.get(n), Leaf)]
+    moving = [n for n in covered if not (c.is_weight(n) or isinstance(c.forms.get(n), Leaf))]
     harmless = set(allowed)
     inner = [n for n in moving if n in effects.writers and n not in harmless]
     if inner:
@@ -157,7 +206,7 @@ def crossed(
             "region",
             f"the chain crosses the edge of a region ({edge[1]})",
             edge[0],
-            "keep the chain inside one autocast or grad-mode region",
+            "keep both products inside of the region, or outside of it",
         )
     return None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.graph import views
@@ -46,7 +47,11 @@ class Editor:
     def __init__(self, c: Canonical, value_key: str, options: Any) -> None:
         self.c, self.graph, self.module = c, c.graph, c.module
         self.value_key, self.options = value_key, options
-        self.at: fx.Node | None = None
+        self._at: fx.Node | None = None
+        # What `at` computes in: operands of other dtypes are cast, as autocast does.
+        self.dtype: torch.dtype | None = None
+        # Nodes that read `at`, which stand behind it, in order; `at` first.
+        self._after: dict[fx.Node, None] = {}
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.raw: dict[fx.Node, Any] = {}
@@ -55,6 +60,17 @@ class Editor:
         # Results whose strides are not those of the value they replace, with that value.
         self.restrided: dict[fx.Node, torch.Tensor] = {}
         self._attributes: dict[str, fx.Node] = {}
+
+    @property
+    def at(self) -> fx.Node | None:
+        """The node that is being replaced; new nodes stand before it unless they read it."""
+        return self._at
+
+    @at.setter
+    def at(self, node: fx.Node | None) -> None:
+        self._at, self._after = node, {}
+        value = self.c.values.get(node) if node is not None else None
+        self.dtype = value.dtype if isinstance(value, torch.Tensor) else None
 
     # -- nodes ----------------------------------------------------------------------------
 
@@ -68,7 +84,7 @@ class Editor:
     ) -> fx.Node:
         """Add a call of an operator; its metadata value is computed unless it is given."""
         assert self.at is not None
-        with self.graph.inserting_before(self.at):
+        with self._place((args, kwargs)):
             node = self.graph.call_function(operator, args, kwargs)
         for name in _COPIED:
             if name in self.at.meta:
@@ -81,7 +97,22 @@ class Editor:
         node.meta[self.value_key] = value
         self.c.values[node] = value
         self.added.append(node)
+        self._behind(node)
         return node
+
+    def _place(self, arguments: Any) -> Any:
+        """Return where a new node goes: before `at`, or behind it if it reads `at` itself."""
+        assert self.at is not None
+        given = [a for a in tree_leaves(arguments) if isinstance(a, fx.Node)]
+        if self.at in given or any(node in self._after for node in given):
+            self._after = self._after or {self.at: None}
+            return self.graph.inserting_after(next(reversed(self._after)))
+        return self.graph.inserting_before(self.at)
+
+    def _behind(self, node: fx.Node) -> None:
+        """Note a node that stands behind `at`: what reads it goes there too."""
+        if self._after and node.prev in self._after:
+            self._after[node] = None
 
     def again(self, node: fx.Node, operands: dict[fx.Node, fx.Node], meta_value: Any) -> fx.Node:
         """Add a node that computes what `node` does, on other operands."""
@@ -111,6 +142,14 @@ class Editor:
             found.meta[self.value_key] = self.c.values[found] = value
             self._attributes[key.attribute] = found
         return found
+
+    def operand(self, key: Key) -> fx.Node:
+        """Return the fx node of a value that a kernel reads, cast to the dtype it computes in."""
+        node = self.node(key)
+        old = None if self.dtype is None else self.c.values[node].dtype
+        if old == self.dtype or old is None:
+            return node
+        return self.call(aten._to_copy.default, node, dtype=self.dtype)
 
     def hoist(self, keys: Iterable[Key]) -> None:
         """Move `get_attr` nodes to the top, so that a call may stand anywhere."""
@@ -240,10 +279,16 @@ class Editor:
     # -- replacing ------------------------------------------------------------------------
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let every reader of `old` read `new`."""
+        """Let every reader of `old` read `new`, with strides that they rely on.
+
+        What was added behind `old` to make `new` goes on reading `old`.
+        """
+        if all(isinstance(self.c.values.get(node), torch.Tensor) for node in (old, new)):
+            new = self.like(new, old)
         if self.value_key in old.meta:
             new.meta.setdefault(self.value_key, old.meta[self.value_key])
-        old.replace_all_uses_with(new)
+        own = self._after if old is self._at else {}
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         self.replaced[old] = new
 
     def erase(self, nodes: Iterable[fx.Node]) -> int:

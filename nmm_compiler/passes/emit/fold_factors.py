@@ -86,7 +86,7 @@ def weight_node(editor: Editor, weight: Weight) -> fx.Node:
     """Return the 2-D node of a weight as it is stored; a product of factors is made here."""
     if weight.factors:
         return _product(editor, weight)
-    return editor.reshape(editor.node(weight.key), weight.stored)
+    return editor.reshape(editor.operand(weight.key), weight.stored)
 
 
 def _product(editor: Editor, weight: Weight) -> fx.Node:
@@ -108,7 +108,7 @@ def _product(editor: Editor, weight: Weight) -> fx.Node:
 
 def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
     """Return a constant as the 1-D vector it is."""
-    return editor.reshape(editor.node(key), (size,))
+    return editor.reshape(editor.operand(key), (size,))
 
 
 def chain_bias(editor: Editor, chain: Chain) -> fx.Node | None:

@@ -75,7 +75,7 @@ class Call:
                 source, node = raw, made[1]
         if node is None and not source.is_col():
             self.x_layout = "row"
-        node = node or editor.node(source.key)
+        node = node or editor.operand(source.key)
         tokens = source.tokens()
         flat = tuple(a for d in tokens for a in d)
         if self.x_layout == "col":

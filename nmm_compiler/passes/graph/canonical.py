@@ -58,6 +58,8 @@ class Canonical:
         self.leaves: dict[fx.Node, str] = {}
         # Values that are leaves but for views, and values computed from such alone.
         self.constant: set[Key] = set()
+        # Values computed from constants without a product: a cast, scaled or joined weight.
+        self.made: set[Key] = set()
         self.derived: set[fx.Node] = set()
         # Tensor subclasses among the leaves, by the name of their class.
         self.subclasses: dict[fx.Node, str] = {}
@@ -106,6 +108,10 @@ class Canonical:
         """Say whether the value comes from outside the graph, by nothing but views."""
         return key in self.constant
 
+    def is_weight(self, key: Key) -> bool:
+        """Say whether the value is a constant, or made of constants without a product."""
+        return key in self.constant or key in self.made
+
     # -- building -------------------------------------------------------------------------
 
     def define(self, key: Key, form: Form, shape: tuple[Size, ...]) -> None:
@@ -142,6 +148,8 @@ class Canonical:
         self.sources[key] = source
         if source in self.constant:
             self.constant.add(key)
+        if source in self.made:
+            self.made.add(key)
         return key
 
     def is_view_of(self, node: fx.Node, value: Key) -> bool:

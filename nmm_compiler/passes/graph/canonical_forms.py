@@ -110,11 +110,16 @@ class Activation:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS or layer normalization over the last dimension; weight may be absent."""
+    """RMS or layer normalization over the last dimension; weight and bias may be absent.
+
+    kind: "rms" or "layer". eps stands under the root; None where it is not known.
+    """
 
     value: Key
     kind: str
     weight: Key | None
+    bias: Key | None = None
+    eps: float | None = None
 
 
 @dataclass(frozen=True)

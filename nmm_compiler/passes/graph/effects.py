@@ -66,6 +66,13 @@ def is_ignorable(node: fx.Node) -> bool:
     return name in ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
 
 
+def is_pure(node: fx.Node, effects: Effects) -> bool:
+    """Say whether a node computes its value and does nothing else."""
+    if node.op in ("placeholder", "output") or node in effects.writers:
+        return False
+    return not (node.is_impure() or region_edge(node) or transform_depth(node) is not None)
+
+
 def transform_depth(node: fx.Node) -> int | None:
     """Return how a node changes the depth of functorch transforms (vmap, grad, jvp).
 

@@ -18,8 +18,9 @@ from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.activations import Spelled
 from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Result, View
-from nmm_compiler.passes.graph.canonical_forms import Key, Leaf, Opaque, Virtual
-from nmm_compiler.passes.graph.effects import ANYTHING, fetch_attribute, storages_of
+from nmm_compiler.passes.graph.canonical_forms import Cast, Key, Leaf, Opaque, Product, Virtual
+from nmm_compiler.passes.graph.effects import ANYTHING, fetch_attribute, is_pure, storages_of
+from nmm_compiler.passes.graph.norms import spelled_norm
 from nmm_compiler.passes.graph.read_operations import TABLE
 from nmm_compiler.passes.graph.torch_modules import read_module
 from nmm_compiler.passes.graph.torch_names import (
@@ -140,6 +141,8 @@ def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
         c.sources[node] = source
         if source in c.constant:
             c.constant.add(node)
+        if source in c.made:
+            c.made.add(node)
         return
     if result is None and _shares_constant(c, node):
         result = Leaf("part of a weight")
@@ -149,6 +152,12 @@ def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
     stored = isinstance(result, Leaf) and result.source != "input"
     if stored or (isinstance(result, Leaf) and c.inputs_are_weights):
         c.constant.add(node)
+    elif inputs and all(map(c.is_weight, inputs)):
+        if c.inputs_are_weights and not isinstance(result, Cast):
+            return  # x is among the inputs too
+        products = (result, *(c.forms.get(key) for key in c.virtuals.get(node, ())))
+        if not any(isinstance(form, Product) for form in products) and is_pure(node, c.effects):
+            c.made.add(node)
 
 
 def _read(c: Canonical, spelled: Spelled, node: fx.Node) -> Result:
@@ -165,6 +174,8 @@ def _read(c: Canonical, spelled: Spelled, node: fx.Node) -> Result:
         result = handler(c, Call(node, name))
     if result is None and not is_inplace_name(name):
         result = _by_strides(c, node)
+    if not isinstance(result, tuple):
+        result = spelled_norm(c, node, name, result) or result
     return result
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from nmm_compiler.passes.graph import views
@@ -302,15 +303,20 @@ def _clamp(c: Canonical, call: Call) -> Result:
 # -- the rest -------------------------------------------------------------------------------
 
 
-def _norm(kind: str, weight: int) -> Handler:
-    def read(c: Canonical, call: Call) -> Result:
-        source = _first(c, call)
-        gain = call.get(weight, "weight")
-        if source is None or not _kept(c, source, call.node):
-            return None
-        return Norm(source, kind, gain if isinstance(gain, fx.Node) else None)
-
-    return read
+def _norm(c: Canonical, call: Call) -> Result:
+    """Read rms_norm and layer_norm over the last dimension alone."""
+    source, layer = _first(c, call), call.name == "layer_norm"
+    shape = call.get(1, "normalized_shape")
+    dtype = None if source is None else c.dtype(source)
+    if source is None or dtype is None or not _kept(c, source, call.node):
+        return None
+    if not isinstance(shape, (list, tuple)) or len(shape) != 1:
+        return None
+    gain, bias = call.get(2, "weight"), call.get(3, "bias") if layer else None
+    eps = call.get(4 if layer else 3, "eps", default=1e-5 if layer else None)
+    eps = torch.finfo(dtype).eps if eps is None else eps
+    gain, bias = (t if isinstance(t, fx.Node) else None for t in (gain, bias))
+    return Norm(source, "layer" if layer else "rms", gain, bias, eps if _number(eps) else None)
 
 
 def _diagonal(c: Canonical, call: Call) -> Result:
@@ -378,8 +384,7 @@ TABLE: dict[str, Handler] = {
     "sub_": _combine_in_place("sub"),
     **{name: _activation(name) for name in _ACTIVATIONS},
     **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
-    "rms_norm": _norm("rms", 2),
-    "layer_norm": _norm("layer", 2),
+    **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),
     **CONTRACTIONS,
     **DECOMPOSED,

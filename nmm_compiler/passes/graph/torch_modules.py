@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from nmm_compiler.passes.graph import views
@@ -39,10 +40,11 @@ def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
         return Activation(source, _ACTIVATIONS[kind])
     if kind is nn.GELU:
         return Activation(source, "gelu_tanh" if module.approximate == "tanh" else "gelu")
-    if kind is nn.RMSNorm:
-        return Norm(source, "rms", _own(c, node, module, "weight"))
-    if kind is nn.LayerNorm:
-        return Norm(source, "layer", _own(c, node, module, "weight"))
+    if isinstance(module, (nn.RMSNorm, nn.LayerNorm)) and len(module.normalized_shape) == 1:
+        weight, bias = (_own(c, node, module, name) for name in ("weight", "bias"))
+        dtype = c.dtype(source)
+        eps = torch.finfo(dtype).eps if module.eps is None and dtype is not None else module.eps
+        return Norm(source, "rms" if kind is nn.RMSNorm else "layer", weight, bias, eps)
     return None
 
 

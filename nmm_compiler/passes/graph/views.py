@@ -187,6 +187,13 @@ def compose(outer: Dims, inner: Dims) -> Dims | None:
     return tuple(out)
 
 
+def whole_axis(dim: Dim, shape: tuple[Size, ...]) -> int | None:
+    """Return the axis that a dimension is; None where it is a part of one, several or none."""
+    if len(dim) != 1 or dim[0].axis < 0 or dim[0].inner != 1:
+        return None
+    return dim[0].axis if dim[0].size == shape[dim[0].axis] else None
+
+
 def coalesce(atoms: Sequence[Atom]) -> Dim:
     """Join neighbouring atoms that continue each other along one axis."""
     out: list[Atom] = []

@@ -1,11 +1,12 @@
 """The rewrite rules, one file each, named as the rule; `base.py` says what a rule is.
 
-What a rule of your own needs: `Rule` or `rule`, `Match`, `Refusal`, and `refuse`, which holds the
-safety checks of the built-in rules.
+What a rule of your own needs: `Rule` or `rule`, `Match`, `Refusal`, and the safety checks of the
+built-in rules: `unsafe` for any replacement, `refuse` for one by a kernel.
 """
 
 from nmm_compiler.passes.chains.linear_map import Refusal
-from nmm_compiler.passes.chains.safety import refuse
-from nmm_compiler.passes.rules.base import Declined, Match, Rule, rule
+from nmm_compiler.passes.chains.safety import refuse, unsafe
+from nmm_compiler.passes.patterns.two_functions import rule
+from nmm_compiler.passes.rules.base import Declined, Match, Rule
 
-__all__ = ["Declined", "Match", "Refusal", "Rule", "refuse", "rule"]
+__all__ = ["Declined", "Match", "Refusal", "Rule", "refuse", "rule", "unsafe"]

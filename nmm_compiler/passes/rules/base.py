@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class Declined:
         return f"{self.rule} at {self.at}: {self.reason} ({self.node}); {self.remedy}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Match:
     """A place where a rule applies.
 
@@ -116,6 +116,9 @@ class Match:
             "notes": list(self.notes),
             **self.info,
         }
+
+    def __repr__(self) -> str:
+        return f"<Match: {self} in {self.module}>" if self.module else f"<Match: {self}>"
 
     def __str__(self) -> str:
         shape = ", ".join(f"{k}={self.info[k]}" for k in ("m", "k", "r", "n") if k in self.info)
@@ -166,48 +169,3 @@ class KernelRule(Rule):
         """Emit the call."""
         new: fx.Node = match.data.emit(graph, editor)
         return new
-
-
-class _FunctionRule(Rule):
-    def __init__(
-        self,
-        name: str,
-        targets: tuple[str, ...],
-        check: Callable[[Canonical, fx.Node], Match | Refusal | None],
-        rewrite: Callable[[Canonical, Match, Editor], fx.Node],
-    ) -> None:
-        self.name, self._targets, self._check, self._rewrite = name, targets, check, rewrite
-
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Yield the node when its canonical name is one of the targets."""
-        from nmm_compiler.passes.graph.torch_names import target_name
-
-        if target_name(node) in self._targets:
-            yield node
-
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Ask the decorated function's check."""
-        return self._check(graph, candidate)
-
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Ask the decorated function."""
-        return self._rewrite(graph, match, editor)
-
-
-def rule(
-    name: str,
-    *,
-    targets: str | tuple[str, ...],
-    check: Callable[[Canonical, fx.Node], Match | Refusal | None],
-) -> Callable[[Callable[[Canonical, Match, Editor], fx.Node]], Rule]:
-    """Make a rule of a rewrite function.
-
-    targets are canonical names ("add", "nmm::lowrank_matmul") of the node a pattern ends at;
-    check(graph, node) returns a Match, a Refusal, or None for no.
-    """
-    wanted = (targets,) if isinstance(targets, str) else tuple(targets)
-
-    def decorate(function: Callable[[Canonical, Match, Editor], fx.Node]) -> Rule:
-        return _FunctionRule(name, wanted, check, function)
-
-    return decorate

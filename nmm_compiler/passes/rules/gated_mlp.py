@@ -85,7 +85,7 @@ def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
         form = c.forms.get(key)
         if isinstance(form, Product):
             sides = (form.lhs, form.rhs)
-            data = [side for side in sides if not c.is_constant(side)]
+            data = [side for side in sides if not c.is_weight(side)]
             if len(data) != 1:
                 return None
             key = c.base(data[0])[0]
@@ -104,7 +104,7 @@ def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
 def _is_inner(c: Canonical, node: fx.Node) -> bool:
     """Say whether another product with a constant follows: then this is a first factor."""
     return any(
-        c.is_constant(form.lhs) or c.is_constant(form.rhs)
+        c.is_weight(form.lhs) or c.is_weight(form.rhs)
         for user in real_users(node)
         for _, form in products_at(c, user)
     )

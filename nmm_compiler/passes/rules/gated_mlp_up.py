@@ -80,7 +80,7 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
     form = c.forms.get(node)
     if not isinstance(form, Scale) or isinstance(form.factor, float):
         return
-    if c.is_constant(form.factor) or c.shape(form.value) != c.shape(form.factor):
+    if c.is_weight(form.factor) or c.shape(form.value) != c.shape(form.factor):
         return
     for gate, up in ((form.value, form.factor), (form.factor, form.value)):
         read = _activated(c, gate)

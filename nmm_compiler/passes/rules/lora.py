@@ -155,7 +155,7 @@ def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | 
             continue
         if not isinstance(form, Add) or isinstance(form.b, float):
             return None
-        if c.is_constant(form.a) or c.is_constant(form.b):
+        if c.is_weight(form.a) or c.is_weight(form.b):
             return None
         return base, form, number, nodes
 
@@ -167,7 +167,7 @@ def _base_and_branches(
     base: Projection | None = None
     branches: list[Projection] = []
     for key, factor in terms:
-        if c.is_constant(key):
+        if c.is_weight(key):
             return None
         found = read_projection(c, key)
         if found is None and len(c.input_matrices) > 1:

@@ -21,10 +21,8 @@ from nmm_compiler.passes.graph.canonical_forms import (
     Norm,
     Opaque,
     Product,
-    Scale,
     owner_of,
 )
-from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import Match, Rule
 
 
@@ -37,7 +35,7 @@ class MLA(Rule):
         """Propose products with a constant weight."""
         for key in (*graph.virtuals.get(node, ()), node):
             form = graph.forms.get(key)
-            if isinstance(form, Product) and graph.is_constant(form.rhs):
+            if isinstance(form, Product) and graph.is_weight(form.rhs):
                 yield key, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
@@ -48,7 +46,7 @@ class MLA(Rule):
             return None
         inner_key = before_split(graph, latent)
         inner = graph.forms[inner_key]
-        if not isinstance(inner, Product) or not graph.is_constant(inner.rhs):
+        if not isinstance(inner, Product) or not graph.is_weight(inner.rhs):
             return None
         up = read_stage(graph, key, form, True)
         down = read_stage(graph, inner_key, inner, True)
@@ -64,7 +62,7 @@ class MLA(Rule):
             node=owner_of(key),
             nodes=nodes,
             rewritten=False,
-            info={"k": down.weight.k, "r": up.weight.k, "n": up.weight.n},
+            info={"chains": 1, "k": down.weight.k, "r": up.weight.k, "n": up.weight.n},
             notes=(
                 "the norm commutes with the up projection, but no kernel computes it yet",
                 *(("the latent is one part of a split",) if split else ()),
@@ -86,38 +84,8 @@ def _through(c: Canonical, key: Key) -> Key:
 
 def _before_norm(c: Canonical, key: Key) -> Key | None:
     """Return what an RMSNorm reads, None when `key` is not one."""
-    base = _through(c, key)
-    form = c.forms[base]
-    if isinstance(form, Norm):
-        return form.value if form.kind == "rms" else None
-    if not isinstance(form, Scale) or isinstance(form.factor, float):
-        return None
-    for gain, rest in ((form.factor, form.value), (form.value, form.factor)):
-        if c.is_constant(gain):
-            base = _through(c, rest)
-            form = c.forms[base]
-            break
-    if not isinstance(form, Scale) or isinstance(form.factor, float):
-        return None
-    for value, factor in ((form.value, form.factor), (form.factor, form.value)):
-        root = _through(c, value)
-        if _is_rstd_of(c, factor, root):
-            return root
-    return None
-
-
-def _is_rstd_of(c: Canonical, factor: Key, root: Key) -> bool:
-    """Say whether the factor is rsqrt(mean(root ** 2) + eps), whatever is in between."""
-    node: Any = owner_of(c.base(factor)[0])
-    seen: list[str] = []
-    for _ in range(7):
-        if node is owner_of(root):
-            return "rsqrt" in seen and "mean" in seen
-        seen.append((target_name(node) or "").rsplit(".", 1)[-1])
-        if not node.all_input_nodes:
-            return False
-        node = node.all_input_nodes[0]
-    return False
+    form = c.forms[_through(c, key)]
+    return form.value if isinstance(form, Norm) and form.kind == "rms" else None
 
 
 def before_split(c: Canonical, key: Key) -> Key:

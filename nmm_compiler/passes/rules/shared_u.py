@@ -33,7 +33,7 @@ class SharedU(KernelRule):
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products that several others read."""
         for key, form in products_at(graph, node):
-            constant = graph.is_constant(form.lhs) or graph.is_constant(form.rhs)
+            constant = graph.is_weight(form.lhs) or graph.is_weight(form.rhs)
             if constant and len(_readers(graph, key)) > 1:
                 yield key
 

@@ -42,7 +42,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
     places = [position[f] for f in finals]
     if any(b - a > NEAR for a, b in itertools.pairwise(places)):
         return None
-    if len(set(finals)) != len(finals):
+    if len(set(finals)) != len(finals) or len({c.dtype(f) for f in finals}) > 1:
         return None
     keys = [key for call in calls if call.chain for key in chain_operands(call.chain)]
     own_x = {call.chain.first.x for call in calls if call.chain}

@@ -1,0 +1,234 @@
+"""Norms that a model spells out: x * rsqrt(mean(x ** 2) + eps) * weight, and its layer-norm twin.
+
+Hugging Face's RMSNorm computes in float32 and casts back before its weight. The last operation of
+the expression gets the form Norm, whose value is what the whole of it reads; the operations before
+it are its helpers. What differs in any way from a norm over the last dimension stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Add, Cast, Form, Key, Norm, Scale, owner_of
+from nmm_compiler.passes.graph.torch_names import Call, target_name
+
+_ENDS = frozenset({"mul", "div", "add"})
+
+
+def spelled_norm(c: Canonical, node: fx.Node, name: str, form: Any) -> Norm | None:
+    """Return the norm that ends at a node, with its helpers noted; None where none does.
+
+    form: what the node computes as it stands.
+    """
+    if name not in _ENDS:
+        return None
+    nodes: set[fx.Node] = set()
+    norm = _core(c, node, name, nodes)
+    if norm is None and isinstance(form, (Scale, Add)):
+        norm = _with_vector(c, node, form, nodes)
+    if norm is not None:
+        c.helpers[node] = frozenset(nodes - {node})
+    return norm
+
+
+def _core(c: Canonical, node: fx.Node, name: str, nodes: set[fx.Node]) -> Norm | None:
+    """Read value * rsqrt(mean square + eps), or value / sqrt(mean square + eps)."""
+    if name == "add" or len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
+        return None
+    for value, factor in (node.args, node.args[::-1]) if name == "mul" else (node.args,):
+        assert isinstance(value, fx.Node)
+        assert isinstance(factor, fx.Node)
+        inside: set[fx.Node] = set()
+        under = _root_of(c, factor, inverse=name == "mul", nodes=inside)
+        shifted = None if under is None else _plus_number(c, under, inside)
+        if shifted is None or c.shape(value) != c.shape(node):
+            continue
+        squares, eps = shifted
+        kind = _kind(c, value, squares, inside)
+        if kind is not None:
+            nodes |= inside
+            return Norm(kind[1], kind[0], None, None, eps)
+    return None
+
+
+def _root_of(c: Canonical, key: fx.Node, inverse: bool, nodes: set[fx.Node]) -> fx.Node | None:
+    """Return s where a value is 1 / sqrt(s), or sqrt(s) itself."""
+    node = _same(c, key, nodes)
+    name = target_name(node)
+    if inverse and name == "reciprocal":
+        nodes.add(node)
+        return _root_of(c, _first(node), False, nodes)
+    powers = {"rsqrt": -0.5, "sqrt": 0.5}
+    power = node.args[1] if name == "pow" and len(node.args) > 1 else powers.get(name or "")
+    if power != (-0.5 if inverse else 0.5):
+        return None
+    nodes.add(node)
+    return _first(node)
+
+
+def _plus_number(c: Canonical, key: fx.Node, nodes: set[fx.Node]) -> tuple[fx.Node, float] | None:
+    node = _same(c, key, nodes)
+    form = c.forms.get(node)
+    if not isinstance(form, Add) or not isinstance(form.b, float) or form.alpha != 1.0:
+        return None
+    nodes.add(node)
+    return (form.a, form.beta * form.b) if isinstance(form.a, fx.Node) else None
+
+
+def _kind(
+    c: Canonical, value: fx.Node, squares: fx.Node, nodes: set[fx.Node]
+) -> tuple[str, Key] | None:
+    """Return ("rms" or "layer", what is normalized) where `squares` are the mean squares of it."""
+    node = _same(c, squares, nodes)
+    if target_name(node) == "var" and _over_last(c, node, "dim"):
+        call = Call(node, "var")
+        biased = call.get(2, "unbiased") is False or node.kwargs.get("correction") == 0
+        centered = _minus_mean(c, value, nodes)
+        if biased and centered is not None and _is(c, _first(node), centered):
+            nodes |= {node, *_path(c, value)}
+            return "layer", centered
+        return None
+    if target_name(node) != "mean" or not _over_last(c, node, "dim"):
+        return None
+    nodes.add(node)
+    square = _same(c, _first(node), nodes)
+    root = _squared(c, square)
+    if root is None:
+        return None
+    nodes |= {square, *_path(c, root), *_path(c, value)}
+    centered, other = _minus_mean(c, value, nodes), _minus_mean(c, root, nodes)
+    if centered is not None and other is not None and _is(c, centered, other):
+        return "layer", centered
+    return ("rms", value) if _is(c, root, value) or _widened(c, root, value, nodes) else None
+
+
+def _minus_mean(c: Canonical, value: fx.Node, nodes: set[fx.Node]) -> fx.Node | None:
+    """Return x where a value is x - mean(x)."""
+    node = owner_of(c.base(value)[0])
+    form = c.forms.get(node)
+    if target_name(node) != "sub" or not isinstance(form, Add) or isinstance(form.b, float):
+        return None
+    if (form.alpha, form.beta) != (1.0, -1.0) or not isinstance(form.a, fx.Node):
+        return None
+    mean = owner_of(c.base(form.b)[0])
+    plain = target_name(mean) == "mean" and _over_last(c, mean, "dim")
+    if not plain or not _is(c, _first(mean), form.a):
+        return None
+    nodes |= {mean, node}
+    return form.a
+
+
+def _squared(c: Canonical, node: fx.Node) -> fx.Node | None:
+    name, first = target_name(node), _first(node)
+    if name == "square" or (name == "pow" and node.args[1:2] in ((2,), (2.0,))):
+        return first
+    twice = name == "mul" and len(node.args) == 2 and isinstance(node.args[1], fx.Node)
+    return first if twice and _is(c, node.args[1], first) else None  # type: ignore[arg-type]
+
+
+def _over_last(c: Canonical, node: fx.Node, name: str) -> bool:
+    """Say whether a reduction runs over the last dimension, which it keeps."""
+    call = Call(node, "")
+    dims, source = call.get(1, name), _first(node)
+    listed = list(dims) if isinstance(dims, (list, tuple)) else [dims]
+    rank = len(c.shape(source) or ())
+    kept = c.shape(node) == (*(c.shape(source) or ())[:-1], 1)
+    same = c.dtype(source) == c.dtype(node)
+    return bool(rank) and listed in ([-1], [rank - 1]) and kept and same
+
+
+def _first(node: fx.Node) -> fx.Node:
+    found = node.args[0] if node.args else node.kwargs.get("input", node)
+    return found if isinstance(found, fx.Node) else node
+
+
+def _is(c: Canonical, one: fx.Node, two: fx.Node) -> bool:
+    """Say whether two nodes are the same value, read the same way round."""
+    return c.views.get(one) == c.views.get(two)
+
+
+def _widened(c: Canonical, one: fx.Node, two: fx.Node, nodes: set[fx.Node]) -> bool:
+    """Say whether one node is the other, cast to a wider dtype."""
+    form = c.forms.get(_same(c, one, nodes))
+    if not isinstance(form, Cast) or not isinstance(form.value, fx.Node):
+        return False
+    nodes.add(owner_of(c.base(one)[0]))
+    return _is(c, form.value, two) and form.dtype.itemsize > c.dtype(two).itemsize  # type: ignore[union-attr]
+
+
+def _same(c: Canonical, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
+    """Return what a node is no more than a copy of, noting the nodes between."""
+    base, dims = c.base(node)
+    if isinstance(base, fx.Node) and dims == views.identity(c.shape(base) or ()):
+        nodes |= set(_path(c, node))
+        return base
+    return node
+
+
+def _path(c: Canonical, node: fx.Node) -> list[fx.Node]:
+    return [owner_of(key) for key in c.through(node)]
+
+
+def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -> Norm | None:
+    """Read a norm times a weight, or plus a bias, with the casts of one that computes wider."""
+    if isinstance(form, Scale) and not isinstance(form.factor, float):
+        pairs = ((form.value, form.factor), (form.factor, form.value))
+    elif isinstance(form, Add) and not isinstance(form.b, float):
+        if (form.alpha, form.beta) != (1.0, 1.0):
+            return None
+        pairs = ((form.a, form.b), (form.b, form.a))
+    else:
+        return None
+    for value, vector in pairs:
+        if not c.is_constant(vector) or c.shape(value) != c.shape(node):
+            continue
+        inside: set[fx.Node] = set()
+        read = _normed(c, value, inside)
+        if read is None or c.dtype(vector) != c.dtype(node) or not _is_last(c, vector, node):
+            continue
+        if isinstance(form, Scale) and read.weight is None and read.bias is None:
+            nodes |= inside
+            return Norm(read.value, read.kind, vector, None, read.eps)
+        if isinstance(form, Add) and read.bias is None and read.kind == "layer":
+            nodes |= inside
+            return Norm(read.value, read.kind, read.weight, vector, read.eps)
+    return None
+
+
+def _normed(c: Canonical, value: Key, nodes: set[fx.Node]) -> Norm | None:
+    """Return the norm that a value is, seen through the casts around it."""
+    base, dims = c.base(value)
+    form = c.forms[base]
+    if dims != views.identity(c.shape(base) or ()) or not isinstance(base, fx.Node):
+        return None
+    nodes |= {base, *(owner_of(key) for key in c.through(value))}
+    if isinstance(form, Norm):
+        nodes |= c.helpers.get(base, frozenset())
+        return form
+    if not isinstance(form, Cast):
+        return None
+    inner = _normed(c, form.value, nodes)
+    if inner is not None and c.dtype(inner.value) == form.dtype and inner.weight is None:
+        return inner  # it was widened by the product with the wider root
+    wide = None if inner is None else c.base(inner.value)[0]
+    up = None if wide is None else c.forms[wide]
+    if inner is None or not isinstance(up, Cast) or c.dtype(up.value) != form.dtype:
+        return None
+    if inner.weight is not None or c.base(inner.value)[1] != views.identity(c.shape(wide) or ()):  # type: ignore[arg-type]
+        return None
+    nodes |= {owner_of(wide), *(owner_of(key) for key in c.through(inner.value))}  # type: ignore[arg-type]
+    return Norm(up.value, inner.kind, None, None, inner.eps)
+
+
+def _is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
+    """Say whether a constant varies along the last dimension alone, and along all of it."""
+    shape, base = c.shape(node) or (), c.base(vector)[0]
+    dims = views.expand(c.base(vector)[1], shape)
+    if dims is None or len(c.shape(base) or ()) != 1:
+        return False
+    lead = all(a.axis == views.BROADCAST for dim in dims[:-1] for a in dim)
+    return lead and dims[-1] == views.identity(c.shape(base) or ())[0]

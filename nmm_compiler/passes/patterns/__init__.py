@@ -1,0 +1,1 @@
+"""Rules made of two PyTorch functions: the pattern's graph, how it is found, and its proof."""

@@ -1,0 +1,508 @@
+"""Finds a pattern in a graph: both are canonical forms, so that one pattern meets every spelling.
+
+A value of the pattern is held against a base value of the graph. `seen` says where the pattern's
+axes lie there, as dims over the axes of the graph's value: a pattern's axis of tokens stands for
+all the axes that count tokens, in whatever order, and a transposed weight for its transpose. The
+labels of a product settle this; a sum or an activation hands it on to its operands.
+
+Each function yields every way in which the two agree, so that a wrong guess costs a look at the
+next one. What is not certain does not agree: there is no match then, never a wrong one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from nmm_compiler.passes.chains.linear_map import path_nodes
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import (
+    Activation,
+    Add,
+    Cast,
+    Form,
+    Key,
+    Leaf,
+    Norm,
+    Opaque,
+    Product,
+    Scale,
+    Virtual,
+    describe,
+    owner_of,
+)
+from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.views import Atom, Dims, Size
+from nmm_compiler.passes.patterns.pattern import Pattern
+from nmm_compiler.passes.patterns.product_labels import Labels, axis_of, labels_of
+
+# Operations of one value that work along its last dimension and keep its shape.
+_ALONG_LAST = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part of a pattern in a graph.
+
+    values: for each base value of the pattern, the graph's base value and `seen`. nodes: those of
+    the graph that the pattern covers. depth: forms that agree.
+    """
+
+    values: Mapping[Key, tuple[Key, Dims]]
+    numbers: Mapping[str, float]
+    nodes: frozenset[fx.Node]
+
+    @property
+    def depth(self) -> int:
+        """Return how many values agree."""
+        return len(self.values)
+
+
+NOTHING = Found({}, {}, frozenset())
+
+
+class Unifier:
+    """Holds one pattern against one graph; `nearest` is the mismatch that came furthest."""
+
+    def __init__(self, pattern: Pattern, c: Canonical) -> None:
+        self.pattern, self.p, self.c = pattern, pattern.c, c
+        self.nearest: tuple[int, str, fx.Node] | None = None
+
+    def at(self, node: fx.Node) -> Iterator[Found]:
+        """Yield every way in which the pattern ends at a node."""
+        yield from self._value(self.pattern.root, node, None, NOTHING)
+
+    # -- values ---------------------------------------------------------------------------
+
+    def _value(self, own: Key, theirs: Key, seen: Dims | None, found: Found) -> Iterator[Found]:
+        """Hold a base value of the pattern against one of the graph."""
+        known = found.values.get(own)
+        if known is not None:
+            if known[0] is theirs and seen in (None, known[1]):
+                yield found
+            return
+        if self.p.dtype(own) != self.c.dtype(theirs):
+            self._differs(found, theirs, f"{self.p.dtype(own)} is wanted, not", theirs)
+            return
+        form, other = self.p.forms[own], self.c.forms[theirs]
+        if isinstance(form, Leaf):
+            place = seen if seen is not None else self._default(own, theirs)
+            if place is not None and not _part_of_an_operation(theirs):
+                yield _bound(found, own, theirs, place)
+            return
+        reader = _READERS.get(type(form))
+        if reader is None or type(form) is not type(other):
+            self._differs(found, theirs, f"{describe(form)} is wanted, not {describe(other)}")
+            return
+        nodes = {owner_of(theirs)} | self.c.helpers.get(theirs, frozenset())
+        if nodes & self.c.effects.writers:
+            return
+        inside = dataclasses.replace(found, nodes=found.nodes | nodes)
+        yield from reader(self, (own, form), (theirs, other), seen, inside)
+
+    def _differs(self, found: Found, at: Key, why: str, more: Key | None = None) -> None:
+        if found.depth and (self.nearest is None or found.depth > self.nearest[0]):
+            shown = why if more is None else f"{why} {self.c.dtype(more)}"
+            self.nearest = (found.depth, shown, owner_of(at))
+
+    def _default(self, own: Key, theirs: Key) -> Dims | None:
+        """Return the reading of a value of the graph as tokens and features, in this order."""
+        shape = self.c.shape(theirs)
+        wanted = len(self.p.shape(own) or ())
+        if shape is None or len(shape) < wanted - 1 or (wanted == 1 and len(shape) != 1):
+            return None
+        whole = views.identity(shape)
+        lead = len(shape) - wanted + 1
+        tokens = tuple(atom for dim in whole[:lead] for atom in dim)
+        return (views.coalesce(tokens), *whole[lead:]) if wanted else whole
+
+    # -- operands of elementwise forms ----------------------------------------------------
+
+    def _operand(
+        self, own: Key, theirs: Key, at: tuple[Key, Key], seen: Dims | None, found: Found
+    ) -> Iterator[Found]:
+        """Hold operands against each other that are read element by element, or broadcast."""
+        base, dims = self.p.base(own)
+        other, over = self.c.base(theirs)
+        shape, wide = self.p.shape(at[0]) or (), self.c.shape(at[1]) or ()
+        expanded, spread = views.expand(dims, shape), views.expand(over, wide)
+        if expanded is None or spread is None:
+            return
+        inside = dataclasses.replace(found, nodes=found.nodes | self._between(base, theirs))
+        if seen is None:
+            plain = (expanded, spread) == (views.identity(shape), views.identity(wide))
+            if plain and self.p.shape(base) == shape and self.c.shape(other) == wide:
+                yield from self._value(base, other, None, inside)
+            return
+        moved = views.compose(seen, spread)
+        if moved is None:
+            return
+        place: dict[int, views.Dim] = {}
+        for mine, theirs_dim in zip(expanded, moved, strict=True):
+            axis = views.whole_axis(mine, self.p.shape(base) or ())
+            real = tuple(a for a in theirs_dim if a.axis != views.BROADCAST)
+            if axis is None:
+                if real or any(a.axis != views.BROADCAST for a in mine):
+                    return
+                continue
+            if len(real) != len(theirs_dim):
+                return  # the graph repeats what the pattern has in full
+            place[axis] = views.coalesce(theirs_dim)
+        yield from self._placed(base, other, place, inside)
+
+    def _placed(
+        self, own: Key, theirs: Key, place: dict[int, views.Dim], found: Found
+    ) -> Iterator[Found]:
+        """Go on to a base value whose axes are found, if that covers the graph's value whole."""
+        if sorted(place) != list(range(len(self.p.shape(own) or ()))):
+            return
+        dims = tuple(place[axis] for axis in sorted(place))
+        atoms = [a for dim in dims for a in dim]
+        if not _covers(atoms, self.c.shape(theirs) or ()):
+            return
+        yield from self._value(own, theirs, dims, found)
+
+    def _between(self, base: Key, theirs: Key) -> frozenset[fx.Node]:
+        """Return the rearrangements above an operand, which a parameter leaves to the graph."""
+        leaf = isinstance(self.p.forms[base], Leaf)
+        return frozenset() if leaf else path_nodes(self.c, theirs)
+
+    def _both(
+        self,
+        pairs: Sequence[tuple[Key, Key]],
+        at: tuple[Key, Key],
+        seen: Dims | None,
+        found: Found,
+    ) -> Iterator[Found]:
+        """Hold operand against operand, for all pairs; products first, which settle the axes."""
+        if not pairs:
+            yield found
+            return
+        ordered = sorted(pairs, key=self._settles)
+        (own, theirs), rest = ordered[0], ordered[1:]
+        for one in self._operand(own, theirs, at, seen, found):
+            learned = seen
+            if learned is None:
+                learned = one.values[self.p.base(own)[0]][1]
+            yield from self._both(rest, at, learned, one)
+
+    def _numbers(self, found: Found, *pairs: tuple[float, float]) -> Found | None:
+        numbers = dict(found.numbers)
+        for own, theirs in pairs:
+            try:
+                numbers |= self.pattern.number(own, theirs, numbers)
+            except ValueError:
+                return None
+        return dataclasses.replace(found, numbers=numbers)
+
+    # -- forms ----------------------------------------------------------------------------
+
+    def _elementwise(
+        self,
+        at: tuple[Key, Key],
+        pairs: Sequence[tuple[Key, Key]],
+        seen: Dims | None,
+        found: Found | None,
+    ) -> Iterator[Found]:
+        """Hold all operands of an elementwise form against each other, then note its value.
+
+        Where nothing says yet how the axes lie, a product below may say it; else they lie as in
+        the graph, tokens first.
+        """
+        if found is None:
+            return
+        if seen is None:
+            for one in self._both(pairs, at, None, found):
+                first = min(pairs, key=self._settles)[0]
+                yield _bound(one, *at, one.values[self.p.base(first)[0]][1])
+            seen = self._default(*at)
+        if seen is not None:
+            for one in self._both(pairs, at, seen, found):
+                yield _bound(one, *at, seen)
+
+    def _settles(self, pair: tuple[Key, Key]) -> bool:
+        """Put operands that a product may be behind before parameters."""
+        return isinstance(self.p.form(pair[0]), Leaf)
+
+    def _scale(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
+        (key, form), (other, there) = own, theirs
+        at = (key, other)
+        if isinstance(form.factor, float) or isinstance(there.factor, float):
+            if isinstance(form.factor, float) and isinstance(there.factor, float):
+                more = self._numbers(found, (form.factor, there.factor))
+                if more is None:
+                    self._differs(
+                        found, other, f"times {form.factor} is wanted, not {there.factor}"
+                    )
+                yield from self._elementwise(at, [(form.value, there.value)], seen, more)
+            return
+        for a, b in ((there.value, there.factor), (there.factor, there.value)):
+            yield from self._elementwise(at, [(form.value, a), (form.factor, b)], seen, found)
+
+    def _add(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
+        (key, form), (other, there) = own, theirs
+        at = (key, other)
+        if isinstance(form.b, float) or isinstance(there.b, float):
+            if isinstance(form.b, float) and isinstance(there.b, float):
+                added = (form.beta * form.b, there.beta * there.b)
+                more = self._numbers(found, (form.alpha, there.alpha), added)
+                yield from self._elementwise(at, [(form.a, there.a)], seen, more)
+            return
+        (mine_a, alpha, _), (mine_b, beta, _) = (
+            _terms(self.p, k, n)[-1] for k, n in ((form.a, form.alpha), (form.b, form.beta))
+        )
+        first, second = (
+            _terms(self.c, k, n) for k, n in ((there.a, there.alpha), (there.b, there.beta))
+        )
+        for a, b in (*itertools.product(first, second), *itertools.product(second, first)):
+            more = self._numbers(found, (alpha, a[1]), (beta, b[1]))
+            if more is not None:
+                more = dataclasses.replace(more, nodes=more.nodes | a[2] | b[2])
+            yield from self._elementwise(at, [(mine_a, a[0]), (mine_b, b[0])], seen, more)
+
+    def _named(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
+        """Hold activations and casts against each other: all but the value has to be the same."""
+        (key, form), (other, there) = own, theirs
+        if dataclasses.replace(form, value=there.value) != there:
+            self._differs(found, other, f"{describe(form)} is wanted, not {describe(there)}")
+            return
+        yield from self._elementwise((key, other), [(form.value, there.value)], seen, found)
+
+    def _norm(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
+        (key, form), (other, there) = own, theirs
+        if form.kind != there.kind or form.eps is None or there.eps is None:
+            return
+        pairs = [(form.value, there.value)]
+        for a, b in ((form.weight, there.weight), (form.bias, there.bias)):
+            if (a is None) != (b is None):
+                self._differs(found, other, "another set of weight and bias is wanted in a norm")
+                return
+            if a is not None and b is not None:
+                pairs.append((a, b))
+        more = self._numbers(found, (form.eps, there.eps))
+        for one in self._elementwise((key, other), pairs, seen, more):
+            if self._last_is_last(key, other, one):
+                yield one
+
+    def _last_is_last(self, own: Key, theirs: Key, found: Found) -> bool:
+        """Say whether the last axes of two values are the same."""
+        shape = self.c.shape(theirs) or ()
+        dims = found.values[own][1]
+        return bool(dims) and bool(shape) and dims[-1] == views.identity(shape)[-1]
+
+    def _opaque(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
+        (key, form), (other, there) = own, theirs
+        if isinstance(key, Virtual) or isinstance(other, Virtual) or form.name != there.name:
+            self._differs(found, other, f"{form.name} is wanted, not {there.name}")
+            return
+        mine, given = _arguments(key), _arguments(other)
+        if mine is None or given is None or set(mine) != set(given):
+            return
+        tensors = [n for n, v in mine.items() if isinstance(v, fx.Node)]
+        rank, width = len(self.p.shape(key) or ()), len(self.c.shape(other) or ())
+        last = form.name in _ALONG_LAST
+        for name in set(mine) - set(tensors):
+            a, b = mine[name], given[name]
+            if last and name == "dim" and isinstance(a, int) and isinstance(b, int):
+                a, b = (a % rank) - rank, (b % width) - width
+                if a != -1:
+                    return
+            if a != b:
+                self._differs(found, other, f"{form.name} with {name}={a} is wanted, not {b}")
+                return
+        if any(not isinstance(given[name], fx.Node) for name in tensors):
+            return
+        pairs: list[tuple[Key, Key]] = [(mine[name], given[name]) for name in tensors]
+        if _is_pointwise(key) or last:
+            for one in self._elementwise((key, other), pairs, seen, found):
+                if not last or self._last_is_last(key, other, one):
+                    yield one
+            return
+        # Of another operation nothing is known: every axis has to be in its place.
+        whole = views.identity(self.c.shape(other) or ())
+        if rank != width or seen not in (None, whole):
+            return
+        yield from self._in_place(pairs, _bound(found, key, other, whole))
+
+    def _in_place(self, pairs: Sequence[tuple[Key, Key]], found: Found) -> Iterator[Found]:
+        """Hold operands against each other whose axes are the same, one by one."""
+        if not pairs:
+            yield found
+            return
+        (own, theirs), rest = pairs[0], pairs[1:]
+        shape, wide = self.p.shape(own) or (), self.c.shape(theirs) or ()
+        if len(shape) == len(wide):
+            for one in self._operand(own, theirs, (own, theirs), views.identity(wide), found):
+                yield from self._in_place(rest, one)
+
+    # -- products -------------------------------------------------------------------------
+
+    def _product(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
+        (key, form), (other, there) = own, theirs
+        mine = Labels.of(self.p, form.lhs, form.rhs, form.lhs_labels, form.rhs_labels, form)
+        for turned in (False, True):
+            left, right = (there.lhs, there.lhs_labels), (there.rhs, there.rhs_labels)
+            if turned:
+                left, right = right, left
+            labels = Labels.of(self.c, left[0], right[0], left[1], right[1], there)
+            if mine is None or labels is None:
+                return
+            paired = self._paired(form, mine, there, other, labels, seen)
+            if paired is None:
+                continue
+            places = []
+            for side, labelled, operand, its in (
+                (form.lhs, form.lhs_labels, *left),
+                (form.rhs, form.rhs_labels, *right),
+            ):
+                places.append(self._over(side, labelled, operand, its, paired))
+            if places[0] is None or places[1] is None:
+                continue
+            out = tuple(
+                tuple(axis_of(there, other, self.c, x) for x in paired[label])
+                for label in form.out_labels
+            )
+            if any(atom is None for dim in out for atom in dim):
+                continue
+            done = _bound(found, key, other, tuple(views.coalesce(dim) for dim in out))  # type: ignore[arg-type]
+            nodes = done.nodes | self._between(self.p.base(form.lhs)[0], left[0])
+            nodes |= self._between(self.p.base(form.rhs)[0], right[0])
+            done = dataclasses.replace(done, nodes=nodes)
+            first, second = self.p.base(form.lhs)[0], self.p.base(form.rhs)[0]
+            for one in self._placed(first, self.c.base(left[0])[0], places[0], done):
+                yield from self._placed(second, self.c.base(right[0])[0], places[1], one)
+
+    def _paired(
+        self,
+        form: Product,
+        mine: Labels,
+        there: Product,
+        other: Key,
+        labels: Labels,
+        seen: Dims | None,
+    ) -> dict[int, tuple[int, ...]] | None:
+        """Return which of the graph's labels each label of the pattern stands for."""
+        paired: dict[int, tuple[int, ...]] = {}
+        for name in ("batch", "left", "right", "inner"):
+            wanted, given = getattr(mine, name), getattr(labels, name)
+            if seen is not None and name != "inner":
+                used: list[int] = []
+                for label in wanted:
+                    dim = seen[form.out_labels.index(label)]
+                    group = labels_of(dim, there, self.c.shape(other) or ())
+                    if group is None:
+                        return None
+                    paired[label] = group
+                    used += group
+                if sorted(used) != sorted(given):
+                    return None
+            elif len(wanted) == 1:
+                paired[wanted[0]] = given
+            elif len(wanted) == len(given):
+                paired |= {a: (b,) for a, b in zip(wanted, given, strict=True)}
+            else:
+                return None
+        return paired
+
+    def _over(
+        self,
+        own: Key,
+        own_labels: tuple[int, ...],
+        theirs: Key,
+        labels: tuple[int, ...],
+        paired: dict[int, tuple[int, ...]],
+    ) -> dict[int, views.Dim] | None:
+        """Return where the axes of the pattern's operand lie in the graph's operand."""
+        base, dims = self.p.base(own)
+        over = self.c.base(theirs)[1]
+        place: dict[int, views.Dim] = {}
+        for label, dim in zip(own_labels, dims, strict=True):
+            axis = views.whole_axis(dim, self.p.shape(base) or ())
+            if axis is None or label not in paired:
+                return None
+            atoms: list[Atom] = []
+            for x in paired[label]:
+                if x not in labels:
+                    return None
+                atoms += over[labels.index(x)]
+            if any(a.axis == views.BROADCAST for a in atoms):
+                return None
+            place[axis] = views.coalesce(atoms)
+        return place
+
+
+_READERS: dict[type[Form], Callable[..., Iterator[Found]]] = {
+    Product: Unifier._product,
+    Scale: Unifier._scale,
+    Add: Unifier._add,
+    Activation: Unifier._named,
+    Cast: Unifier._named,
+    Norm: Unifier._norm,
+    Opaque: Unifier._opaque,
+}
+
+
+def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
+    """Say whether atoms are all the elements of a value, each once."""
+    if any(a.axis < 0 for a in atoms):
+        return False
+    for axis, size in enumerate(shape):
+        own = sorted((a for a in atoms if a.axis == axis), key=lambda a: str(a.inner))
+        if views.product([a.size for a in own]) != size or len({a.inner for a in own}) != len(own):
+            return False
+    return True
+
+
+def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, frozenset[fx.Node]]]:
+    """Return a term of a sum as it is, and without a number that multiplies it, if one does."""
+    terms = [(key, number, frozenset[fx.Node]())]
+    base, dims = c.base(key)
+    form = c.forms[base]
+    scaled = isinstance(form, Scale) and dims == views.identity(c.shape(base) or ())
+    if scaled and isinstance(form.factor, float):  # type: ignore[union-attr]
+        nodes = path_nodes(c, key) | {owner_of(base)}
+        terms.append((form.value, number * form.factor, nodes))  # type: ignore[union-attr]
+    return terms
+
+
+def _bound(found: Found, own: Key, theirs: Key, seen: Dims) -> Found:
+    return dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
+
+
+def _part_of_an_operation(key: Key) -> bool:
+    return isinstance(key, Virtual) and key.attribute is None
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def _arguments(node: fx.Node) -> dict[str, Any] | None:
+    """Return a call's arguments by ATen's names, without those that say nothing."""
+    name = target_name(node)
+    packet = getattr(torch.ops.aten, name or "", None)
+    if packet is None or node.op not in ("call_function", "call_method"):
+        return None
+    target = node.target
+    names: tuple[str, ...]
+    if isinstance(target, torch._ops.OpOverload):
+        names = tuple(a.name for a in target._schema.arguments)
+    elif inspect.isfunction(target):
+        names = tuple(inspect.signature(target).parameters)
+    else:
+        overload = getattr(packet, packet.overloads()[0])
+        names = tuple(a.name for a in overload._schema.arguments)
+    if len(node.args) > len(names):
+        return None
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    renamed = {"self" if n in ("input", "self") else n: v for n, v in given.items()}
+    return {n: v for n, v in renamed.items() if v is not None and v is not False and n[0] != "_"}

@@ -1,0 +1,183 @@
+"""Chains under autocast: float32 weights, computed in bfloat16, inside and around a model."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nmm_compiler.passes.pipeline import run
+
+VERIFIED = {"verify": True, "strict": True}
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+class Model(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = inside
+        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 64)
+        self.base = nn.Linear(64, 64)
+        self.la, self.lb = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+        self.g, self.h = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)
+        self.q, self.r = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)
+
+    def forward(self, x):
+        with torch.autocast(**BF16) if self.inside else contextlib.nullcontext():
+            y = self.b(0.5 * self.a(x))
+            y = self.base(y) + 2.0 * self.lb(self.la(y))
+            return F.silu(self.h(self.g(y))) * self.r(self.q(y))
+
+
+def compiled(model, x, around):
+    """Return the results of the model before and after, and what was found."""
+    results = []
+
+    def backend(module, inputs):
+        results.append(run(module, inputs, VERIFIED))
+        return results[-1].graph_module.forward
+
+    torch._dynamo.reset()
+    with torch.autocast(**BF16) if around else contextlib.nullcontext():
+        return model(x), torch.compile(model, backend=backend)(x), results
+
+
+def exact(model, x):
+    inside, model.inside = model.inside, False
+    y = model.double()(x.double())
+    model.float().inside = inside
+    return y
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_region_and_a_model_under_autocast(inside, train):
+    model, x = Model(inside), torch.randn(2, 5, 64)
+    truth = exact(model, x).detach()
+    with contextlib.nullcontext() if train else torch.no_grad():
+        want, got, (result,) = compiled(model, x, not inside)
+    assert [m.kind for m in result.rewritten] == ["lowrank", "lora", "gated_mlp_up"]
+    assert not result.declined
+    assert got.dtype == want.dtype == torch.bfloat16
+    before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
+    # The rewrite takes roundings of the middle away; at most those of results are left.
+    assert after <= 2 * before
+    if train:
+        for y in (want, got):
+            y.float().square().mean().backward()
+        grads = [p.grad for p in model.parameters()]
+        assert all(g is not None and bool(g.isfinite().all()) for g in grads)
+
+
+def test_gradients_reach_float32_weights():
+    model, x = Model(True), torch.randn(2, 5, 64)
+    right = copy.deepcopy(model).double()
+    right.inside = False
+    truth = torch.autograd.grad(right(x.double()).square().mean(), list(right.parameters()))
+    want, got, _ = compiled(model, x, False)
+    for y in (want, got):
+        grads = torch.autograd.grad(y.float().square().mean(), list(model.parameters()))
+        for grad, known in zip(grads, truth, strict=True):
+            # Each gradient is a product of at most eight bfloat16 factors in a row.
+            bound = 8 * 8 * 2.0**-8 * float(known.abs().max())
+            assert grad.dtype == torch.float32
+            assert float((grad.double() - known).abs().max()) <= bound
+
+
+def test_peft_branches_under_autocast():
+    peft = pytest.importorskip("peft")
+    from models import MODELS
+
+    model, inputs = MODELS["llama"]()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.0)
+    model = peft.get_peft_model(model, config).train()
+    counts = []
+    for around in (False, True):
+        found = []
+
+        def backend(module, example_inputs, found=found):
+            found.append(run(module, example_inputs, {"strict": True}))
+            return found[-1].graph_module.forward
+
+        torch._dynamo.reset()
+        with torch.autocast(**BF16) if around else contextlib.nullcontext():
+            torch.compile(model, backend=backend)(**inputs)
+        counts.append(sum(m.kind == "lora" for r in found for m in r.rewritten))
+    assert counts == [6, 6]
+
+
+def test_a_cast_weight_is_a_weight():
+    def cast(x, a, b):
+        return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(48, 8))
+
+        def forward(self, x):
+            return cast(x, self.a, self.b)
+
+    model, x = Cast(), torch.randn(5, 64, dtype=torch.bfloat16)
+    want, got, (result,) = compiled(model, x, False)
+    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    truth = exact_chain(x, model.a, model.b)
+    before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
+    assert after <= 2 * before
+
+
+def exact_chain(x, a, b):
+    with torch.no_grad():
+        return F.linear(F.linear(x.double(), a.bfloat16().double()), b.bfloat16().double())
+
+
+def test_a_middle_that_is_wider_for_a_while():
+    def wide(p, x):
+        return F.linear((F.linear(x, p.a).float() * 0.3).to(x.dtype), p.b)
+
+    def narrow(p, x):
+        return F.linear((F.linear(x, p.a).bfloat16() * 0.3).float(), p.b)
+
+    class Cast(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(48, 8))
+            self.function = function
+
+        def forward(self, x):
+            return self.function(self, x)
+
+    model, x = Cast(wide).bfloat16(), torch.randn(5, 64, dtype=torch.bfloat16)
+    want, got, (result,) = compiled(model, x, False)
+    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    truth = 0.3 * exact_chain(x, model.a, model.b)
+    before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
+    assert after <= 2 * before
+    model, x = Cast(narrow), torch.randn(5, 64)
+    _, _, (result,) = compiled(model, x, False)
+    assert not result.rewritten
+    assert [d.code for d in result.declined] == ["dtype"]
+
+
+def test_two_regions_are_not_one_chain():
+    model, x = Model(False), torch.randn(2, 64)
+
+    def half(x):
+        h = model.a(x)
+        with torch.autocast(**BF16):
+            return model.b(h)
+
+    torch._dynamo.reset()
+    results = []
+
+    def backend(module, inputs):
+        results.append(run(module, inputs, VERIFIED))
+        return results[-1].graph_module.forward
+
+    want, got = half(x), torch.compile(half, backend=backend)(x)
+    assert torch.equal(want, got)
+    assert not results[0].rewritten
+    assert [d.code for d in results[0].declined] in (["region"], ["dtype"])
