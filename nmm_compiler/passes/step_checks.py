@@ -53,6 +53,8 @@ def layouts_agree(attempt: Attempt) -> None:
         if one.out_layout == "row" and (one.direct or one.unread):
             raise ValueError(f"{one.final.name} is [tokens, features] and read as the transpose")
     for call in _calls(attempt):
+        if not call.is_whole and (call.out_layout != "row" or call.direct or call.unread):
+            raise ValueError(f"{call.final.name} is turned, and changed outside of its kernel")
         source = made.get(attempt.c.base(call.source.key)[0])
         given = call.source.is_col() or (source is not None and source.out_layout == "col")
         if call.x_layout == "col" and not given:

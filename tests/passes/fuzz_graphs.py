@@ -41,6 +41,7 @@ class Builder:
         self.rng = random.Random(seed)
         # Drawn apart, so that a seed's other choices stay what they were before these existed.
         self.others = random.Random(~seed)
+        self.third = random.Random(seed ^ 0x5EED)
         self.outputs: list[fx.Node] = []
         self.generator = torch.Generator().manual_seed(seed)
         self.root = nn.Module()
@@ -221,6 +222,45 @@ class Builder:
         down = self.product(down, 2) if self.rng.random() < 0.7 else down
         return self.product(down, self.shape(x)[-1])
 
+    def newer(self, x: fx.Node) -> fx.Node:
+        """Add forms that commute, repeat or add up; drawn apart, as `others` is."""
+        rng, shape = self.third, self.shape(x)
+        k, n, r = shape[-1], rng.randint(10, 20), rng.choice([1, 2, 3])
+        self.length += 4 * (k + r)
+
+        def linear(y: fx.Node, outputs: int) -> fx.Node:
+            return self.f(F.linear, y, self.parameter(outputs, self.shape(y)[-1]))
+
+        pick = rng.randrange(5)
+        if pick == 0:  # a number for each token between the products
+            token = self.f(torch.tanh, self.f(operator.getitem, x, (Ellipsis, slice(0, 1))))
+            h = self.f(operator.mul, *((linear(x, r), token) if rng.random() < 0.5 else
+                                       (token, linear(x, r))))  # fmt: skip
+            y = linear(h, n)
+            if rng.random() < 0.5:
+                y = self.f(operator.add, y, self.parameter(n))
+            return y
+        if pick == 1:  # a sum of chains of one x
+            y = linear(linear(x, r), n)
+            for _ in range(rng.randint(1, 2)):
+                other = self.f(operator.mul, linear(linear(x, 2), n), 0.5)
+                y = self.f(operator.add, *((y, other) if rng.random() < 0.5 else (other, y)))
+            return y
+        if pick == 2:  # the same product twice
+            u = self.parameter(r, k)
+            ys = [linear(self.f(F.linear, x, u), n) for _ in range(2)]
+            return self.join(ys)
+        if pick == 3:  # weights that are made of constants
+            u = self.f(operator.mul, self.parameter(r, k), self.parameter(r, 1))
+            v = self.m("to", self.m("double", self.parameter(n, r)), self.computed)
+            return self.f(F.linear, self.f(F.linear, x, u), v)
+        residual = linear(x, n)  # an addend that stays outside, and a reader of its transpose
+        if len(shape) != 2:
+            return residual
+        y = self.f(torch.addmm, self.f(torch.sin, residual), linear(x, r), self.parameter(r, n))
+        self.outputs.append(self.m("cumsum", self.m("t", y), 0))
+        return self.m("t", linear(self.m("t", self.m("t", y)), 12)) if rng.random() < 0.5 else y
+
     # (the two below give several results of one x; they are joined again so that all count)
     def several(self, x: fx.Node, n: int) -> fx.Node:
         ys = []
@@ -284,6 +324,11 @@ def build(
         except RuntimeError:
             continue  # shapes did not fit: the nodes so far stay, unused
         pool.append(new)
+    for _ in range(b.third.randint(0, 2)):
+        try:
+            b.outputs.append(b.newer(b.third.choice(pool)))
+        except RuntimeError:
+            continue
     outputs = [pool[-1]] + [p for p in pool[:-1] if rng.random() < 0.2]
     b.graph.output((*outputs, *dict.fromkeys(b.outputs)))
     module = fx.GraphModule(b.root, b.graph)

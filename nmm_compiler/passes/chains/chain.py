@@ -49,7 +49,8 @@ class Step:
     """One affine step on a result: kind is "scale", "vector" or "bias".
 
     scale: times `number`, or times the one-element tensor `key`. vector: times the constant
-    vector `key` over features. bias: plus `number` times the constant vector `key`.
+    vector `key` over features. bias: plus `number` times the constant vector `key`. token: times
+    the value `key`, which is one number for each token.
     """
 
     kind: str
@@ -67,6 +68,8 @@ class Chain:
     which stays outside of the kernel.
     inplace is the in-place sum that `base` was written into, if it was one. more are further chains
     of the same x that are added (several adapters); their factors are joined along the rank.
+    per_token are factors from between the products that commute with the second: they multiply the
+    result, and nothing of it is part of the kernel then.
     """
 
     first: Stage
@@ -82,6 +85,7 @@ class Chain:
     addend: tuple[Key, float] | None = None
     inplace: fx.Node | None = None
     more: tuple[Chain, ...] = ()
+    per_token: tuple[Step, ...] = ()
 
     @property
     def u(self) -> Weight:
@@ -126,6 +130,16 @@ def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float)
     if isinstance(factor, Virtual) and factor.attribute is None:
         factor = c.base(factor)[0]  # the vector itself, seen with more dimensions
     return Step(kind, number, factor, tuple(dims[i] for i in positions))
+
+
+def _token_step(c: Canonical, factor: Key, target: Key) -> Step | None:
+    """Read a factor that is no constant as one number for each token: its last size is 1."""
+    shape, own = c.shape(target), c.shape(factor)
+    if shape is None or own is None or len(own) != len(shape) or isinstance(factor, Virtual):
+        return None
+    if c.is_weight(factor) or own[-1] != 1 or shape[-1] == 1 or own[:-1] != shape[:-1]:
+        return None
+    return Step("token", 1.0, factor, views.identity(shape)[:-1])
 
 
 def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
@@ -246,7 +260,7 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
             return form.value, [Step("scale", form.factor)]
         for value, factor in ((form.value, form.factor), (form.factor, form.value)):
             if c.shape(value) == c.shape(key):
-                step = _step_over(c, "vector", factor, key, 1.0)
+                step = _step_over(c, "vector", factor, key, 1.0) or _token_step(c, factor, key)
                 if step is not None and not isinstance(c.form(value), Leaf):
                     return value, [step]
         return None
@@ -458,6 +472,9 @@ def join_stages(
             labels |= {inner.out_labels[a.axis] for a in walk.dims[position] if a.axis >= 0}
     in_lhs = bool(labels & set(inner.lhs_labels))
     in_rhs = bool(labels & set(inner.rhs_labels))
+    if second.weight.k == 1 and not contracted:  # rank 1: a dimension of size 1 has no label
+        in_rhs = c.is_constant(inner.rhs) or not c.is_weight(inner.lhs)
+        in_lhs = not in_rhs
     operand = inner.rhs if in_rhs else inner.lhs
     given = c.is_constant(operand) or owner_of(operand) in c.derived or computed
     if in_lhs == in_rhs or not given:
@@ -510,8 +527,16 @@ def join_stages(
         dim if not dim or dim[0].axis == FEATURE else tokens[dim[0].axis] for dim in second.out_dims
     )
     steps: list[Step] = []
+    per_token: list[Step] = []
     for step in reversed(walk.steps):
         moved = views.compose(step.dims, first.out_dims)
+        if step.kind == "token" and moved is not None:
+            if any(a.axis < 0 for dim in moved for a in dim):
+                return mismatch
+            per_token.append(dataclasses.replace(step, dims=moved))
+            continue
+        if step.kind == "bias" and per_token:
+            moved = None  # it is not multiplied by what the tokens are multiplied by
         if moved is None or (
             step.kind != "scale" and not is_whole_feature(tuple(a for d in moved for a in d), r)
         ):
@@ -523,4 +548,6 @@ def join_stages(
             )
         steps.append(step)
     nodes = frozenset(walk.nodes) | first.nodes | second.nodes
-    return Chain(first, second, tuple(steps), second.key, out_dims, nodes)
+    return Chain(
+        first, second, tuple(steps), second.key, out_dims, nodes, per_token=tuple(per_token)
+    )

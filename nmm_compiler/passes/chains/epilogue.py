@@ -40,6 +40,8 @@ def _reader(c: Canonical, key: Key) -> Key | None:
 
 def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
     """Absorb constant bias, scale and activation after the chain, as far as they have no others."""
+    if chain.per_token:
+        return chain
     base, base_dims = chain.out, chain.out_dims
     pending: set[fx.Node] = set()
     key: Key = chain.out
@@ -98,7 +100,7 @@ def _after_steps(
         return None
     steps: list[Step] = []
     for step in reversed(found[1]):
-        if step.kind == "vector" or (step.kind == "scale" and step.key is not None):
+        if step.kind in ("vector", "token") or (step.kind == "scale" and step.key is not None):
             return None
         if step.kind == "bias":
             moved = views.compose(step.dims, dims)

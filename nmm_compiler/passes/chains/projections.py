@@ -76,6 +76,8 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection 
     if isinstance(form, Refusal):
         return None
     chain = read_chain(c, walk.key, form, inputs)
+    if isinstance(chain, Chain) and chain.per_token:
+        return None
     if isinstance(chain, Chain) and too_wide(chain.u.k, chain.u.n, chain.v.n, walk.key) is None:
         stage, middle = chain.first, chain.middle
         weights: tuple[Weight, ...] = (chain.u, chain.v)
@@ -105,7 +107,7 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection 
             tuple(a for d in moved for a in d), weights[-1].n
         ):
             return None
-        if step.kind == "vector":
+        if step.kind in ("vector", "token"):
             return None
         after.append(step)
     covered = nodes | frozenset(walk.nodes) | path_nodes(c, key)

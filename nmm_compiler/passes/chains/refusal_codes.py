@@ -33,6 +33,9 @@ CODES: dict[str, str] = {
 FURTHER: dict[str, str] = {
     "activations": "both operands of the product are activations",
     "adapted_gate": "gate or up is a dense product with adapters",
+    "concatenated": "inner values are joined before the second product",
+    "convolution": "a factor is a convolution that is no product of matrices",
+    "embedding": "the first factor is an embedding table",
     "constant": "a parameter of a pattern is no stored weight",
     "batched_weight": "there is one weight per head or batch entry",
     "features": "the down projection returns other than x's features",

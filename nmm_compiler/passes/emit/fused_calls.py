@@ -50,6 +50,11 @@ class Call:
         """Return one call per result, each with a layout of its own."""
         return (self,)
 
+    @property
+    def is_whole(self) -> bool:
+        """Say whether the kernel's result is the value; else it keeps the graph's own order."""
+        return True
+
     def tokens_count(self) -> Size:
         """Return m, the number of tokens."""
         return views.product([a.size for d in self.source.tokens() for a in d])
@@ -158,6 +163,12 @@ class LowRankCall(Call):
 
     chain: Chain | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Say whether nothing is added to the kernel's result, or multiplies it, outside of it."""
+        assert self.chain is not None
+        return self.chain.addend is None and not self.chain.per_token
+
     @classmethod
     def of(cls, c: Canonical, chain: Chain) -> LowRankCall:
         """Return the call that a chain becomes."""
@@ -203,6 +214,8 @@ class LowRankCall(Call):
             notes.append("a scalar moved to the epilogue, which moves a rounding")
         if self.chain.more:
             notes.append("the factors of the adapters are joined along the rank at each call")
+        if self.chain.per_token:
+            notes.append("a factor for each token multiplies the result, not the inner value")
         if self.chain.addend is not None:
             notes.append("the addend of the last product stays a separate add")
         return tuple(notes)
@@ -233,11 +246,22 @@ class LowRankCall(Call):
             self.result_value(editor, x, chain.v.n),
         )
         y = self.finish(editor, y, self.final, self.out_dims)
+        for step in chain.per_token:
+            y = _times_tokens(editor, y, step, self.out_dims)
         if chain.addend is not None:
             other = editor.node(chain.addend[0])
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
             y = editor.call(aten.add.Tensor, y, other, **more)
         return y
+
+
+def _times_tokens(editor: Editor, y: fx.Node, step: Step, out_dims: Dims) -> fx.Node:
+    """Emit a result times one number for each of its tokens."""
+    assert step.key is not None
+    factor = editor.operand(step.key)
+    factor = editor.reshape(factor, views.shape_of(step.dims))
+    tokens = tuple(tuple(a for a in dim if a.axis != views.FEATURE) for dim in out_dims)
+    return editor.call(aten.mul.Tensor, y, editor.arrange(factor, step.dims, tokens))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nmm_compiler.options import Options
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical_forms import Form, Key, Leaf, Virtual
+from nmm_compiler.passes.graph.canonical_forms import Form, Key, Leaf, Product, Virtual
 from nmm_compiler.passes.graph.effects import Effects
 from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import Dims, Size
@@ -69,6 +69,7 @@ class Canonical:
         # Inputs that could be factors: adapters that are handed over beside x.
         self.input_matrices: set[fx.Node] = set()
         self._shapes: dict[fx.Node, tuple[Size, ...]] = {}
+        self._twins: dict[Any, list[Key]] | None = None
 
     # -- what is known of a value ---------------------------------------------------------
 
@@ -111,6 +112,21 @@ class Canonical:
     def is_weight(self, key: Key) -> bool:
         """Say whether the value is a constant, or made of constants without a product."""
         return key in self.constant or key in self.made
+
+    def twins(self, key: Key) -> list[Key]:
+        """Return the products that compute the same as one does, itself among them, in order."""
+        if self._twins is None:
+            self._twins = {}
+            for own, form in self.forms.items():
+                if isinstance(form, Product):
+                    self._twins.setdefault(self._signature(form), []).append(own)
+        form = self.forms[key]
+        found = self._twins.get(self._signature(form)) if isinstance(form, Product) else None
+        return found or [key]
+
+    def _signature(self, form: Product) -> Any:
+        sides = (self.views[form.lhs], self.views[form.rhs])
+        return (*sides, form.lhs_labels, form.rhs_labels, form.out_labels)
 
     # -- building -------------------------------------------------------------------------
 

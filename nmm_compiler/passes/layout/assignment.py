@@ -84,11 +84,14 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
         if isinstance(base, fx.Node):
             readers.setdefault(base, []).append(call)
     for match in matches:
-        if match.rewritten and isinstance(match.data, Call) and match.data.final not in readers:
+        call = match.data
+        absorbs = match.rewritten and isinstance(call, Call) and call.is_whole
+        if absorbs and call.final not in readers:
             with c.faults.guard("absorbing a transpose into", match.node, LAYOUT):
                 _absorb_transpose(c, match)
     layouts = Layouts([], [])
-    for region in grow_regions(c, [one for call in calls for one in call.results()]):
+    whole = [call for call in calls if call.is_whole]
+    for region in grow_regions(c, [one for call in whole for one in call.results()]):
         # Decided first and then done: a fault leaves the whole region at row order.
         with c.faults.guard("laying out", region.values[0].final, LAYOUT):
             decision = _decide(c, region, readers)

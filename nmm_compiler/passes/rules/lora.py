@@ -6,6 +6,8 @@
     y = x w + s1 (x a1) b1 + s2 (x a2) b2
     -> nmm.lowrank_matmul(x, [a1 | a2], [s1 b1; s2 b2], w=w)
 
+A sum of branches without a base is such a call without w.
+
 The terms may stand in any order and nesting, and sums may be in place. The factors of several
 adapters are joined in the graph at each call: they are small beside w, an update or a swap of an
 adapter is seen at once, and gradients reach each of them. Beside a stored base, adapters may be
@@ -67,9 +69,13 @@ class LoRA(KernelRule):
         base, branches = read
         first = branches[0]
         for branch in branches:
-            if not same_tokens(
-                graph, branch.first, branch.out_dims, base.first, base.out_dims
-            ) or not same_tokens(graph, branch.first, branch.out_dims, first.first, first.out_dims):
+            others = [first] if base is None else [base, first]
+            if not all(
+                same_tokens(graph, branch.first, branch.out_dims, one.first, one.out_dims)
+                for one in others
+            ):
+                if base is None:
+                    return None
                 return Refusal(
                     "other_x",
                     "base and branch do not read the same x in the same way",
@@ -79,15 +85,16 @@ class LoRA(KernelRule):
         chains = [_chain_of(branch) for branch in branches]
         wide = too_wide(first.k, sum(c.r for c in chains), first.n, chains[0].second.key)
         if wide is not None:
-            return wide
-        nodes = frozenset(added.nodes | {node}).union(base.nodes, *(c.nodes for c in chains))
+            return wide if base is not None else None
+        nodes = frozenset(added.nodes | {node}).union(*(c.nodes for c in chains))
+        nodes |= frozenset() if base is None else base.nodes
         whole = dataclasses.replace(
             chains[0],
-            after=(*chains[0].after, *base.after),
+            after=(*chains[0].after, *(() if base is None else base.after)),
             out=node,
             out_dims=first.out_dims,
             nodes=nodes,
-            base=base.first,
+            base=None if base is None else base.first,
             inplace=node if node in graph.effects.writers else None,
             more=tuple(chains[1:]),
         )
@@ -162,8 +169,8 @@ def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | 
 
 def _base_and_branches(
     c: Canonical, terms: list[tuple[Key, float]]
-) -> tuple[Projection, list[Projection]] | Refusal | None:
-    """Read the terms as one dense projection and low-rank ones; None when they are not that."""
+) -> tuple[Projection | None, list[Projection]] | Refusal | None:
+    """Read the terms as low-rank projections and one dense one at most; None for other terms."""
     base: Projection | None = None
     branches: list[Projection] = []
     for key, factor in terms:
@@ -181,7 +188,9 @@ def _base_and_branches(
             base = found
         else:
             return None
-    return None if base is None or not branches else (base, branches)
+    if not branches or (base is None and len(branches) < 2):
+        return None
+    return base, branches
 
 
 def is_adapted(c: Canonical, key: Key) -> bool:
@@ -191,7 +200,8 @@ def is_adapted(c: Canonical, key: Key) -> bool:
         return False
     added = _Sum([], set(), [])
     _flatten(c, found[0], found[1], 1.0, added)
-    return isinstance(_base_and_branches(c, added.terms), tuple)
+    read = _base_and_branches(c, added.terms)
+    return isinstance(read, tuple) and read[0] is not None
 
 
 def _chain_of(branch: Projection) -> Chain:

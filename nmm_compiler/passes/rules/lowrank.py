@@ -13,11 +13,12 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
+from nmm_compiler.passes.chains.near_misses import CONVOLUTIONS, near_miss
 from nmm_compiler.passes.chains.safety import refuse, too_wide
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Key, Product, Virtual, owner_of
+from nmm_compiler.passes.graph.canonical_forms import Key, Opaque, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
 
@@ -58,6 +59,7 @@ def chain_operands(chain: Chain) -> list[Key]:
     """Return the values that the fused call reads."""
     steps = (*chain.middle, *chain.after)
     keys = [chain.first.x, *chain.u.keys, *chain.v.keys]
+    keys += [step.key for step in chain.per_token if step.key is not None]
     keys += [s.key for s in steps if s.key is not None]
     keys += [chain.base.weight.key] if chain.base else []
     for other in chain.more:
@@ -71,15 +73,18 @@ class LowRank(KernelRule):
     name = "lowrank"
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every product at the node."""
+        """Propose every product at the node, and convolutions that are none."""
         yield from products_at(graph, node)
+        form = graph.forms.get(node)
+        if isinstance(form, Opaque) and form.name in CONVOLUTIONS:
+            yield node, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the chain and see whether it may move to its end."""
         key, form = candidate
-        chain = read_chain(graph, key, form)
-        if chain is None:
-            return None
+        chain = read_chain(graph, key, form) if isinstance(form, Product) else None
+        if chain is None or (isinstance(chain, Refusal) and chain.code == "opaque"):
+            return near_miss(graph, key, form) or chain
         found = chain if isinstance(chain, Refusal) else check_chain(graph, chain)
         if isinstance(found, Refusal):
             return found

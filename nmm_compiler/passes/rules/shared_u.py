@@ -1,6 +1,6 @@
 """Rule `shared_u`: several chains with one x and one first factor as one call.
 
-    h = linear(x, U); y1 = linear(h, V1); y2 = linear(h, V2)
+    h = linear(x, U); y1 = linear(h, V1); y2 = linear(h, V2)     (or h written twice)
     -> y1, y2 = nmm.lowrank_matmul_shared_u(x, U, [V1, V2], ...)
 
 Where the call stands and how far results may lie apart is as in `shared_x`.
@@ -34,15 +34,16 @@ class SharedU(KernelRule):
         """Propose products that several others read."""
         for key, form in products_at(graph, node):
             constant = graph.is_weight(form.lhs) or graph.is_weight(form.rhs)
-            if constant and len(_readers(graph, key)) > 1:
-                yield key
+            twins = graph.twins(key)
+            if constant and twins[0] is key and len(_readers(graph, twins)) > 1:
+                yield twins
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """See that every reader is the second product of a chain."""
-        key: Key = candidate
+        twins: list[Key] = candidate
         chains: list[Chain] = []
-        for user in _readers(graph, key):
-            chain = _chain_at(graph, user, key)
+        for user in _readers(graph, twins):
+            chain = _chain_at(graph, user, twins)
             if chain is None:
                 return None
             chains.append(chain)
@@ -57,24 +58,24 @@ class SharedU(KernelRule):
         return group(graph, self.name, [LowRankCall.of(graph, c) for c in chains])
 
 
-def _readers(c: Canonical, key: Key) -> list[fx.Node]:
-    """Return the nodes that compute with a value, through its rearrangements."""
+def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:
+    """Return the nodes that compute with equal values, through their rearrangements."""
     found: dict[fx.Node, None] = {}
-    queue = [owner_of(key)]
+    queue = [owner_of(key) for key in twins]
     while queue:
         value = queue.pop()
         for user in real_users(value):
-            if c.is_view_of(user, value) and c.base(user)[0] is key:
+            if c.is_view_of(user, value) and c.base(user)[0] in twins:
                 queue.append(user)
             else:
                 found[user] = None
     return list(found)
 
 
-def _chain_at(c: Canonical, user: fx.Node, first: Key) -> Chain | None:
+def _chain_at(c: Canonical, user: fx.Node, firsts: list[Key]) -> Chain | None:
     for key, form in products_at(c, user):
         if isinstance(form, Product):
             chain = read_chain(c, key, form)
-            if isinstance(chain, Chain) and chain.first.key is first:
+            if isinstance(chain, Chain) and chain.first.key in firsts:
                 return chain
     return None

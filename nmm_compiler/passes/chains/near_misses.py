@@ -1,0 +1,116 @@
+"""What a reader would call a low-rank chain though no kernel computes it: named, with the way out.
+
+conv2d(conv2d(x, 3x3), 1x1), patch embedding then projection, embedding then projection,
+linear(cat(h1, h2), [b1 | b2]), 1x1 convolutions with a stride
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Key, Opaque, Product
+from nmm_compiler.passes.graph.torch_names import Call
+
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
+_TABLES = frozenset({"embedding"})
+
+
+def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
+    """Return why a product or a convolution is no link of the chain that it looks like."""
+    if isinstance(form, Opaque):
+        assert isinstance(key, fx.Node)
+        call = Call(key, form.name)
+        return _convolution(c, key, call.get(0, "input"), call.get(1, "weight"))
+    for weight, data in ((form.rhs, form.lhs), (form.lhs, form.rhs)):
+        if not c.is_weight(weight) or c.is_weight(data):
+            continue
+        base = c.base(data)[0]
+        behind = c.forms[base]
+        if not isinstance(behind, Opaque) or not isinstance(base, fx.Node):
+            continue
+        sizes = c.shape(c.base(weight)[0]) or ()
+        if len(sizes) < 2 or not all(isinstance(s, int) for s in sizes):
+            continue
+        outputs = math.prod(sizes) // max(1, _inner(c, form, weight))
+        call = Call(base, behind.name)
+        if behind.name in CONVOLUTIONS:
+            found = _pair(c, call.get(1, "weight"), outputs)
+            if found:
+                return Refusal("convolution", f"the first factor is a convolution {found}", base,
+                               "nothing: the second factor runs as a dense product")  # fmt: skip
+        if behind.name in _TABLES:
+            return _table(c, base, call, outputs)
+        if behind.name in ("cat", "concat", "concatenate") and _of_products(c, base):
+            return Refusal("concatenated", "inner values are joined before the second product",
+                           base, "add up the chains: h1 @ v1 + h2 @ v2 is one call")  # fmt: skip
+    return None
+
+
+def _inner(c: Canonical, form: Product, weight: Key) -> int:
+    labels = form.rhs_labels if weight is form.rhs else form.lhs_labels
+    sizes = zip(labels, c.shape(weight) or (), strict=True)
+    return math.prod(int(s) for label, s in sizes if label not in form.out_labels)
+
+
+def _kernel(c: Canonical, weight: object) -> tuple[int, ...] | None:
+    shape = c.shape(weight) if isinstance(weight, fx.Node) and c.is_weight(weight) else None
+    static = shape is not None and len(shape) > 2 and all(isinstance(s, int) for s in shape)
+    return shape if static else None
+
+
+def _pair(c: Canonical, weight: object, outputs: int) -> str:
+    """Return the kernel's size in words where it is a first factor that saves work."""
+    kernel = _kernel(c, weight)
+    if kernel is None:
+        return ""
+    r, inputs = kernel[0], math.prod(kernel[1:])
+    low = r * (inputs + outputs) < inputs * outputs
+    return f"of {'x'.join(map(str, kernel[2:]))}" if low else ""
+
+
+def _convolution(c: Canonical, node: fx.Node, x: object, weight: object) -> Refusal | None:
+    """Name a convolution that ends a pair of them."""
+    kernel = _kernel(c, weight)
+    base = c.base(x)[0] if isinstance(x, fx.Node) and x in c.views else None
+    if kernel is None or base is None:
+        return None
+    behind = c.forms[base]
+    first = None
+    if isinstance(behind, Opaque) and behind.name in CONVOLUTIONS and isinstance(base, fx.Node):
+        first = _kernel(c, Call(base, behind.name).get(1, "weight"))
+    elif isinstance(behind, Product):
+        shape = c.shape(c.base(behind.rhs)[0])
+        first = (*shape, 1) if shape and all(isinstance(s, int) for s in shape) else None
+    if first is None:
+        return None
+    r, inputs, outputs = first[0], math.prod(first[1:]), kernel[0]
+    if kernel[1] != r or r * (inputs + outputs * math.prod(kernel[2:])) >= inputs * outputs:
+        return None
+    size = "x".join(map(str, kernel[2:]))
+    return Refusal("convolution", f"a convolution of {size} with a stride, padding or groups", node,
+                   "take every n-th pixel before the first of two 1x1 convolutions")  # fmt: skip
+
+
+def _table(c: Canonical, node: fx.Node, call: Call, outputs: int) -> Refusal | None:
+    table = next((a for a in node.all_input_nodes if len(c.shape(a) or ()) == 2
+                  and c.is_weight(a) and c.dtype(a) == c.dtype(node)), None)  # fmt: skip
+    shape = None if table is None else c.shape(table)
+    if shape is None or not all(isinstance(s, int) for s in shape):
+        return None
+    entries, r = shape
+    if r * (entries + outputs) >= entries * outputs:
+        return None
+    return Refusal("embedding", "the first factor is an embedding table: a lookup, no product",
+                   node, "nothing: the projection runs as a dense product")  # fmt: skip
+
+
+def _of_products(c: Canonical, node: fx.Node) -> bool:
+    parts = [c.form(part) for part in node.all_input_nodes if part in c.views]
+    return len(parts) > 1 and all(
+        isinstance(form, Product) and (c.is_weight(form.rhs) or c.is_weight(form.lhs))
+        for form in parts
+    )
