@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import fx
 
 from nmm_compiler.errors import BrokenRuleError
@@ -54,7 +55,7 @@ class Attempt:
     faults: Faults
     path: str
     sources: dict[str, str] | None
-    odd: dict[fx.Node, str]
+    odd: dict[fx.Node, type[torch.Tensor]]
     mode: str
     result: RewriteResult
     refused: list[Declined]
@@ -76,7 +77,8 @@ class Attempt:
     def read(self) -> None:
         """Read the graph into canonical forms."""
         self.c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
-        self.c.subclasses.update(self.odd)
+        for node, kind in self.odd.items():
+            self.c.note_subclass(node, kind)
         self.findings = [f"{key.name}: {form}" for key, form in self.c.forms.items()]
 
     def match(self) -> None:

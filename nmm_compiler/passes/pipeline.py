@@ -319,13 +319,15 @@ class _Run:
         return module
 
 
-def _subclasses(module: fx.GraphModule, example_inputs: Sequence[Any] | None) -> dict[fx.Node, str]:
+def _subclasses(
+    module: fx.GraphModule, example_inputs: Sequence[Any] | None
+) -> dict[fx.Node, type[torch.Tensor]]:
     """Return the inputs that are tensor subclasses, which fake tensors may hide."""
     holders = [n for n in module.graph.nodes if n.op == "placeholder"]
     if example_inputs is None or len(holders) != len(example_inputs):
         return {}
     return {
-        holder: type(value).__name__
+        holder: type(value)
         for holder, value in zip(holders, example_inputs, strict=True)
         if isinstance(value, torch.Tensor) and type(value) not in PLAIN
     }

@@ -146,10 +146,23 @@ class Editor:
     def operand(self, key: Key) -> fx.Node:
         """Return the fx node of a value that a kernel reads, cast to the dtype it computes in."""
         node = self.node(key)
+        if node in self.c.quantized:
+            node = self._dequantized(node)
         old = None if self.dtype is None else self.c.values[node].dtype
         if old == self.dtype or old is None:
             return node
         return self.call(aten._to_copy.default, node, dtype=self.dtype)
+
+    def _dequantized(self, node: fx.Node) -> fx.Node:
+        """Return the plain tensor that a quantized weight stands for."""
+        assert self.at is not None
+        value = self.c.values[node].dequantize()
+        with self.graph.inserting_before(self.at):
+            made = self.graph.call_method("dequantize", (node,))
+        made.meta = {name: self.at.meta[name] for name in _COPIED if name in self.at.meta}
+        made.meta[self.value_key] = self.c.values[made] = value
+        self.added.append(made)
+        return made
 
     def hoist(self, keys: Iterable[Key]) -> None:
         """Move `get_attr` nodes to the top, so that a call may stand anywhere."""

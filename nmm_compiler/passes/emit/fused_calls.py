@@ -21,7 +21,7 @@ from nmm_compiler.passes.emit.fold_factors import (
 from nmm_compiler.passes.emit.operands import Source, best_source, feature_axis, source_over_raw
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import owner_of
+from nmm_compiler.passes.graph.canonical_forms import Key, owner_of
 from nmm_compiler.passes.graph.views import Dims, Size
 
 
@@ -159,9 +159,10 @@ def settle(
 
 @dataclass
 class LowRankCall(Call):
-    """nmm.lowrank_matmul for a chain."""
+    """nmm.lowrank_matmul for a chain. made: names of factors that the graph makes at each call."""
 
     chain: Chain | None = None
+    made: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -181,6 +182,7 @@ class LowRankCall(Call):
             n=chain.v.n,
             covered=chain.nodes,
             chain=chain,
+            made=tuple(owner_of(key).name for key in _weights(chain) if _is_made(c, key)),
         )
 
     def info(self) -> dict[str, Any]:
@@ -214,6 +216,8 @@ class LowRankCall(Call):
             notes.append("a scalar moved to the epilogue, which moves a rounding")
         if self.chain.more:
             notes.append("the factors of the adapters are joined along the rank at each call")
+        if self.made:
+            notes.append("a factor is dequantized or made of stored weights at each call")
         if self.chain.per_token:
             notes.append("a factor for each token multiplies the result, not the inner value")
         if self.chain.addend is not None:
@@ -253,6 +257,15 @@ class LowRankCall(Call):
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
             y = editor.call(aten.add.Tensor, y, other, **more)
         return y
+
+
+def _weights(chain: Chain) -> list[Key]:
+    own = [*chain.u.keys, *chain.v.keys, *([chain.base.weight.key] if chain.base else [])]
+    return own + [key for other in chain.more for key in _weights(other)]
+
+
+def _is_made(c: Canonical, key: Key) -> bool:
+    return key in c.made or c.base(key)[0] in c.quantized
 
 
 def _times_tokens(editor: Editor, y: fx.Node, step: Step, out_dims: Dims) -> fx.Node:

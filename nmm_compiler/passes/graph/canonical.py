@@ -63,6 +63,8 @@ class Canonical:
         self.derived: set[fx.Node] = set()
         # Tensor subclasses among the leaves, by the name of their class.
         self.subclasses: dict[fx.Node, str] = {}
+        # Those that hold a quantized weight and give it back as a plain tensor.
+        self.quantized: set[fx.Node] = set()
         self.trains = False
         # A graph without stored matrices has its weights among its inputs.
         self.inputs_are_weights = False
@@ -70,6 +72,12 @@ class Canonical:
         self.input_matrices: set[fx.Node] = set()
         self._shapes: dict[fx.Node, tuple[Size, ...]] = {}
         self._twins: dict[Any, list[Key]] | None = None
+
+    def note_subclass(self, node: fx.Node, kind: type[torch.Tensor]) -> None:
+        """Note that a leaf is a tensor subclass."""
+        self.subclasses[node] = kind.__name__
+        if kind.dequantize is not torch.Tensor.dequantize:
+            self.quantized.add(node)
 
     # -- what is known of a value ---------------------------------------------------------
 

@@ -68,7 +68,7 @@ def is_ignorable(node: fx.Node) -> bool:
 
 def is_pure(node: fx.Node, effects: Effects) -> bool:
     """Say whether a node computes its value and does nothing else."""
-    if node.op in ("placeholder", "output") or node in effects.writers:
+    if node.op in ("placeholder", "get_attr", "output") or node in effects.writers:
         return False
     return not (node.is_impure() or region_edge(node) or transform_depth(node) is not None)
 

@@ -83,7 +83,7 @@ def _source(c: Canonical, node: fx.Node, given: dict[str, str]) -> str:
     if node.op == "get_attr":
         value = fetch_attribute(c.module, str(node.target))
         if isinstance(value, torch.Tensor) and type(value) not in PLAIN:
-            c.subclasses[node] = type(value).__name__
+            c.note_subclass(node, type(value))
         return "parameter" if isinstance(value, nn.Parameter) else "attribute"
     name = str(node.target)
     if name in given:

@@ -30,7 +30,8 @@ def only_bias(chain: Chain) -> bool:
     """Say whether a chain has nothing but biases besides its products."""
     steps = (*chain.middle, *chain.after)
     plain = all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
-    return plain and chain.base is None and chain.addend is None and not chain.per_token
+    alone = chain.base is None and chain.addend is None and not (chain.more or chain.per_token)
+    return plain and alone
 
 
 def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
