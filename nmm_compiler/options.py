@@ -266,6 +266,11 @@ def traceback_wanted() -> bool:
     return _environment("NMM_TRACEBACK") not in (None, "0")
 
 
+def print_kernels() -> bool:
+    """Return whether NMM_PRINT_KERNELS asks for the source of every kernel on standard error."""
+    return _environment("NMM_PRINT_KERNELS") not in (None, "0")
+
+
 def drop_bad_terminal_sizes() -> None:
     """Forget sizes of the terminal that are no whole number from 1 to 9999.
 

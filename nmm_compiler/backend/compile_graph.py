@@ -19,11 +19,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend.inner import compile_inner, inner_name
+from nmm_compiler.backend.logs import log_report
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.backend.report_page import add_to_page, forget_pages
 from nmm_compiler.errors import (
@@ -72,7 +72,7 @@ def nmm(
         compiled = _compile_inner(work, rewritten, mode)
     if work.unverified is not None:
         compiled = _verified_at_first_call(work.unverified, compiled)
-    _publish(work.report(), chosen)
+    _publish(work.report(), chosen, work.gm, rewritten)
     return compiled
 
 
@@ -354,14 +354,14 @@ def _compile_inner(work: _Work, rewritten: fx.GraphModule, mode: str | None) -> 
     return compile_inner(work.inner, work.gm, work.example_inputs, mode)
 
 
-def _publish(report: CompileReport, options: Options) -> None:
-    """Keep the report, hand it to the user, and put it into torch's structured trace."""
+def _publish(
+    report: CompileReport, options: Options, before: fx.GraphModule, after: fx.GraphModule
+) -> None:
+    """Keep the report, hand it to the user, and put it into logs and torch's structured trace."""
+    from nmm_compiler.passes.result import readable
+
     _reports.append(report)
-    torch._logging.trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "nmm_compile_report", "encoding": "json"},
-        payload_fn=report.to_json,
-    )
+    log_report(report, lambda: readable(before), lambda: readable(after))
     if isinstance(options.report, str):
         add_to_page(options.report, report)
     elif callable(options.report):

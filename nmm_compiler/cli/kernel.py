@@ -75,6 +75,10 @@ def kernel(
     html: values.Html = None,
     trace: values.Trace = None,
     out: Annotated[Path | None, values.output_option(help_="also write the source here")] = None,
+    repro: Annotated[
+        Path | None,
+        values.output_option("--repro", help_="write a script that builds and checks this kernel"),
+    ] = None,
     seed: values.Seed = 0,
 ) -> None:
     """Write the NKI kernel of one shape; print where it is, its schedule and predicted profile.
@@ -100,6 +104,8 @@ def kernel(
         profile.to_chrome_trace(trace)
     if out is not None:
         write_text(out, built.source)
+    if repro is not None:
+        write_text(repro, built.reproducer(seed))
     if as_json:
         show_json(_plain(built, choices if schedules else (), proof))
     else:
@@ -116,6 +122,8 @@ def kernel(
             show(f"trace     {trace} (open it at ui.perfetto.dev)")
         if out is not None:
             show(f"written   {out}")
+        if repro is not None:
+            show(f"script    {repro}")
         if print_source:
             print(built.source, end="")
         if proof is not None:

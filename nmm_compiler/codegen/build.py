@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,14 @@ from nmm_compiler.kernels.base import Array, KernelSpec
 from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.nki_api.lint import check_source
-from nmm_compiler.options import INSTRUCTION_BUDGET, Options
+from nmm_compiler.options import INSTRUCTION_BUDGET, Options, print_kernels
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.targets import Target, get
 from nmm_compiler.version import VERSION
 
 SOURCE_FILE = "kernel.py"
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -59,10 +62,41 @@ class Kernel:
         """Return the predicted Profile: the timing pass over a run without data."""
         return _profile(self)
 
+    def reproducer(self, seed: int = 0) -> str:
+        """Return a Python script that builds this kernel and checks it against float64.
+
+        For a report of a fault: it needs nothing but this package.
+        """
+        return _REPRODUCER.format(
+            version=VERSION, spec_class=type(self.spec).__name__,
+            family=type(self.spec).__module__.rpartition(".")[0], spec=self.spec.to_json(),
+            schedule_class=type(self.schedule).__name__,
+            schedule_module=type(self.schedule).__module__, schedule=self.schedule.to_json(),
+            target=self.target.name, seed=seed, command=_command(self.spec, self.target),
+        )  # fmt: skip
+
     def __str__(self) -> str:
         return f"Kernel({self.name}, {self.schedule.short()}, {self.path})"
 
     __repr__ = __str__
+
+
+_REPRODUCER = """# Made by nmm_compiler {version}. The same from the command line, with
+# the schedule that is chosen: {command} --check --seed {seed}
+from nmm_compiler import build_kernel
+from nmm_compiler.codegen.check_against_float64 import prove
+from {family} import {spec_class}
+from {schedule_module} import {schedule_class}
+
+spec = {spec_class}.from_json({spec!r})
+schedule = {schedule_class}.from_json({schedule!r})
+kernel = build_kernel(spec, {target!r}, schedule)
+print(kernel)
+print(kernel.profile())
+proof = prove(kernel, seed={seed})
+print(proof)
+raise SystemExit(not proof.passed)
+"""
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,6 +172,11 @@ def build_kernel(
         path=_path(entry, entry.meta["name"]),
         meta=entry.meta,
     )
+    origin = "built" if "predicted" in made else "from the cache"
+    _log.info("%s: %s, schedule %s", kernel.name, origin, kernel.schedule.short())
+    _log.debug("%s: source in %s", kernel.name, kernel.path)
+    if print_kernels():
+        sys.stderr.write(f"# {kernel.path}\n{kernel.source}\n")
     if len(_KERNELS) >= _KERNELS_HELD:
         _KERNELS.pop(next(iter(_KERNELS)), None)
     _KERNELS[key.digest] = (entry, kernel)

@@ -1,0 +1,69 @@
+"""What compiling a graph says to logs and to torch's structured trace, which tlparse shows.
+
+TORCH_LOGS="nmm" gives a line a graph, "+nmm" the whole report; nmm_graphs, nmm_kernels and
+nmm_schedules the artefacts. TORCH_TRACE=DIRECTORY gets all of them and the HTML report.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._logging._internal import getArtifactLogger, trace_log
+
+from nmm_compiler import log_names
+from nmm_compiler.backend.report import CompileReport
+from nmm_compiler.backend.report_page import compile_parts
+from nmm_compiler.report.page import page
+
+log_names.watch()  # the loggers below need the names
+_log = logging.getLogger("nmm_compiler.backend")
+_artifacts = {name: getArtifactLogger("nmm_compiler.backend", name) for name in log_names.ARTIFACTS}
+
+
+def log_report(report: CompileReport, before: Callable[[], str], after: Callable[[], str]) -> None:
+    """Say what was done to one graph. before, after: return the graph's code."""
+    _log.info("%s", report.summary())
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s", report)
+    rewritten = bool(report.matches)
+    if rewritten and _artifacts["nmm_graphs"].isEnabledFor(logging.DEBUG):
+        text = f"graph {report.graph} before\n{before()}\n\nafter\n{after()}"
+        _artifacts["nmm_graphs"].debug("%s", text)
+    for kernel in report.built:
+        if _artifacts["nmm_kernels"].isEnabledFor(logging.DEBUG):
+            _artifacts["nmm_kernels"].debug("%s\n%s", kernel.name, kernel.source)
+        if _artifacts["nmm_schedules"].isEnabledFor(logging.DEBUG):
+            _artifacts["nmm_schedules"].debug("%s\n%s", kernel.name, schedules(kernel))
+    if not trace_log.handlers:
+        return
+    _trace("nmm_compile_report", "json", report.to_json)
+    if rewritten:
+        _trace("nmm_graph_before", "string", before)
+        _trace("nmm_graph_after", "string", after)
+    for kernel in report.built:
+        _trace(f"nmm_kernel_{kernel.spec.short().replace(' ', '_')}", "string",
+               lambda kernel=kernel: kernel.source)  # fmt: skip
+    if report.built:
+        _trace("nmm_schedules", "string", lambda: "\n\n".join(map(schedules, report.built)))
+    title = f"nmm_compiler: graph {report.graph}"
+    _trace("nmm_report.html", "string", lambda: page(title, compile_parts([report])))
+
+
+def schedules(kernel: Any) -> str:
+    """Return the chosen schedule of a kernel and the runners-up, a line each."""
+    from nmm_compiler.codegen.choose import choose
+
+    lines = [kernel.spec.short()]
+    for choice in choose(kernel.spec, kernel.target):
+        us = "not simulated" if choice.simulated_us is None else f"{choice.simulated_us:.1f} us"
+        lines.append(f"  {us}, closed form {choice.cost_us:.1f} us: {choice.schedule}")
+    return "\n".join(lines)
+
+
+def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    torch._logging.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload
+    )

@@ -1,0 +1,93 @@
+"""TORCH_LOGS, TORCH_TRACE with tlparse, NMM_PRINT_KERNELS and reproducers."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.kernels.lowrank import LowRankSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+{first}
+import torch
+u, v = torch.randn(64, 16), torch.randn(16, 48)
+f = torch.compile(lambda x: x @ u @ v, backend="nmm", options={{"inner": "eager"}})
+import nmm_compiler
+f(torch.randn(8, 64))
+"""
+
+
+def run(tmp_path, first="", **environment):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM.format(first=first))
+    places = f"{ROOT}{os.pathsep}{ROOT / 'startup'}"
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_torch_logs_knows_nmm_when_the_package_comes_first(tmp_path):
+    said = run(tmp_path, "import nmm_compiler", TORCH_LOGS="nmm")
+    assert "1 chain rewritten as 1 call" in said
+    assert "def forward" not in said
+
+
+def test_torch_logs_artefacts_when_torch_comes_first(tmp_path):
+    """The startup file, which an install runs, registers the names before torch reads them."""
+    start = (
+        "import sys; sys.modules.pop('_nmm_compiler_startup', None)\nimport _nmm_compiler_startup"
+    )
+    said = run(tmp_path, start, TORCH_LOGS="+nmm,nmm_graphs,nmm_kernels,nmm_schedules")
+    assert "import nki.isa as nisa" in said
+    assert "torch.ops.nmm.lowrank_matmul" in said
+    assert "closed form" in said
+    assert "left alone" in said
+
+
+def test_tlparse_shows_the_artefacts(tmp_path):
+    tlparse = Path(sys.executable).parent / "tlparse"
+    if not tlparse.is_file():
+        pytest.skip("tlparse is not installed: pip install tlparse")
+    trace = tmp_path / "trace"
+    run(tmp_path, "import nmm_compiler", TORCH_TRACE=str(trace), NMM_PRINT_KERNELS="1")
+    (log,) = trace.iterdir()
+    done = subprocess.run(
+        [str(tlparse), str(log), "-o", str(tmp_path / "out"), "--no-browser"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    for wanted in ("nmm_compile_report", "nmm_graph_before", "nmm_graph_after", "nmm_schedules",
+                   "nmm_report", "nmm_kernel_lowrank"):  # fmt: skip
+        assert any(name.startswith(wanted) for name in names), (wanted, names)
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_print_kernels_prints_the_source_of_each_kernel_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("NMM_PRINT_KERNELS", "1")
+    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path))
+    spec = LowRankSpec(m=8, k=80, r=16, n=112)
+    source = build_kernel(spec).source
+    build_kernel(spec)
+    assert capsys.readouterr().err.count(source) == 1
+
+
+def test_a_reproducer_builds_the_same_kernel_and_checks_it(tmp_path):
+    kernel = build_kernel(LowRankSpec(m=8, k=64, r=16, n=64))
+    path = tmp_path / "repro.py"
+    path.write_text(kernel.reproducer(seed=3))
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert kernel.name in done.stdout
+    assert "passed" in done.stdout
