@@ -7,6 +7,7 @@ A family's spec says which weights there are, and estimates its results from `_t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -185,7 +186,7 @@ class ProductSpec(KernelSpec):
         """Return the estimate after the bias, if there is one."""
         return plus_bias(left, operands[name], typical) if name in operands else left
 
-    @property
+    @functools.cached_property
     def fp8(self) -> bool:
         """Whether the operands are fp8 numbers with scales."""
         return self._dtype() == FP8
@@ -195,7 +196,7 @@ class ProductSpec(KernelSpec):
         """The dtype of the result, and of biases: the operands', bfloat16 for fp8."""
         return getattr(self, "out_dtype", None) or ("bfloat16" if self.fp8 else self._dtype())
 
-    @property
+    @functools.cached_property
     def intermediate_dtype(self) -> str:
         """The dtype of what is kept between two products."""
         kind = str(getattr(self, "intermediate", "operand"))
@@ -210,12 +211,12 @@ class ProductSpec(KernelSpec):
             words.append(f"p_{self.intermediate_dtype}")
         return "_".join(word for word in words if word)
 
-    @property
+    @functools.cached_property
     def requantized(self) -> bool:
         """Whether intermediates are quantized to fp8 again, by a scale that is given."""
         return self.intermediate_dtype == FP8
 
-    @property
+    @functools.cached_property
     def wide(self) -> bool:
         """Whether intermediates are kept in fp32 though the operands are narrower."""
         return self.intermediate_dtype == "float32" != self._dtype()

@@ -7,9 +7,10 @@ declares its sizes, loads, PSUM banks and SBUF buffers, and adds the checks that
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import check_name
@@ -44,6 +45,12 @@ class Operand(Record):
         return f"{LOADED[self.load]}, {min(self.block, columns)} columns at a time{once}"
 
 
+@functools.cache
+def _operands_of(kind: Any) -> tuple[str, ...]:
+    """Return the fields of a class of schedules that are operands."""
+    return tuple(field.name for field in dataclasses.fields(kind) if field.type == "Operand")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSchedule(Record):
     """Base of the schedules: HOW a spec is computed. All sizes are in elements unless named.
@@ -64,8 +71,7 @@ class KernelSchedule(Record):
 
     def operands(self) -> dict[str, Operand]:
         """Return how each operand arrives."""
-        made = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value for name, value in made.items() if isinstance(value, Operand)}
+        return {name: getattr(self, name) for name in _operands_of(cast(Any, type(self)))}
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return the schedule with other values: {"m_block": 512, "u.block": 256}."""
@@ -120,7 +126,7 @@ class KernelSchedule(Record):
 
         It does if its contraction index is the outer one.
         """
-        weights = [name for name in self.operands() if name != "x"]
+        weights = _operands_of(cast(Any, type(self)))[1:]
         made = {f"{name}.load": spec.layout_of(name) == "row" for name in weights}
         return {"x.load": spec.x_layout == "col", **made}
 
@@ -172,8 +178,8 @@ class KernelSchedule(Record):
         The loop needs two whole blocks of tokens, and each turn loads what it uses.
         """
         check_double_row(double_row, spec.dtype, target)
-        resident = any(operand.resident for operand in self.operands().values())
-        if m_loop and (spec.m < 2 * self.m_block or resident):
+        resident = m_loop and any(operand.resident for operand in self.operands().values())
+        if m_loop and (resident or spec.m < 2 * self.m_block):
             raise SpecError(
                 f"schedule: m_loop needs at least two whole blocks of {self.m_block} tokens, got "
                 f"{spec.m} tokens, and no resident weights; lower m_block or drop what is resident"
