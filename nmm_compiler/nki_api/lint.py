@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nmm_compiler.errors import LintError
 from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, Api, api
+from nmm_compiler.nki_api.lint_beta1 import beta_1_findings, is_beta_1
 from nmm_compiler.nki_api.lint_calls import check_calls, check_methods, check_names
 from nmm_compiler.nki_api.lint_finding import Finding
 from nmm_compiler.nki_api.lint_names import Names
@@ -53,6 +54,7 @@ def lint_source(
     """Return what is wrong with a kernel file, in source order; empty when nothing is.
 
     nki: the version to check for, "0.3" to "0.7" ("0.6.0" works too); UnknownNameError otherwise.
+    A file that imports `neuronxcc.nki` and not `nki` is checked for NKI Beta 1 whatever it says.
     A file that does not parse gives the single finding NKI-E001.
     """
     described = api(nki)
@@ -65,6 +67,8 @@ def lint_source(
     except (RecursionError, MemoryError):  # how Python's parser says that its stack is full
         return (_too_deep(),)
     try:
+        if is_beta_1(tree):
+            return tuple(sorted(set(beta_1_findings(tree))))
         names = Names(tree)
         found = {finding for rule in RULES for finding in rule(names, described)}
     except RecursionError:

@@ -115,6 +115,15 @@ def _check_jit(node: ast.Call) -> Iterator[Finding]:
 
 def _check_arguments(node: ast.Call, function: Function, api: Api) -> Iterator[Finding]:
     known = [p.name for p in function.parameters]
+    for keyword in node.keywords:
+        if keyword.arg is not None and keyword.arg not in known:
+            yield _unknown_argument(keyword, function, known, api)
+    yield from fits_positions(node, function)
+
+
+def fits_positions(node: ast.Call, function: Function) -> Iterator[Finding]:
+    """E112 missing, E113 doubled, E114 superfluous arguments of a call."""
+    known = [p.name for p in function.parameters]
     starred = any(isinstance(a, ast.Starred) for a in node.args)
     spread = any(k.arg is None for k in node.keywords)
     if not starred and len(node.args) > len(known):
@@ -122,14 +131,11 @@ def _check_arguments(node: ast.Call, function: Function, api: Api) -> Iterator[F
         yield at(node.args[len(known)], "NKI-E114", text)
     given = set() if starred else set(known[: len(node.args)])
     for keyword in node.keywords:
-        if keyword.arg is None:
-            continue
-        if keyword.arg not in known:
-            yield _unknown_argument(keyword, function, known, api)
-        elif keyword.arg in given:
-            text = f"{function} got {keyword.arg!r} twice"
-            yield at(keyword, "NKI-E113", text)
-        given.add(keyword.arg)
+        if keyword.arg is not None and keyword.arg in known:
+            if keyword.arg in given:
+                text = f"{function} got {keyword.arg!r} twice"
+                yield at(keyword, "NKI-E113", text)
+            given.add(keyword.arg)
     missing = [p.name for p in function.parameters if p.default is None and p.name not in given]
     if missing and not starred and not spread:
         text = f"{function} needs {', '.join(map(repr, missing))}"

@@ -163,7 +163,7 @@ FILES = [
         HEADER + "import numpy as np\n@nki.jit\ndef k(x): nisa.memset(x, np.pi)\n",
         HEADER + "import math\n@nki.jit\ndef k(x): nisa.memset(x, math.pi)\n",
     ),
-    ("E211", "import neuronxcc.nki as old\n", "import nki\n"),
+    ("E211", "import nki\nimport neuronxcc.nki as old\n", "import nki\n"),
     ("E115", "import nki\n@nki.jit(platform_target='trn2')\ndef k(x): pass\n", ""),
     ("W115", "import nki\n@nki.jit(mode='trace')\ndef k(x): pass\n", ""),
 ]
@@ -279,7 +279,7 @@ def test_the_oldest_version_has_all_that_a_kernel_uses() -> None:
 
 
 def test_old_namespace_is_a_warning_before_0_4() -> None:
-    assert codes("import neuronxcc.nki as old\n", "0.3") == ["W211"]
+    assert codes("import nki\nimport neuronxcc.nki as old\n", "0.3") == ["W211"]
 
 
 def test_findings_say_where_and_suggest() -> None:
@@ -325,3 +325,39 @@ def test_odd_text_gives_a_finding_not_a_crash() -> None:
     assert codes("") == []
     assert codes("a = b = a\nb = a\nb.c(d)\n" * 3) == []
     assert codes("import nki\nx = x\nnki.jit(x)(nki.jit)\n") == []
+
+
+BETA_1 = """
+from neuronxcc import nki
+import neuronxcc.nki.isa as nisa
+import neuronxcc.nki.language as nl
+
+@nki.jit
+def kernel(a):
+    r = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
+    t = nisa.activation(op=nl.exp, data=nl.load(a), scale=2.0, mask=None)
+    nl.store(r, value=t[nl.arange(128)[:, None], nl.arange(512)[None, :]])
+    return r
+"""
+
+
+def test_the_import_decides_that_a_file_is_beta_1():
+    assert lint_source(BETA_1) == ()
+    mixed = {f.code for f in lint_source(BETA_1 + "import nki\n")}
+    assert mixed == {"NKI-E211"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "shown"),
+    [
+        ("nisa.activation(", "nisa.activate2(", "NKI-E101", "Beta 1"),
+        ("nl.exp", "nl.expp", "NKI-E101", "did you mean 'exp'"),
+        ("nki.jit", "nki.simulate", "NKI-E101", "nki has no 'simulate'"),
+        ("data=nl.load(a), ", "", "NKI-E112", "'data'"),
+        ("scale=2.0", "scales=2.0", "NKI-W117", "did you mean 'scale'"),
+        ("nl.load(a)", "nl.load(a, None, None, None)", "NKI-E114", "4 positional"),
+    ],
+)
+def test_a_beta_1_file_is_checked_against_its_own_names(old, new, code, shown):
+    (finding,) = lint_source(BETA_1.replace(old, new, 1))
+    assert (finding.code, shown in finding.message) == (code, True)

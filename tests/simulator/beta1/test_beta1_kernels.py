@@ -1,0 +1,204 @@
+"""NKI Beta 1: launch grids, decorators, modules, where errors point, and repeated loads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from beta1_kernels import HEADER, kernel_file, ops, run, values
+
+from nmm_compiler import errors
+from nmm_compiler.nki_api.beta1_api import beta_1
+from nmm_compiler.simulator.beta1 import instructions, language
+from nmm_compiler.simulator.loading.loader import load_file
+from nmm_compiler.simulator.run import ArraySpec, simulate
+
+GRID = """
+    r = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
+    i, j = nl.program_id(0), nl.program_id(1)
+    assert nl.program_ndim() == 2 and nl.num_programs(axes=0) == 4
+    rows, columns = nl.ds(i * 64, 64), nl.ds(j * 32, 32)
+    nl.store(r[rows, columns], nl.load(a[rows, columns]) + (10.0 * i + j))
+    return r
+"""
+BODY = "@nki.jit\ndef kernel(a):" + GRID
+
+
+def grid_answer(a: np.ndarray) -> np.ndarray:
+    steps = 10 * np.repeat(np.arange(4), 64)[:, None] + np.repeat(np.arange(2), 32)
+    return np.asarray(a + steps.astype(np.float32))
+
+
+@pytest.mark.parametrize("grid", ["(4, 2)", "(nl.nc(2) * 2, 2)", "(nl.spmd_dim(2, nl.nc(2)), 2)"])
+def test_every_program_of_a_grid_runs_once(grid):
+    path = kernel_file(f"{HEADER}{BODY}\nlaunched = kernel[{grid}]\n")
+    a = values(256, 64)
+    result = simulate(f"{path}:launched", a, mode="functional")
+    assert np.array_equal(result.output, grid_answer(a))
+    assert len(result.traces) == (1 if grid == "(4, 2)" else 2)
+    assert sum(len(t.instructions) for t in result.traces) == 3 * 8
+
+
+def test_the_grid_may_come_from_simulate():
+    a = values(256, 64)
+    result = simulate(f"{kernel_file(HEADER + BODY)}:kernel", a, grid=(4, 2), mode="functional")
+    assert np.array_equal(result.output, grid_answer(a))
+
+
+def test_a_grid_inside_of_a_kernel_is_refused():
+    text = f"{HEADER}{BODY}\n@nki.jit\ndef outer(a):\n    return kernel[4, 2](a)\n"
+    with pytest.raises(errors.UnsupportedInstructionError, match="err_nested_kernel"):
+        simulate(f"{kernel_file(text)}:outer", values(256, 64))
+
+
+def test_simulate_kernel_benchmark_and_baremetal_run_here():
+    text = f"""{HEADER}
+def fill(a, result):
+    nl.store(result, nl.exp(nl.load(a)))
+
+@nki.baremetal(save_neff_name="file.neff")
+def twice(a):
+    return out(nl.load(a) * 2.0)
+
+timed = nki.benchmark(warmup=2, iters=3)(twice)
+simulate_kernel = nki.simulate_kernel
+"""
+    module = load_file(kernel_file(text))
+    a, result = values(128, 64), np.zeros((128, 64), np.float32)
+    module.simulate_kernel(module.fill, a, result)  # fills its parameter, as kernels used to
+    assert np.allclose(result, np.exp(a), rtol=2.0**-22)
+    assert np.array_equal(module.twice(a), 2 * a)
+    module.timed(a)
+    profile = simulate(module.twice, a).profile
+    latency = module.timed.benchmark_result.nc_latency
+    assert latency.get_latency_percentile(99) == profile.device_us
+
+
+def test_a_mutable_parameter_may_be_written():
+    text = f"""{HEADER}@nki.jit
+def kernel(a: nt.mutable_tensor):
+    nl.store(a, nl.load(a) + 1.0)
+    return a
+"""
+    a = values(128, 64)
+    assert np.array_equal(simulate(f"{kernel_file(text)}:kernel", a.copy()).output, a + 1)
+
+
+def test_frameworks_that_are_missing_load_and_are_refused_when_called():
+    text = """
+import torch_xla.core.xla_model as xm
+from neuronxcc.nki._private.private_api import do_while
+from torch_neuronx.xla_impl.ops import nki_jit
+import neuronxcc.nki.language as nl
+
+@nki_jit
+def kernel(a, r):
+    nl.store(r, nl.load(a))
+
+def calls(a):
+    return do_while(a, a)
+"""
+    path = kernel_file(text)
+    a, r = values(4, 4), np.zeros((4, 4), np.float32)
+    simulate(f"{path}:kernel", a, r)
+    assert np.array_equal(a, r)
+    with pytest.raises(errors.UnsupportedInstructionError, match="do_while"):
+        simulate(f"{path}:calls", a)
+
+
+def test_instructions_and_errors_carry_the_line_that_issued_them():
+    text = f"{HEADER}@nki.jit\ndef kernel(a):\n    x = nl.exp(nl.load(a))\n\n    return out(x)\n"
+    path = kernel_file(text)
+    trace = simulate(f"{path}:kernel", values(8, 8)).trace
+    line = text[: text.index("x = nl.exp")].count("\n") + 1
+    assert [i.line for i in trace.instructions][:2] == [line, line]
+    with pytest.raises(errors.EngineRuleError) as caught:
+        run(
+            """
+            p = nl.load(a)
+            x = nisa.tensor_copy(p, engine=nisa.tensor_engine)
+
+            return out(x)
+            """, values(8, 8),
+        )  # fmt: skip
+    body = HEADER.count("\n") + 2
+    assert caught.value.line == body + 2
+
+
+def test_direct_allocation_puts_blocks_where_it_says():
+    result = run(
+        """
+        t = nl.ndarray((4, par_dim(128), 64), dtype=nl.float32,
+                       buffer=ncc.sbuf.mod_alloc(base_addr=1024, num_free_tiles=(2,)))
+        r = nl.ndarray((512, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+        for i in nl.affine_range(4):
+            t[i] = nl.load(a[nl.ds(i * 128, 128), :])
+            nl.store(r[nl.ds(i * 128, 128), :], t[i])
+        return r
+        """, values(512, 64),
+    )  # fmt: skip
+    assert np.array_equal(result.output, values(512, 64))
+    places = [a.address for a in result.trace.allocations.values() if a.address]
+    assert places == [(0, 1024), (0, 1280), (0, 1024), (0, 1280)]
+
+
+def test_every_name_of_the_table_is_there():
+    api = beta_1()
+    for module, names in (("nki.isa", instructions.NAMES), ("nki.language", language.NAMES)):
+        missing = [n for n in api.names(module) if n not in names and "." not in n]
+        assert missing == {"nki.isa": [], "nki.language": []}[module]
+
+
+LOADS = """
+    r = nl.ndarray((512, 512), dtype=nl.float32, buffer=nl.shared_hbm)
+    i = nl.mgrid[0:128, 0:512]
+    for m in nl.affine_range(4):
+        t = nl.zeros((128, 512), dtype=nl.float32, buffer=nl.sbuf)
+        t[i.p, i.x] = nl.load(a[i.p, i.x])
+        nl.store(r[128 * m + i.p, i.x], t * (1.0 + m))
+    return r
+"""
+
+
+def test_repeated_loads_are_dropped_as_far_as_the_tile_stays():
+    a = values(128, 512)
+    written = run(LOADS, a, mode="full", loads="as_written")
+    reused = run(LOADS, a, mode="full")
+    for result in (written, reused):
+        assert np.allclose(result.output[384:], 4 * a, rtol=2.0**-23)
+    assert ops(written) == ops(reused)
+    assert written.profile.hbm_read_bytes == 4 * a.nbytes
+    assert reused.profile.hbm_read_bytes == a.nbytes
+    # three loads that repeat, and four fills that the loads cover
+    assert reused.profile.repeated_instructions == 3 + 4
+    assert reused.profile.latency_us < written.profile.latency_us
+    assert "loads reused" in str(reused.profile)
+    assert "loads" not in str(written.profile)
+
+
+def test_a_tile_that_is_written_again_is_loaded_again():
+    body = LOADS.replace("nl.store(", "t[...] = t * (1.0 + m)\n        nl.store(", 1)
+    assert run(body, values(128, 512), mode="full").profile.hbm_read_bytes == 4 * 128 * 512 * 4
+
+
+def test_sbuf_bounds_what_stays():
+    body = """
+    r = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+    for turn in nl.sequential_range(2):
+        for k in nl.affine_range(COUNT):
+            t = nl.load(a[:, nl.ds(k * 1024, 1024)])
+            nl.store(r, t[:, 0:64])
+    return r
+"""
+    for count, again in ((8, 0), (100, 1)):  # 4 KiB a tile: 32 KiB fit, 400 KiB do not
+        result = run(
+            body.replace("COUNT", str(count)), ArraySpec((128, count * 1024), "float32"),
+            mode="timing",
+        )  # fmt: skip
+        once = 128 * count * 4096
+        assert (result.profile.hbm_read_bytes > once) == bool(again)
+        assert result.profile.hbm_read_bytes < 2 * once
+
+
+def test_an_unknown_way_to_charge_loads_is_refused():
+    with pytest.raises(errors.UnknownNameError, match="as_written"):
+        run(LOADS, values(128, 512), loads="once")

@@ -1,0 +1,284 @@
+"""NKI Beta 1: indices, masks, block dimensions, assignment and accumulation, against float64."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from beta1_kernels import ops, run, values
+
+from nmm_compiler import errors
+
+A = values(128, 256)
+B = values(128, 512, seed=1)
+EXACT = 2.0**-23  # one rounding of float32
+
+
+def product_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the error that float32 sums of a.T @ b may have."""
+    return (len(a) + 1) * 2.0**-24 * (np.abs(a).T.astype(np.float64) @ np.abs(b))
+
+
+def test_a_product_onto_psum_is_one_accumulation_each():
+    a, b = values(384, 64), values(384, 256, seed=1)
+    result = run(
+        """
+        i_p, i_m, i_n = nl.arange(128)[:, None], nl.arange(64)[None, :], nl.arange(256)[None, :]
+        total = nl.zeros((64, 256), dtype=nl.float32, buffer=nl.psum)
+        for k in nl.affine_range(3):
+            left = nl.load(a[k * 128 + i_p, i_m])
+            right = nl.load(b[k * 128 + i_p, i_n])
+            total[nl.arange(64)[:, None], i_n] += nisa.nc_matmul(left, right)
+        return out(total)
+        """, a, b,
+    )  # fmt: skip
+    wanted = a.T.astype(np.float64) @ b.astype(np.float64)
+    assert (np.abs(result.output - wanted) <= product_bound(a, b)).all()
+    # no memset of the zeros, no sum on another engine; the store of PSUM copies to SBUF first
+    assert ops(result) == ["dma_copy", "dma_copy", "nc_matmul"] * 3 + ["tensor_copy", "dma_copy"]
+
+
+def test_plus_of_a_product_is_no_accumulation():
+    a, b = values(128, 64), values(128, 256, seed=1)
+    result = run(
+        """
+        total = nl.zeros((64, 256), dtype=nl.float32, buffer=nl.sbuf)
+        total[...] = total + nisa.nc_matmul(nl.load(a), nl.load(b))
+        return out(total)
+        """, a, b,
+    )  # fmt: skip
+    assert "tensor_tensor" in ops(result)
+    wanted = a.T.astype(np.float64) @ b.astype(np.float64)
+    assert (np.abs(result.output - wanted) <= product_bound(a, b)).all()
+
+
+def test_zeros_in_psum_that_nothing_multiplied_into_are_zeros():
+    result = run(
+        """
+        total = nl.zeros((128, 512), dtype=nl.float32, buffer=nl.psum)
+        total[:, 0:256] += nisa.nc_matmul(nl.load(a[:, 0:128]), nl.load(a))
+        return out(total)
+        """, A,
+    )  # fmt: skip
+    assert ops(result).count("memset") == 1
+    assert not result.output[:, 256:].any()
+    wanted = A[:, :128].T.astype(np.float64) @ A
+    assert (np.abs(result.output[:, :256] - wanted) <= product_bound(A[:, :128], A)).all()
+
+
+def test_an_assignment_takes_the_instruction_and_copies_nothing():
+    result = run(
+        """
+        t = nl.ndarray((128, 256), dtype=nl.bfloat16, buffer=nl.sbuf)
+        t[...] = nl.exp(nl.load(a))
+        return out(t)
+        """, A,
+    )  # fmt: skip
+    assert ops(result) == ["dma_copy", "activation", "dma_copy"]
+    wanted = np.exp(A.astype(np.float64))
+    assert (np.abs(result.output.astype(np.float64) - wanted) <= 2.0**-8 * wanted).all()
+
+
+def test_a_result_rounds_to_its_own_dtype_before_a_wider_tile_takes_it():
+    result = run(
+        """
+        t = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
+        t[...] = nl.multiply(nl.load(a), 1.0, dtype=nl.bfloat16)
+        return out(t)
+        """, A,
+    )  # fmt: skip
+    assert np.array_equal(result.output, A.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_a_masked_load_leaves_old_values():
+    a = values(200, 100)
+    result = run(
+        """
+        i = nl.mgrid[0:128, 0:128]
+        t = nl.full((128, 128), 7.0, dtype=nl.float32, buffer=nl.sbuf)
+        t[i.p, i.x] = nl.load(a[128 + i.p, i.x], mask=(128 + i.p < 200) & (i.x < 100))
+        return out(t)
+        """, a,
+    )  # fmt: skip
+    wanted = np.full((128, 128), 7, np.float32)
+    wanted[:72, :100] = a[128:]
+    assert np.array_equal(result.output, wanted)
+
+
+def test_what_a_mask_left_out_is_undefined_and_may_be_read():
+    a = values(200, 64)
+    result = run(
+        """
+        r = nl.ndarray((200, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+        i_p, i_f = nl.arange(128)[:, None], nl.arange(64)[None, :]
+        for k in nl.affine_range(2):
+            t = nl.load(a[k * 128 + i_p, i_f], mask=(k * 128 + i_p < 200))
+            nl.store(r[k * 128 + i_p, i_f], nl.square(t), mask=(k * 128 + i_p < 200))
+        return r
+        """, a,
+    )  # fmt: skip
+    assert (
+        np.abs(result.output - a.astype(np.float64) ** 2) <= EXACT * a.astype(np.float64) ** 2
+    ).all()
+
+
+def test_a_mask_of_a_loop_variable_alone_runs_or_skips():
+    result = run(
+        """
+        t = nl.zeros((128, 256), dtype=nl.float32, buffer=nl.sbuf)
+        for i in nl.sequential_range(4):
+            t[...] = nl.add(t, 1.0, mask=(i < 3))
+        return out(t)
+        """, A,
+    )  # fmt: skip
+    assert (result.output == 3).all()
+
+
+def test_block_dimensions_are_tiles_of_their_own():
+    a = values(512, 100)
+    result = run(
+        """
+        t = nl.ndarray((2, 2, par_dim(128), 100), dtype=nl.float32, buffer=nl.sbuf)
+        r = nl.ndarray((2, 2, par_dim(128), 100), dtype=nl.float32, buffer=nl.shared_hbm)
+        for i in nl.affine_range(2):
+            for j in nl.affine_range(2):
+                t[i, j] = nl.load(a[nl.ds((2 * i + j) * 128, 128), :])
+        for i in range(2):
+            part = t[i]
+            for j in range(2):
+                nl.store(r[i, j], nl.negative(part[j, :, :]))
+        return r
+        """, a,
+    )  # fmt: skip
+    assert np.array_equal(result.output.reshape(512, 100), -a)
+    tiles = [x for x in result.trace.allocations.values() if x.memory == "sbuf"]
+    assert {x.bytes_per_partition for x in tiles} == {400}
+
+
+def test_a_strided_index_reads_and_writes_every_third_column():
+    result = run(
+        """
+        t = nl.load(a)
+        r = nl.zeros((128, 256), dtype=nl.float32)
+        i_p, i_f = nl.arange(128)[:, None], nl.arange(85)[None, :]
+        r[i_p, 3 * i_f] = nl.copy(t[i_p, 3 * i_f + 1])
+        return out(r)
+        """, A,
+    )  # fmt: skip
+    wanted = np.zeros_like(A)
+    wanted[:, 0:255:3] = A[:, 1:256:3]
+    assert np.array_equal(result.output, wanted)
+
+
+def test_operators_promote_and_broadcast():
+    a, b = A.astype(ml_dtypes.bfloat16), values(128, 1, seed=3)
+    result = run(
+        """
+        x, y = nl.load(a), nl.load(b)
+        r = (x * 2 - y) / 4.0
+        assert x.dtype == nl.bfloat16 and (x * 2).dtype == nl.bfloat16
+        assert r.dtype == nl.float32 == np.float32
+        return out(r)
+        """, a, b,
+    )  # fmt: skip
+    twice = (a.astype(np.float64) * 2).astype(ml_dtypes.bfloat16).astype(np.float64)
+    assert np.allclose(result.output, (twice - b) / 4, rtol=2 * EXACT, atol=EXACT)
+
+
+def test_a_row_is_broadcast_over_partitions():
+    result = run(
+        """
+        row = nl.load(a.reshape((1, 256)))
+        return out(nl.load(b) * row.broadcast_to((128, 256)))
+        """, values(256), A,
+    )  # fmt: skip
+    assert np.allclose(result.output, A * values(256), rtol=EXACT, atol=0)
+
+
+def test_reductions_over_free_axes_that_are_not_the_last():
+    a = values(64, 3, 20, 5)
+    result = run("return out(nl.max(nl.load(a), axis=[1, 3]))", a)
+    assert np.array_equal(result.output, a.max((1, 3)))
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_load_transpose2d_of_more_rows_than_partitions(target, dtype):
+    a = values(300, 100).astype(dtype)
+    result = run(
+        """
+        i = nl.mgrid[0:384, 0:128]
+        t = nl.zeros((128, 384), dtype=a.dtype)
+        t[...] = nl.load_transpose2d(a[i.p, i.x], mask=(i.p < 300) & (i.x < 100))
+        return out(t)
+        """, a, target=target,
+    )  # fmt: skip
+    assert np.array_equal(result.output[:100, :300], a.T)
+    assert not result.output[100:].any()
+    assert not result.output[:, 300:].any()
+    by_dma = target == "trn2" and dtype is not np.float32
+    assert ("dma_transpose" in ops(result)) == by_dma
+
+
+def test_run_time_rows_are_gathered_and_scattered():
+    a, rows = values(100, 64), np.arange(0, 100, 2, dtype=np.int32)[::-1].copy()
+    result = run(
+        """
+        r = nl.ndarray((100, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+        i_p, i_f = nl.arange(50)[:, None], nl.arange(64)[None, :]
+        index = nl.load(b[i_p])
+        nl.store(r[index[i_p, 0], i_f], nl.load(a[index, i_f]) * 2.0)
+        return r
+        """, a, rows,
+    )  # fmt: skip
+    assert np.array_equal(result.output[::2], 2 * a[::2])
+    assert "never written" in result.warnings[0]  # the odd rows
+
+
+def test_affine_select_and_iota_of_an_index():
+    a = values(100, 100)
+    result = run(
+        """
+        i_p, i_f = nl.mgrid[0:100, 0:100]
+        t = nisa.affine_select(pred=(i_f <= i_p), on_true_tile=nl.load(a), on_false_value=0.0)
+        return out(t), out(nisa.iota(3 * i_p - i_f + 5, dtype=nl.int32))
+        """, a,
+    )  # fmt: skip
+    lower, count = result.outputs
+    assert np.array_equal(lower, np.tril(a))
+    assert np.array_equal(count, 3 * np.arange(100)[:, None] - np.arange(100) + 5)
+
+
+REFUSED = [
+    ("nl.exp(nl.load(a)[nl.arange(64), 0])", errors.TensorShapeError, "err_1d_arange"),
+    ("nl.exp(nl.load(a)[nl.arange(64)[:, None], :])", errors.TensorShapeError, "mixing_basic"),
+    ("nl.load(a[nl.arange(128)[:, None], 200 + nl.arange(100)[None, :]])",
+     errors.OutOfBoundsError, "err_tensor_access_out_of_bound"),
+    ("nl.zeros((256, 4), dtype=nl.float32)", errors.TensorShapeError, "err_num_partition_exceed"),
+    ("nl.exp(nl.zeros((4, par_dim(8), 8), dtype=nl.float32))", errors.TensorShapeError,
+     "err_failed_to_infer_tile"),
+    ("nl.exp(a)", errors.EngineRuleError, "err_unsupported_memory"),
+    ("nl.load(nl.load(a))", errors.EngineRuleError, "err_unsupported_memory"),
+    ("nl.store(a, nl.load(a))", errors.EngineRuleError, "err_cannot_update_immutable_parameter"),
+    ("nl.zeros((4, 4), dtype=nl.float32, buffer=nl.shared_hbm)", errors.EngineRuleError,
+     "err_hbm_tensor_with_init_value"),
+    ("1 if nl.load(a) else 2", errors.UnsupportedInstructionError, "err_ambiguous_tensor"),
+    ("1 if nl.arange(4)[:, None] > 2 else 2", errors.UnsupportedInstructionError,
+     "err_control_flow_condition"),
+    ("nl.add(nl.load(a), nl.load(a[0:64, :]))", errors.TensorShapeError, "does not broadcast"),
+    ("nl.load(a, mask=(nl.arange(128)[:, None] < nl.arange(256)[None, :]))",
+     errors.UnsupportedInstructionError, "over 2 axes at once"),
+    ("nl.arange(8)[:, None] % 2", errors.UnsupportedInstructionError, "not affine"),
+    ("nl.all_reduce(nl.load(a), np.add, 0)", errors.UnsupportedInstructionError, "nl.all_reduce"),
+    ("nl.no_such_thing(a)", errors.UnsupportedInstructionError, "no_such_thing"),
+    ("nisa.activation(op=nl.exp, data=nl.load(a), dta=a)", errors.KernelArgumentError, "dta"),
+    ("nl.loop_reduce(nl.load(a), op=np.add, loop_indices=[0]) + 1", errors.TensorShapeError,
+     "nl.loop_reduce"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "kind", "shown"), REFUSED)
+def test_refusals_name_the_construct(line, kind, shown):
+    with pytest.raises(kind, match=shown) as caught:
+        run(f"x = {line}\nreturn out(nl.load(a))", A)
+    assert caught.value.line > 0
