@@ -10,8 +10,8 @@ STRESS_READY := $(VENV)/.ready-stress
 WORKERS ?= 2
 
 .PHONY: demo test test-long stress mutants lint format clean bench \
-	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-timing \
-	bench-models
+	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
+	bench-timing bench-neuronmm bench-models
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -70,6 +70,10 @@ $(STRESS_READY): $(DEV_READY)
 
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py
+
+# Needs the paper's kernels: make bench-neuronmm ARGS="--checkout ../NeuronMM --m 1,512"
+bench-neuronmm: $(DEV_READY)
+	$(RUN) benchmarks/neuronmm.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -31,6 +31,7 @@ from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import simulate
 
 Case = tuple[str, Callable[[], Any]]
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 LOOSE = {
     "test_activation": "its reference keeps float32 where the kernel asks for bfloat16, as AWS's "
     "simulator of that version did",
@@ -40,13 +41,20 @@ DOCS_COMMIT = "1db4d74e"  # SDK 2.26, the last documentation of Beta 1 alone
 SAMPLES_COMMIT = "fc5c69f"  # the last commit of nki-samples that is all Beta 1
 
 
+def scratch() -> Path:
+    """Return a new folder that goes with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="beta1-")
+    _FOLDERS.append(folder)
+    return Path(folder.name)
+
+
 def unpacked(clone: Path, commit: str, folder: str = "") -> Path:
     """Return a folder with the files of a clone at `commit`; a checkout without git as it is."""
     if not commit or not ((clone / ".git").exists() or (clone / "HEAD").is_file()):
         return clone
     command = ["git", "-C", str(clone), "archive", commit, *([folder] if folder else [])]
     packed = subprocess.run(command, check=True, capture_output=True).stdout
-    target = Path(tempfile.mkdtemp(prefix="beta1-"))
+    target = scratch()
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
         archive.extractall(target, filter="data")
     return target
@@ -206,7 +214,7 @@ def autocomp_cases(folder: Path) -> Iterator[Case]:
 
 def _harness(harness: Path, solution: Path) -> None:
     text = harness.read_text("utf-8").replace("# SUBSTITUTE HERE", solution.read_text("utf-8"), 1)
-    path = Path(tempfile.mkdtemp(prefix="beta1-")) / f"{solution.stem}.py"
+    path = scratch() / f"{solution.stem}.py"
     path.write_text(text, "utf-8")
     module = load_file(path)
     reference = re.search(r"^\s+\w+ = test_nki\((\w+), solution\)", text, re.M)

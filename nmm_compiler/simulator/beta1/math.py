@@ -34,7 +34,6 @@ from nmm_compiler.simulator.beta1.rules import (
     ISSUE,
     in_float32,
     in_sbuf,
-    no_mask,
     product,
     tensor,
     transposed,
@@ -193,8 +192,7 @@ def _reciprocal(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tenso
 
 
 def _transpose(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
-    no_mask(name, {"mask": mask})
-    return transposed(name, x, engine.unknown, dtype)
+    return transposed(name, x, engine.unknown, dtype, mask)
 
 
 def _matmul(name: str, x: Any, y: Any, transpose_x: bool = False, mask: Any = None) -> Tensor:

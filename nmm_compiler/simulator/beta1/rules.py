@@ -312,11 +312,19 @@ def _product(name: str, rule: list[str], given: Arguments) -> Tensor:
     return product(name, left, right, shape, box_of(mask, shape), **given)
 
 
-def transposed(name: str, data: Tensor, where: Any, dtype: Any = None) -> Tensor:
-    """Return data [P, F] as [F, P]: in PSUM by TensorE, in SBUF by VectorE up to 32 x 32."""
+def transposed(name: str, data: Tensor, where: Any, dtype: Any = None, mask: Any = None) -> Tensor:
+    """Return data [P, F] as [F, P]: in PSUM by TensorE, in SBUF by VectorE up to 32 x 32.
+
+    mask: of data's rows and columns.
+    """
     data = tensor(name, "data", data)
     session().flush()
-    view = read(data)
+    box = box_of(mask, data.shape)
+    whole = (math.prod(data.shape[1:]), data.shape[0])
+    if box is False:
+        return result(whole, data.kind, nothing, box=False, only=("psum",))
+    view = read(data, box)
+    out = (box[1], box[0]) if isinstance(box, tuple) else True
     rows, columns = view.shape[0], view.free_size
     if len(data.shape) > 2 and data.shape[2:] != (1,) * (len(data.shape) - 2):
         raise fail(
@@ -345,14 +353,14 @@ def transposed(name: str, data: Tensor, where: Any, dtype: Any = None) -> Tensor
                 ISSUE["tensor_copy"](dst, wide)
 
     only = ("sbuf", "psum") if on_vector else ("psum",)
-    return result((columns, rows), kind, issue, only=only, exact=dtype is None)
+    return result(whole, kind, issue, box=out, only=only, exact=dtype is None)
 
 
 def _transposed(name: str, rule: list[str], given: Arguments) -> Tensor:
-    no_mask(name, given)
     dtype = given.pop("dtype")
     if name == "nisa.nc_transpose":
-        return transposed(name, given["data"], given["engine"], dtype)
+        return transposed(name, given["data"], given["engine"], dtype, given["mask"])
+    no_mask(name, given)
     source = given["src"]
     if not isinstance(source, Tensor):
         tensor(name, "src", source)

@@ -13,10 +13,10 @@ for it:
 
 Evidence: trn1 times of a bf16 product, K 8192, M 4096, N 8192, published with ucb-bar/autocomp.
 With both loads innermost it took 20,990 us; this simulator says 23,160 as written and 16,795
-reused. In groups of 4 x 2 it took 8,070 us; 6,590 and 6,232. A group of 1 x 2 took
-longer (28,680 us) than that of one: the compiler lost a reuse. Over further bf16
-points charging each load as it is written misses by up to +364 %, charging each tile once by -6 to +29 %. So the truth lies between
-"as_written" and "reused", and `simulate(..., loads=...)` shows either.
+reused. In groups of 4 x 2 it took 8,070 us; 6,590 and 6,232 here. A group of 1 x 2 took longer
+(28,680 us) than none: the compiler lost a reuse. Over further bf16 points charging each load as it
+is written misses by up to +364 %, charging each tile once by -6 to +29 %. So the compiler stood
+between "as_written" and "reused", and `simulate(..., loads=...)` shows either.
 """
 
 from __future__ import annotations
