@@ -97,6 +97,9 @@ class Grid(Protocol):
     def barrier(self, machine: Machine) -> None:
         """Wait until every program is here."""
 
+    def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
+        """Return what each rank of a group brought to the same collective, when all have."""
+
     def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
         """Leave `sent` for ranks[0] and return what ranks[1] left."""
 
@@ -107,6 +110,7 @@ class Machine:
     absent: instructions that the target lacks.
     assign: what `tensor[key] = value` does, as a function of the three; the language's copy.
     dialect: what another dialect of NKI keeps for this program.
+    rank, ranks: which of how many cores that exchange data by nki.collectives.
     poison_spreads: unwritten elements may be read; what depends on them is marked.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     kept: where the running instruction takes its inputs at all, None for everywhere.
@@ -115,8 +119,8 @@ class Machine:
     __slots__ = (
         "absent", "accumulators", "assign", "data", "dialect", "grid", "identities", "instructions",
         "kept", "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "poison_spreads",
-        "poisoned", "program_id", "programs", "random_state", "shared_count", "storages", "strict",
-        "target", "trace", "warning_keys", "warnings",
+        "poisoned", "program_id", "programs", "random_state", "rank", "ranks", "shared_count",
+        "storages", "strict", "target", "trace", "warning_keys", "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +135,8 @@ class Machine:
         grid: int = 1,
         programs: Grid | None = None,
         poison_spreads: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.target = target
         self.assign = assign
@@ -147,6 +153,7 @@ class Machine:
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
         self.poison_spreads = poison_spreads
+        self.rank, self.ranks = rank, ranks
         self.poisoned: list[tuple[Any, Any, str]] = []
         self.kept: Any = None
         self.accumulators: dict[str, Any] = {}
@@ -157,6 +164,11 @@ class Machine:
         self.loop_depth = 0
         self.outputs: Any = None
         self.dialect: Any = None
+
+    @property
+    def place(self) -> int:
+        """The number of this program among those of all ranks."""
+        return self.rank * self.grid + self.program_id
 
     def error(self, kind: type[SimulationError], message: str) -> SimulationError:
         """Return an error of `kind` that carries the kernel's current file and line."""

@@ -1,4 +1,4 @@
-"""Two programs of a grid (LNC=2), run one at a time and switched where they must wait.
+"""The programs of a grid (LNC=2) and of all ranks, run one at a time, switched where they wait.
 
 Each program is a thread that holds the only baton; it passes the baton on at a barrier, at an
 exchange and at its end. So a run is the same every time, and a program that waits for what never
@@ -30,23 +30,24 @@ class Programs:
         self.lock = threading.Condition()
         self.turn = 0
         self.finished = [False] * count
-        self.waiting = [False] * count
+        self.events = 0
         self.arrived = [0] * count
         self.failure: BaseException | None = None
-        self.tensors: list[NkiTensor] = []
-        self.mail: dict[tuple[int, int, str, int], Any] = {}
-        self.sequence: dict[tuple[int, str], int] = {}
+        self.tensors: dict[int, list[NkiTensor]] = {}
+        self.mail: dict[tuple[Any, ...], Any] = {}
+        self.sequence: dict[tuple[Any, ...], int] = {}
 
     def shared(
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
     ) -> NkiTensor:
-        """Return the n-th shared_hbm tensor, the same for all programs."""
+        """Return the n-th shared_hbm tensor, the same for all programs of a rank."""
         place = machine.shared_count
         machine.shared_count += 1
-        if place == len(self.tensors):
+        tensors = self.tensors.setdefault(machine.rank, [])
+        if place == len(tensors):
             storage = Storage(machine, name, region, "hbm", shape, dtype)
-            self.tensors.append(make_tensor(storage))
-        tensor = self.tensors[place]
+            tensors.append(make_tensor(storage))
+        tensor = tensors[place]
         if tensor.shape != shape or tensor.dtype != dtype:
             raise machine.error(
                 ProgramsDisagreeError,
@@ -74,41 +75,52 @@ class Programs:
                 raise Stopped
 
     def _wait_for(self, machine: Machine, ready: Callable[[], bool], what: str) -> None:
-        program = machine.program_id
-        self.waiting[program] = True
+        """Let the others run until `ready`; an error when a whole round of them moves nothing."""
+        self.events += 1
+        seen = -1
         while not ready():
-            others = [p for p in range(self.count) if p != program]
-            if all(self.finished[p] or (self.waiting[p] and not self._moved) for p in others):
+            if seen == self.events:
                 raise machine.error(
                     ProgramsDisagreeError,
-                    f"program {program} waits for {what}, which the other program never reaches; "
-                    "all programs must take the same path",
+                    f"program {machine.program_id} of rank {machine.rank} waits for {what}, which "
+                    "the other program never reaches; all programs must take the same path",
                 )
-            self._moved = False
-            self._pass_on(program)
-        self.waiting[program] = False
-        self._moved = True
+            seen = self.events
+            self._pass_on(machine.place)
 
-    _moved = True
-
-    def barrier(self, machine: Machine) -> None:
-        """Wait until every program has arrived as often as this one."""
-        self.arrived[machine.program_id] += 1
-        count = self.arrived[machine.program_id]
-        self._moved = True
-        self._wait_for(machine, lambda: all(a >= count for a in self.arrived), "nisa.core_barrier")
-
-    def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
-        """Leave `sent` for ranks[0] and return what ranks[1] left for this program."""
-        me = machine.program_id
-        key = (me, pipe)
+    def _number(self, *key: Any) -> int:
+        """Return how often this was called with the key before."""
         number = self.sequence.get(key, 0)
         self.sequence[key] = number + 1
-        self.mail[(me, ranks[0], pipe, number)] = (sent,)
-        self._moved = True
-        wanted = (ranks[1], me, pipe, number)
+        return number
+
+    def barrier(self, machine: Machine) -> None:
+        """Wait until every program of the rank has arrived as often as this one."""
+        self.arrived[machine.place] += 1
+        count = self.arrived[machine.place]
+        first = machine.rank * machine.grid
+        peers = range(first, first + machine.grid)
+        self._wait_for(
+            machine, lambda: all(self.arrived[p] >= count for p in peers), "nisa.core_barrier"
+        )
+
+    def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
+        """Leave `sent` for program ranks[0] and return what ranks[1] left for this program."""
+        me, rank = machine.program_id, machine.rank
+        number = self._number(rank, me, pipe)
+        self.mail[(rank, me, ranks[0], pipe, number)] = (sent,)
+        wanted = (rank, ranks[1], me, pipe, number)
         self._wait_for(machine, lambda: wanted in self.mail, f"nisa.sendrecv on pipe {pipe}")
         return self.mail.pop(wanted)[0]
+
+    def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
+        """Return what each rank of the group brought to its n-th collective of this kind."""
+        me = machine.program_id
+        number = self._number(machine.place, ranks, op)
+        met = self.mail.setdefault((me, ranks, op, number), {})
+        met[machine.rank] = sent
+        self._wait_for(machine, lambda: len(met) == len(ranks), f"ncc.{op} of ranks {ranks}")
+        return dict(met)
 
     def run(self, bodies: list[Callable[[], None]]) -> None:
         """Run all programs to their end; raise the first failure."""
@@ -128,7 +140,7 @@ class Programs:
             finally:
                 with self.lock:
                     self.finished[program] = True
-                    self._moved = True
+                    self.events += 1
                     for other in range(self.count):
                         if not self.finished[other]:
                             self.turn = other

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
-import os
 import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -25,13 +24,14 @@ from nmm_compiler.errors import (
     KernelFailedError,
     NmmError,
     SimulationError,
-    SimulatorFaultError,
     UninitializedReadError,
     UnknownNameError,
 )
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
+from nmm_compiler.simulator.collectives import MAX_RANKS
+from nmm_compiler.simulator.faults import failed
 from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
 from nmm_compiler.simulator.language.tiles import assign
 from nmm_compiler.simulator.loading.jit_kernel import JitKernel, run_kernels_with
@@ -51,8 +51,6 @@ from nmm_compiler.targets import get as get_target
 LOADS = ("as_written", "reused")
 MODES = ("full", "functional", "timing")
 UNINITIALIZED = ("poison", "error")
-_LONGEST_MESSAGE = 1000
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,14 +174,62 @@ def simulate(
         reaches an output, an index or a comparison; "error" refuses the read.
     Raises: SimulationError and its kin, each with the kernel's own file and line.
     """
-    if mode not in MODES:
-        raise UnknownNameError("mode", mode, MODES)
-    if uninitialized not in UNINITIALIZED:
-        raise UnknownNameError("uninitialized", uninitialized, UNINITIALIZED)
+    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, loads)
+    return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
+
+
+def simulate_ranks(
+    kernel: Any,
+    inputs: Sequence[Mapping[str, Any] | Sequence[Any]],
+    *,
+    target: str | Target = "trn2",
+    grid: int | tuple[Any, ...] = 1,
+    mode: Literal["full", "functional", "timing"] | str = "full",
+    strict: bool = True,
+    uninitialized: Literal["poison", "error"] | str = "poison",
+    max_instructions: int = 10_000_000,
+) -> tuple[Simulation, ...]:
+    """Run a kernel on several ranks that exchange data by `nki.collectives`.
+
+    inputs: for each rank, 2 to 64 of them, its arguments in order or by name. grid: programs of
+        each rank. The other parameters, and what is raised, are those of `simulate`.
+    Returns one Simulation for each rank.
+    """
+    if not 1 <= len(inputs) <= MAX_RANKS:
+        raise KernelArgumentError(f"{len(inputs)} ranks; the simulator runs 1 to {MAX_RANKS}")
+    options = _Options(target, grid, mode, strict, uninitialized, max_instructions)
+    given = [((), dict(i)) if isinstance(i, Mapping) else (tuple(i), {}) for i in inputs]
+    return _launch(kernel, given, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """How to run: `simulate` says what each means."""
+
+    target: str | Target
+    grid: Any
+    mode: str
+    strict: bool
+    uninitialized: str
+    max_instructions: int
+    loads: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UnknownNameError("mode", self.mode, MODES)
+        if self.uninitialized not in UNINITIALIZED:
+            raise UnknownNameError("uninitialized", self.uninitialized, UNINITIALIZED)
+        if self.loads not in (None, *LOADS):
+            raise UnknownNameError("loads", str(self.loads), LOADS)
+
+
+def _launch(
+    kernel: Any, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], options: _Options
+) -> tuple[Simulation, ...]:
+    """Run the programs of all ranks; return one Simulation for each rank."""
     if running() is not None:
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
-    if loads not in (None, *LOADS):
-        raise UnknownNameError("loads", str(loads), LOADS)
+    target, grid, loads = options.target, options.grid, options.loads
     hardware = get_target(target) if isinstance(target, str) else target
     function, file = _load(kernel)
     if isinstance(function, JitKernel):
@@ -192,43 +238,51 @@ def simulate(
         grid, function = launched.grid, launched.function
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
-    data = mode != "timing"
-    programs = Programs(grid) if grid > 1 else None
-    machines = [
-        Machine(
-            hardware, assign=assign, data=data, strict=strict, max_instructions=max_instructions,
-            program_id=p, grid=grid, programs=programs, poison_spreads=uninitialized == "poison",
-        )
-        for p in range(grid)
-    ]  # fmt: skip
-    arguments = _bind(function, arrays, {**kwargs, **(named or {})}, file)
-    binder = _Binder(machines[0], grid)
-    args, named = binder.arguments(arguments)
+    data, count = options.mode != "timing", len(inputs) * grid
+    programs = Programs(count) if count > 1 else None
+    ranks: list[tuple[list[Machine], _Binder]] = []
+    bodies: list[Callable[[], None]] = []
+    for rank, (arrays, named) in enumerate(inputs):
+        machines = [
+            Machine(
+                hardware, assign=assign, data=data, strict=options.strict, program_id=p, grid=grid,
+                max_instructions=options.max_instructions, programs=programs, rank=rank,
+                poison_spreads=options.uninitialized == "poison", ranks=len(inputs),
+            )
+            for p in range(grid)
+        ]  # fmt: skip
+        for machine in machines:
+            machine.trace.loads = loads or "as_written"
+        binder = _Binder(machines[0], grid)
+        args, kwargs = binder.arguments(_bind(function, arrays, named, file))
+        for other in machines[1:]:
+            other.trace.allocations.update(
+                {k: dataclasses.replace(a) for k, a in machines[0].trace.allocations.items()}
+            )
+        ranks.append((machines, binder))
+        bodies += [functools.partial(_run, m, function, args, kwargs) for m in machines]
     with np.errstate(all="ignore"), contextlib.nullcontext() if data else collector_held_off():
         if programs is None:
-            _run(machines[0], function, args, named)
+            bodies[0]()
         else:
-            for other in machines[1:]:
-                other.trace.allocations.update(
-                    {k: dataclasses.replace(a) for k, a in machines[0].trace.allocations.items()}
-                )
-            programs.run(
-                [lambda m=m: _run(m, function, args, named) for m in machines]  # type: ignore[misc]
-            )
+            programs.run(bodies)
+    return tuple(_result(machines, binder, function, options.mode) for machines, binder in ranks)
+
+
+def _result(machines: list[Machine], binder: _Binder, function: Any, mode: str) -> Simulation:
+    """Check what a rank's programs did and return its outputs and profile."""
     for machine in machines:
         check_capacity(machine)
         _check_dependencies(machine.trace)
     tensors, single = _outputs(machines[0], machines[0].outputs, function)
     outputs = None
-    if data:
+    if machines[0].data:
         outputs = tuple(_export(machines[0], t) for t in tensors)
         binder.write_back(machines)
     specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
     profile = None
     if mode != "functional":
-        for machine in machines:
-            machine.trace.loads = loads or "as_written"
-        profiles = [profile_trace(m.trace, hardware) for m in machines]
+        profiles = [profile_trace(m.trace, m.target) for m in machines]
         profile = max(profiles, key=lambda p: p.latency_us)
     warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings))
     return Simulation(
@@ -254,7 +308,7 @@ def _load(kernel: Any) -> tuple[Any, str]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the kernel file's own top level: SystemExit too
-        raise _failed(error, "the kernel file could not be loaded") from error
+        raise failed(error, "the kernel file could not be loaded") from error
 
 
 def _check_dependencies(trace: Trace) -> None:
@@ -269,61 +323,6 @@ def _check_dependencies(trace: Trace) -> None:
             consumer.file,
             consumer.line,
         )
-
-
-_ELSEWHERE = frozenset({"numpy", "ml_dtypes", *sys.stdlib_module_names})
-
-
-def _own_fault(error: BaseException) -> SimulatorFaultError | None:
-    """Return the error for an exception that the simulator's own code raised, else None.
-
-    The innermost frame that is neither NumPy's nor the standard library's says whose code it was;
-    the first of the simulator's after the kernel's last is the NKI function that was called.
-    """
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _ELSEWHERE
-    ]
-    own = [frame.f_code.co_filename.startswith(_PACKAGE) for frame, _ in frames]
-    users = [i for i, is_own in enumerate(own) if not is_own]
-    if not users or not own or not own[-1]:
-        return None
-    (kernel, line), (called, _) = frames[users[-1]], frames[users[-1] + 1]
-    code = called.f_code
-    names = code.co_varnames[: code.co_argcount]
-    shown = ", ".join(f"{n}={_short(called.f_locals[n])}" for n in names if n in called.f_locals)
-    return SimulatorFaultError(f"{code.co_name}({shown})", error, kernel.f_code.co_filename, line)
-
-
-def _short(value: Any) -> str:
-    """Return an argument in one line, tensors without their values."""
-    if isinstance(value, NkiTensor):
-        return f"<{value.name} {value.shape} {value.dtype} {value.memory}>"
-    return f"{value!r:.60}"
-
-
-def _failed(error: BaseException, what: str) -> SimulationError:
-    """Return the catalogue error for an exception of the kernel's own code, or of ours."""
-    fault = None if isinstance(error, ImportError) else _own_fault(error)
-    if fault is not None:
-        return fault
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith(_PACKAGE) and not f.filename.startswith("<")
-    ]
-    file, line = (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
-    return KernelFailedError(f"{what}: {type(error).__name__}: {_message(error)}", file, line)
-
-
-def _message(error: BaseException) -> str:
-    """Return the text of a kernel's own exception on one line; its `__str__` may raise as well."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception as second:  # the kernel's own __str__, of any kind
-        return f"(its message raised {type(second).__name__})"
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
 
 
 def _bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any], file: str) -> Any:
@@ -446,9 +445,9 @@ def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any
     except (NmmError, KeyboardInterrupt, Stopped):
         raise
     except RecursionError as error:
-        raise _failed(error, "the kernel recursed too deeply") from error
+        raise failed(error, "the kernel recursed too deeply") from error
     except BaseException as error:  # the kernel's own code may raise anything: SystemExit too
-        raise _failed(error, "the kernel raised") from error
+        raise failed(error, "the kernel raised") from error
     finally:
         set_current(None)
 

@@ -152,11 +152,12 @@ def spread(machine: Machine, op: str, arguments: Arguments, written: tuple[str, 
             if keep is not None and keep.size == dst.size:
                 here = here & keep.reshape(dst.shape)
             if here.any():
-                _mark(dst, np.broadcast_to(here, dst.shape), origin)
+                mark(dst, np.broadcast_to(here, dst.shape), origin)
     machine.kept = None
 
 
-def _mark(dst: NkiTensor, here: np.ndarray, origin: str) -> None:
+def mark(dst: NkiTensor, here: np.ndarray, origin: str) -> None:
+    """Mark elements of dst as dependent on unwritten memory, whose first read is `origin`."""
     storage = dst.storage
     if storage.unwritten is None:
         assert storage.raw is not None

@@ -111,7 +111,7 @@ def core_barrier(
     machine = call.machine
     if not isinstance(cores, (tuple, list)) or tuple(cores) != (0, 1):
         raise call.error(TensorShapeError, f"cores {cores!r}; only (0, 1) is supported")
-    if machine.programs is None:
+    if machine.programs is None or machine.grid < 2:
         raise machine.error(
             SimulationError,
             "nisa.core_barrier in a single program waits for a core that does not run; pass grid=2",
@@ -152,7 +152,7 @@ def sendrecv(
         raise call.error(
             TensorShapeError, f"dst {dst.shape}, src {src.shape}; they must have the same shape"
         )
-    if machine.programs is None:
+    if machine.programs is None or machine.grid < 2:
         raise machine.error(
             SimulationError, "nisa.sendrecv in a single program has no peer; pass grid=2"
         )

@@ -6,7 +6,6 @@ A name that the NKI API has and the simulator lacks raises an error that says so
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from nmm_compiler.errors import (
@@ -14,6 +13,7 @@ from nmm_compiler.errors import (
     UnsupportedInstructionError,
     closest,
 )
+from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa import names as isa
 from nmm_compiler.simulator.language import names as language
 from nmm_compiler.simulator.loading.jit_kernel import (
@@ -22,7 +22,6 @@ from nmm_compiler.simulator.loading.jit_kernel import (
     run_kernels_with,
     simulate_kernel,
 )
-from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.loading.stand_in_module import StandIn
 from nmm_compiler.simulator.loading.stand_in_module import module as _module
 from nmm_compiler.simulator.machine import kernel_frame
@@ -39,40 +38,13 @@ class _TensorType:
         return self
 
 
-def _collective(name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        file, line = kernel_frame()
-        raise UnsupportedInstructionError(
-            f"nki.collectives.{name} needs several devices, which the simulator does not have",
-            file,
-            line,
-        )
-
-    call.__name__ = name
-    return call
-
-
-class ReplicaGroup(NKIObject):
-    """A group of ranks, as data."""
-
-    def __init__(self, groups: Any = None, *args: Any, **kwargs: Any) -> None:
-        self.groups = groups
-
-
 def _build() -> dict[str, StandIn]:
     nl = _module("nki.language", language.NAMES)
     nisa = _module("nki.isa", {**isa.NAMES, "NkiValidationError": EngineRuleError})
     constants = _module("nki.isa.constants", isa.CONSTANTS)
     typing = _module("nki.typing", {"tensor": _TensorType(), "mutable_tensor": _TensorType()})
     kinds = _module("nki.dtype", {k: v for k, v in language.NAMES.items() if isinstance(v, DType)})
-    names = (
-        "all_gather", "all_reduce", "all_to_all", "all_to_all_v", "collective_permute",
-        "collective_permute_implicit", "collective_permute_implicit_reduce", "rank_id",
-        "reduce_scatter", "reduce_scatter_tensor", "send_recv", "broadcast",
-    )  # fmt: skip
-    collectives = _module(
-        "nki.collectives", {**{n: _collective(n) for n in names}, "ReplicaGroup": ReplicaGroup}
-    )
+    collectives = _module("nki.collectives", COLLECTIVES)
     nisa.__dict__["constants"] = constants
     experimental = _module(
         "nki.experimental",

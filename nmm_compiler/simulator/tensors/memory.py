@@ -74,7 +74,7 @@ class Storage:
             self.raw = np.empty(total * item, np.uint8)
             self.unwritten = np.ones(total, np.bool_)
             self.missing = total
-        self.identity = identity = machine.storages + (machine.program_id << 40)
+        self.identity = identity = machine.storages + (machine.place << 40)
         machine.storages += 1
         self.allocation = machine.trace.allocations[identity] = Allocation(
             identity, name, memory, shape, dtype, row * item, -1, -1, kernel_frame()[1], address

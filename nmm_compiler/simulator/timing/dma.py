@@ -61,7 +61,9 @@ class DmaCosts:
         mode = attributes.get("dge_mode")
         transpose = bool(attributes.get("transpose"))
         issuer = attributes.get("issuer")
+        together = attributes.get("collective_us")
         key: tuple[object, ...] = (
+            together,
             mode,
             transpose,
             issuer,
@@ -71,6 +73,11 @@ class DmaCosts:
         known = self._memory.get(key)
         if known is None:
             known = self._compute(instruction, _plain(mode), transpose, _plain(issuer))
+            if together is not None:  # a queue of its own, for as long as is published
+                alone = max(float(str(together)) - self.target.dma_start_latency_seconds * _US, 0.0)
+                known = dataclasses.replace(
+                    known, queue="collectives", issue_us=alone, shares=((0, 0.0),), uniform_us=0.0
+                )
             self._memory[key] = known
         return known
 

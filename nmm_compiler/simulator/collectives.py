@@ -1,0 +1,352 @@
+"""`nki.collectives`: exchange between the ranks that `simulate_ranks` runs side by side.
+
+A collective waits until every rank of its replica group has come with its sources; then each rank
+computes its own destinations from all of them, in float32 where it reduces. It takes the time that
+is published for its bytes and ranks (`collective_alone_us`); what a rank waits for late ones is
+not in it. Of a rank's two programs (LNC 2) each exchanges with its like on the other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import (
+    EngineRuleError,
+    KernelArgumentError,
+    TensorDtypeError,
+    TensorShapeError,
+    UnsupportedInstructionError,
+)
+from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, check_destination, operand
+from nmm_compiler.simulator.isa.operands import require_form as require_form_of
+from nmm_compiler.simulator.isa.operators import find_op
+from nmm_compiler.simulator.isa.poison import mark
+from nmm_compiler.simulator.isa.values import F32
+from nmm_compiler.simulator.loading.nki_object import NKIObject
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.dtypes import cast
+from nmm_compiler.simulator.tensors.registers import VirtualRegister
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Instruction
+from nmm_compiler.targets.collective_time import collective_alone_us
+
+MAX_RANKS = 64
+_REDUCTIONS = {"add": np.add, "maximum": np.maximum, "minimum": np.minimum,
+               "max": np.maximum, "min": np.minimum}  # fmt: skip
+Combine = Callable[[list[np.ndarray], int], np.ndarray]
+
+
+class ReplicaGroup(NKIObject):
+    """Groups of ranks that exchange data, lists without overlap."""
+
+    def __init__(self, groups: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.groups = groups
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """One collective of one rank: its name, its group in order, its place in it."""
+
+    machine: Machine
+    op: str
+    ranks: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        return self.ranks.index(self.machine.rank)
+
+    def error(self, kind: Any, text: str) -> Exception:
+        return self.machine.error(kind, f"ncc.{self.op}: {text}")
+
+
+def _group(op: str, replica_group: Any) -> _Move:
+    """Return the collective's own group of ranks."""
+    machine = current()
+    lists = getattr(replica_group, "groups", replica_group)
+    known = tuple(range(machine.ranks))
+    if not isinstance(lists, (list, tuple)) or not all(isinstance(g, (list, tuple)) for g in lists):
+        raise machine.error(
+            KernelArgumentError,
+            f"ncc.{op}: replica_group is {replica_group!r:.60}; pass ReplicaGroup([[0, 1], ...])",
+        )
+    members = [int(r) for g in lists for r in g]
+    if len(set(members)) != len(members) or not set(members) <= set(known):
+        raise machine.error(
+            KernelArgumentError,
+            f"ncc.{op}: groups {lists!r:.80} of {machine.ranks} ranks; each rank is in one group "
+            "at most, and the run has it: pass as many inputs to simulate_ranks",
+        )
+    for group in lists:
+        if machine.rank in group:
+            return _Move(machine, op, tuple(int(r) for r in group))
+    raise machine.error(
+        KernelArgumentError, f"ncc.{op}: rank {machine.rank} is in no group of {lists!r:.80}"
+    )
+
+
+def _operands(
+    move: _Move, srcs: Any, dsts: Any, priority: Any, sbuf: bool, single: bool = False
+) -> list[tuple[NkiTensor, NkiTensor]]:
+    """Check the tensors of a collective; return its (source, destination) pairs."""
+    machine, op = move.machine, move.op
+    for role, tensors in (("srcs", srcs), ("dsts", dsts)):
+        if not isinstance(tensors, (list, tuple)) or not tensors:
+            raise move.error(KernelArgumentError, f"{role} is {tensors!r:.40}; pass a list")
+        for tensor in tensors:
+            operand(machine, op, role, tensor, DMA_MEMORIES)
+    if len(srcs) != len(dsts):
+        raise move.error(KernelArgumentError, f"{len(srcs)} sources, {len(dsts)} destinations")
+    memories = {t.memory for t in (*srcs, *dsts)}
+    if len(memories) > 1:
+        raise move.error(EngineRuleError, "tensors in SBUF and in HBM; all in one of them")
+    if memories == {"sbuf"} and not sbuf:
+        raise move.error(EngineRuleError, "tensors in SBUF; this collective takes HBM only")
+    if len(srcs) > 1 and (single or memories == {"sbuf"}):
+        raise move.error(
+            EngineRuleError, f"{len(srcs)} tensors; several go with HBM tensors of others only"
+        )
+    if priority is not None:
+        if not isinstance(priority, int) or not 0 <= priority <= 3:
+            raise move.error(KernelArgumentError, f"priority={priority!r}; 0 to 3")
+        require_form_of(machine, "dma priority")
+    for src, dst in zip(srcs, dsts, strict=True):
+        check_destination(machine, op, dst)
+        if src.dtype != dst.dtype:
+            raise move.error(TensorDtypeError, f"src is {src.dtype}, dst {dst.dtype}; make equal")
+    return list(zip(srcs, dsts, strict=True))
+
+
+def _exchange(
+    move: _Move, pairs: list[tuple[NkiTensor, NkiTensor]], combine: Combine, shape: Any, name: Any
+) -> Instruction:
+    """Check shapes, record the collective, and compute every destination from all sources."""
+    machine, ranks = move.machine, len(move.ranks)
+    for src, dst in pairs:
+        wanted = shape(src)
+        if dst.shape != wanted:
+            raise move.error(
+                TensorShapeError,
+                f"src {src.name!r} {src.shape} on {ranks} ranks makes {wanted}, dst {dst.name!r} "
+                f"is {dst.shape}",
+            )
+    size = sum(max(s.size, d.size) * s.dtype.item_bytes for s, d in pairs)
+    record = machine.record(
+        move.op,
+        "dma",
+        tuple(s.access() for s, _ in pairs),
+        tuple(d.access() for _, d in pairs),
+        {
+            "issuer": "sync", "dge_mode": "none", "transpose": False, "indirect": False,
+            "collective_us": collective_alone_us(size, ranks, machine.target) if ranks > 1 else 0.0,
+        },
+        name,
+    )  # fmt: skip
+    sent = None
+    if machine.data:
+        sent = [_sent(machine, src) for src, _ in pairs]
+    if machine.programs is None:
+        met = {move.ranks[0]: sent}
+    else:
+        met = machine.programs.meet(machine, move.op, move.ranks, sent)
+    if machine.data:
+        for i, (_, dst) in enumerate(pairs):
+            parts = [met[rank][i] for rank in move.ranks]
+            _write(machine, dst, combine([p[0] for p in parts], move.place))
+            spoilt = [p for p in parts if p[1] is not None]
+            if spoilt:
+                masks = [np.zeros(p[0].shape, np.bool_) if p[1] is None else p[1] for p in parts]
+                mark(dst, combine(masks, move.place) != 0, spoilt[0][2])
+    return record
+
+
+def _sent(machine: Machine, src: NkiTensor) -> tuple[np.ndarray, Any, str]:
+    """Return (values, mask of unwritten elements or None, their first read) of a source."""
+    values = src.load().copy()
+    noted, machine.poisoned = machine.poisoned, []
+    return (values, noted[0][1], noted[0][2]) if noted else (values, None, "")
+
+
+def _write(machine: Machine, dst: NkiTensor, values: np.ndarray) -> None:
+    dst.array()[...] = values if values.dtype == dst.dtype.numpy else cast(values, dst.dtype)
+    if dst.storage.unwritten is not None:
+        dst.mark_written()
+
+
+def _reduction(move: _Move, op: Any) -> Combine:
+    found = find_op(move.machine, op, move.op).name
+    function = _REDUCTIONS.get(found)
+    if function is None:
+        raise move.error(
+            UnsupportedInstructionError, f"op nl.{found}; use nl.add, nl.maximum or nl.minimum"
+        )
+
+    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
+        if parts[0].dtype == np.bool_:
+            return np.asarray(np.logical_or.reduce(parts))
+        wide = [p if p.dtype.kind in "iu" else p.astype(F32) for p in parts]
+        total = wide[0]
+        for part in wide[1:]:
+            total = function(total, part)
+        return np.asarray(total)
+
+    return combine
+
+
+def _dimension(move: _Move, srcs: list[NkiTensor], given: Any, sbuf: tuple[int, ...]) -> int:
+    allowed = sbuf if srcs[0].memory == "sbuf" else (0,)
+    if given not in allowed:
+        raise move.error(
+            TensorShapeError,
+            f"collective_dim={given!r} of {srcs[0].memory.upper()} tensors; it is "
+            f"{' or '.join(map(str, allowed))}",
+        )
+    return int(given)
+
+
+def _divided(move: _Move, src: NkiTensor, dim: int) -> tuple[int, ...]:
+    count = len(move.ranks)
+    if src.shape[dim] % count:
+        raise move.error(
+            TensorShapeError, f"dimension {dim} of {src.shape} does not divide by {count} ranks"
+        )
+    return tuple(n // count if d == dim else n for d, n in enumerate(src.shape))
+
+
+def all_reduce(
+    srcs: Any, dsts: Any, replica_group: Any, op: Any, priority: Any = None, name: Any = None
+) -> Instruction:
+    """Every dst = the reduction of all ranks' srcs."""
+    move = _group("all_reduce", replica_group)
+    pairs = _operands(move, srcs, dsts, priority, True)
+    return _exchange(move, pairs, _reduction(move, op), lambda s: s.shape, name)
+
+
+def all_gather(
+    srcs: Any, dsts: Any, replica_group: Any, collective_dim: Any, priority: Any = None,
+    name: Any = None,
+) -> Instruction:  # fmt: skip
+    """Every dst = all ranks' srcs, one after the other along collective_dim."""
+    move = _group("all_gather", replica_group)
+    pairs = _operands(move, srcs, dsts, priority, True)
+    dim = _dimension(move, [s for s, _ in pairs], collective_dim, (0, 1))
+
+    def shape(src: NkiTensor) -> tuple[int, ...]:
+        return tuple(n * len(move.ranks) if d == dim else n for d, n in enumerate(src.shape))
+
+    return _exchange(move, pairs, lambda p, _: np.concatenate(p, axis=dim), shape, name)
+
+
+def reduce_scatter(
+    srcs: Any, dsts: Any, replica_group: Any, collective_dim: Any, op: Any, priority: Any = None,
+    name: Any = None,
+) -> Instruction:  # fmt: skip
+    """Write this rank's part, along collective_dim, of the reduction of all ranks' srcs to dst."""
+    move = _group("reduce_scatter", replica_group)
+    pairs = _operands(move, srcs, dsts, priority, True)
+    dim = _dimension(move, [s for s, _ in pairs], collective_dim, (0,))
+    reduce = _reduction(move, op)
+
+    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
+        return np.split(reduce(parts, place), len(move.ranks), axis=dim)[place]
+
+    return _exchange(move, pairs, combine, lambda s: _divided(move, s, dim), name)
+
+
+def all_to_all(
+    srcs: Any, dsts: Any, replica_group: Any, collective_dim: Any, priority: Any = None,
+    name: Any = None,
+) -> Instruction:  # fmt: skip
+    """Write part i of rank j's src as part j of rank i's dst, along collective_dim."""
+    move = _group("all_to_all", replica_group)
+    pairs = _operands(move, srcs, dsts, priority, False)
+    dim = _dimension(move, [s for s, _ in pairs], collective_dim, ())
+
+    def shape(src: NkiTensor) -> tuple[int, ...]:
+        _divided(move, src, dim)
+        return src.shape
+
+    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
+        own = [np.split(p, len(parts), axis=dim)[place] for p in parts]
+        return np.concatenate(own, axis=dim)
+
+    return _exchange(move, pairs, combine, shape, name)
+
+
+def collective_permute(
+    srcs: Any, dsts: Any, source_target_pairs: Any, priority: Any = None, name: Any = None
+) -> Instruction | None:
+    """Send src of each source to dst of its target; a dst that nobody sends to stays."""
+    machine = current()
+    routes = [(int(a), int(b)) for a, b in source_target_pairs]
+    sources, targets = [a for a, _ in routes], [b for _, b in routes]
+    if len(set(sources)) != len(sources) or len(set(targets)) != len(targets):
+        raise machine.error(
+            KernelArgumentError,
+            f"ncc.collective_permute: pairs {routes}; a rank sends once and receives once",
+        )
+    ranks = sorted(set(sources + targets))
+    if machine.rank not in ranks:
+        return None
+    move = _group("collective_permute", [ranks])
+    pairs = _operands(move, srcs, dsts, priority, False, single=True)
+    sender = {b: a for a, b in routes}.get(machine.rank)
+    kept = pairs[0][1]
+
+    def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
+        if sender is not None:
+            return parts[move.ranks.index(sender)]
+        return np.zeros(kept.shape, np.bool_) if parts[0].dtype == np.bool_ else kept.array().copy()
+
+    return _exchange(move, pairs, combine, lambda s: s.shape, name)
+
+
+def _ring(op: str, srcs: Any, dsts: Any, replica_group: Any, channels: Any) -> list[Any]:
+    """Return (move, srcs, dsts) of each channel of a ring."""
+    move = _group(op, replica_group)
+    if list(channels) != list(range(len(dsts))) or len(srcs) != len(dsts):
+        raise move.error(
+            KernelArgumentError, f"channel_ids={channels!r} for {len(dsts)} channels; 0, 1, ..."
+        )
+    return [(move, s, d) for s, d in zip(srcs, dsts, strict=True)]
+
+
+def _predecessor(parts: list[np.ndarray], place: int) -> np.ndarray:
+    return parts[place - 1]
+
+
+def collective_permute_implicit(
+    srcs_by_channel: Any, dsts_by_channel: Any, replica_group: Any, channel_ids: Any = (0,),
+    priority: Any = None, name: Any = None,
+) -> None:  # fmt: skip
+    """Send src to the ring's successor, receive dst from the predecessor, in each channel."""
+    op = "collective_permute_implicit"
+    for move, srcs, dsts in _ring(op, srcs_by_channel, dsts_by_channel, replica_group, channel_ids):
+        pairs = _operands(move, srcs, dsts, priority, True, single=True)
+        _exchange(move, pairs, _predecessor, lambda s: s.shape, name)
+
+
+def collective_permute_implicit_current_processing_rank_id(
+    iteration_id: Any, replica_group: Any, channel_id: Any = 0, name: Any = None
+) -> VirtualRegister:
+    """Return the rank whose data a ring step processes: the own one first, then predecessors'."""
+    move = _group("collective_permute_implicit_current_processing_rank_id", replica_group)
+    return VirtualRegister(move.ranks[(move.place - int(iteration_id)) % len(move.ranks)])
+
+
+def rank_id(name: Any = None) -> VirtualRegister:
+    """Return the rank of this core as a register."""
+    return VirtualRegister(current().rank)
+
+
+NAMES: dict[str, Any] = {
+    f.__name__: f
+    for f in (
+        all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute,
+        collective_permute_implicit, collective_permute_implicit_current_processing_rank_id,
+        rank_id, ReplicaGroup,
+    )
+}  # fmt: skip
