@@ -11,7 +11,7 @@ WORKERS ?= 2
 
 .PHONY: demo test test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-neuronmm bench-models
+	bench-timing bench-neuronmm bench-models bench-public
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -67,6 +67,10 @@ $(DEV_READY): $(DEMO_READY)
 $(STRESS_READY): $(DEV_READY)
 	$(PIP) -e '.[stress]'
 	@touch $@
+
+# Public kernels from checkouts of yours: make bench-public ARGS="--samples DIR --library DIR --docs DIR"
+bench-public: $(DEV_READY)
+	$(RUN) benchmarks/public_kernels.py --all $(ARGS)
 
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py

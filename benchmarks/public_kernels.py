@@ -45,7 +45,7 @@ from public_library import (
     library_modules,
     without_rules,
 )
-from public_outcomes import classify, timed
+from public_outcomes import EXPLAINED, classify, timed
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -61,6 +61,8 @@ class Row:
     count: int
     seconds: float
     problem: str
+    others: tuple[tuple[str, str, str], ...] = ()
+    """(case, outcome, text) of those that were not right."""
 
 
 def run_cases(
@@ -69,6 +71,7 @@ def run_cases(
 ) -> Iterator[Row]:  # fmt: skip
     """Run the cases, each for at most `seconds`; yield the row as it stands after each."""
     good, worst, problem, start = 0, "pass", "", time.perf_counter()
+    others: list[tuple[str, str, str]] = []
     if not cases:
         yield Row(name, "no cases", 0, 0, 0.0, "")
     for label, run in cases:
@@ -91,9 +94,12 @@ def run_cases(
         ):
             worst, problem = outcome, text
         say(f"{name} {label}: {outcome} {text[:300]}")
+        if outcome != "pass":
+            others.append((label, outcome, text))
         passed = good and worst in ("pass", "skipped", "too slow", "too large")
         verdict = "pass" if passed else f"partly: {worst}" if good else worst
-        yield Row(name, verdict, good, len(cases), time.perf_counter() - start, problem)
+        yield Row(name, verdict, good, len(cases), time.perf_counter() - start, problem,
+                  tuple(others))  # fmt: skip
 
 
 def syntax_errors(library: Path) -> list[Row]:
@@ -147,6 +153,20 @@ def apart(
         problem = "; ".join(p for p in (row.problem, why) if p)
         row = dataclasses.replace(row, seconds=time.perf_counter() - start, problem=problem)
     return row
+
+
+def explain(console: Console, rows: list[Row]) -> None:
+    """Print how many cases are right, of those that run a kernel, and why each other one is not."""
+    right, counted = sum(row.good for row in rows), sum(row.good for row in rows)
+    for row in rows:
+        for case, outcome, text in row.others:
+            if outcome in ("skipped", "too large"):
+                continue
+            counted += 1
+            reason = next((why for sign, why in EXPLAINED if sign in f"{row.name} {text}"), "")
+            console.print(f"{row.name} {case}: {outcome}: {reason or 'NOT EXPLAINED: ' + text}")
+    share = right / max(counted, 1)
+    console.print(f"{right} of {counted} cases right in the default mode, {share:.1%}; bar 97 %")
 
 
 def main() -> None:
@@ -227,6 +247,7 @@ def main() -> None:
     console.print(table)
     tally = collections.Counter(row.result.partition(",")[0] for row in rows)
     console.print("; ".join(f"{count} {result}" for result, count in tally.most_common()))
+    explain(console, rows)
 
 
 if __name__ == "__main__":

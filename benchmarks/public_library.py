@@ -19,8 +19,9 @@ import ml_dtypes
 import numpy as np
 from public_outcomes import WrongError, classify, timed
 
+from nmm_compiler.simulator.isa.microscaling import unpack
 from nmm_compiler.simulator.loading.private_modules import PrivateModules
-from nmm_compiler.simulator.run import simulate
+from nmm_compiler.simulator.run import simulate_ranks
 from nmm_compiler.simulator.tensors import dtypes
 
 LIBRARY_TESTS = [  # what runs unless --all is given
@@ -58,8 +59,14 @@ FURTHER_LIBRARY_TESTS = [
     "experimental/dynamic_shapes/test_dynamic_elementwise_add.py",
     "experimental/loss/test_cross_entropy_forward.py",
     "experimental/loss/test_cross_entropy_backward.py",
+    "experimental/collectives/test_collectives.py",
+    "experimental/collectives/test_sb2sb_allgather.py",
     "experimental/benchmark/test_find_nonzero_indices_with_count.py",
 ]
+
+
+class Skipped(Exception):  # noqa: N818  (named as pytest's, which means the same)
+    """A case that runs no kernel."""
 
 
 class Case:
@@ -67,35 +74,39 @@ class Case:
 
     strict = True
 
-    def __init__(self) -> None:
+    def __init__(self, target: str = "") -> None:
         self.runs = 0
+        self.target = target  # in place of the one that a test asks for
 
     def execute(self, arguments: Any, *_: Any, **__: Any) -> None:
         self.runs += 1
-        inputs = {
-            name.removesuffix(".must_alias_input"): value
-            for name, value in (arguments.kernel_input or {}).items()
-        }
-        target = str(arguments.compiler_input.platform_target)
-        grid = arguments.compiler_input.logical_nc_config
-        result = simulate(
-            arguments.kernel_func, target=target.replace("_a0", ""), grid=grid,
-            mode="functional", strict=Case.strict, **inputs,
+        given, golden = arguments.kernel_input or {}, arguments.validation_args.golden_output
+        ranks = getattr(arguments.inference_args, "collective_ranks", 1) or 1
+        asked = arguments.compiler_input
+        inputs = []
+        for rank in range(ranks):
+            own = given.for_rank(rank) if hasattr(given, "for_rank") else given
+            inputs.append({n.removesuffix(".must_alias_input"): v for n, v in own.items()})
+        results = simulate_ranks(
+            arguments.kernel_func, inputs, mode="functional", strict=Case.strict,
+            target=self.target or str(asked.platform_target).replace("_a0", ""),
+            grid=asked.logical_nc_config,
         )  # fmt: skip
-        golden = arguments.validation_args.golden_output
-        lazy = hasattr(golden, "golden")
-        names = list(golden.output_ndarray if lazy else golden)
-        outputs = result.outputs or ()
-        if len(outputs) != len(names):
-            raise WrongError(f"{len(outputs)} outputs, wanted {len(names)}")
-        for name, output in zip(names, outputs, strict=True):
-            if lazy:
-                if golden.golden is None:
-                    continue
-                self.compare(name, output, golden.golden[name], golden.output_ndarray[name],
-                             arguments.validation_args)  # fmt: skip
-            elif not golden[name].validator(output):
-                raise WrongError(f"the library's validator of {name} says no")
+        for rank, result in enumerate(results):
+            own = golden.for_rank(rank) if hasattr(golden, "for_rank") else golden
+            self.check(result.outputs or (), own, arguments.validation_args)
+
+    def check(self, outputs: tuple[Any, ...], golden: Any, tolerance: Any) -> None:
+        """Compare the outputs of a rank with its golden ones."""
+        lazy = hasattr(golden, "output_ndarray")
+        shapes = golden.output_ndarray if lazy else golden
+        # without a generator the placeholders are the values, or nothing is to be compared
+        wanted = golden.golden if lazy else golden
+        if len(outputs) != len(shapes):
+            raise WrongError(f"{len(outputs)} outputs, wanted {len(shapes)}")
+        for name, output in zip(shapes, outputs, strict=True):
+            if wanted is not None:
+                self.compare(name, output, wanted[name], shapes[name], tolerance)
 
     @staticmethod
     def compare(name: str, output: Any, wanted: Any, shape: Any, tolerance: Any) -> None:
@@ -120,15 +131,37 @@ class Case:
 
 
 def static_cast(value: Any, dtype: Any) -> np.ndarray:
+    """Return values in another dtype; x4-packed ones hold four values of the last dimension."""
+    array = np.asarray(value)
+    before = dtypes.find(array.dtype)
+    if before is not None and before.kind == "packed":
+        if dtypes.find(dtype) == before:
+            return array
+        codes = np.ascontiguousarray(array).view(before.numpy)
+        array = unpack(codes.reshape(codes.shape[0], -1), before)
+        array = array.reshape(*codes.shape[:-1], -1)
     found = dtypes.find(dtype)
-    return np.asarray(value).astype(found.numpy if found is not None else dtype)
+    if found is None or found.kind != "packed":
+        return array.astype(found.numpy if found is not None else dtype)
+    element = np.dtype(getattr(ml_dtypes, found.removesuffix("_x4")))
+    limit = float(ml_dtypes.finfo(element).max)
+    bits = np.clip(array.astype(np.float32), -limit, limit).astype(element).view(np.uint8)
+    fours = bits.reshape(*bits.shape[:-1], -1, 4)
+    if found.item_bytes == 4:
+        packed = np.ascontiguousarray(fours).view(np.uint32)[..., 0]
+    else:
+        packed = sum((fours[..., i].astype(np.uint16) & 0xF) << (4 * i) for i in range(4))
+    return np.asarray(packed).astype(found.numpy).view(dtypes.PACKED_NUMPY[found])
 
 
 def neuron_dtypes() -> types.ModuleType:
     """Return what the tests use of AWS's neuron_dtypes package, over ml_dtypes."""
     module = types.ModuleType("neuron_dtypes")
     for name, kind in dtypes.ALL.items():
-        setattr(module, name, kind.numpy.type if kind.kind != "packed" else kind)
+        packed = dtypes.PACKED_NUMPY.get(name)
+        setattr(module, name, kind.numpy.type if packed is None else packed)
+        if packed is not None:  # np.dtype(name), as the package makes it known to NumPy
+            np._core.numerictypes.sctypeDict[name] = packed  # type: ignore[attr-defined]
     module.static_cast = static_cast  # type: ignore[attr-defined]
     module.finfo = ml_dtypes.finfo  # type: ignore[attr-defined]
     module.sizeinbytes = lambda d: static_cast(0, d).itemsize  # type: ignore[attr-defined]
@@ -237,6 +270,12 @@ def mark_sets(mark: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "-".join(str(v) for v in combination), row
 
 
+def excluded(function: Any) -> list[Any]:
+    """Return the platforms that a test's mark says it does not run on."""
+    marks = [m for m in getattr(function, "pytestmark", ()) if m.name == "platforms"]
+    return [platform for mark in marks for platform in mark.kwargs.get("exclude", ())]
+
+
 def library_cases(
     private: PrivateModules, file: str, limit: int
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -258,7 +297,7 @@ def library_cases(
             sets = list(itertools.islice(parameter_sets(private, function), limit))
             for label, values in sets or [("", {})]:
                 wanted = inspect.signature(function).parameters
-                manager = Case()
+                manager = Case("trn3" if platforms.TRN2 in excluded(function) else "")
                 arguments = {"test_manager": manager, **given, **values}
                 arguments = {k: v for k, v in arguments.items() if k in wanted}
                 if any(
@@ -271,9 +310,16 @@ def library_cases(
                     kind: Any = kind, test: str = test, arguments: Any = arguments,
                     manager: Case = manager,
                 ) -> None:  # fmt: skip
-                    getattr(kind(), test)(**arguments)
+                    try:
+                        getattr(kind(), test)(**arguments)
+                    except BaseException as error:  # pytest's Skipped is one
+                        if "only supported on TRN3" not in str(error):
+                            raise
+                        manager.target = "trn3"
+                        newer = {**arguments, "platform_target": platforms.TRN3}
+                        getattr(kind(), test)(**newer)
                     if not manager.runs:
-                        raise RuntimeError("the test ran no kernel")
+                        raise Skipped("a negative case: it ends before a kernel runs")
 
                 yield f"{test}[{label}]", run
 

@@ -414,6 +414,8 @@ class _Binder:
         for tensor, _, array in self.pairs:
             if tensor.storage.identity in written and array.flags.writeable:
                 values = tensor.array()
+                if array.dtype.names:  # x4-packed
+                    values = np.ascontiguousarray(values).view(array.dtype)
                 array[...] = values.astype(array.dtype).reshape(array.shape) \
                     if array.dtype == np.bool_ else values.reshape(array.shape)  # fmt: skip
 

@@ -89,6 +89,17 @@ def _gathered(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor)
     return np.take_along_axis(mask.reshape(len(mask), -1), index, axis=1).reshape(dst.shape)
 
 
+def _quantized(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """A group of 8 partitions x 4 values, and its scale."""
+    groups = mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3))
+    if dst is arguments["dst"]:
+        return np.repeat(groups, 8, axis=0).reshape(dst.shape)
+    scales = np.zeros((dst.shape[0], groups.shape[1]), np.bool_)
+    number = np.arange(len(groups))
+    scales[number // 4 * 32 + number % 4] = groups
+    return scales.reshape(dst.shape)
+
+
 def _shuffled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     result = np.zeros((dst.shape[0], dst.free_size), np.bool_)
     rows = mask.reshape(len(mask), -1)
@@ -101,12 +112,13 @@ def _shuffled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor)
 
 _FLOWS: dict[str, Flow] = {
     **dict.fromkeys(
-        ("bn_stats", "bn_aggr", "max8", "nc_find_index8", "nc_match_replace8", "quantize_mx"),
+        ("bn_stats", "bn_aggr", "max8", "nc_find_index8", "nc_match_replace8"),
         _by_partition,
     ),
     **dict.fromkeys(("tensor_tensor_scan", "tensor_scalar_cumulative"), _onwards),
     **dict.fromkeys(("nc_matmul", "nc_matmul_mx", "nc_transpose"), _product),
     "dma_transpose": _dma_transpose,
+    "quantize_mx": _quantized,
     "tensor_reduce": _reduced,
     "tensor_partition_reduce": _across,
     "nc_n_gather": _gathered,

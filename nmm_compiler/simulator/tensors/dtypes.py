@@ -103,6 +103,9 @@ _FROM_NUMPY = {
     d.numpy: d for d in ALL.values() if d.kind != "packed" and d not in ("tfloat32", "bool")
 }
 _FROM_NUMPY[np.dtype(np.bool_)] = bool_
+PACKED_NUMPY = {str(d): np.dtype([(str(d), d.numpy)]) for d in ALL.values() if d.kind == "packed"}
+"""NumPy dtypes of arrays of x4-packed elements: one field with the NKI dtype's name."""
+_FROM_NUMPY.update({PACKED_NUMPY[d]: d for d in ALL.values() if d.kind == "packed"})
 
 
 def find(name: Any) -> DType | None:
