@@ -373,3 +373,13 @@ class RuleNotFiredError(NmmError, ValueError):
 
     def __init__(self, rule: str, why: str) -> None:
         super().__init__(f"rule {rule!r} matches nothing: {why}")
+
+
+class AheadOfTimeError(NmmError, RuntimeError):
+    """An inner backend returned something that cannot be written to a file."""
+
+    def __init__(self, inner: str) -> None:
+        super().__init__(
+            f"inner backend {inner!r} returns a callable that cannot be saved; pass "
+            "options={'inner': 'inductor'} or 'eager' to aot_compile"
+        )

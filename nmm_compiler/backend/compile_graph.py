@@ -15,18 +15,16 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
+from nmm_compiler.backend import ahead_of_time, published
 from nmm_compiler.backend.inner import compile_inner, inner_name
-from nmm_compiler.backend.logs import log_report
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
-from nmm_compiler.backend.report_page import add_to_page, forget_pages
 from nmm_compiler.errors import (
     BrokenRuleError,
     CacheMissError,
@@ -42,8 +40,6 @@ from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
 
-_REPORTS_KEPT = 256
-_reports: deque[CompileReport] = deque(maxlen=_REPORTS_KEPT)
 _graphs_seen = 0
 
 
@@ -71,9 +67,12 @@ def nmm(
             _build_all(work, rewritten)
     with work.phase("inner"):
         compiled = _compile_inner(work, rewritten, mode)
-    if work.unverified is not None:
+    report = work.report()
+    if ahead_of_time.is_wanted():
+        compiled = ahead_of_time.AheadOfTime.of(compiled, work.compiled_graph, chosen, report)
+    elif work.unverified is not None:
         compiled = _verified_at_first_call(work.unverified, compiled)
-    _publish(work.report(), chosen, work.gm, rewritten)
+    published.publish(report, chosen, work.gm, rewritten)
     return compiled
 
 
@@ -82,21 +81,10 @@ def reset() -> None:
     KERNELS.clear()
     PACKS.clear()
     neuron.forget()
-    _reports.clear()
-    forget_pages()
+    published.forget()
 
 
 nmm.reset = reset  # type: ignore[attr-defined]
-
-
-def reports() -> list[CompileReport]:
-    """Return the reports of the latest graphs, oldest first (at most 256, since the last reset)."""
-    return list(_reports)
-
-
-def last_report() -> CompileReport | None:
-    """Return the report of the graph compiled last, or None."""
-    return _reports[-1] if _reports else None
 
 
 class _Work:
@@ -117,6 +105,7 @@ class _Work:
         self.phases_ms: dict[str, float] = {}
         self.fallback: str | None = None
         self.unverified: Any = None
+        self.compiled_graph = gm
         self.notes: list[str] = []
         self.pictures: tuple[Any, ...] = ()
 
@@ -348,24 +337,10 @@ def _hint(size: Any) -> int | None:
 
 def _compile_inner(work: _Work, rewritten: fx.GraphModule, mode: str | None) -> Callable[..., Any]:
     if rewritten is not work.gm:
+        work.compiled_graph = rewritten
         try:
             return compile_inner(work.inner, rewritten, work.example_inputs, mode)
         except Exception as error:  # perhaps our ops' fault: the untouched graph tells
             work.give_up(f"inner backend {work.inner!r} on the rewritten graph", error)
+    work.compiled_graph = work.gm
     return compile_inner(work.inner, work.gm, work.example_inputs, mode)
-
-
-def _publish(
-    report: CompileReport, options: Options, before: fx.GraphModule, after: fx.GraphModule
-) -> None:
-    """Keep the report, hand it to the user, and put it into logs and torch's structured trace."""
-    from nmm_compiler.passes.result import readable
-
-    _reports.append(report)
-    log_report(report, lambda: readable(before), lambda: readable(after))
-    if isinstance(options.report, str):
-        add_to_page(options.report, report)
-    elif callable(options.report):
-        options.report(report)
-    elif options.report:
-        print(report)

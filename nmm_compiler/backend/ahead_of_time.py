@@ -1,0 +1,140 @@
+"""A graph compiled ahead of time: what `aot_compile` saves, and what another process loads.
+
+    compiled = torch.compile(f, fullgraph=True, backend="nmm").aot_compile((args, kwargs))
+    compiled.save_compiled_function(path)
+    torch.compiler.load_compiled_function(file)       # elsewhere, without the model's code
+
+The file holds the inner compiler's artifact, as that compiler writes it, behind a JSON header: the
+options that calls look up when they run, the report, and each kernel with its source. Loading puts
+kernels that the cache lacks into it, if this version of the package would have emitted the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.aot_compile_types import (
+    BundledAOTAutogradSerializableCallable,
+    GraphModuleSerializableCallable,
+    SerializableCallable,
+)
+
+from nmm_compiler.backend.published import publish
+from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
+from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen.build import SOURCE_FILE, check_foreign, kernel_key
+from nmm_compiler.errors import AheadOfTimeError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.ops.call_options import executor_name
+from nmm_compiler.options import Options
+from nmm_compiler.targets import get
+
+_INNER: dict[str, type[SerializableCallable]] = {
+    "aot": BundledAOTAutogradSerializableCallable,
+    "graph": GraphModuleSerializableCallable,
+}
+_LENGTH_BYTES = 8
+
+
+def is_wanted() -> bool:
+    """Say whether torch compiles ahead of time now: it asks for what can be written to a file."""
+    config: Any = torch._functorch.config
+    return bool(config.bundled_autograd_cache and config.force_non_lazy_backward_lowering)
+
+
+class AheadOfTime(SerializableCallable):
+    """A compiled graph that can be written to a file; `header` is plain JSON data."""
+
+    def __init__(self, kind: str, inner: SerializableCallable, header: dict[str, Any]) -> None:
+        self.kind, self.inner, self.header = kind, inner, header
+
+    @classmethod
+    def of(
+        cls, compiled: Callable[..., Any], graph: fx.GraphModule, options: Options, report: Any
+    ) -> AheadOfTime:
+        """Wrap what an inner backend made of a graph.
+
+        Raises AheadOfTimeError for a callable that has nothing to save.
+        """
+        inner: SerializableCallable
+        if getattr(compiled, "serialize", None) is not None:
+            kind, inner = "aot", BundledAOTAutogradSerializableCallable(compiled)
+        elif report.inner == "eager":  # it runs the graph as it is
+            kind, inner = "graph", GraphModuleSerializableCallable(graph)
+        else:
+            raise AheadOfTimeError(report.inner)
+        header = {
+            "target": options.target,
+            "options": options.call_options(),
+            "report": report.to_dict(),
+            "kernels": [_saved(kernel, options) for kernel in report.built],
+        }
+        return cls(kind, inner, header)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: AheadOfTime) -> bytes:
+        """Return the header and the inner compiler's artifact as bytes."""
+        header = json.dumps({"kind": fn.kind, **fn.header}).encode()
+        body = type(fn.inner).serialize_compile_artifacts(fn.inner)
+        return len(header).to_bytes(_LENGTH_BYTES, "big") + header + body
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTime:
+        """Return the callable; its options, kernels and report are this process's from now on."""
+        start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+        header = json.loads(data[_LENGTH_BYTES:start])
+        kind = header.pop("kind")
+        options = _options(header)
+        executor_name(options)
+        for kernel in header["kernels"]:
+            _restore(kernel, options)
+        inner = _INNER[kind].deserialize_compile_artifacts(data[start:])
+        publish(_report(header["report"]), options)
+        return cls(kind, inner, header)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled graph."""
+        return self.inner(*args, **kwargs)
+
+
+def _saved(kernel: Any, options: Options) -> dict[str, Any]:
+    key = kernel_key(kernel.spec, kernel.target, None, options.instruction_budget)
+    return {
+        "family": kernel.spec.family,
+        "spec": kernel.spec.to_dict(),
+        "digest": key.digest,
+        "source": kernel.source,
+        "meta": dict(kernel.meta),
+    }
+
+
+def _options(header: dict[str, Any]) -> Options:
+    return Options.make({"target": header["target"], **header["options"]})
+
+
+def _restore(saved: dict[str, Any], options: Options) -> None:
+    """Put a kernel into the cache, unless this version of the package would emit another one."""
+    spec = FAMILIES[saved["family"]].spec_class.from_dict(saved["spec"])
+    key = kernel_key(spec, get(options.target), None, options.instruction_budget)
+    if key.digest != saved["digest"]:
+        return
+    check_foreign(SOURCE_FILE, saved["source"])
+    store = Store.for_kernels(options, check=check_foreign)
+    store.get_or_build(key, lambda: {SOURCE_FILE: saved["source"]}, lambda: saved["meta"])
+
+
+def _report(saved: dict[str, Any]) -> CompileReport:
+    """Return a report from its JSON data; the Kernel objects are not part of it."""
+    fields = {f.name for f in dataclasses.fields(CompileReport)} & set(saved)
+    plain: dict[str, Any] = {
+        name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
+        for name in fields
+    }
+    plain["declined"] = tuple(Refusal.from_dict(one) for one in saved["declined"])
+    plain["kernels"] = tuple(KernelLine.from_dict(one) for one in saved["kernels"])
+    return CompileReport(**plain)

@@ -1,0 +1,85 @@
+"""aot_compile in one process, load in another without the model: kernels, options, report."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch
+import torch.nn.functional as F
+
+def weights():
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=g) for s in ((5, 64), (8, 64), (48, 8), (48,))]
+"""
+SAVE = """
+import sys
+sys.path.insert(0, sys.argv[3])
+from model_of_the_user import weights
+import torch
+import torch.nn.functional as F
+
+def model(x, a, b, c):
+    return torch.relu(F.linear(F.linear(x, a), b, c))
+
+options = {"inner": sys.argv[1], "executor": "simulator", "buckets": (5,), "kernels": "build"}
+with torch.no_grad():
+    compiled = torch.compile(model, fullgraph=True, backend="nmm", options=options)
+    made = compiled.aot_compile((tuple(weights()), {}))
+made.save_compiled_function(sys.argv[2])
+"""
+LOAD = """
+import sys, torch
+g = torch.Generator().manual_seed(0)
+x, a, b, c = (torch.randn(s, generator=g) for s in ((5, 64), (8, 64), (48, 8), (48,)))
+with open(sys.argv[1], "rb") as file:
+    loaded = torch.compiler.load_compiled_function(file)
+import nmm_compiler
+from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen import build
+build.choose = None  # a kernel that is not in the file could not be built
+report = nmm_compiler.last_report()
+assert report.chains == 1 and report.executor == "simulator", report
+(line,) = report.kernels
+with torch.no_grad():
+    y = loaded(x, a, b, c)
+exact = torch.relu(x.double() @ a.double().T @ b.double().T + c.double())
+error = float((y.double() - exact).abs().max())
+assert error <= 2.0**-23 * 72 * float(exact.abs().max()), error
+from nmm_compiler.runtime.kernels import KERNELS
+(kernel,) = KERNELS.all()
+assert kernel.name == line.name
+print("ran", kernel.name)
+"""
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_two_processes(inner, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model_of_the_user.py").write_text(MODEL)
+    saved = str(tmp_path / "saved.bin")
+
+    def run(program, *words, cache):
+        import os
+
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "NMM_CACHE_DIR": str(tmp_path / cache),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        (tmp_path / cache).mkdir(mode=0o700)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program), *words],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(SAVE, inner, saved, str(tmp_path / "model"), cache="first")
+    # The second cache is empty: the kernel comes out of the file.
+    assert "ran lowrank" in run(LOAD, saved, cache="second")
+    kernels = [*(tmp_path / "second").rglob("kernel.py")]
+    assert len(kernels) == 1
