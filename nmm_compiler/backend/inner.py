@@ -114,7 +114,7 @@ def _decompose_in_inductor() -> None:
     Registered globally: a table handed to one compilation would turn its caches off. Layouts are
     there for kernels; here a "col" result is a view, which the view of its reader undoes.
     """
-    from torch._inductor import decomposition
+    from torch._inductor import decomposition, lowering
 
     def decompose(reference: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -137,5 +137,9 @@ def _decompose_in_inductor() -> None:
         decomposition.register_decomposition([op])(  # type: ignore[list-item]
             decompose(registration.DEFINITIONS[name].reference)
         )
+    # A call that a kernel computes is not decomposed: inductor calls the op, which it would refuse
+    # to do on its own for an op that has a decomposition.
+    for op in registration.OPS.values():
+        lowering.make_fallback(op, warn=False, override_decomp=True)
     # Inductor keeps a merged copy of the table from its first compilation.
     decomposition.fast_random_decomps.cache_clear()

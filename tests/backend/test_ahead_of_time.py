@@ -83,3 +83,19 @@ def test_two_processes(inner, tmp_path):
     assert "ran lowrank" in run(LOAD, saved, cache="second")
     kernels = [*(tmp_path / "second").rglob("kernel.py")]
     assert len(kernels) == 1
+
+
+def test_inductor_calls_the_kernels_of_an_executor():
+    import torch
+    from torch import nn
+
+    import nmm_compiler
+
+    model, x = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 48)), torch.randn(5, 64)
+    torch._dynamo.reset()
+    options = {"executor": "simulator", "inner": "inductor", "kernels": "lazy", "strict": True}
+    with torch.no_grad():
+        y = torch.compile(model, backend="nmm", options=options)(x)
+        exact = model.double()(x.double())
+    assert nmm_compiler.last_report().fallback is None
+    assert float((y.double() - exact).abs().max()) <= 2.0**-23 * 72 * float(exact.abs().max())
