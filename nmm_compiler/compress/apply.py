@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nmm_compiler.compress import hf
+from nmm_compiler.compress import experts, hf
 from nmm_compiler.compress.arguments import check_arguments, make_config, settings_of
 from nmm_compiler.compress.calibrate import OutputFn, Statistics, as_batches, collect
 from nmm_compiler.compress.config import CompressionConfig
@@ -128,6 +128,37 @@ def compress(
     started = time.monotonic()
     before = count_parameters(model)
     journal = None if resume is None else Journal(resume, config)
+    experts.split(model)
+    try:
+        return _compress(
+            model, config, include, exclude, filter_fn, calibration, journal, started, before,
+            dtype, device, progress, cost, target, tokens, output, memory,
+        )  # fmt: skip
+    finally:
+        experts.join(model)
+        hf.attach_if_transformers(model)
+
+
+def _compress(
+    model: nn.Module,
+    config: CompressionConfig,
+    include: Patterns,
+    exclude: Patterns,
+    filter_fn: FilterFn | None,
+    calibration: Any,
+    journal: Journal | None,
+    started: float,
+    before: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    progress: bool,
+    cost: Cost | None,
+    target: str,
+    tokens: int,
+    output: OutputFn | None,
+    memory: str | int | None,
+) -> CompressionReport:
+    """Do what `compress` says, to a model whose stacked experts are split."""
     sites, skipped = _sites(model, include, exclude, filter_fn, journal)
     meta = any(site.weight.is_meta for site in sites)
     ways = resolve(config, calibration is not None, meta)
@@ -178,12 +209,9 @@ def compress(
             journal.start(plan, identity)
 
     work = _Work(model, config, ways, source, statistics, dtype, device, journal)
-    try:
-        by_name = {site.name: site for site in sites}
-        del sites, left, site  # or they keep every dense weight alive until the end
-        layers = work.run(plan, by_name, progress)
-    finally:
-        hf.attach_if_transformers(model)
+    by_name = {site.name: site for site in sites}
+    del sites, left, site  # or they keep every dense weight alive until the end
+    layers = work.run(plan, by_name, progress)
     return CompressionReport(
         method=plan.method,
         allocation=plan.allocation,
@@ -282,10 +310,15 @@ def calibrate(
     `compress`; gradients: also sample the gradients that global allocation compares matrices by.
     """
     check_arguments(model, None, None)
-    sites, _ = find_sites(model, include, exclude, filter_fn)
-    return collect(
-        model, sites, as_batches(calibration), gradients=gradients, output=output, progress=progress
-    )
+    experts.split(model)
+    try:
+        sites, _ = find_sites(model, include, exclude, filter_fn)
+        return collect(
+            model, sites, as_batches(calibration), gradients=gradients, output=output,
+            progress=progress,
+        )  # fmt: skip
+    finally:
+        experts.join(model)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -442,7 +475,8 @@ class _Work:
         del wanted
         up, down = balance(factors, self.dtype or weight.dtype)
         solver, excess, theory = factors.solver, factors.excess, factors.relative_error
-        raw = None if self.statistics is None else self.statistics.inputs[site.name]
+        raw = None if self.statistics is None else self.statistics.inputs.get(site.name)
+        raw = raw if raw is not None and raw.tokens else None
         inside = scaled_coefficients(factors, down) if raw is not None and raw.carried else None
         del factors
         weight_error, output_error = measure(weight, up, down, raw, inside)
@@ -483,8 +517,9 @@ def _by_reader(
     """Group (index, decision) by the tensor that the layers read, in the order of execution."""
     order = {name: i for i, name in enumerate(reads)}
     groups: dict[str, list[tuple[int, Decision]]] = {}
-    for index, decision in sorted(decisions, key=lambda pair: order[pair[1].name]):
-        groups.setdefault(reads[decision.name], []).append((index, decision))
+    last = len(order)  # experts that no token reached
+    for index, decision in sorted(decisions, key=lambda pair: order.get(pair[1].name, last)):
+        groups.setdefault(reads.get(decision.name, decision.name), []).append((index, decision))
     return list(groups.values())
 
 

@@ -271,7 +271,8 @@ class Collector:
             for name in missing
             if name not in self.inputs and "weight" in self._reads.get(name, ())
         )
-        missing = [name for name in missing if name not in only_read]
+        few = {site.name for site in self.sites if site.group != site.name}  # one of many experts
+        missing = [name for name in missing if name not in only_read and name not in few]
         if missing:
             more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
             raise CalibrationError(

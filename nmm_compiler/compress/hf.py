@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from nmm_compiler.compress.experts import expert_ranks, install_empty, stacked_home
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
 from nmm_compiler.compress.quantize import FORMATS, empty_factors, format_of
 from nmm_compiler.compress.replace import replace_directory
@@ -171,6 +172,10 @@ def prepare(
         found = {s: n for s, n in found.items() if n or s.startswith(f"{base}.")}
     for saved_name, name in found.items():
         rank = ranks[saved_name]
+        home = None if name is None else stacked_home(modules, name)
+        if home is not None:
+            install_empty(home, str(name).rpartition(".")[2], rank)
+            continue
         old = modules.get(name) if name is not None else None
         if name is None or not (isinstance(old, nn.Linear) or (old is not None and is_conv1d(old))):
             raise FactorsFileError(
@@ -252,7 +257,8 @@ def _shape(tensor: torch.Tensor) -> str:
 def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
     """Return a saved name as this model has it: with or without the base model's prefix."""
     forms = [name, f"{base}.{name}", name.removeprefix(f"{base}.")]
-    return next((form for form in forms if form in modules), None)
+    known = (form for form in forms if form in modules or stacked_home(modules, form))
+    return next(known, None)
 
 
 def attach(model: Any) -> None:
@@ -273,8 +279,9 @@ def attach(model: Any) -> None:
 
 
 def _ranks(model: nn.Module) -> dict[str, int]:
-    """Return {layer name: rank}, as a saved config has it."""
-    return {name: layer.rank for name, layer in lowrank_layers(model).items()}
+    """Return {layer name, or name of stacked experts: rank}, as a saved config has it."""
+    ranks = {name: layer.rank for name, layer in lowrank_layers(model).items()}
+    return ranks | expert_ranks(model)
 
 
 def _formats(model: nn.Module) -> dict[str, str]:
@@ -285,7 +292,7 @@ def _formats(model: nn.Module) -> dict[str, str]:
 
 def attach_if_transformers(model: nn.Module) -> None:
     """`attach`, for a transformers model with low-rank layers."""
-    if _is_transformers(model) and lowrank_layers(model):
+    if _is_transformers(model) and _ranks(model):
         attach(model)
 
 

@@ -137,7 +137,7 @@ def check_statistics(
         if kind == "gradients" and not ways.gradients:
             continue
         sizes = {name: moment.size for name, moment in found.items()}
-        wanted = {s.name: s.k if kind == "inputs" else s.n for s in sites}
+        wanted = {s.name: s.k if kind == "inputs" else s.n for s in sites if s.group == s.name}
         if kind == "gradients" and found:  # some layers do not reach the output, and so have none
             wanted = {name: size for name, size in wanted.items() if name in sizes}
         lacking = [name for name, size in wanted.items() if sizes.get(name) != size]
@@ -157,6 +157,8 @@ def moments_of(
     """Return the regularized moments a method weighs a site's error with."""
     if method == "svd" or statistics is None:
         return Moments()
+    if site.name not in statistics.inputs or not statistics.inputs[site.name].tokens:
+        return Moments()  # an expert that no token reached
     inputs = regularize(statistics.inputs[site.name], config.damping, config.shrinkage)
     gradient = statistics.gradients.get(site.name)
     if method == "whitened" or gradient is None:
@@ -182,7 +184,8 @@ def measure(
         known.tokens = max(known.tokens, statistics.tokens)
         known.only_read += statistics.only_read
         if ways.gradients:
-            known.unused |= {s.name for s in sites if s.name not in statistics.gradients}
+            used = {s.group for s in sites if s.name in statistics.gradients}
+            known.unused |= {s.name for s in sites if s.group not in used}
     if not config.effective_ratio or ways.allocation != "global":
         return
     sites = [site for site in sites if site.name not in known.unused]
@@ -191,6 +194,10 @@ def measure(
         for site in sites:
             steps.show(site.name)
             moments = moments_of(site, method, statistics, config).to(site.weight.device)
+            if statistics is not None and moments == Moments():  # an expert that no token reached
+                known.losses.setdefault(site.group, [0.0] * (min(site.n, site.k) + 1))
+                steps.advance()
+                continue
             squares = spectrum(site.weight, moments, site.name)
             tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
             if moments.gradients is not None:
@@ -198,7 +205,8 @@ def measure(
                 tail *= 0.5 * statistics.inputs[site.name].tokens
             elif tail[0] > 0:
                 tail /= tail[0].clone()
-            known.losses[site.name] = tail.tolist()
+            before = known.losses.get(site.group, [0.0] * len(tail))
+            known.losses[site.group] = [a + b for a, b in zip(before, tail.tolist(), strict=True)]
             steps.advance()
 
 
@@ -225,9 +233,14 @@ def make_plan(
         if ways.allocation == "uniform":
             ranks = allocation.allocate_uniform(shapes, ratio, align)
         else:
-            ranks = allocation.allocate_global(
-                shapes, known.losses, ratio, align, _checked_cost(config, cost)
+            grouped = [
+                allocation.Shape(name, members[0].k, members[0].n, len(members))
+                for name, members in _groups(sites).items()
+            ]
+            shared = allocation.allocate_global(
+                grouped, known.losses, ratio, align, _checked_cost(config, cost)
             )
+            ranks = {site.name: shared[site.group] for site in sites}
         decisions = [_decide(shape, ranks[shape.name], align) for shape in shapes]
     before = after = None
     if cost is not None:
@@ -243,6 +256,14 @@ def make_plan(
         calibration_tokens=known.tokens,
         only_read=known.only_read,
     )
+
+
+def _groups(sites: Sequence[Site]) -> dict[str, list[Site]]:
+    """Return the sites by group: stacked experts together, all others alone."""
+    groups: dict[str, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(site.group, []).append(site)
+    return groups
 
 
 def _checked_cost(config: CompressionConfig, cost: allocation.Cost | None) -> allocation.Cost:

@@ -30,11 +30,15 @@ _MAX_MOVED = 0.04
 
 @dataclass(frozen=True)
 class Shape:
-    """A matrix to allocate a rank for: y = x W^T with W [n, k]."""
+    """A matrix to allocate a rank for: y = x W^T with W [n, k].
+
+    count: how many such matrices get this rank together, as the experts of a layer do.
+    """
 
     name: str
     k: int
     n: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -138,12 +142,12 @@ def allocate_global(
     if ratio == 0:
         return {s.name: None for s in shapes}
     usable = _usable(shapes, align)
-    budget = (1 - ratio) * sum(cost(s.k, s.n, None) for s in usable)
+    budget = (1 - ratio) * sum(s.count * cost(s.k, s.n, None) for s in usable)
     tables = {s.name: _choices(s, losses[s.name], align, cost) for s in usable}
     hulls = {name: _hull(table) for name, table in tables.items()}
     spent = sum(hull[0].cost for hull in hulls.values())
     if spent > budget:
-        dense = sum(cost(s.k, s.n, None) for s in usable)
+        dense = sum(s.count * cost(s.k, s.n, None) for s in usable)
         raise _unreachable("ratio", ratio, 1 - spent / dense, align)
     picked = {name: hull[0] for name, hull in hulls.items()}
     steps = [
@@ -218,10 +222,14 @@ def _unreachable(what: str, asked: float, reachable: float, align: int) -> RankE
 def _choices(shape: Shape, losses: Sequence[float], align: int, cost: Cost) -> list[_Choice]:
     """Return every choice of a matrix by rising cost, without those that another one beats."""
     table = [
-        _Choice(rank, cost(shape.k, shape.n, rank), float(losses[min(rank, len(losses) - 1)]))
+        _Choice(
+            rank,
+            shape.count * cost(shape.k, shape.n, rank),
+            float(losses[min(rank, len(losses) - 1)]),
+        )
         for rank in legal_ranks(shape, align)
     ]
-    table.append(_Choice(None, cost(shape.k, shape.n, None), 0.0))
+    table.append(_Choice(None, shape.count * cost(shape.k, shape.n, None), 0.0))
     table.sort(key=lambda c: (c.cost, c.loss))
     best: list[_Choice] = []
     for choice in table:

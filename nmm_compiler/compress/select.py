@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from nmm_compiler.compress.experts import ExpertLinear, StackedFactors
 from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.probe import difference_from_linear, only_reads
 from nmm_compiler.compress.report import Skipped
@@ -45,6 +46,11 @@ class Site:
     def name(self) -> str:
         """The first of the names."""
         return self.names[0]
+
+    @property
+    def group(self) -> str:
+        """What gets one rank together: the experts that are stacked in a weight, else the name."""
+        return self.name.rpartition(".")[0] if isinstance(self.module, ExpertLinear) else self.name
 
     @property
     def weight(self) -> torch.Tensor:
@@ -192,8 +198,10 @@ def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
 
     3-D [experts, .., ..]; or, as in DBRX, 2-D with the experts' rows after one another.
     """
-    if "expert" not in type(module).__name__.lower():
+    if "expert" not in type(module).__name__.lower() or isinstance(module, ExpertLinear):
         return []
+    if any(isinstance(child, StackedFactors) for child in module.children()):
+        return [p for child in module.children() for p in child.parameters(recurse=False)]
     own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
     return own if any(p.dim() == 3 for p in own) or not list(module.children()) else []
 
@@ -225,11 +233,10 @@ def _refusal(
     if isinstance(module, LowRankLinear):
         return f"already low-rank (rank {module.rank})"
     kind = type(module).__name__
+    if any(isinstance(child, StackedFactors) for child in module.children()):
+        return "already low-rank (stacked experts)"
     if _stacked_weights(module):
-        return (
-            f"{kind} stacks its experts in one parameter; low-rank experts need a grouped kernel, "
-            "which does not exist yet"
-        )
+        return f"{kind} stacks its experts in a way that transformers' experts do not (or in bytes)"
     if not isinstance(module, nn.Linear) and not is_conv1d(module):
         return f"{kind} multiplies by a weight of its own and is not an nn.Linear"
     weight = module.weight
