@@ -20,3 +20,15 @@ def test_llama_layer_prefill_and_decode():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("proofs") == 2
     assert "gated_mlp" in done.stdout
+
+
+@pytest.mark.long
+def test_a_trainer_trains_a_low_rank_model():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "finetune_lowrank.py")],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    loss = float(done.stdout.split("loss ")[-1].split(";")[0])
+    assert loss < 3.5  # of 64 equally likely tokens: 4.16
+    assert "loaded again with 7 low-rank layers" in done.stdout
