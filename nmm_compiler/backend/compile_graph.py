@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
