@@ -6,6 +6,8 @@ page, which readers do not see, say what the runner needs:
     <!-- setup: code -->       runs before the next block: a small model, say
     <!-- long -->              the next block takes more than seconds: `make test-long` runs it
     <!-- shown: the reason --> the next block is not run
+
+A block whose first line is `# name.py` is the file of that name, and is written instead of run.
 """
 
 import io
@@ -54,6 +56,10 @@ def shell_lines(code):
 
 def run_block(page, line, kind, code, names):
     place = f"{page.name}:{line}"
+    file = re.match(r"# (\w+\.py)\n", code)
+    if file and kind == "python":
+        Path(file[1]).write_text(code, encoding="utf-8")
+        return
     if kind in ("setup", "python"):
         exec(compile(("\n" * line) + code, str(page), "exec"), names)
         return

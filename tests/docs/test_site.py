@@ -1,0 +1,41 @@
+"""The site: every page is in its navigation, and it builds with warnings as errors."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    shown = set(re.findall(r"[\w/.-]+\.md$", text, re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert shown == pages
+
+
+def test_the_reference_names_what_is_there():
+    import importlib
+
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            module, _, last = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), last), name
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="pip install -e '.[docs]' builds the site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    errors = (tmp_path / "reference" / "errors" / "index.html").read_text(encoding="utf-8")
+    assert "TimelineMissingError" in errors
+    assert "ratio" in (tmp_path / "reference" / "api" / "index.html").read_text(encoding="utf-8")
