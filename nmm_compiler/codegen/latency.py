@@ -4,21 +4,26 @@
 the search would take, with the factors in HBM as `nn.Linear` stores them. `predicted_us` is what
 the passes weigh one kernel against two with: the closed form alone, so that it simulates nothing.
 `simulated_us` is what whole-model predictions add up: one simulation per spec and target.
+`ways_us` weighs one call against two products and one dense product; `pays_from` says at how many
+tokens low rank begins to pay.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_digests
+from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.records import Record
 from nmm_compiler.targets import Target, get
 from nmm_compiler.version import VERSION
 
@@ -52,10 +57,65 @@ def predicted_us(spec: KernelSpec, target: str) -> float:
     return rank(spec, chip)[0].cost_us + 1e6 * chip.kernel_start_stop_seconds
 
 
-MOST_TOKENS = 2048
-"""Tokens that `simulated_us` runs at once: a longer call repeats what so many tokens show."""
+LAUNCH_GAP_US = 2.0
+"""From one kernel to the next in one program; chosen on published decodes (docs/latency.md)."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ways(Record):
+    """Predicted microseconds of one computation: one call, its products one by one, one dense."""
+
+    fused: float
+    separate: float
+    dense: float
+
+    @property
+    def best(self) -> str:
+        """The fastest way: "fused", "separate" or "dense"; the earlier one where two are equal."""
+        return min(("fused", "separate", "dense"), key=lambda way: getattr(self, way))
+
+
+Price = Callable[[KernelSpec, str], float]
+
+
+def ways_us(spec: KernelSpec, target: str, price: Price | None = None) -> Ways:
+    """Return what `spec` takes as one call, as separate products, and dense, gaps included.
+
+    price: microseconds of one kernel; default `simulated_us`. A way that has no legal schedule
+    takes forever.
+    """
+    one = price or simulated_us
+
+    def total(specs: tuple[KernelSpec, ...]) -> float:
+        try:
+            return sum(one(each, target) + LAUNCH_GAP_US for each in specs)
+        except (CapacityError, SpecError):
+            return math.inf
+
+    separate, dense = spec.as_products()
+    return Ways(fused=total((spec,)), separate=total(separate), dense=total(dense))
+
+
+BREAK_EVEN_TOKENS = (1, 4, 16, 64, 128, 256, 512)
+
+
+def pays_from(spec: KernelSpec, target: str, price: Price | None = None) -> int | None:
+    """Return the token count from which low rank beats dense at every larger one; None: never.
+
+    Counts of BREAK_EVEN_TOKENS are tried.
+    """
+    first: int | None = None
+    for tokens in reversed(BREAK_EVEN_TOKENS):
+        found = ways_us(_with_tokens(spec, tokens), target, price)
+        if min(found.fused, found.separate) >= found.dense:
+            break
+        first = tokens
+    return first
+
+
+MOST_TOKENS = 512
+"""Tokens that `simulated_us` runs at once: longer calls are launches of that many, which keeps each
+within the budget of instructions, and 512 tokens are enough for the weights to be read in time."""
 FEW_TOKENS = 128
 """Below this, `simulated_us` searches like `build_kernel`: small kernels simulate fast."""
 

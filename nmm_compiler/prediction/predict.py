@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nmm_compiler import targets
+from nmm_compiler.codegen.latency import LAUNCH_GAP_US
 from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
@@ -30,7 +31,7 @@ from nmm_compiler.prediction.meta_models import (
     shorten,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.prices import BANDS, GAP_US, Machine, price, stored_bytes
+from nmm_compiler.prediction.prices import BANDS, Machine, price, stored_bytes
 from nmm_compiler.prediction.tensor_parallel import SPLITS, shard
 from nmm_compiler.prediction.walk import Piece, walk
 
@@ -348,7 +349,7 @@ def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int) -> 
         )
     below, above, _ = BANDS["published law"]
     laws = (
-        ("(program)", "gaps", launches, GAP_US, "from one kernel or region to the next"),
+        ("(program)", "gaps", launches, LAUNCH_GAP_US, "from one kernel or region to the next"),
         ("(host)", "call", 1, HOST_CALL_US, "one call with its result read back"),
     )
     for module, kind, calls, each, what in laws:

@@ -43,9 +43,6 @@ SCORE_PASSES = 5.0
 # Share of the HBM rate at which decode reads the cache: 5 to 11 ns per token and layer were
 # published for Llama-2 70b and 13b on trn1 with one and two key heads (512 B a token and head).
 CACHE_RATE_SHARE = 0.23
-# A kernel or region within one program waits for the one before and is started. Chosen on the runs
-# of benchmarks/data/model_runs.json that are marked "calibrate".
-GAP_US = 2.0
 # Tokens from which both cores of a pair take half of the tokens instead of half of the weights.
 MANY_TOKENS = 256
 

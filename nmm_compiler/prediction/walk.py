@@ -9,6 +9,7 @@ writes what other pieces read.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -272,7 +273,12 @@ class _Walk:
             )  # fmt: skip
             tail = MatmulSpec(m=spec.m, k=spec.n, n=last.spec.n, dtype=spec.dtype, x_layout="col")
             pair: Row = (half, tail)
-            ways: tuple[Row, ...] = ((spec,), pair) if last.spec.n == spec.k else (pair,)
+            # The product of the branches is left out of this one, which favours the dense model.
+            turned = [dataclasses.replace(one.spec, out_layout="col") for one in (gate, up)]
+            apart: Row = (*turned, tail)
+            ways: tuple[Row, ...] = (pair, apart)
+            if last.spec.n == spec.k:
+                ways = ((spec,), *ways)
             names = tuple(one.weight for one in (gate, up, last))
             self._add("kernel", last.node, ways=ways, weights=names)
         for (_, m, k), group in by_x.items():
@@ -281,8 +287,8 @@ class _Walk:
                 continue
             n = sum(one.spec.n for one in left)
             joined = MatmulSpec(m=m, k=k, n=n, dtype=left[0].spec.dtype)
-            apart: Row = tuple(one.spec for one in left)
-            ways = ((joined,), apart) if len(left) > 1 else (apart,)
+            single: Row = tuple(one.spec for one in left)
+            ways = ((joined,), single) if len(left) > 1 else (single,)
             names = tuple(one.weight for one in left)
             self._add("kernel", left[0].node, ways=ways, weights=names)
         return covered
