@@ -10,13 +10,14 @@ written holds undefined values: reading them is legal, they are NaN.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import EngineRuleError, TensorShapeError
+from nmm_compiler.errors import EngineRuleError, HazardError, TensorShapeError
 from nmm_compiler.simulator.beta1.index import Part
 from nmm_compiler.simulator.beta1.tensor import OPERATIONS, Tensor, fail
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
@@ -54,6 +55,7 @@ class Session:
 
     zeroed: PSUM tensors of nl.zeros by storage, with the elements per partition that something has
         written: the first product overwrites, so zeros are written only where something reads them.
+    lent: results that took the tile that they were assigned to, while the kernel holds them.
     reductions: places that nl.loop_reduce has written.
     spills: live tiles beyond a memory are no error: "the Neuron compiler inserts the necessary
         spills or refills" (NKI programming model, SDK 2.26).
@@ -70,6 +72,7 @@ class Session:
         self.grid: tuple[int, ...] = ()
         self.shared: list[Tensor] = []
         self.shared_count = 0
+        self.lent: list[weakref.ref[Tensor]] = []
         self.reductions: set[tuple[int, int, tuple[int, ...]]] = set()
         self.read_only: dict[int, str] = {}
 
@@ -166,6 +169,8 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
     if dst.memory == "hbm":
         check_mutable(dst)
     view = dst.tile(box)
+    if session().lent:
+        _move_out(dst)
     if dst.memory == "psum":
         covered = session().zeroed.get(view.storage.identity)
         if covered is not None:
@@ -173,6 +178,25 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
             if covered.all():
                 del session().zeroed[view.storage.identity]
     return view
+
+
+def _move_out(dst: Tensor) -> None:
+    """Copy results that live in dst, and that the kernel still holds, to tiles of their own.
+
+    `x = nl.exp(a); t[...] = x` is one instruction, and x is t's memory from then on: until
+    something else is written there.
+    """
+    now = session()
+    held = [tile for tile in (ref() for ref in now.lent) if tile is not None]
+    now.lent = []
+    for tile in held:
+        if tile is not dst and tile.place is dst.place:
+            copied = ndarray(tile.shape, tile.kind, psum if tile.memory == "psum" else sbuf)
+            tensor_copy(copied, tile.tile())
+            tile.outside, tile.par = (), 0
+            tile.settle_in(copied)
+        elif tile is not dst:
+            now.lent.append(weakref.ref(tile))
 
 
 def read(source: Tensor, box: Part = True) -> NkiTensor:
@@ -241,13 +265,18 @@ def _assign_tile(dst: Tensor, value: Tensor) -> None:
     if pending is not None and now.pending is value and _fits(dst, value, pending):
         _on_chip(dst)
         now.pending = None
-        with place_instructions(now.machine, pending.place):
-            _issue(pending, dst, pending.issue)
-        value.pending = None
-        value.place, value.memory, value.par = dst.place, dst.memory, dst.par
-        value.shape, value.strides, value.offset = dst.shape, dst.strides, dst.offset
-        value.kind, value.outside = dst.kind, dst.outside
-        return
+        try:
+            with place_instructions(now.machine, pending.place):
+                _issue(pending, dst, pending.issue)
+        except HazardError:  # dst overlaps what the instruction reads: through a tile of its own
+            now.pending = value
+        else:
+            value.pending = None
+            value.place, value.memory, value.par = dst.place, dst.memory, dst.par
+            value.shape, value.strides, value.offset = dst.shape, dst.strides, dst.offset
+            value.kind, value.outside = dst.kind, dst.outside
+            now.lent.append(weakref.ref(value))
+            return
     now.flush()
     _on_chip(dst)
     box: Part = True

@@ -85,6 +85,7 @@ class Tensor:
     """A tensor in HBM, SBUF or PSUM, or a view of one."""
 
     __slots__ = (
+        "__weakref__",
         "_view",
         "choice",
         "kind",

@@ -79,6 +79,31 @@ def test_an_assignment_takes_the_instruction_and_copies_nothing():
     assert (np.abs(result.output.astype(np.float64) - wanted) <= 2.0**-8 * wanted).all()
 
 
+def test_a_result_that_the_kernel_holds_outlives_the_tile_it_was_assigned_to():
+    result = run(
+        """
+        t = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
+        x = nl.negative(nl.load(a))
+        t[...] = x
+        t[...] = nl.add(t, 1.0)
+        return out(x), out(t)
+        """, A,
+    )  # fmt: skip
+    assert np.array_equal(result.outputs[0], -A)
+    assert np.array_equal(result.outputs[1], 1 - A)
+
+
+def test_a_tile_shifted_into_itself_goes_through_another():
+    result = run(
+        """
+        t = nl.load(a)
+        t[:, 1:256] = nl.copy(t[:, 0:255])
+        return out(t)
+        """, A,
+    )  # fmt: skip
+    assert np.array_equal(result.output[:, 1:], A[:, :-1])
+
+
 def test_a_result_rounds_to_its_own_dtype_before_a_wider_tile_takes_it():
     result = run(
         """
