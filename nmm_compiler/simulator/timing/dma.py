@@ -74,9 +74,12 @@ class DmaCosts:
         if known is None:
             known = self._compute(instruction, _plain(mode), transpose, _plain(issuer))
             if together is not None:  # a queue of its own, for as long as is published
-                alone = max(float(str(together)) - self.target.dma_start_latency_seconds * _US, 0.0)
                 known = dataclasses.replace(
-                    known, queue="collectives", issue_us=alone, shares=((0, 0.0),), uniform_us=0.0
+                    known,
+                    queue="collectives",
+                    issue_us=float(str(together)),
+                    shares=((0, 0.0),),
+                    uniform_us=0.0,
                 )
             self._memory[key] = known
         return known
