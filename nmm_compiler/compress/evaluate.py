@@ -260,7 +260,8 @@ def local_tasks(directory: Path, seed: int = 0) -> dict[str, dict[str, Any]]:
     chapters = {name: found for name, found in chapters.items() if len(found) >= 8}
     chance = random.Random(seed)
     everything = [(name, s) for name, found in chapters.items() for s in found if len(s) < 300]
-    passages, choices = [], []
+    passages: list[dict[str, Any]] = []
+    choices: list[dict[str, Any]] = []
     for name, found in chapters.items():
         for i in range(0, len(found) - 6, 6):
             passages.append({"text": " ".join(found[i : i + 6])})
@@ -270,7 +271,7 @@ def local_tasks(directory: Path, seed: int = 0) -> dict[str, dict[str, Any]]:
                 others.insert(place, found[i + 2])
                 query = " ".join(found[i : i + 2])
                 choices.append({"query": query, "choices": others, "gold": place})
-    described = {}
+    described: dict[str, dict[str, Any]] = {}
     for name, rows in zip(LOCAL, (passages, choices), strict=True):
         chance.shuffle(rows)
         path = directory / f"{name}.jsonl"

@@ -71,7 +71,7 @@ def _adapter_class() -> type[nn.Module]:
                 b = self.lora_B[name].weight * self.scaling[name]
                 if safe_merge and not (torch.isfinite(a).all() and torch.isfinite(b).all()):
                     raise ValueError(f"the adapter {name} has NaN or infinite elements")
-                layer = self.get_base_layer()
+                layer = cast(LowRankLinear, self.get_base_layer())
                 if not isinstance(layer.down, nn.Linear):
                     raise OptionTypeError("adapter", name, "factors of floats to be merged into")
                 down, up = layer.down.weight, layer.up.weight
@@ -81,7 +81,7 @@ def _adapter_class() -> type[nn.Module]:
         @torch.no_grad()
         def unmerge(self) -> None:
             """Take the merged adapters off the factors again, which are then as they were."""
-            layer = self.get_base_layer()
+            layer = cast(LowRankLinear, self.get_base_layer())
             while self.merged_adapters:
                 rank = layer.rank - self.r[self.merged_adapters.pop()]
                 _resize(layer, layer.down.weight[:rank].clone(), layer.up.weight[:, :rank].clone())

@@ -19,6 +19,7 @@ from nmm_compiler.errors import (
     OptionTypeError,
     UnknownNameError,
 )
+from nmm_compiler.passes.pipeline import rewrite
 
 IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
 
@@ -34,6 +35,12 @@ def small(dtype=torch.float32):
     model = LlamaForCausalLM(shape).eval().to(dtype)
     compress(model, 0.2, align=8, progress=False)
     return model
+
+
+def fused(model):
+    """The kinds of the calls that the MLP of a model's first layer becomes."""
+    layer = model.model.layers[0].mlp
+    return sorted(match.kind for match in rewrite(layer, (torch.randn(4, 64),)).matches)
 
 
 @pytest.mark.parametrize(("format", "half_step"), [("int8", 0.5 / 127), ("fp8", 2**-4)])
@@ -71,6 +78,19 @@ def test_they_are_saved_and_loaded_bit_for_bit(format, dtype, tmp_path):
             assert torch.equal(loaded(IDS).logits, expected)
         layer = loaded.model.layers[0].mlp.up_proj
         assert (layer.down.format, layer.down.values.dtype) == (format, torch.uint8)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_kernels_are_kept_through_quantizing_saving_and_loading(format, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = small()
+    before = fused(model)
+    assert before == ["gated_mlp"]
+    quantize_factors(model, format)
+    assert fused(model) == before
+    hf.save_pretrained(model, tmp_path)
+    assert fused(AutoModelForCausalLM.from_pretrained(tmp_path)) == before
 
 
 def test_a_config_with_other_formats_is_refused(tmp_path):
