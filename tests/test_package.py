@@ -1,0 +1,62 @@
+"""The package's metadata: one version, an editable install that type checkers can read."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nmm_compiler.version import VERSION
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_version_is_the_same_everywhere():
+    assert PROJECT["project"]["version"] == VERSION
+    assert f"\n## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_constraints_hold_every_direct_dependency():
+    pinned = {
+        line.split("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    }
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    wanted = [*PROJECT["project"]["dependencies"], *(one for extra in extras for one in extra)]
+    names = {re.split(r"[\[<>=]", one)[0].lower().replace("_", "-") for one in wanted}
+    assert names - {"nmm-compiler"} <= pinned
+
+
+@pytest.mark.long
+def test_an_editable_install_is_a_path_and_the_sdist_holds_tests_and_docs(tmp_path):
+    """An import hook instead of a path is what Pylance and pyright cannot follow."""
+    import shutil
+    import subprocess
+    import sys
+    import tarfile
+    import zipfile
+
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis"
+    )
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    code = (
+        "from setuptools import build_meta as b\n"
+        f"b.build_editable({str(tmp_path)!r}); b.build_sdist({str(tmp_path)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        paths = [
+            archive.read(n).decode() for n in archive.namelist() if n.startswith("__editable__")
+        ]
+    assert paths == [f"{copy}\n"]
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/test_door.py", "docs/index.md", "examples/quickstart.py", "Makefile"} <= names
