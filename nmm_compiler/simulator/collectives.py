@@ -134,6 +134,7 @@ def _exchange(
                 f"is {dst.shape}",
             )
     size = sum(max(s.size, d.size) * s.dtype.item_bytes for s, d in pairs)
+    published = collective_alone_us(size, ranks, machine.target) if ranks > 1 else None
     record = machine.record(
         move.op,
         "dma",
@@ -141,7 +142,7 @@ def _exchange(
         tuple(d.access() for _, d in pairs),
         {
             "issuer": "sync", "dge_mode": "none", "transpose": False, "indirect": False,
-            "collective_us": collective_alone_us(size, ranks, machine.target) if ranks > 1 else 0.0,
+            "collective_us": published,
         },
         name,
     )  # fmt: skip
