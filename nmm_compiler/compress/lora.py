@@ -39,7 +39,7 @@ def install() -> None:
         return cast(nn.Module, choose(config, adapter_name, target, **more))
 
     dispatch.knows_low_rank = True  # type: ignore[attr-defined]
-    LoraModel._create_new_module = staticmethod(dispatch)
+    setattr(LoraModel, "_create_new_module", staticmethod(dispatch))  # noqa: B010
 
 
 def _adapter_class() -> type[nn.Module]:
@@ -67,8 +67,8 @@ def _adapter_class() -> type[nn.Module]:
                 if name in self.lora_variant or self.lora_bias[name]:
                     wanted = "plain LoRA without lora_bias, to be merged into low-rank factors"
                     raise OptionTypeError("adapter", name, wanted)
-                a = self.lora_A[name].weight
-                b = self.lora_B[name].weight * self.scaling[name]
+                a = cast(torch.Tensor, self.lora_A[name].weight)
+                b = cast(torch.Tensor, self.lora_B[name].weight) * self.scaling[name]
                 if safe_merge and not (torch.isfinite(a).all() and torch.isfinite(b).all()):
                     raise ValueError(f"the adapter {name} has NaN or infinite elements")
                 layer = cast(LowRankLinear, self.get_base_layer())

@@ -7,6 +7,8 @@ the spelling that passes over graphs recognize as a constant weight with scales.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -38,7 +40,7 @@ class QuantizedLinear(nn.Module):
     ) -> None:
         super().__init__()
         if format not in FORMATS:
-            raise UnknownNameError("factor format", format, FORMATS)
+            raise UnknownNameError("factor format", format, tuple(FORMATS))
         self.in_features, self.out_features, self.format = in_features, out_features, format
         shape = (out_features, in_features)
         self.register_buffer("values", torch.zeros(shape, dtype=torch.uint8, device=device))
@@ -73,7 +75,8 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight [n, k] in the scale's dtype: a new tensor on each access."""
         kind = torch.int8 if self.format == "int8" else torch.float8_e4m3fn
-        return self.values.view(kind).to(self.scale.dtype) * self.scale
+        values = cast(torch.Tensor, self.values)
+        return values.view(kind).to(self.scale.dtype) * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., k] to [.., n]."""
@@ -93,7 +96,7 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
     merged, any more. Raises NoMatchingModulesError for a model without low-rank layers.
     """
     if format not in FORMATS:
-        raise UnknownNameError("factor format", format, FORMATS)
+        raise UnknownNameError("factor format", format, tuple(FORMATS))
     layers = {
         name: layer
         for name, layer in lowrank_layers(model).items()
@@ -113,9 +116,12 @@ def empty_factors(layer: LowRankLinear, format: str) -> None:
     """Give a layer quantized factors without values, on its device, for weights to be loaded to."""
     made = []
     for linear in (layer.down, layer.up):
-        where = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        bias = linear.bias is not None
-        made.append(QuantizedLinear(linear.in_features, linear.out_features, bias, format, **where))
+        weight = linear.weight
+        empty = QuantizedLinear(
+            linear.in_features, linear.out_features, linear.bias is not None, format,
+            device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        made.append(empty)
     set_factors(layer, *made)
 
 
