@@ -86,6 +86,7 @@ def _one_ratio(
     import torch
 
     from nmm_compiler.compress.apply import compress
+    from nmm_compiler.prediction.predict import predict
 
     step(f"ratio {ratio}: factorizing")
     compressed = copy.deepcopy(model)
@@ -112,8 +113,15 @@ def _one_ratio(
         tolerance=embedding_tolerance(compressed),
         cosine_to_original=float(torch.nn.functional.cosine_similarity(got, original).mean()),
     )
+    sequences, length = batch["input_ids"].shape
+    predicted = predict(compressed, target, dense=model, batch=sequences, prompt=length)
+    quality = f"mean cosine to the original {agreement.cosine_to_original:.4f}"
     whole = bool(kernels) and all(report.fallback is None for report in reports)
-    show([Line(f"\nratio {ratio} on {target}"), Line(compression.summary(), hang=0)])
+    show([
+        Line(f"\nratio {ratio} on {target}"),
+        Line(compression.summary(), hang=0),
+        Line(predicted.headline(quality), hang=0),
+    ])  # fmt: skip
     for report in reports:
         show(f"\n{report}")
     show("")
@@ -127,6 +135,7 @@ def _one_ratio(
     )])  # fmt: skip
     return {
         "ratio": ratio,
+        "prediction": predicted.to_dict(),
         "passed": agreement.passed and whole and all(proof.passed for proof in proofs),
         "agreement": agreement.to_dict(),
         "proofs": [proof.to_dict() for proof in proofs],

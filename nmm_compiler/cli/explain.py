@@ -23,6 +23,9 @@ def explain(
         list[str] | None,
         typer.Option(help="FILE.py:name, a rule or a list of rules of your own; may be repeated"),
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="predict what it takes, and low-rank at ratio 0.2")
+    ] = False,
     json: Annotated[
         Path | None, values.output_option(help_="also write the report as JSON here")
     ] = None,
@@ -46,6 +49,15 @@ def explain(
         own = [rule for name in rules or () for rule in models.rules_of(name)]
         report = run(loaded, options={"target": target, "rules": own}, **named)
     show(str(report))
+    if predict:
+        from nmm_compiler.prediction.predict import predict as run_prediction
+
+        dense = not any(match.rewritten for match in report.matches)
+        ratio = 0.2 if dense and report.opportunities else None
+        predicted = run_prediction(loaded, target, inputs=inputs, ratio=ratio)
+        show(f"with ratio {ratio}: " * (ratio is not None) + predicted.headline())
+    elif report.opportunities and (Path(model) / "config.json").is_file():
+        show(f"next: nmm plan {model} says what low rank would gain, for whole models")
     if json is not None:
         write_text(json, report.to_json(indent=2))
         show(f"report: {json}")

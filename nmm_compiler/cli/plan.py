@@ -27,7 +27,9 @@ def plan(
     lnc: Annotated[
         int | None, typer.Option(min=1, max=2, help="physical cores of a core; the target's")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 (the default), float16 or float32")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="stored matrices: also float8_e4m3 or int8")
     ] = None,

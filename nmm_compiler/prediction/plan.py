@@ -121,7 +121,7 @@ def plan(
     batches: Sequence[int] = (1,),
     tps: Sequence[int] = (1,),
     lnc: int | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     weights: str | None = None,
     include: Patterns = None,
     exclude: Patterns = None,

@@ -49,13 +49,14 @@ def predict(
     batch: int = 1,
     tp: int = 1,
     lnc: int | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     weights: str | None = None,
     ratio: float | None = None,
     rank: int | Mapping[str, int] | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
     inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    dense: Any = None,
 ) -> ModelPrediction:
     """Return what a model is predicted to take on `target`, and what it would take dense.
 
@@ -66,10 +67,12 @@ def predict(
         in the cache when a token is generated. batch: sequences at once.
     tp: logical cores that share the model. lnc: physical cores of a logical one; None is the
         target's default, 2 on trn2 and trn3.
-    weights: format of the stored matrices, default `dtype`: also float8_e4m3, or int8.
+    dtype: default bfloat16, and a module's own. weights: format of the stored matrices, default
+        `dtype`: also float8_e4m3, or int8.
     ratio, rank, include, exclude: the linears that `compress` would make low-rank, and to what
         ranks; neither a ratio nor a rank: the model as it is.
     inputs: for a module that is no transformers model: its example inputs, for one phase.
+    dense: what a low-rank module is compared with: the model before `compress`, or its config.
 
     Raises PredictionError for a model that cannot be traced or cut, UnknownNameError and
     OptionTypeError for bad arguments, and what `compress` raises for ratios and ranks.
@@ -82,6 +85,7 @@ def predict(
     lnc = chip.physical_cores_per_logical_core if lnc is None else lnc
     if lnc not in (1, 2):
         raise OptionTypeError("lnc", lnc, "1 or 2 physical cores for a logical one")
+    dtype = _dtype_of(model_or_config) if dtype is None else dtype
     weights = dtype if weights is None else weights
     for kind, value, known in (("dtype", dtype, WEIGHTS[:3]), ("weights", weights, WEIGHTS)):
         if value not in known:
@@ -99,11 +103,21 @@ def predict(
     wanted = ratio is not None or rank is not None
     if not wanted and (include is not None or exclude is not None):
         raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
-    dense = _Maker(original, machine, dtype, setting, inputs).prediction(None)
-    if not (wanted or saved):
-        return dense
+    compared = wanted or saved or dense is not None
+    if dense is not None:
+        original = dense if isinstance(dense, nn.Module) else read_config(dense)
+    before = _Maker(original, machine, dtype, setting, inputs).prediction(None)
+    if not compared:
+        return before
     maker = _Maker(given, machine, dtype, setting, inputs)
-    return maker.prediction(low if wanted else None, dense)
+    return maker.prediction(low if wanted else None, before)
+
+
+def _dtype_of(model: Any) -> str:
+    """Return the dtype of a module's first parameter; bfloat16 for what has none yet."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    first = next((p.dtype for p in parameters if p.is_floating_point()), torch.bfloat16)
+    return str(first).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

