@@ -45,6 +45,7 @@ from nmm_compiler.simulator.tensors.dtypes import FLOAT32, INTEGERS, cast
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
+_UNSET = attributes(unset=True)  # the compiler may choose another engine
 _INT32 = ("int32", "uint32")
 _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
 _ALL_ENGINES = ("vector", "scalar", "gpsimd")
@@ -78,7 +79,7 @@ def tensor_copy(
             f"nisa.tensor_copy on ScalarE needs trn2 or newer, the target is "
             f"{machine.target.name}; use nisa.activation(op=nl.copy)",
         )
-    yield NO_ATTRIBUTES
+    yield _UNSET if engine is _UNKNOWN else NO_ATTRIBUTES
     if dst.dtype == src.dtype:
         values = raw(src)
         if dst.indirection is None:
@@ -315,7 +316,9 @@ def tensor_scalar(
         chosen = call.engine = "vector"
     if bitvec:
         _check_bitvec(call, chosen, dst, data, *(v for v in (operand0, operand1) if v is not None))
-    yield attributes(function=first.name, function1=second.name if second else "")
+    yield attributes(
+        function=first.name, function1=second.name if second else "", unset=engine is _UNKNOWN
+    )
     if bitvec:
         result = _apply_bits(first, raw(data), operand0, reverse0)
         if second is not None and second.kind != "bypass":
