@@ -89,7 +89,7 @@ bench-public: $(DEV_READY)
 	$(RUN) benchmarks/public_kernels.py --all $(ARGS)
 
 bench-timing: $(DEV_READY)
-	$(RUN) benchmarks/timing_points.py
+	$(RUN) benchmarks/timing_points.py $(ARGS)
 
 # Needs the paper's kernels: make bench-neuronmm ARGS="--checkout ../NeuronMM --m 1,512"
 bench-neuronmm: $(DEV_READY)

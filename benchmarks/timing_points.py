@@ -1,180 +1,221 @@
 """Predicted against measured: the timing model on kernels that others measured on hardware.
 
-Every point is a public measurement; its kernel is written anew under benchmarks/kernels/ from the
-published description, run through `simulate(mode="timing")`, and its prediction is printed with the
-error. Nothing printed as predicted was measured by us. Run:
+Every point of `data/timing_points.toml` is a public measurement; its kernel is written anew under
+`kernels/` from the published text, run through `simulate(mode="timing")`, and its prediction is
+printed with the error. Points from which a constant was set and points held out have a table each.
+Nothing printed as predicted was measured by us. Run:
 
-    python benchmarks/timing_points.py [--only TEXT] [--constants]
+    python benchmarks/timing_points.py [--only TEXT] [--set constants|"held out"] [--write]
+    python benchmarks/timing_points.py --constants
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import re
 import sys
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.simulator.timing.evidence import CLASSES, HELD_OUT, ErrorBand, constants_hash
 from nmm_compiler.simulator.timing.profile import Profile
 
-KERNELS = Path(__file__).resolve().parent / "kernels"
-MATMUL = KERNELS / "matmul_steps.py"
-SCAN = KERNELS / "scan_steps.py"
-STEPS = KERNELS / "elementwise_steps.py"
-
-TUTORIAL = "kernel-optimization tutorial (aws-neuron-sdk)"
-MAMBA = "fused_mamba tutorial (aws-neuron-sdk)"
-SKILL = "profile-querying skill (neuron-agentic-development)"
-COURSE = "CS149 assignment 4 write-ups"
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One measurement: where it was published, the kernel, what was measured.
-
-    measured: microseconds, or GB/s for a rate. more: further counters of the same run, compared
-    but not counted. counted: False if the published kernel is known to differ from ours.
-    """
-
-    name: str
-    source: str
-    kernel: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    arguments: dict[str, int]
-    target: str
-    measured: float
-    figure: Callable[[Profile], float] = lambda profile: profile.device_us
-    unit: str = "us"
-    more: tuple[tuple[str, Callable[[Profile], float], float], ...] = ()
-    counted: bool = True
-    remark: str = ""
+HERE = Path(__file__).resolve().parent
+DATA = HERE / "data" / "timing_points.toml"
+PAGE = HERE.parent / "docs" / "timing.md"
+SETS = ("constants", "held out")
+BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 
 
 def _busy(engine: str) -> Callable[[Profile], float]:
     return lambda profile: profile.engine_busy_us[engine]
 
 
-def _dma_rate(profile: Profile) -> float:
-    moved = profile.hbm_read_bytes + profile.hbm_write_bytes
-    return moved / profile.engine_busy_us["dma"] / 1e3
+def _in_flight(engine: str) -> Callable[[Profile], float]:
+    def total(profile: Profile) -> float:
+        line = profile.timeline
+        return sum(
+            line.end[index] - line.start[index]
+            for index, instruction in enumerate(line.trace.instructions)
+            if line.placed.get(index, instruction.engine) == engine
+        )
+
+    return total
 
 
-def _moved_gb(profile: Profile) -> float:
-    return (profile.hbm_read_bytes + profile.hbm_write_bytes) / 1e9
+def _moved(profile: Profile) -> float:
+    return float(profile.hbm_read_bytes + profile.hbm_write_bytes)
 
 
-def _matmul(
-    name: str,
-    kernel: str,
-    size: tuple[int, int, int],
-    dtype: str,
-    measured: float,
-    source: str,
-    arguments: dict[str, int] | None = None,
-    **rest: object,
-) -> Point:
-    m, k, n = size
-    return Point(name, source, f"{MATMUL}:{kernel}", ((k, m), (k, n)), dtype, arguments or {},
-                 "trn2", measured, **rest)  # type: ignore[arg-type]  # fmt: skip
+FIGURES: dict[str, Callable[[Profile], float]] = {
+    "device us": lambda profile: profile.device_us,
+    "TensorE active us": _busy("tensor"),
+    "VectorE active us": _busy("vector"),
+    "ScalarE active us": _busy("scalar"),
+    "ScalarE instructions us": _in_flight("scalar"),
+    "DMA active us": _busy("dma"),
+    "DMA packet time us": lambda profile: profile.dma_engine_busy_us,
+    "GB moved": lambda profile: _moved(profile) / 1e9,
+    "GB/s moved": lambda profile: _moved(profile) / profile.engine_busy_us["dma"] / 1e3,
+}
 
 
-def _addition(elements: str, shape: tuple[int, int], tile: tuple[int, int], target: str,
-              measured: float) -> Point:  # fmt: skip
-    return Point(
-        f"add {elements}, tiles {tile[0]}x{tile[1]}, {target}", COURSE, f"{STEPS}:add_tiles",
-        (shape, shape), "float32", {"rows": tile[0], "columns": tile[1]}, target, measured,
-    )  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One measurement, as the data file writes it."""
+
+    name: str
+    set: str
+    kind: str
+    target: str
+    source: str
+    kernel: str
+    shapes: tuple[tuple[int, ...], ...]
+    measured: float
+    dtype: str = "float32"
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    figure: str = "device us"
+    counted: bool = True
+    remark: str = ""
+    more: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """The unit of `measured`."""
+        return "GB/s" if self.figure.startswith("GB/s") else "us"
 
 
-def _scan(name: str, kernel: str, channels: int, measured: float, vector_us: float) -> Point:
-    rows, states = (channels, 512), (16, 512)
-    shapes = (rows, rows, (channels, 16), states, states)
-    return Point(
-        f"{name} channels, trn1",
-        MAMBA,
-        f"{SCAN}:{kernel}",
-        shapes,
-        "float32",
-        {},
-        "trn1",
-        measured,
-        more=(("VectorE active us", _busy("vector"), vector_us),),
-    )
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A point and what was predicted for it."""
+
+    point: Point
+    predicted: float
+    more: tuple[tuple[str, float, float], ...]
+    instructions: int
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """Signed relative error."""
+        return self.predicted / self.point.measured - 1.0
 
 
-LARGE, SMALL = (4096, 8192, 8192), (4096, 4096, 4096)
-PACKETS: Callable[[Profile], float] = lambda profile: profile.dma_engine_busy_us  # noqa: E731
-
-POINTS = (
-    _matmul("matmul v2, both loads inside", "both_loaded_inside", LARGE, "float32", 39890.0,
-            TUTORIAL, more=(("TensorE active us", _busy("tensor"), 34820.0),
-                            ("DMA packet time us", PACKETS, 519580.0),
-                            ("GB moved", _moved_gb, 10.87))),
-    _matmul("matmul v3, left hoisted", "left_hoisted", LARGE, "float32", 28200.0, TUTORIAL,
-            more=(("DMA packet time us", PACKETS, 402070.0), ("GB moved", _moved_gb, 8.86))),
-    _matmul("matmul v4, blocked 2x2", "free_dimensions_blocked", LARGE, "float32", 28410.0,
-            TUTORIAL, {"block_m": 2, "block_n": 2},
-            more=(("GB moved", _moved_gb, 8.66),),
-            remark="live tiles exceed SBUF: the compiler loaded again, we do not"),
-    _matmul("matmul v5, blocked 16x2x8", "all_dimensions_blocked", LARGE, "float32", 28300.0,
-            TUTORIAL, {"block_m": 16, "block_n": 2, "block_k": 8},
-            more=(("TensorE active us", _busy("tensor"), 28160.0),
-                  ("VectorE active us", _busy("vector"), 2990.0),
-                  ("DMA packet time us", PACKETS, 81730.0), ("GB moved", _moved_gb, 1.82)),
-            remark="live tiles exceed SBUF by 17 KiB per partition"),
-    _matmul("bf16 matmul V1, blocked 8x2", "free_dimensions_blocked", SMALL, "bfloat16", 2451.0,
-            SKILL, {"block_m": 8, "block_n": 2},
-            more=(("TensorE active us", _busy("tensor"), 2163.0),
-                  ("VectorE active us", _busy("vector"), 174.0),
-                  ("DMA active us", _busy("dma"), 1325.0), ("GB moved", _moved_gb, 0.201))),
-    _matmul("bf16 matmul V2, row loads", "rows_of_blocks", SMALL, "bfloat16", 1801.0, SKILL,
-            {"block_m": 8, "block_n": 2},
-            more=(("TensorE active us", _busy("tensor"), 1781.0),
-                  ("VectorE active us", _busy("vector"), 172.0),
-                  ("DMA active us", _busy("dma"), 819.0), ("GB moved", _moved_gb, 0.201))),
-    _matmul("bf16 matmul V0, both loads inside", "both_loaded_inside", SMALL, "bfloat16", 8602.0,
-            SKILL, more=(("TensorE active us", _busy("tensor"), 4806.0),
-                         ("VectorE active us", _busy("vector"), 176.0),
-                         ("GB moved", _moved_gb, 1.208)), counted=False,
-            remark="the compiler dropped 5 of 8 identical loads of the left operand"),
-    Point("DMA rate, rows of 1 KiB", SKILL, f"{STEPS}:copy_tiles", ((128, 8192),), "bfloat16",
-          {"columns": 512}, "trn2", 259.0, _dma_rate, "GB/s",
-          remark="without the 8 small transposes of the published kernel"),
-    Point("DMA rate, rows of 4 KiB", SKILL, f"{STEPS}:copy_tiles", ((128, 32768),), "bfloat16",
-          {"columns": 2048}, "trn2", 354.0, _dma_rate, "GB/s",
-          remark="without the 8 small transposes of the published kernel"),
-    _addition("25600", (25600, 1), (1, 1), "trn2", 37318.0),
-    _addition("25600", (25600, 1), (1, 1), "trn1", 27404.0),
-    _addition("25600", (25600, 1), (128, 1), "trn2", 378.0),
-    _addition("25600", (25600, 1), (128, 1), "trn1", 206.0),
-    _addition("25600", (12800, 2), (128, 2), "trn2", 186.0),
-    _addition("25600", (128, 200), (128, 200), "trn2", 15.0),
-    _addition("25600", (128, 200), (128, 200), "trn1", 19.0),
-    _addition("256000", (128, 2000), (128, 2000), "trn2", 28.0),
-    _addition("256000", (128, 2000), (128, 2000), "trn1", 34.0),
-    _addition("256000", (256, 1000), (128, 1000), "trn2", 26.0),
-    _addition("256000", (256, 1000), (128, 1000), "trn1", 29.0),
-    _scan("scan, loads per state, 256", "operands_loaded_per_state", 256, 172.9, 149.0),
-    _scan("scan, loads per state, 4096", "operands_loaded_per_state", 4096, 2340.0, 2120.0),
-    _scan("scan, loads once, 4096", "operands_loaded_once", 4096, 1610.0, 1570.0),
-    Point("transpose 1024x1024, 128x128 tiles", COURSE, f"{STEPS}:transpose_tiles", ((1024, 1024),),
-          "float32", {}, "trn2", 86.0, remark="kernel text not published: tiles as described"),
-)  # fmt: skip
+def points() -> list[Point]:
+    """Return the points of the data file, in its order."""
+    rows = tomllib.loads(DATA.read_text())["point"]
+    return [Point(kind=row.pop("class"), **row) for row in rows]
 
 
-def predict(point: Point) -> tuple[Profile, float]:
-    """Return the simulated profile of a point and the processor seconds that simulating it took."""
+def predict(point: Point) -> Result:
+    """Simulate a point."""
     before = time.process_time()
-    specs = [ArraySpec(shape, point.dtype) for shape in point.shapes]
+    specs = [ArraySpec(tuple(shape), point.dtype) for shape in point.shapes]
     run = simulate(
-        point.kernel, *specs, target=point.target, mode="timing", strict=False, **point.arguments
-    )
+        str(HERE / "kernels" / point.kernel), *specs, target=point.target, mode="timing",
+        strict=False, **point.arguments,
+    )  # fmt: skip
     assert run.profile is not None
-    return run.profile, time.process_time() - before
+    return Result(
+        point,
+        FIGURES[point.figure](run.profile),
+        tuple((what, found, FIGURES[what](run.profile)) for what, found in point.more),
+        len(run.trace.instructions),
+        time.process_time() - before,
+    )
+
+
+def errors(results: Iterable[Result], kind: str = "") -> list[float]:
+    """Return the absolute errors of the counted points, of one class or of all."""
+    return [abs(r.error) for r in results if r.point.counted and kind in ("", r.point.kind)]
+
+
+def row(result: Result) -> str:
+    """Return a point's line of the table."""
+    point = result.point
+    remark = point.remark if point.counted else f"not counted: {point.remark}"
+    return (
+        f"| {point.name} | {point.kind} | {point.target} | {point.source} | "
+        f"{point.measured:,.5g} {point.unit} | {result.predicted:,.5g} {point.unit} | "
+        f"{result.error:+.1%} | {remark} |"
+    )
+
+
+def table(results: list[Result]) -> list[str]:
+    """Return the table of one set of points, with its means by class below."""
+    lines = [
+        "| point | class | target | published in | measured | predicted | error |  |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | --- |",
+        *(row(result) for result in results),
+        "",
+    ]
+    lines += ["| class | points | mean error | worst |", "| --- | ---: | ---: | ---: |"]
+    for kind in (*CLASSES, ""):
+        found = errors(results, kind)
+        if found:
+            mean, worst = sum(found) / len(found), max(found)
+            lines.append(f"| {kind or 'all'} | {len(found)} | {mean:.1%} | {worst:.1%} |")
+    return lines
+
+
+def counters(results: list[Result]) -> list[str]:
+    """Return the table of further counters."""
+    lines = [
+        "| further counters of these runs | counter | measured | predicted | error |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for result in results:
+        for what, found, value in result.more:
+            lines.append(
+                f"| {result.point.name} | {what} | {found:,.5g} | {value:,.5g} | "
+                f"{value / found - 1:+.1%} |"
+            )
+    return lines
+
+
+def broken_bars(results: list[Result]) -> list[str]:
+    """Return the bars that the held-out points break, one sentence each."""
+    held = [result for result in results if result.point.set == "held out"]
+    if not held:
+        return []
+    vector, found = errors(held, "vector"), errors(held)
+    measured = {
+        "mean": sum(found) / len(found),
+        "worst": max(found),
+        "vector": sum(vector) / len(vector) if vector else 0.0,
+    }
+    return [
+        f"held-out {name} error {value:.1%} is above {BARS[name]:.0%}"
+        for name, value in measured.items()
+        if value > BARS[name]
+    ]
+
+
+def bands(results: list[Result]) -> list[ErrorBand]:
+    """Return the error bands of the held-out points."""
+    found = {kind: errors((r for r in results if r.point.set == "held out"), kind)
+             for kind in CLASSES}  # fmt: skip
+    return [
+        ErrorBand(kind=kind, points=len(e), mean=sum(e) / len(e), worst=max(e))
+        for kind, e in found.items()
+    ]
+
+
+def rewrite(text: str, section: str, lines: list[str]) -> str:
+    """Return the page with the lines between the two marks of `section` replaced."""
+    marks = f"<!-- {section} -->", f"<!-- end of {section} -->"
+    pattern = re.compile(re.escape(marks[0]) + ".*?" + re.escape(marks[1]), re.S)
+    if not pattern.search(text):
+        raise SystemExit(f"{PAGE} has no marks {marks[0]} ... {marks[1]}")
+    return pattern.sub(lambda _: "\n".join((marks[0], *lines, marks[1])), text, count=1)
 
 
 def constants() -> str:
@@ -194,48 +235,58 @@ def constants() -> str:
 
 
 def main() -> int:
-    """Print the tables; return 1 if an error bound is broken."""
+    """Print the tables; return 1 if a held-out error is above its bar."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="points whose name contains this text")
+    parser.add_argument("--set", default="", choices=("", *SETS), help="one of the two tables")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/timing.md")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that simulate")
     parser.add_argument("--constants", action="store_true", help="print the constants and stop")
     options = parser.parse_args()
     if options.constants:
         print(constants())
         return 0
-    chosen = [point for point in POINTS if options.only in point.name]
-    errors, further, instructions, seconds = [], [], 0, 0.0
-    print("| point | published in | measured | predicted | error |  |")
-    print("| --- | --- | ---: | ---: | ---: | --- |")
-    for point in chosen:
-        profile, took = predict(point)
-        instructions += sum(sum(ops.values()) for ops in profile.instructions.values())
-        seconds += took
-        value = point.figure(profile)
-        error = value / point.measured - 1.0
-        if point.counted:
-            errors.append(error)
-        remark = point.remark if point.counted else f"not counted: {point.remark}"
-        print(
-            f"| {point.name} | {point.source} | {point.measured:,.5g} {point.unit} | "
-            f"{value:,.5g} {point.unit} | {error:+.1%} | {remark} |",
-            flush=True,
-        )
-        further += [
-            (point.name, what, figure(profile), found) for what, figure, found in point.more
-        ]
-    if further:
-        print("\n| further counters of these runs | counter | measured | predicted | error |")
-        print("| --- | --- | ---: | ---: | ---: |")
-        for name, what, value, found in further:
-            print(f"| {name} | {what} | {found:,.5g} | {value:,.5g} | {value / found - 1:+.1%} |")
-    if not errors:
-        return 0
-    mean = sum(abs(error) for error in errors) / len(errors)
-    worst = max(abs(error) for error in errors)
-    print(f"\n{len(errors)} points: mean absolute error {mean:.1%}, largest {worst:.1%}")
-    rate = instructions / seconds
-    print(f"{instructions:,} instructions in {seconds:.1f} s of one core: {rate:,.0f} per second")
-    return int(mean > 0.15 or worst > 0.30)
+    if options.write and (options.only or options.set):
+        parser.error("--write needs all points: leave --only and --set out")
+    chosen_points = [
+        point for point in points() if options.only in point.name and options.set in ("", point.set)
+    ]
+    results = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for result in pool.map(predict, chosen_points):
+            results.append(result)
+            print(row(result), file=sys.stderr, flush=True)
+    page = PAGE.read_text() if options.write else ""
+    for name in SETS:
+        chosen = [result for result in results if result.point.set == name]
+        if not chosen:
+            continue
+        lines = table(chosen)
+        if name == "held out":
+            lines += ["", f"Printed with the constants of hash `{constants_hash()}`."]
+        print(f"\nPoints: {name}\n\n" + "\n".join(lines))
+        if options.write:
+            page = rewrite(page, f"points: {name}", lines)
+    lines = counters(results)
+    print("\n" + "\n".join(lines))
+    if options.write:
+        PAGE.write_text(rewrite(page, "points: counters", lines))
+        record = {
+            "constants": constants_hash(),
+            "bands": [
+                {k: round(v, 4) if isinstance(v, float) else v for k, v in band.to_dict().items()}
+                for band in bands(results)
+            ],
+        }
+        HELD_OUT.write_text(json.dumps(record, indent=1) + "\n")
+    instructions, seconds = sum(r.instructions for r in results), sum(r.seconds for r in results)
+    print(
+        f"\n{instructions:,} instructions in {seconds:.1f} s of one core: "
+        f"{instructions / seconds:,.0f} per second"
+    )
+    broken = broken_bars(results)
+    print("\n".join(broken) or "every bar is kept")
+    return int(bool(broken))
 
 
 if __name__ == "__main__":

@@ -152,9 +152,7 @@ def rmsnorm_then_product(x, w, identity):
             for half in range(2):
                 at = slice(half * COLUMNS, (half + 1) * COLUMNS)
                 normed = new(P, COLUMNS)
-                nisa.tensor_scalar(
-                    dst=normed, data=again[:, at], op0=nl.multiply, operand0=root
-                )
+                nisa.tensor_scalar(dst=normed, data=again[:, at], op0=nl.multiply, operand0=root)
                 for step in range(4):
                     place = half * COLUMNS + step * P
                     transposed(
@@ -308,9 +306,7 @@ def batched(lhs, rhs, identity, softmax):
                     if softmax:
                         scores[row, column] = out
                     else:
-                        nisa.dma_copy(
-                            dst=result[b, row : row + P, column : column + wide], src=out
-                        )
+                        nisa.dma_copy(dst=result[b, row : row + P, column : column + wide], src=out)
         for row in range(0, m, P) if softmax else ():
             tops, top, sums, total, inverse = (new(P, c) for c in (8, 1, 8, 1, 1))
             halves = [
@@ -401,9 +397,7 @@ def swiglu(x, up, down, gate, identity):
             yield (column + piece) // P, total
 
     for column in range(0, hidden, wide):
-        weights = [
-            load(gate[d : d + P, column : column + wide], P, wide) for d in range(0, k, P)
-        ]
+        weights = [load(gate[d : d + P, column : column + wide], P, wide) for d in range(0, k, P)]
         for block in range(m // COLUMNS):
             rows = turned_rows(x, block * COLUMNS, one)
             for piece, total in products(weights, column, rows):
@@ -428,7 +422,7 @@ def swiglu(x, up, down, gate, identity):
             out = new(P, k)
             for at in range(0, k, COLUMNS):
                 total = new(P, COLUMNS, buffer=nl.psum)
-                for part, weight in zip(parts, weights):
+                for part, weight in zip(parts, weights, strict=True):
                     nisa.nc_matmul(
                         dst=total, stationary=part[:, i * P : (i + 1) * P],
                         moving=weight[:, at : at + COLUMNS],

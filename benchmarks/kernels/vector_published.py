@@ -81,9 +81,7 @@ def adamw(theta, gradient, first, second):
                 )
                 step = scaled(mean, nl.multiply, 0.01, rows=rows)
                 kept = scaled(v, nl.multiply, 0.999, rows=rows)
-                square = both(
-                    scaled(g, nl.multiply, 0.001, rows=rows), g, nl.multiply, rows=rows
-                )
+                square = both(scaled(g, nl.multiply, 0.001, rows=rows), g, nl.multiply, rows=rows)
                 moment = both(kept, square, nl.add, rows=rows)
                 root = new(rows, HALF)
                 nisa.activation(dst=root, op=nl.sqrt, data=moment, scale=1000.0)
@@ -214,9 +212,7 @@ def max_pool(x):
         for shift in range(3):
             nisa.dma_copy(dst=tile[:, shift, :], src=x[row + shift : row + shift + rows, :])
         out = new(rows, width - 2)
-        windows = tile.ap(
-            pattern=[[3 * width, rows], [1, width - 2], [width, 3], [1, 3]], offset=0
-        )
+        windows = tile.ap(pattern=[[3 * width, rows], [1, width - 2], [width, 3], [1, 3]], offset=0)
         nisa.tensor_reduce(dst=out, op=nl.maximum, data=windows, axis=(2, 3))
         nisa.dma_copy(dst=result[row : row + rows, :], src=out)
     return result

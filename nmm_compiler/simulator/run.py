@@ -42,7 +42,7 @@ from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.timing.profile import Profile, profile_trace
+from nmm_compiler.simulator.timing.profile import Profile, profile_traces
 from nmm_compiler.simulator.timing.timeline import collector_held_off
 from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
@@ -156,6 +156,7 @@ def simulate(
     uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
     loads: Literal["as_written", "reused"] | str | None = None,
+    reorder: bool = True,
     named: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Simulation:
@@ -169,12 +170,14 @@ def simulate(
     grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
     loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still hold,
         as the Beta 1 compiler did (timing/load_reuse.py). Default: "reused" for Beta 1 kernels.
+    reorder: whether the compiler's scheduler may move independent instructions and DMAs across each
+        other, as AWS documents outside of nl.no_reorder (the default), or keeps program order.
     strict: False records rules as warnings where a result exists.
     uninitialized: "poison" lets a kernel read what was never written, and refuses it when that
         reaches an output, an index or a comparison; "error" refuses the read.
     Raises: SimulationError and its kin, each with the kernel's own file and line.
     """
-    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, loads)
+    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, loads, reorder)
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
 
 
@@ -213,6 +216,7 @@ class _Options:
     uninitialized: str
     max_instructions: int
     loads: str | None = None
+    reorder: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -266,10 +270,12 @@ def _launch(
             bodies[0]()
         else:
             programs.run(bodies)
-    return tuple(_result(machines, binder, function, options.mode) for machines, binder in ranks)
+    return tuple(_result(machines, binder, function, options) for machines, binder in ranks)
 
 
-def _result(machines: list[Machine], binder: _Binder, function: Any, mode: str) -> Simulation:
+def _result(
+    machines: list[Machine], binder: _Binder, function: Any, options: _Options
+) -> Simulation:
     """Check what a rank's programs did and return its outputs and profile."""
     for machine in machines:
         check_capacity(machine)
@@ -281,8 +287,9 @@ def _result(machines: list[Machine], binder: _Binder, function: Any, mode: str) 
         binder.write_back(machines)
     specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
     profile = None
-    if mode != "functional":
-        profiles = [profile_trace(m.trace, m.target) for m in machines]
+    if options.mode != "functional":
+        traces = [m.trace for m in machines]
+        profiles = profile_traces(traces, machines[0].target, reorder=options.reorder)
         profile = max(profiles, key=lambda p: p.latency_us)
     warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings))
     return Simulation(

@@ -80,6 +80,9 @@ class Target:
     tensor_min_interval_cycles: int
     tensor_interval_overhead_cycles: int
     tensor_fp32_overhead_cycles: int
+    tensor_fp32_min_columns: int
+    tensor_fp32_short_rows: int
+    tensor_fp32_short_factor: float
     tensor_latency_seconds: float
     stationary_load_speedup: float
     tensor_ramp_seconds: float
@@ -93,8 +96,14 @@ class Target:
     engine_streaming_overhead_cycles: int
     engine_isolated_overhead_cycles: int
     scalar_isolated_overhead_cycles: int
+    scalar_operand_read_cycles: int
     gpsimd_fixed_cycles: int
     vector_fast_modes: bool
+    vector_two_input_passes: float
+    vector_reciprocal_cycles: float
+    wide_stride_bytes: int
+    wide_stride_factor: float
+    unset_engine_prefers_scalar: bool
     activation_table_load_seconds: float
 
     # DMA
@@ -107,8 +116,12 @@ class Target:
     dma_issue_descriptor_seconds: float
     dma_static_issue_seconds: float
     dma_hardware_issue_seconds: float
+    dma_software_gpsimd_seconds: float
     dma_descriptor_seconds: float
     dma_descriptor_min_seconds: float
+    dma_short_row_bytes: int
+    dma_short_row_seconds: float
+    dma_read_latency_fraction: float
     dma_start_latency_seconds: float
     dma_stagger_seconds: float
     dma_transpose_fraction: float

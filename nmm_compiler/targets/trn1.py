@@ -53,6 +53,9 @@ TARGET = TRN2.variant(
     tensor_fp32_overhead_cycles=measured(
         340, "fp32 512-column matmul about 853 ns against 731 ideal"
     ),
+    tensor_fp32_min_columns=documented(64, "nki_perf_guide: MM interval max(N, 64)"),
+    tensor_fp32_short_rows=assumed(0, "nothing measured for short contractions"),
+    tensor_fp32_short_factor=assumed(1.0, "nothing measured for short contractions"),
     tensor_latency_seconds=documented(
         64 / 2.8e9, "trainium_inferentia2_arch: MM_INIT_LATENCY, 64 cycles"
     ),
@@ -71,8 +74,21 @@ TARGET = TRN2.variant(
     scalar_isolated_overhead_cycles=measured(
         200, "nki_perf_guide figure 16: 264-cycle interval, less the 64-cycle minimum"
     ),
+    scalar_operand_read_cycles=assumed(0, "part of the measured overhead"),
     vector_fast_modes=documented(
         False, "trainium_inferentia2_arch: VectorE performance modes not on this generation"
+    ),
+    vector_two_input_passes=documented(
+        2.0, "instruction cost tables of NKI 0.1: 2N unless one input is in PSUM or all are bf16"
+    ),
+    vector_reciprocal_cycles=measured(
+        3.0, "NKIBench profiles of silu and adamw: VectorE's time less that of tensor_tensor"
+    ),
+    wide_stride_factor=documented(
+        2.0, "trainium_inferentia2_arch: strides of 16 B and more halve SBUF and PSUM bandwidth"
+    ),
+    unset_engine_prefers_scalar=measured(
+        True, "NKIBench profiles: copies and tensor_scalar are ScalarE's, VectorE idles in matmul"
     ),
     # DMA
     dma_bytes_per_second_per_engine=documented(17e9, "nki-dma-bandwidth-guide: practical rate"),
@@ -86,6 +102,7 @@ TARGET = TRN2.variant(
         0.35e-6, "CS149 assignment 4: 0.357 us for 1, 0.33 us for 128 descriptors"
     ),
     dma_hardware_issue_seconds=assumed(0.6e-6, "no hardware DGE on this generation; as trn2"),
+    dma_short_row_seconds=assumed(15e-9, "as dma_descriptor_min_seconds"),
     dma_transpose_fraction=assumed(0.1, "nki_perf_guide: much slower than a plain load; no figure"),
     dma_transpose_sbuf_fraction=assumed(0.1, "as dma_transpose_fraction"),
     dma_transpose_wide_fraction=assumed(0.1, "as dma_transpose_fraction"),

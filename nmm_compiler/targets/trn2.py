@@ -42,12 +42,21 @@ TARGET = Target.of(
         9, "512-column bf16 matmuls 217 ns back to back, 213 ideal"
     ),
     tensor_fp32_overhead_cycles=measured(16, "fp32 512-column matmul 859 ns, 853 ideal"),
+    tensor_fp32_min_columns=measured(
+        128, "isolated instruction probes: fp32 matmuls issue every 4 max(N, 128) + 24 cycles"
+    ),
+    tensor_fp32_short_rows=measured(
+        64, "isolated instruction probes: K = 64 issues every 1707 ns, K = 128 every 860"
+    ),
+    tensor_fp32_short_factor=measured(
+        2.0, "isolated instruction probes: K = 64 issues every 1707 ns, K = 128 every 860"
+    ),
     tensor_latency_seconds=measured(
-        0.17e-6, "kernel-optimization tutorial: fp32 half 600 ns long, 430 ns apart"
+        0.203e-6, "isolated instruction probes: a bf16 matmul completes 203 ns after its columns"
     ),
     stationary_load_speedup=documented(4.0, "nki_perf_guide: fast LoadStationary up to 4x"),
-    tensor_ramp_seconds=documented(
-        3e-6, "neuron-explorer, Understanding throttling: 50 % to 100 % over about 3 us"
+    tensor_ramp_seconds=measured(
+        3.7e-6, "device profiles: starts 427 ns apart, 217 ns after 3.5 to 3.9 us of work"
     ),
     tensor_ramp_start_fraction=documented(
         0.5, "neuron-explorer, Understanding throttling: 50 % to 100 % over about 3 us"
@@ -61,15 +70,29 @@ TARGET = Target.of(
         20, "kernel-optimization tutorial profile: 553 ns per 512 columns"
     ),
     engine_isolated_overhead_cycles=measured(
-        140, "agent-skill example: 672-687 ns per 512 columns"
+        150, "isolated instruction probes: 153 to 160 ns beyond the elements"
     ),
     scalar_isolated_overhead_cycles=measured(
-        345, "nki-dma-overview figures: 4096 columns 3.7 us, 128 columns 0.4 us"
+        228, "isolated instruction probes: copies take 190 ns beyond the elements"
+    ),
+    scalar_operand_read_cycles=measured(
+        108, "isolated instruction probes: 78 to 100 ns per bias or scale tile"
     ),
     gpsimd_fixed_cycles=documented(
         150, "instruction cost tables of NKI 0.1: iota, affine_select 150 + N"
     ),
     vector_fast_modes=documented(True, "trainium2_arch: VectorE performance modes exist"),
+    vector_two_input_passes=measured(
+        1.0, "isolated instruction probes: two fp32 inputs in SBUF take 1.042 ns per element"
+    ),
+    vector_reciprocal_cycles=measured(6.0, "isolated instruction probes: 6.249 ns per element"),
+    wide_stride_bytes=documented(16, "trainium_inferentia2_arch: strides of 16 B and more"),
+    wide_stride_factor=measured(
+        2.0, "device profile: 1,024 ScalarE copies 632 us, with a stride of 32 B 1,138 us"
+    ),
+    unset_engine_prefers_scalar=measured(
+        False, "agent-skill example: all 256 copies out of PSUM on VectorE, 174 us"
+    ),
     activation_table_load_seconds=measured(1.3e-6, "nki-dma-overview figures: about 1.3 us (trn2)"),
     # DMA
     dma_engines=documented(16, "nki-dma-overview: 16 per core"),
@@ -83,15 +106,29 @@ TARGET = Target.of(
     dma_issue_descriptor_seconds=measured(
         0.95e-9, "CS149 assignment 4: 0.61 us between 128-descriptor DMAs; tutorial v2: 0.604 us"
     ),
-    dma_static_issue_seconds=assumed(0.35e-6, "as trn1, where descriptors are prebuilt"),
+    dma_static_issue_seconds=measured(
+        0.6e-6, "isolated instruction probes: loads issue every 599 ns, stores every 609"
+    ),
     dma_hardware_issue_seconds=documented(
         0.6e-6, "nki-dge: each hwdge instruction takes about 600 ns"
+    ),
+    dma_software_gpsimd_seconds=measured(
+        50e-9, "device profiles: 31 to 75 ns of GpSimd per software-generated DMA"
     ),
     dma_descriptor_seconds=measured(
         6e-9, "tutorial v2 and v3 packet times: 28 ns for 512 B, 94 ns for 2 KiB"
     ),
     dma_descriptor_min_seconds=assumed(
         15e-9, "12-20 ns per further small descriptor of an engine in public runs"
+    ),
+    dma_short_row_bytes=measured(
+        512, "device profiles: packets of 256 B 41 ns (17 from hardware), of 512 B 27 ns"
+    ),
+    dma_short_row_seconds=measured(
+        41e-9, "device profiles: packets of 256 B 41 ns (17 from hardware), of 512 B 27 ns"
+    ),
+    dma_read_latency_fraction=measured(
+        0.305, "isolated instruction probes: a load's payload takes 1.305 of its ideal time"
     ),
     dma_start_latency_seconds=documented(
         1.3e-6, "nki-dma-bandwidth-guide: 1300 ns semaphore to start"

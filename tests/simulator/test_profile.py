@@ -129,7 +129,7 @@ def test_chrome_trace(tmp_path):
         if e["ph"] == "M" and e["name"] == "thread_name"
     }
     assert {"TensorE", "VectorE", "ScalarE", "GpSimd"} <= set(rows.values())
-    assert {"queue dynamic (issue)", "queue hwdge-scalar (issue)"} <= set(rows.values())
+    assert {"queue software (issue)", "queue hwdge-scalar (issue)"} <= set(rows.values())
     assert {"DMA engines, all alike", "DMA engine 0"} <= set(rows.values())
     slices = [e for e in events if e["ph"] == "X"]
     assert all((e["pid"], e["tid"]) in rows for e in slices)
@@ -153,3 +153,26 @@ def test_an_empty_kernel_has_a_profile():
     profile = profile_trace(Builder().trace, TRN2)
     assert profile.latency_us == 0.0
     assert (profile.mfu, profile.mbu) == (0.0, 0.0)
+
+
+def test_a_profile_names_what_is_not_modelled():
+    builder = product(1)
+    plain = profile_trace(builder.trace, TRN2)
+    assert plain.unmodelled == ()
+    tiles = [builder.tensor("sbuf", 128, 40000) for _ in range(3)]
+    builder.add("tensor_copy", "vector", [tiles[0].all], [tiles[1].all], unset=True)
+    builder.add("tensor_tensor", "vector", [tiles[2].all], [tiles[0].all, tiles[1].all])
+    small = builder.tensor("hbm", 8, 64)
+    builder.dma(builder.tensor("sbuf", 8, 64).all, small.all, dge_mode="hwdge", issuer="sync")
+    builder.add("core_barrier", "gpsimd", [small.all], [small.all])
+    said = profile_trace(builder.trace, TRN2).unmodelled
+    starts = ["spills: ", "barriers: 1 ", "mixed DMA generators: ", "unknown engine: 1 "]
+    assert [text[: len(start)] for text, start in zip(said, starts, strict=True)] == starts
+
+
+def test_a_profile_carries_the_error_of_its_class():
+    profile = profile_trace(product().trace, TRN2)
+    assert profile.error_band.kind in str(profile)
+    assert f"{profile.error_band.worst:.0%} worst" in str(profile)
+    again = Profile.from_json(profile.to_json())
+    assert (again.error_band, again.unmodelled) == (profile.error_band, profile.unmodelled)

@@ -34,7 +34,7 @@ def matmuls(count, n=512, dtype="bfloat16", m=128, **attributes):
         (STEADY, 512, "bfloat16", 512 + 9),
         (STEADY, 16, "bfloat16", 64 + 9),
         (STEADY, 512, "float32", 4 * 512 + 16),
-        (STEADY, 16, "float32", 4 * 64 + 16),
+        (STEADY, 16, "float32", 4 * 128 + 16),
         (TRN1, 512, "bfloat16", 512 + 12),
         (TRN1, 512, "float32", 4 * 512 + 340),
     ],
@@ -66,7 +66,7 @@ def test_weights_load_behind_the_previous_matmul_and_show_after_a_wait():
     builder.matmul(out.all, weight.all, moving.all)
     timeline = time_trace(builder.trace, STEADY)
     # the matmul waits for the copy, so its 128 columns of weights load in the open: 32 cycles
-    expected = us(512 + 9, 2.4e9) + 0.17 + us(128 / 4, 2.4e9)
+    expected = us(512 + 9, 2.4e9) + 0.203 + us(128 / 4, 2.4e9)
     assert timeline.end[1] - timeline.start[1] == pytest.approx(expected)
 
 
@@ -75,11 +75,12 @@ def test_clock_ramp_starts_at_half_and_ends():
     full = us(521, 2.4e9)
     intervals = [b - a for a, b in zip(timeline.start, timeline.start[1:], strict=False)]
     assert intervals[0] == pytest.approx(2 * full)
+    assert {round(i / full, 6) for i in intervals} == {2.0, 1.0}  # half the clock, then all
     assert all(b < a + 1e-9 for a, b in itertools.pairwise(intervals))
     assert intervals[-1] == pytest.approx(full)
     slow = sum(interval > full * 1.001 for interval in intervals)
     ramp = sum(intervals[:slow])
-    assert ramp == pytest.approx(3.0, abs=intervals[0])  # microseconds, documented: about 3
+    assert ramp == pytest.approx(3.7, abs=intervals[0])  # microseconds, measured: 3.5 to 3.9
     assert timeline.tensor_throttled_us == pytest.approx(timeline.start[-1] + full - 40 * full)
 
 
@@ -126,13 +127,14 @@ def test_one_load():
     # eight rows of 2 KiB per engine, 6 ns each and a sixteenth of the core's 362 GB/s
     assert stop - start == pytest.approx(8 * (0.006 + 2048 / (362e9 / 16) * 1e6))
     # the engines start one after another, over 0.3 us
-    assert timeline.latency_us == pytest.approx(stop + 0.3)
+    # and the data of a load is there 0.305 of its ideal time (8 x 2 KiB at 23 GB/s) later
+    assert timeline.latency_us == pytest.approx(stop + 0.3 + 0.305 * 8 * 2048 / 23e3)
     assert timeline.busy_us["dma"] == pytest.approx(stop - start + 0.3)
     assert timeline.dma_engine_busy_us == pytest.approx(16 * (stop - start))
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "fraction"), [(128, 1024, 0.96), (128, 128, 0.78), (128, 16, 0.17)]
+    ("rows", "columns", "fraction"), [(128, 1024, 0.96), (128, 128, 0.78), (128, 64, 0.27)]
 )
 def test_short_rows_waste_the_engines(rows, columns, fraction):
     timeline = load(rows, columns)
@@ -149,7 +151,7 @@ def test_strided_elements_are_descriptors_of_their_own():
     (transfer,) = time_trace(builder.trace, TRN2).transfers
     assert transfer.descriptors == 128 * 32
     start, stop = transfer.parts[0][1:]
-    assert stop - start == pytest.approx(8 * 32 * 0.015)  # 15 ns each at least
+    assert stop - start == pytest.approx(8 * 32 * 0.041)  # 41 ns each, from software
 
 
 @pytest.mark.parametrize(
@@ -181,18 +183,18 @@ def test_loads_issue_one_after_another_and_overlap():
 @pytest.mark.parametrize(
     ("modes", "queues", "second"),
     [
-        ([{"dge_mode": "none"}] * 2, {"static"}, 0.35),
+        ([{"dge_mode": "none"}] * 2, {"software"}, 0.6),
         ([{"dge_mode": "hwdge"}] * 2, {"hwdge-sync"}, 0.6),
         (
             [{"dge_mode": "hwdge", "issuer": "sync"}, {"dge_mode": "hwdge", "issuer": "scalar"}],
             {"hwdge-sync", "hwdge-scalar"},
             0.0,
         ),
-        ([{"dge_mode": "swdge"}] * 2, {"swdge-gpsimd"}, 0.485 + 128 * 0.95e-3),
-        ([{}] * 2, {"dynamic"}, 0.485 + 128 * 0.95e-3),
+        ([{}] * 2, {"software"}, 0.485 + 128 * 0.95e-3),
+        ([{}, {"dge_mode": "none"}], {"software"}, 0.485 + 128 * 0.95e-3),
     ],
 )
-def test_descriptor_modes_have_queues_of_their_own(modes, queues, second):
+def test_descriptor_modes_issue_through_the_generators_there_are(modes, queues, second):
     builder = Builder()
     source = builder.tensor("hbm", 128, 64)
     for mode in modes:
@@ -217,7 +219,7 @@ def test_software_descriptors_occupy_gpsimd():
     builder.dma(builder.tensor("sbuf", 128, 64).all, source.all, dge_mode="swdge")
     builder.add("iota", "gpsimd", [builder.tensor("sbuf", 128, 64, "int32").all])
     timeline = time_trace(builder.trace, TRN2)
-    assert timeline.start[1] == pytest.approx(0.485 + 128 * 0.95e-3)
+    assert timeline.start[1] == pytest.approx(0.05)  # GpSimd has written the descriptors
 
 
 def test_dma_transpose_rates():
@@ -303,8 +305,9 @@ def test_dependent_instructions_pay_the_fixed_overhead_and_independent_ones_do_n
     builder.copy(d.all, a.all)
     builder.copy(c.all, d.all)
     timeline = time_trace(builder.trace, TRN2)
-    assert timeline.start[1] == pytest.approx(us(512 + 20, 0.96e9))
-    assert timeline.start[2] - timeline.start[1] == pytest.approx(us(512 + 140, 0.96e9))
+    # two float32 elements a cycle from SBUF to SBUF
+    assert timeline.start[1] == pytest.approx(us(256 + 20, 0.96e9))
+    assert timeline.start[2] - timeline.start[1] == pytest.approx(us(256 + 150, 0.96e9))
 
 
 def test_matmuls_accumulate_without_waiting():
@@ -433,13 +436,15 @@ B, F = "bfloat16", "float32"
         ("tensor_copy", [("sbuf", B, 512, 1), ("sbuf", B, 512, 2)], 256),
         ("tensor_copy", [("sbuf", B, 512, 1), ("psum", B, 512, 1)], 256),
         ("tensor_copy", [("sbuf", B, 512, 1), ("psum", F, 512, 1)], 512),
-        ("tensor_copy", [("sbuf", F, 512, 1), ("sbuf", F, 512, 1)], 512),
+        ("tensor_copy", [("sbuf", F, 512, 1), ("sbuf", F, 512, 1)], 256),
+        ("tensor_copy", [("sbuf", B, 512, 1), ("sbuf", F, 512, 1)], 256),
+        ("tensor_copy", [("sbuf", F, 512, 1), ("sbuf", B, 512, 1)], 512),
         ("tensor_scalar", [("sbuf", B, 512, 1), ("sbuf", B, 512, 1), ("sbuf", F, 1, 1)], 128),
-        ("tensor_tensor", [("sbuf", F, 512, 1)] + 2 * [("sbuf", F, 512, 1)], 1024),
+        ("tensor_tensor", [("sbuf", F, 512, 1)] + 2 * [("sbuf", F, 512, 1)], 512),
         ("tensor_tensor", [("sbuf", F, 512, 1), ("sbuf", F, 512, 1), ("psum", F, 512, 1)], 512),
-        ("tensor_tensor", [("sbuf", B, 512, 1)] + 2 * [("sbuf", B, 512, 1)], 512),
+        ("tensor_tensor", [("sbuf", B, 512, 1)] + 2 * [("sbuf", B, 512, 1)], 256),
         ("tensor_tensor_scan", [("sbuf", F, 512, 1)] + 2 * [("sbuf", F, 512, 1)], 1024),
-        ("reciprocal", [("sbuf", F, 512, 1), ("sbuf", F, 512, 1)], 4096),
+        ("reciprocal", [("sbuf", F, 512, 1), ("sbuf", F, 512, 1)], 6 * 512),
         ("tensor_scalar_reduce", [("sbuf", F, 512, 1), ("sbuf", F, 512, 1)], 576),
         ("memset", [("sbuf", B, 512, 1)], 256),
         ("memset", [("sbuf", F, 512, 1)], 512),
@@ -452,9 +457,8 @@ def test_vector_cycles_on_trn2(op, operands, cycles):
 def test_trn1_has_no_fast_modes():
     copy = [("sbuf", B, 512, 1), ("sbuf", B, 512, 1)]
     assert vector_op("tensor_copy", copy, TRN1) == pytest.approx(512)
-    assert vector_op("tensor_copy", [("sbuf", F, 8, 1), ("sbuf", F, 8, 1)], TRN1) == pytest.approx(
-        64
-    )
+    tiny = [("sbuf", F, 8, 1), ("sbuf", F, 8, 1)]
+    assert vector_op("tensor_copy", tiny, TRN1) + 20 == pytest.approx(64)  # the least, all in all
 
 
 def test_trn1_wide_strides_halve_the_bandwidth():
@@ -572,11 +576,11 @@ def test_the_same_product_twice_is_computed_once(change):
     timeline = time_trace(products(change), TRN2)
     if change == "nothing":
         assert timeline.repeated == {2: 0}
-        assert timeline.busy_us["vector"] == pytest.approx(us(1024 + 140, 0.96e9))
+        assert timeline.busy_us["vector"] == pytest.approx(us(512 + 150, 0.96e9))
         assert timeline.start[3] >= timeline.end[0]
     else:
         assert timeline.repeated == {}
-        assert timeline.busy_us["vector"] > us(2 * 1024, 0.96e9)
+        assert timeline.busy_us["vector"] > us(2 * 512, 0.96e9)
 
 
 @pytest.mark.parametrize(("between", "reused"), [(998, True), (999, True), (1000, False)])

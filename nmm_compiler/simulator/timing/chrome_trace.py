@@ -109,16 +109,21 @@ def _arguments(timeline: Timeline, index: int) -> dict[str, Any]:
 
 
 def _compute_slices(timeline: Timeline) -> Iterator[Event]:
-    for index, instruction in enumerate(timeline.trace.instructions):
+    """Yield the instructions by engine and time; one that fills stalls in pieces begins behind
+    what runs before it, because slices of one row must not overlap.
+    """
+    free: dict[int, float] = {}
+    instructions = timeline.trace.instructions
+    for index in sorted(range(len(instructions)), key=timeline.interval_end.__getitem__):
+        instruction = instructions[index]
         if instruction.engine == "dma" or index in timeline.repeated:
             continue
+        row = _ROWS[timeline.placed.get(index, instruction.engine)]
+        stop = timeline.interval_end[index]
+        start = min(max(timeline.start[index], free.get(row, 0.0)), stop)
+        free[row] = stop
         yield trace_slice(
-            instruction.name or instruction.op,
-            _CORE,
-            _ROWS[instruction.engine],
-            timeline.start[index],
-            timeline.interval_end[index],
-            _arguments(timeline, index),
+            instruction.name or instruction.op, _CORE, row, start, stop, _arguments(timeline, index)
         )
     for start, stop in timeline.table_loads:
         yield trace_slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})

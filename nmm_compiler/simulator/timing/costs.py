@@ -65,19 +65,17 @@ class ComputeCosts:
             "gpsimd": _US / target.gpsimd_clock_hz,
             "sync": _US / target.gpsimd_clock_hz,
         }
+        self._column_load_us = self._clock_us["tensor"] / target.stationary_load_speedup
 
     def tensor(self, instruction: Instruction) -> Cost:
         """Return the cost of a matmul or a transpose on TensorE, at full clock."""
+        reads = instruction.reads
+        moving = reads[-1]
+        dtype = "float32" if reads[0].dtype == "float32" else tensor_dtype(instruction)
         attributes = instruction.attributes
-        dtype = tensor_dtype(instruction)
-        key = (
-            attributes.get("n"),
-            attributes.get("m"),
-            dtype,
-            attributes.get("is_transpose"),
-            attributes.get("onezero"),
-            instruction.op,
-        )
+        pattern = moving.pattern if dtype == "float32" or "n" not in attributes else None
+        # equal attributes are one dictionary, which the trace keeps alive
+        key = (id(attributes), instruction.op, dtype, pattern)
         cost = self._tensor.get(key)
         if cost is None:
             cost = self._tensor[key] = self._tensor_cost(instruction, dtype)
@@ -87,7 +85,8 @@ class ComputeCosts:
         """MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
 
         The next LoadStationary runs behind it at up to four times the speed, so it shows only when
-        the stationary tile has more than four times the columns of the moving one.
+        the stationary tile has more than four times the columns of the moving one. fp32 also pays
+        for a short contraction and for moving columns that are more than 8 bytes apart.
         """
         target = self.target
         attributes = instruction.attributes
@@ -102,6 +101,11 @@ class ComputeCosts:
                 factor /= 2.0
             elif attributes.get("onezero"):
                 factor /= 2.0  # an operand of ones and zeros needs no low half
+            elif attributes.get("k", target.partitions) <= target.tensor_fp32_short_rows:
+                factor *= target.tensor_fp32_short_factor
+            if not transpose and _skips_elements(instruction):
+                factor *= target.wide_stride_factor
+            columns = max(columns, target.tensor_fp32_min_columns)
             cycles = factor * columns + target.tensor_fp32_overhead_cycles
         else:
             cycles = columns + target.tensor_interval_overhead_cycles
@@ -111,14 +115,18 @@ class ComputeCosts:
     def stationary_load_us(self, instruction: Instruction) -> float:
         """Return the time of a LoadStationary that no MultiplyMoving hides."""
         stationary = instruction.attributes.get("m") or self.target.stationary_free_max_elements
-        return stationary / self.target.stationary_load_speedup * self._clock_us["tensor"]
+        return stationary * self._column_load_us
 
-    def other(self, instruction: Instruction) -> Cost:
-        """Return the cost of an instruction of any engine but TensorE."""
+    def other(self, instruction: Instruction, engine: str = "") -> Cost:
+        """Return the cost of an instruction of any engine but TensorE.
+
+        engine: where the compiler has placed it, by default where the trace says.
+        """
         attributes = instruction.attributes
+        engine = engine or instruction.engine
         key = (
             instruction.op,
-            instruction.engine,
+            engine,
             attributes.get("function"),
             attributes.get("reduces"),
             attributes.get("value"),
@@ -127,45 +135,66 @@ class ComputeCosts:
         )
         cost = self._other.get(key)
         if cost is None:
-            cost = self._other[key] = self._other_cost(instruction)
+            cost = self._other[key] = self._other_cost(instruction, engine)
         return cost
 
-    def _other_cost(self, instruction: Instruction) -> Cost:
-        target, engine = self.target, instruction.engine
+    def _other_cost(self, instruction: Instruction, engine: str) -> Cost:
+        """No instruction issues sooner than 64 cycles after the one before it."""
+        target = self.target
+        clock = self._clock_us.get(engine, self._clock_us["sync"])
         if engine == "sync" or not (instruction.reads or instruction.writes):
             cycles = 0.0
         else:
             rule = _RULES.get(instruction.op, _one_pass)
-            cycles = rule(target, instruction, elements(instruction))
-            cycles = max(cycles, _floor(target, instruction))
-            if target.vector_gpsimd_share_sbuf and self._wide_stride(instruction):
-                cycles *= 2.0  # v2: strides of 16 bytes and more halve SBUF and PSUM bandwidth
-        streaming = target.engine_streaming_overhead_cycles
-        if engine == "scalar":
-            isolated = target.scalar_isolated_overhead_cycles
-        else:
-            isolated = target.engine_isolated_overhead_cycles
-        clock = self._clock_us.get(engine, self._clock_us["sync"])
-        return (cycles + streaming) * clock, (cycles + isolated) * clock
+            cycles = rule(target, instruction, engine, elements(instruction))
+            if self._wide_stride(instruction):
+                cycles *= target.wide_stride_factor
+        interval = max(
+            cycles + target.engine_streaming_overhead_cycles, float(target.engine_min_cycles)
+        )
+        latency = max(cycles + _pipeline_cycles(target, instruction, engine), interval)
+        return interval * clock, latency * clock
 
-    @staticmethod
-    def _wide_stride(instruction: Instruction) -> bool:
+    def _wide_stride(self, instruction: Instruction) -> bool:
         accesses = (*instruction.reads, *instruction.writes)
-        return any(a.memory != "hbm" and _inner_stride_bytes(a) >= 16 for a in accesses)
+        least = self.target.wide_stride_bytes
+        return any(a.memory != "hbm" and _inner_stride_bytes(a) >= least for a in accesses)
 
 
-def _floor(target: Target, instruction: Instruction) -> float:
-    """Return the least cycles: 64, which the fast modes of v3 and later undercut."""
-    return target.engine_min_cycles / (4.0 if target.vector_fast_modes else 1.0)
+def _skips_elements(instruction: Instruction) -> bool:
+    """Tell whether the moving columns of a product are more than two elements apart."""
+    moving = instruction.reads[-1]
+    return _inner_stride_bytes(moving) > 2 * moving.item_bytes
 
 
-def _fast_mode(target: Target, instruction: Instruction) -> float:
+def _pipeline_cycles(target: Target, instruction: Instruction, engine: str) -> float:
+    """Return the cycles between the last element and its result.
+
+    Nothing is read for a memset. ScalarE reads each bias and scale tile first, and every function
+    but a copy reads a bias, given or not.
+    """
+    if not instruction.reads:
+        return float(target.engine_min_cycles)
+    if engine != "scalar":
+        return float(target.engine_isolated_overhead_cycles)
+    small = sum(a.elements_per_partition == 1 for a in instruction.reads[1:])
+    if instruction.attributes.get("function", "copy") not in _COPIES:
+        small = max(small, 1)
+    return float(target.scalar_isolated_overhead_cycles + small * target.scalar_operand_read_cycles)
+
+
+_COPIES = frozenset({"copy", "identity", "multiply", "add", ""})
+
+
+def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
     """Return how many elements a cycle VectorE copies or scales per partition.
 
-    trn2 architecture guide: 4 with 16-bit operands in SBUF and a contiguous innermost dimension;
-    2 if not contiguous, or with one side in PSUM and contiguous. trn3 adds 8-bit floats.
+    trn2 architecture guide: 512 elements a cycle (4 per partition) with 16-bit operands in SBUF
+    and a contiguous innermost dimension; 2 if not contiguous, or with one side in PSUM and
+    contiguous; 256 (2 per partition) with other operands in SBUF. Probes say that an output
+    wider than the input gets none of it. trn3 adds 8-bit floats.
     """
-    if not target.vector_fast_modes or instruction.engine not in ("vector", "scalar"):
+    if not target.vector_fast_modes or engine not in ("vector", "scalar"):
         return 1.0
     tensors = [
         a
@@ -176,50 +205,58 @@ def _fast_mode(target: Target, instruction: Instruction) -> float:
     if target.vector_fast_float8:
         small |= _EIGHT_BIT_FLOAT
     if any(a.dtype not in small for a in tensors):
-        return 1.0
+        sizes = [a.item_bytes for a in tensors]
+        plain = all(a.memory == "sbuf" and _inner_contiguous(a) for a in tensors)
+        return 2.0 if engine == "vector" and plain and sizes[-1] <= sizes[0] else 1.0
     contiguous = all(_inner_contiguous(a) for a in tensors)
     in_psum = sum(a.memory == "psum" for a in tensors)
-    if instruction.engine == "scalar":  # trn3: two elements a cycle on 16-bit data
+    if engine == "scalar":  # trn3: two elements a cycle on 16-bit data
         return 2.0 if target.scalar_fast_modes else 1.0
     if in_psum == 0:
         return 4.0 if contiguous else 2.0
     return 2.0 if in_psum == 1 and contiguous else 1.0
 
 
-def _one_pass(target: Target, instruction: Instruction, n: int) -> float:
+def _one_pass(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return float(n)
 
 
-def _copy(target: Target, instruction: Instruction, n: int) -> float:
-    return n / _fast_mode(target, instruction)
+def _copy(target: Target, instruction: Instruction, engine: str, n: int) -> float:
+    return n / _fast_mode(target, instruction, engine)
 
 
-def _reducing(target: Target, instruction: Instruction, n: int) -> float:
+def _reducing(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     """One pass, and 64 cycles to read the accumulators out if it reduces on the way."""
     extra = target.engine_min_cycles if instruction.attributes.get("reduces") else 0
     return float(n + extra)
 
 
-def _always_reducing(target: Target, instruction: Instruction, n: int) -> float:
+def _always_reducing(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return float(n + target.engine_min_cycles)
 
 
-def _two_inputs(target: Target, instruction: Instruction, n: int) -> float:
-    """Two operands share one SBUF port: 2N, or N when one streams from PSUM or all are 16-bit."""
+def _two_inputs(target: Target, instruction: Instruction, engine: str, n: int) -> float:
+    """Two operands share one SBUF port: a pass each, or one when one streams from PSUM.
+
+    All of them 16-bit in SBUF: half of that.
+    """
+    passes = target.vector_two_input_passes if engine == "vector" else 2.0
     wide = [a for a in instruction.reads if a.elements_per_partition > 1]
     if len(wide) < 2 or sum(a.memory == "psum" for a in wide) == 1:
         return float(n)
     operands = (*instruction.reads, *instruction.writes)
-    if instruction.engine == "vector" and all(a.dtype in _SIXTEEN_BIT for a in operands):
-        return float(n)
+    if engine == "vector" and all(
+        a.dtype in _SIXTEEN_BIT and (passes > 1.0 or a.memory == "sbuf") for a in operands
+    ):
+        return passes * n / 2.0
+    return passes * n
+
+
+def _scan(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return 2.0 * n
 
 
-def _scan(target: Target, instruction: Instruction, n: int) -> float:
-    return 2.0 * n
-
-
-def _reduce(target: Target, instruction: Instruction, n: int) -> float:
+def _reduce(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     operands = (*instruction.reads, *instruction.writes)
     if instruction.attributes.get("function") in ("add", "max", "maximum") and all(
         a.dtype in _SIXTEEN_BIT for a in operands
@@ -228,41 +265,43 @@ def _reduce(target: Target, instruction: Instruction, n: int) -> float:
     return float(n)
 
 
-def _memset(target: Target, instruction: Instruction, n: int) -> float:
+def _memset(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     sixteen = all(a.dtype in _SIXTEEN_BIT for a in instruction.writes)
     return n / 2.0 if sixteen and not instruction.attributes.get("value") else float(n)
 
 
-def _reciprocal(target: Target, instruction: Instruction, n: int) -> float:
-    return 8.0 * n if instruction.engine == "vector" else float(n)
+def _reciprocal(target: Target, instruction: Instruction, engine: str, n: int) -> float:
+    return target.vector_reciprocal_cycles * n if engine == "vector" else float(n)
 
 
-def _aggregate(target: Target, instruction: Instruction, n: int) -> float:
+def _aggregate(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return 13.0 * n / 3.0
 
 
-def _gpsimd_fixed(target: Target, instruction: Instruction, n: int) -> float:
+def _gpsimd_fixed(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return float(target.gpsimd_fixed_cycles + n)
 
 
-def _predicated(target: Target, instruction: Instruction, n: int) -> float:
-    return float(n) if any(a.memory == "psum" for a in instruction.reads) else 2.0 * n
+def _predicated(target: Target, instruction: Instruction, engine: str, n: int) -> float:
+    if any(a.memory == "psum" for a in instruction.reads):
+        return float(n)
+    return target.vector_two_input_passes * n
 
 
-def _slow_function(target: Target, instruction: Instruction, n: int) -> float:
+def _slow_function(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return 4.0 * n
 
 
-def _topk(target: Target, instruction: Instruction, n: int) -> float:
+def _topk(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return 4.0 * n + float(instruction.attributes.get("k", 8))
 
 
-def _partition_reduce(target: Target, instruction: Instruction, n: int) -> float:
+def _partition_reduce(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     """GpSimd walks its 16 partitions one after another, then combines 8 cores."""
     return float(target.gpsimd_fixed_cycles + 16 * n)
 
 
-_RULES: dict[str, Callable[[Target, Instruction, int], float]] = {
+_RULES: dict[str, Callable[[Target, Instruction, str, int], float]] = {
     "tensor_copy": _copy,
     "tensor_scalar": _copy,
     "copy": _copy,

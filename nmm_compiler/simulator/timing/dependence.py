@@ -118,8 +118,11 @@ class Dependences:
         target: Target,
         book: Callable[[Store], None],
         settle: Callable[[], bool],
+        reorder: bool = True,
     ) -> None:
         self.storages: dict[int, Storage] = {}
+        # engines whose program order alone gives write-after-read and write-after-write
+        self._in_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
         self.repeated: dict[int, int] = {}
         self.sbuf = Pool(target.sbuf_usable_bytes_per_partition, settle)
         self.psum = Pool(target.psum_banks * target.psum_bank_bytes_per_partition, settle)
@@ -172,7 +175,7 @@ class Dependences:
         self, index: int, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]
     ) -> float:
         """Return when the instruction's operands are there and its results may be written."""
-        storages, wake = self.storages, self._wake
+        storages, wake, in_order = self.storages, self._wake, self._in_order
         ready = 0.0
         for access in reads:
             storage = storages.get(access.storage)
@@ -201,7 +204,7 @@ class Dependences:
             for records in (storage.writes, storage.reads):
                 for record in records.near(access):
                     producer = record.engine
-                    if producer == engine and engine != DMA:
+                    if producer == engine and in_order[engine]:
                         continue
                     when = record.end + wake[producer][engine]
                     if when > ready and overlaps(record.access, access):

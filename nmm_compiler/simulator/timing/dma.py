@@ -18,6 +18,9 @@ from nmm_compiler.targets import Target
 _LARGEST_DESCRIPTOR_BYTES = 65536
 _US = 1e6
 
+SOFTWARE = "software"
+"""The resource that issues every DMA which no hardware generator does."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DmaCost:
@@ -25,6 +28,8 @@ class DmaCost:
 
     shares: (engine, microseconds) of every engine that carries a part.
     uniform_us: the share of each engine when all carry the same, else 0.
+    tail_us: from the end of the last engine's work to the data being there, free of occupancy.
+    gpsimd_us: what writing the descriptors takes of GpSimd.
     """
 
     read_bytes: int
@@ -37,6 +42,8 @@ class DmaCost:
     queue: str
     shares: tuple[tuple[int, float], ...]
     uniform_us: float
+    tail_us: float
+    gpsimd_us: float
 
 
 def _bytes(access: Access) -> int:
@@ -75,12 +82,9 @@ class DmaCosts:
             known = self._compute(instruction, _plain(mode), transpose, _plain(issuer))
             if together is not None:  # a queue of its own, for as long as is published
                 known = dataclasses.replace(
-                    known,
-                    queue="collectives",
-                    issue_us=float(str(together)),
-                    shares=((0, 0.0),),
-                    uniform_us=0.0,
-                )
+                    known, queue="collectives", issue_us=float(str(together)), shares=((0, 0.0),),
+                    uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,
+                )  # fmt: skip
             self._memory[key] = known
         return known
 
@@ -109,7 +113,11 @@ class DmaCosts:
             descriptors = max(1, min(128, moved // 2))
         else:
             each = target.dma_descriptor_seconds
-        per_run = max(target.dma_descriptor_min_seconds, each + run / rate)
+        software = mode != "hwdge"
+        least = target.dma_descriptor_min_seconds
+        if software and not transpose and run < target.dma_short_row_bytes:
+            least = target.dma_short_row_seconds
+        per_run = max(least, each + run / rate)
         runs = -(-moved // run)
         shares = _split(target, reads, writes, transpose)
         total = sum(weight for _, weight in shares)
@@ -121,6 +129,9 @@ class DmaCosts:
         )
         same = len(timed) == target.dma_engines and len({us for _, us in timed}) == 1
         queue, issue = self._issue(mode, issuer, descriptors)
+        largest = max(weight for _, weight in shares) / total
+        tail = target.dma_read_latency_fraction * hbm_read * largest
+        by_gpsimd = mode == "swdge"
         return DmaCost(
             read_bytes=read_bytes,
             write_bytes=write_bytes,
@@ -132,20 +143,27 @@ class DmaCosts:
             queue=queue,
             shares=timed,
             uniform_us=timed[0][1] if same else 0.0,
+            tail_us=tail / target.dma_bytes_per_second_per_engine * _US,
+            gpsimd_us=target.dma_software_gpsimd_seconds * _US if by_gpsimd else 0.0,
         )
 
     def _issue(self, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
-        """Return the queue that issues and the seconds it needs."""
+        """Return the resource that issues and the seconds it needs.
+
+        A core of trn2 has two hardware generators (nki-dge), triggered by the scalar and the sync
+        engine, and one path for everything else: descriptors that GpSimd writes, those of
+        `dge_mode.unknown`, which the compiler gives one of the existing modes, and prebuilt ones.
+        """
         target = self.target
         if mode == "hwdge":
             queue = issuer if issuer in ("scalar", "sync") else "sync"
             return f"hwdge-{queue}", target.dma_hardware_issue_seconds
-        software = target.dma_issue_seconds + descriptors * target.dma_issue_descriptor_seconds
-        if mode == "swdge":
-            return "swdge-gpsimd", software
         if mode == "none" or not target.dma_generates_descriptors:
-            return "static", target.dma_static_issue_seconds
-        return "dynamic", software
+            return SOFTWARE, target.dma_static_issue_seconds
+        return (
+            SOFTWARE,
+            target.dma_issue_seconds + descriptors * target.dma_issue_descriptor_seconds,
+        )
 
     def _transpose_fraction(self, reads: list[Access], writes: list[Access]) -> float:
         """Return the part of the copy rate that a DMA transpose reaches."""

@@ -8,7 +8,7 @@ The names that AWS's profiler (neuron-explorer) uses are given with each field.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from nmm_compiler.errors import ImpossibleProfileError, TimelineMissingError
@@ -20,7 +20,8 @@ from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, causes_of
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_trace, write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
-from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_trace
+from nmm_compiler.simulator.timing.evidence import ErrorBand, bands, kernel_class
+from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -57,6 +58,7 @@ class Profile(Shown, Record):
         ones on the device, whose body counts once.
     loads: "as_written", or "reused" when repeated loads were dropped (timing/load_reuse.py).
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
+    unmodelled: effects that this run has and the model does not know, one sentence each.
 
     Raises ImpossibleProfileError for a latency that TensorE's peak, or the bandwidth of HBM, does
     not allow: neither mfu nor mbu can be above the limit of what was multiplied and moved.
@@ -88,6 +90,7 @@ class Profile(Shown, Record):
     repeated_instructions: int = 0
     program_instructions: int = 0
     loads: str = "as_written"
+    unmodelled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         limit_us = self.latency_us * (1 + 1e-9)  # sums of floats in two orders
@@ -101,6 +104,11 @@ class Profile(Shown, Record):
     def device_us(self) -> float:
         """Latency and kernel start and stop: what a device-side benchmark would report."""
         return self.latency_us + self.start_stop_us
+
+    @property
+    def error_band(self) -> ErrorBand:
+        """How far off predictions of this class were on published kernels that were held out."""
+        return bands()[kernel_class(self.engine_busy_us)]
 
     @property
     def timeline(self) -> Timeline:
@@ -227,14 +235,22 @@ class Profile(Shown, Record):
             f"Profile({self.target} simulated: {self.latency_us:.2f} us, roofline "
             f"{self.roofline_us:.2f} us {self.bound}, mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
             f"busy us: {busy}, hbm {self.hbm_read_bytes + self.hbm_write_bytes} B, sbuf "
-            f"{self.sbuf_peak_bytes} B/partition, psum {self.psum_peak_banks} banks{loads})"
+            f"{self.sbuf_peak_bytes} B/partition, psum {self.psum_peak_banks} banks{loads}; "
+            f"{self.error_band})"
         )
 
 
-def profile_trace(trace: Trace, target: Target) -> Profile:
-    """Time `trace` on `target` and sum it up."""
+def profile_trace(trace: Trace, target: Target, *, reorder: bool = True) -> Profile:
+    """Time `trace` on `target` and sum it up; reorder as for `time_trace`."""
+    return profile_traces([trace], target, reorder=reorder)[0]
+
+
+def profile_traces(
+    traces: Sequence[Trace], target: Target, *, reorder: bool = True
+) -> list[Profile]:
+    """Time the programs of a grid, which wait for each other at barriers, and sum each up."""
     with collector_held_off():
-        return profile_timeline(time_trace(trace, target))
+        return [profile_timeline(t) for t in time_traces(traces, target, reorder=reorder)]
 
 
 def profile_timeline(timeline: Timeline) -> Profile:
@@ -291,9 +307,38 @@ def profile_timeline(timeline: Timeline) -> Profile:
         repeated_instructions=len(timeline.repeated),
         program_instructions=trace.program_instructions,
         loads=trace.loads,
+        unmodelled=tuple(_unmodelled(timeline, instructions)),
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile
+
+
+def _unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Yield what could matter to this run and is not modelled."""
+    trace, target = timeline.trace, timeline.target
+    if timeline.sbuf_overflow_bytes:
+        yield (
+            f"spills: live tensors exceed SBUF by {timeline.sbuf_overflow_bytes} B per partition, "
+            "and are timed as if they fitted"
+        )
+    barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
+    if barriers:
+        yield f"barriers: {barriers} wait for the other core, and cost nothing themselves"
+    queues = {transfer.queue for transfer in timeline.transfers}
+    if len(queues) > 1:
+        yield (
+            f"mixed DMA generators: {', '.join(sorted(queues))} are taken to issue independently"
+        )
+    open_engines = sum(
+        1 for i in trace.instructions if i.attributes.get("unset") and i.engine == "vector"
+    )
+    if open_engines:
+        chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
+        yield f"unknown engine: {open_engines} instructions are placed on {chosen} where it can"
+    if trace.loop_edges:
+        yield "loops on the device: jumping back and fetching instructions are free"
+    if not any(source.kind == "measured" for source in target.sources.values()):
+        yield f"{target.name}: no public measurement; documented rates and trn2's mechanisms"
 
 
 def minimal_hbm_bytes(trace: Trace) -> int:

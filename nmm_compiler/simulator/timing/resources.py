@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 _GAPS_KEPT = 64
 _SMALLEST_GAP_US = 0.02
+_WORTH_A_SWAP = 0.5  # assumed: a stall shorter than this part of an instruction is left
 
 
 class Slots:
@@ -32,6 +33,42 @@ class Slots:
         twin.tail = self.tail + shift
         twin.gaps = [(start + shift, stop + shift) for start, stop in self.gaps]
         return twin
+
+    def close(self, when: float) -> None:
+        """Let nothing be booked before `when`: neither in a gap nor at the end."""
+        self.gaps.clear()
+        if when > self.tail:
+            self.tail = when
+
+    def squeeze(self, ready: float, duration: float) -> float:
+        """Book as `place` does, but in pieces if no gap is long enough; return the start.
+
+        A scheduler that fills a stall with independent work moves what follows by the difference.
+        What follows is booked already, so the work takes the idle time before it and only the
+        rest lengthens the engine's time. A stall that nothing fills stays.
+        """
+        gaps, left = self.gaps, duration
+        if not gaps or gaps[-1][1] <= ready:
+            return self.place(ready, duration)
+        for start, stop in gaps:
+            if (start if start > ready else ready) + duration <= stop:
+                return self.place(ready, duration)
+        while gaps and left > 0.0 and gaps[-1][1] > ready:
+            start, stop = gaps[-1]
+            begin = start if start > ready else ready
+            if stop - begin < duration * _WORTH_A_SWAP:
+                break
+            gaps.pop()
+            if stop - begin > left:
+                begin = stop - left
+            left -= stop - begin
+            if begin - start > _SMALLEST_GAP_US:
+                gaps.append((start, begin))
+                break
+        if left == duration:
+            return self.place(ready, duration)
+        self.tail += max(left, 0.0)
+        return self.tail - duration
 
     def place(self, ready: float, duration: float) -> float:
         """Book `duration` at the earliest time not before `ready`; return its start."""

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nmm_compiler.simulator.timing.costs import ComputeCosts
 from nmm_compiler.simulator.timing.dependence import (
@@ -30,11 +30,12 @@ from nmm_compiler.simulator.timing.dependence import (
     wake_table,
 )
 from nmm_compiler.simulator.timing.dma import DmaCosts, DmaEngines
+from nmm_compiler.simulator.timing.placement import PassedOn, scalar_can
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
-__all__ = ["Timeline", "Transfer", "collector_held_off", "time_trace"]
+__all__ = ["Timeline", "Transfer", "collector_held_off", "time_trace", "time_traces"]
 
 _US = 1e6
 
@@ -71,6 +72,8 @@ class Timeline:
     busy_us: per engine the time in which at least one instruction was in flight; "dma" the time
         in which at least one DMA engine moved data.
     repeated: instructions that the compiler drops, with the earlier one whose result they reuse.
+    placed: where the compiler puts an instruction whose engine the kernel left open, if not where
+        the trace says.
     sbuf_overflow_bytes, psum_overflow_bytes: by how much live tensors exceeded the memory.
     """
 
@@ -87,22 +90,51 @@ class Timeline:
     tensor_throttled_us: float
     latency_us: float
     repeated: dict[int, int]
+    placed: dict[int, str]
     sbuf_peak_bytes: int
     psum_peak_bytes: int
     sbuf_overflow_bytes: int
     psum_overflow_bytes: int
 
 
-def time_trace(trace: Trace, target: Target, *, dma_costs: DmaCosts | None = None) -> Timeline:
+def time_trace(
+    trace: Trace, target: Target, *, reorder: bool = True, dma_costs: DmaCosts | None = None
+) -> Timeline:
     """Return when each instruction of `trace` runs on `target`.
 
+    reorder: the compiler's scheduler may move independent instructions and DMAs across each other
+        (nki.language.no_reorder: it is free to, outside of such a block); False keeps program
+        order on each engine and on each queue.
     dma_costs: what DMAs cost, for experiments; by default what they cost on the target.
 
     The garbage collector is held off meanwhile: the pass makes no cycles that matter, and scanning
     a trace of 100,000 instructions takes longer than timing it.
     """
+    return time_traces([trace], target, reorder=reorder, dma_costs=dma_costs)[0]
+
+
+def time_traces(
+    traces: Sequence[Trace],
+    target: Target,
+    *,
+    reorder: bool = True,
+    dma_costs: DmaCosts | None = None,
+) -> list[Timeline]:
+    """Return the timelines of the programs of a grid, which wait for each other at barriers."""
     with collector_held_off():
-        return _Pass(trace, target, dma_costs or DmaCosts(target)).run()
+        walks = [_Pass(trace, target, reorder, dma_costs or DmaCosts(target)) for trace in traces]
+        running = [(walk, walk.run()) for walk in walks]
+        while running:
+            arrived = []
+            for walk, steps in running:
+                when = next(steps, None)
+                if when is not None:
+                    arrived.append((walk, steps, when))
+            latest = max((when for *_, when in arrived), default=0.0)
+            for walk, _, _ in arrived:
+                walk.floor = max(walk.floor, latest)
+            running = [(walk, steps) for walk, steps, _ in arrived]
+        return [walk.timeline() for walk in walks]
 
 
 @contextlib.contextmanager
@@ -120,22 +152,25 @@ def collector_held_off() -> Iterator[None]:
 class _Pass:
     """State of one walk over a trace."""
 
-    def __init__(self, trace: Trace, target: Target, dma_costs: DmaCosts) -> None:
-        self.trace, self.target = trace, target
+    def __init__(self, trace: Trace, target: Target, reorder: bool, dma_costs: DmaCosts) -> None:
+        self.trace, self.target, self.reorder = trace, target, reorder
         self.costs = ComputeCosts(target)
         self.dma_costs = dma_costs
-        self.dependences = Dependences(trace, target, self._book, self._settle)
+        self.dependences = Dependences(trace, target, self._book, self._settle, reorder)
         count = len(trace.instructions)
         self.start = [0.0] * count
         self.end = [0.0] * count
         self.interval_end = [0.0] * count
-        self.free = [0.0] * len(ENGINES)
-        self.flight_end = [0.0] * len(ENGINES)
-        self.busy = [0.0] * len(ENGINES)
+        self.engines = [Slots() for _ in ENGINES]
         self.codes = {name: code for code, name in enumerate(ENGINES)}
+        self.placed: dict[int, str] = {}
         self.wake = wake_table(target)
         self.numbers: dict[int, int] = {}
-        self.in_order = bytearray(count)  # DMAs that nl.no_reorder keeps in program order
+        # tiles that the compiler passes from ScalarE to VectorE through PSUM
+        passes = target.vector_two_input_passes > 1.0
+        self.passed = PassedOn(trace, target.psum_bank_bytes_per_partition) if passes else None
+        # instructions that keep program order: all, or those of nl.no_reorder
+        self.in_order = bytearray(count) if reorder else bytearray(b"\1" * count)
         for first, stop in trace.ordered:
             self.in_order[first:stop] = b"\1" * (stop - first)
         self.edges = set(trace.loop_edges)
@@ -149,27 +184,38 @@ class _Pass:
         self.table: str | None = None
         self.psum_until = [0.0] * len(ENGINES)
         self.sbuf_until = [0.0] * len(ENGINES)
-        # TensorE clock ramp: rate, recent utilization, and until when utilization is known
+        # from when the next product may add to a sum: by storage, byte and partition
+        self.sums: dict[tuple[int, int, int], float] = {}
+        self.fill_us = target.tensor_latency_seconds * _US
+        # TensorE clock ramp: work done since it was cold, recent utilization and until when
         self.ramp_us = target.tensor_ramp_seconds * _US
-        self.ramp_rate = target.tensor_ramp_start_fraction if self.ramp_us else 1.0
+        self.window = self.ramp_us / (2.0 * math.log(2.0))
+        self.ramp_done = 0.0
         self.utilization = 0.0
         self.utilization_at = 0.0
         self.throttled_us = 0.0
 
-    def run(self) -> Timeline:
+    def run(self) -> Iterator[float]:
+        """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
         instructions = self.trace.instructions
         start, end, interval_end = self.start, self.end, self.interval_end
-        codes = self.codes
+        codes, edges = self.codes, self.edges
         ready_of, done = self.dependences.ready, self.dependences.done
-        free, flight_end, busy = self.free, self.flight_end, self.busy
         repeated = self.dependences.repeated
+        prefers_scalar = self.target.unset_engine_prefers_scalar
         for index, instruction in enumerate(instructions):
-            if index in self.edges:
+            if index in edges:
                 self._meet(index)
             if index in repeated:
                 start[index] = end[index] = interval_end[index] = end[repeated[index]]
                 continue
             engine = codes[instruction.engine]
+            if instruction.op == "core_barrier":
+                self._meet(index)
+                yield self.floor
+                self._release()
+            if prefers_scalar and engine == VECTOR and scalar_can(instruction):
+                engine, self.placed[index] = SCALAR, "scalar"
             reads, writes = instruction.reads, instruction.writes
             ready = ready_of(index, engine, reads, writes)
             if instruction.after:
@@ -178,19 +224,13 @@ class _Pass:
                 self._transfer(index, instruction, ready)
                 continue
             if engine == TENSOR:
-                begin, next_free, stop = self._tensor(instruction, ready)
+                begin, next_free, stop = self._tensor(index, instruction, ready)
             else:
-                begin, next_free, stop = self._compute(engine, instruction, ready)
-            free[engine] = next_free
-            seen = flight_end[engine]
-            if stop > seen:
-                busy[engine] += stop - (begin if begin > seen else seen)
-                flight_end[engine] = stop
+                begin, next_free, stop = self._compute(index, engine, instruction, ready)
             start[index], end[index], interval_end[index] = begin, stop, next_free
             done(index, engine, reads, writes, next_free, stop)
         while self._settle():
             pass
-        return self._timeline(start, end, interval_end)
 
     def _meet(self, index: int) -> None:
         """Let everything wait where a turn of a loop on the device begins or ends.
@@ -202,7 +242,12 @@ class _Pass:
             pass
         self.floor = max(self.floor, max(self.end[self.last_edge : index], default=0.0))
         self.last_edge = index
-        self.free[:] = [max(free, self.floor) for free in self.free]
+        self._release()
+
+    def _release(self) -> None:
+        """Let nothing start before the floor."""
+        for slots in self.engines:
+            slots.close(self.floor)
 
     def _after(self, instruction: Instruction, engine: int) -> float:
         """Return when the instructions that the kernel names as predecessors have signalled."""
@@ -213,94 +258,116 @@ class _Pass:
             at = self.numbers[id(producer)]
             for store in [store for store in self.waiting if store.index == at]:
                 self._book(store)
-            wake = self.wake[self.codes[producer.engine]][engine]
+            wake = self.wake[self.codes[self.placed.get(at, producer.engine)]][engine]
             ready = max(ready, self.end[at] + wake)
         return ready
 
-    def _tensor(self, instruction: Instruction, ready: float) -> tuple[float, float, float]:
-        """Book TensorE; the clock limit re-engages when recent utilization falls below half."""
+    def _tensor(
+        self, index: int, instruction: Instruction, ready: float
+    ) -> tuple[float, float, float]:
+        """Book TensorE; the clock limit re-engages when recent utilization falls below half.
+
+        A product that adds to a sum starts no sooner than the first column of the product before
+        it has come through.
+        """
         interval, latency = self.costs.tensor(instruction)
-        begin = self.free[TENSOR]
+        slots = self.engines[TENSOR]
+        into = instruction.writes[0]
+        key = (into.storage, into.byte_start, into.partition_start)
+        begin = max(self.sums.get(key, 0.0), self.floor)
+        if self.in_order[index] and slots.tail > begin:
+            begin = slots.tail
         if ready > begin:
             begin = ready
-            if begin > 0.0:
-                latency += self.costs.stationary_load_us(instruction)
+        fill = latency - interval
+        if begin > slots.tail and begin > 0.0:
+            fill += self.costs.stationary_load_us(instruction)
         if self.ramp_us:
-            fill = latency - interval
-            gap = begin - self.utilization_at
-            window = self.ramp_us / (2.0 * math.log(2.0))
-            used = self.utilization * math.exp(-gap / window) if gap > 0.0 else self.utilization
-            floor = self.target.tensor_ramp_start_fraction
-            if used < 0.5 and gap > 0.0:
-                self.ramp_rate = floor
-            rate = self.ramp_rate
-            if rate < 1.0:
-                slow = interval / rate
+            gap = max(begin, slots.tail) - self.utilization_at
+            used = self.utilization * math.exp(-gap / self.window) if gap > 0.0 else 1.0
+            if used < 0.5:
+                self.ramp_done = 0.0
+            if self.ramp_done < self.ramp_us:
+                slow = interval / self.target.tensor_ramp_start_fraction
                 self.throttled_us += slow - interval
                 interval = slow
-                self.ramp_rate = min(1.0, rate + (1.0 - floor) * interval / self.ramp_us)
-            self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / window)
-            self.utilization_at = begin + interval
-            latency = interval + fill
-        return begin, begin + interval, begin + latency
+                self.ramp_done += interval
+        book = slots.place if self.in_order[index] else slots.squeeze
+        begin = book(begin, interval)
+        if self.ramp_us and slots.tail > self.utilization_at:
+            used = self.utilization * math.exp(-max(gap, 0.0) / self.window)
+            self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / self.window)
+            self.utilization_at = slots.tail
+        self.sums[key] = begin + max(interval, self.fill_us)
+        return begin, begin + interval, begin + interval + fill
 
     def _compute(
-        self, engine: int, instruction: Instruction, ready: float
+        self, index: int, engine: int, instruction: Instruction, ready: float
     ) -> tuple[float, float, float]:
         """Book VectorE, ScalarE, GpSimd or the sync engine."""
-        target = self.target
-        interval, latency = self.costs.other(instruction)
-        begin = self.free[engine]
+        target, slots = self.target, self.engines[engine]
+        timed = self.passed.timed(instruction, engine == SCALAR) if self.passed else instruction
+        interval, latency = self.costs.other(timed, ENGINES[engine])
+        begin = ready if ready > self.floor else self.floor
+        if self.in_order[index] and slots.tail > begin:
+            begin = slots.tail
         if engine == SCALAR:
             name = instruction.attributes.get("function", "")
             table_free = name in _IN_EVERY_TABLE or name == self.table
             if not table_free and instruction.op.startswith("activat"):
                 # placed by the compiler as early as ScalarE is free, before the operands come
-                loaded = begin + target.activation_table_load_seconds * _US
-                self.table_loads.append((begin, loaded))
+                load_us = target.activation_table_load_seconds * _US
+                loaded = slots.place(max(slots.tail, self.floor), load_us) + load_us
+                self.table_loads.append((loaded - load_us, loaded))
                 self.table = name
-                begin = loaded
-        if ready > begin:
-            begin = ready
+                slots.close(loaded)
         if target.vector_scalar_share_psum and engine in (VECTOR, SCALAR):
-            begin = self._share(engine, instruction, "psum", self.psum_until, begin, interval)
+            begin = self._share(engine, instruction, "psum", self.psum_until, begin)
         if target.vector_gpsimd_share_sbuf and engine in (VECTOR, GPSIMD):
-            begin = self._share(engine, instruction, "sbuf", self.sbuf_until, begin, interval)
+            begin = self._share(engine, instruction, "sbuf", self.sbuf_until, begin)
+        if self.in_order[index]:
+            begin = slots.place(begin, interval)
+        else:
+            begin = slots.squeeze(begin, interval)
+        if target.vector_scalar_share_psum and engine in (VECTOR, SCALAR):
+            self._hold(engine, instruction, "psum", self.psum_until, begin + interval)
+        if target.vector_gpsimd_share_sbuf and engine in (VECTOR, GPSIMD):
+            self._hold(engine, instruction, "sbuf", self.sbuf_until, begin + interval)
         return begin, begin + interval, begin + latency
 
     @staticmethod
     def _share(
-        engine: int,
-        instruction: Instruction,
-        memory: str,
-        until: list[float],
-        begin: float,
-        interval: float,
+        engine: int, instruction: Instruction, memory: str, until: list[float], begin: float
     ) -> float:
-        """Keep two engines of an older core out of one memory at the same time."""
-        if not any(a.memory == memory for a in (*instruction.reads, *instruction.writes)):
-            return begin
-        for other, when in enumerate(until):
-            if other != engine and when > begin:
-                begin = when
-        until[engine] = begin + interval
+        """Return from when no other engine of an older core uses a memory."""
+        if any(a.memory == memory for a in (*instruction.reads, *instruction.writes)):
+            for other, when in enumerate(until):
+                if other != engine and when > begin:
+                    begin = when
         return begin
+
+    @staticmethod
+    def _hold(
+        engine: int, instruction: Instruction, memory: str, until: list[float], stop: float
+    ) -> None:
+        """Keep the other engine of an older core out of a memory until `stop`."""
+        if any(a.memory == memory for a in (*instruction.reads, *instruction.writes)):
+            until[engine] = max(until[engine], stop)
 
     def _transfer(self, index: int, instruction: Instruction, ready: float) -> None:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
         cost = self.dma_costs.cost(instruction)
         ready = max(ready, self.floor)
-        if cost.queue == "swdge-gpsimd":  # writing the descriptors is work of GpSimd itself
-            ready = max(ready, self.free[GPSIMD])
         queue = self.queues.get(cost.queue)
         if queue is None:
             queue = self.queues[cost.queue] = Slots()
-        if self.in_order[index]:
+        in_order = self.in_order[index]
+        if in_order:
             ready = max(ready, queue.tail)
         store = Store(index, instruction, ready, cost)
         put_off = (
-            ready > queue.tail
-            and not self.in_order[index]
+            not in_order
+            and ready > queue.tail
             and all(a.memory == "hbm" for a in instruction.writes)
         )
         waiting = self.waiting
@@ -329,12 +396,13 @@ class _Pass:
     def _issue(self, job: Store) -> None:
         """Book the issuing queue, then the DMA engines."""
         cost, index = job.cost, job.index
-        issued = self.queues[cost.queue].place(job.ready, cost.issue_us)
+        begin = job.ready
+        if cost.gpsimd_us:
+            begin = self.engines[GPSIMD].place(begin, cost.gpsimd_us)
+        issued = self.queues[cost.queue].place(begin, cost.issue_us)
         stop = issued + cost.issue_us
-        if cost.queue == "swdge-gpsimd":
-            self.free[GPSIMD] = max(self.free[GPSIMD], stop)
         parts = self.dma_engines.place(cost, issued + max(cost.issue_us, self.dma_start_us))
-        end = self.dma_engines.end(parts)
+        end = self.dma_engines.end(parts) + cost.tail_us
         self.transfers.append(
             Transfer(
                 index,
@@ -355,39 +423,46 @@ class _Pass:
         banks = self.trace.psum_peak_banks * self.target.psum_bank_bytes_per_partition
         return banks or self.dependences.psum.peak
 
-    def _timeline(
-        self, start: list[float], end: list[float], interval_end: list[float]
-    ) -> Timeline:
+    def _busy_us(self) -> dict[str, float]:
+        """Return per engine the time with at least one instruction in flight."""
+        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES[:-1]}
+        repeated, placed = self.dependences.repeated, self.placed
+        start, end = self.start, self.end
+        for index, instruction in enumerate(self.trace.instructions):
+            engine = instruction.engine
+            if engine != "dma" and index not in repeated:
+                spans[placed.get(index, engine)].append((start[index], end[index]))
+        spans["scalar"] += self.table_loads
+        return {name: _covered(found) for name, found in spans.items()}
+
+    def timeline(self) -> Timeline:
+        """Sum up the walk."""
         dependences = self.dependences
         parts = [part for transfer in self.transfers for part in transfer.parts]
         moving = self.dma_engines.spans
-        spans = sorted(span for transfer in self.transfers for span in moving(transfer.parts))
-        active, seen = 0.0, 0.0
-        for begin, stop in spans:
-            if stop > seen:
-                active += stop - (begin if begin > seen else seen)
-                seen = stop
         work = sum(
             (stop - begin) * (self.target.dma_engines if engine < 0 else 1)
             for engine, begin, stop in parts
         )
-        busy = dict(zip(ENGINES, self.busy, strict=True))
-        busy["scalar"] += sum(stop - begin for begin, stop in self.table_loads)
-        busy["dma"] = active
+        busy = self._busy_us()
+        busy["dma"] = _covered(
+            [span for transfer in self.transfers for span in moving(transfer.parts)]
+        )
         return Timeline(
             trace=self.trace,
             target=self.target,
-            start=start,
-            end=end,
-            interval_end=interval_end,
+            start=self.start,
+            end=self.end,
+            interval_end=self.interval_end,
             transfers=sorted(self.transfers, key=lambda transfer: transfer.index),
             table_loads=self.table_loads,
             busy_us=busy,
             dma_engine_busy_us=work,
             dma_stagger_us=self.dma_engines.step_us,
             tensor_throttled_us=self.throttled_us,
-            latency_us=max(end, default=0.0),
+            latency_us=max(self.end, default=0.0),
             repeated=dependences.repeated,
+            placed=self.placed,
             sbuf_peak_bytes=self.trace.sbuf_peak_bytes or dependences.sbuf.peak,
             psum_peak_bytes=self._psum_peak_bytes(),
             sbuf_overflow_bytes=dependences.sbuf.overflow,
@@ -397,3 +472,13 @@ class _Pass:
 
 def _ready_then_index(store: Store) -> tuple[float, int]:
     return store.ready, store.index
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, seen = 0.0, 0.0
+    for begin, stop in sorted(spans):
+        if stop > seen:
+            total += stop - (begin if begin > seen else seen)
+            seen = stop
+    return total
