@@ -6,6 +6,7 @@ nmm_schedules the artefacts. TORCH_TRACE=DIRECTORY gets all of them and the HTML
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +45,8 @@ def log_report(report: CompileReport, before: Callable[[], str], after: Callable
         _trace("nmm_graph_before", "string", before)
         _trace("nmm_graph_after", "string", after)
     for kernel in report.built:
-        _trace(f"nmm_kernel_{kernel.spec.short().replace(' ', '_')}", "string",
-               lambda kernel=kernel: kernel.source)  # fmt: skip
+        name = f"nmm_kernel_{kernel.spec.short().replace(' ', '_')}"
+        _trace(name, "string", functools.partial(getattr, kernel, "source"))
     if report.built:
         _trace("nmm_schedules", "string", lambda: "\n\n".join(map(schedules, report.built)))
     title = f"nmm_compiler: graph {report.graph}"

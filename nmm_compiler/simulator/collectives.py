@@ -146,7 +146,7 @@ def _exchange(
         },
         name,
     )  # fmt: skip
-    sent = None
+    sent: Any = None
     if machine.data:
         sent = [_sent(machine, src) for src, _ in pairs]
     if machine.programs is None:

@@ -91,7 +91,7 @@ def _gathered(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor)
 
 def _quantized(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A group of 8 partitions x 4 values, and its scale."""
-    groups = mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3))
+    groups = np.asarray(mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3)))
     if dst is arguments["dst"]:
         return np.repeat(groups, 8, axis=0).reshape(dst.shape)
     scales = np.zeros((dst.shape[0], groups.shape[1]), np.bool_)

@@ -208,7 +208,7 @@ class TensorData(Reshaping):
         mask = self.unwritten_view()
         if mask is None or not mask.any():
             return None
-        return mask.any(axis=-1) if mask.ndim > len(self.shape) else mask.copy()
+        return np.asarray(mask.any(axis=-1)) if mask.ndim > len(self.shape) else mask.copy()
 
     def known(self, what: str) -> np.ndarray:
         """Return the stored elements; refuses unwritten ones, because `what` needs values."""

@@ -150,8 +150,10 @@ def _unwritten_rows(view: NkiTensor, table: np.ndarray, valid: np.ndarray) -> np
         storage.refine(view.dtype.item_bytes)
     assert storage.unwritten is not None
     factor = view.dtype.item_bytes // storage.granule
-    mask = storage.unwritten.reshape(-1, factor).any(axis=1)[table] if factor > 1 \
-        else storage.unwritten[table]  # fmt: skip
+    whole = storage.unwritten
+    if factor > 1:
+        whole = np.asarray(whole.reshape(-1, factor).any(axis=1))
+    mask = whole[table]
     return np.asarray(mask & valid[:, None]).reshape(view.shape)
 
 
