@@ -1,0 +1,139 @@
+"""A kernel's arguments: arrays become tensors in HBM, and what the kernel wrote goes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import KernelArgumentError
+from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
+from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an array that does not exist (timing mode)."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any], file: str) -> Any:
+    """Return a kernel's arguments by its signature; raises KernelArgumentError."""
+    code = getattr(function, "__code__", None)
+    line = code.co_firstlineno if code is not None else 0
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise KernelArgumentError(f"{function!r} has no signature", file, line) from None
+    try:
+        return signature.bind(*arrays, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", "kernel")
+        raise KernelArgumentError(
+            f"arguments do not fit {name}{signature}: {error}", file, line
+        ) from None
+
+
+class Binder:
+    """Turns arguments into tensors, and writes arrays that the kernel changed back."""
+
+    def __init__(self, machine: Machine, grid: int) -> None:
+        self.machine = machine
+        self.region = shared_hbm if grid > 1 else private_hbm
+        self.pairs: list[tuple[NkiTensor, Any, np.ndarray]] = []
+        self.seen: dict[int, NkiTensor] = {}
+
+    def arguments(self, bound: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return (positional, keyword) arguments with arrays replaced by tensors."""
+        names = list(bound.signature.parameters)
+        args = [self.convert(names[min(i, len(names) - 1)], a) for i, a in enumerate(bound.args)]
+        return args, {name: self.convert(name, v) for name, v in bound.kwargs.items()}
+
+    def convert(self, name: str, value: Any) -> Any:
+        """Return a tensor for an array, the same container for containers, else the value."""
+        if isinstance(value, ArraySpec):
+            return self._spec(name, value)
+        if isinstance(value, np.ndarray):
+            return self._array(name, value, value)
+        if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+            return self._array(name, _from_torch(name, value), value)
+        if type(value) in (tuple, list):
+            return type(value)(self.convert(f"{name}[{i}]", v) for i, v in enumerate(value))
+        if type(value) is dict:
+            return {k: self.convert(f"{name}[{k!r}]", v) for k, v in value.items()}
+        return value
+
+    def _spec(self, name: str, spec: ArraySpec) -> NkiTensor:
+        kind = dtypes.find(spec.dtype)
+        if self.machine.data:
+            raise KernelArgumentError(
+                f'argument {name!r} is an ArraySpec; only mode="timing" takes shapes for arrays'
+            )
+        if kind is None:
+            raise KernelArgumentError(f"argument {name!r}: {spec.dtype!r} is no NKI dtype")
+        return input_tensor(self.machine, name, tuple(spec.shape), kind, None, self.region)
+
+    def _array(self, name: str, array: np.ndarray, original: Any) -> NkiTensor:
+        known = self.seen.get(id(original))
+        if known is not None:
+            return known
+        kind = dtypes.find(array.dtype)
+        if kind is None or kind.item_bytes == 8:
+            raise KernelArgumentError(
+                f"argument {name!r} is {array.dtype}; NKI has {', '.join(sorted(dtypes.ALL))}; "
+                "convert it first"
+            )
+        if array.size == 0:
+            raise KernelArgumentError(f"argument {name!r} has shape {array.shape}, which is empty")
+        shape = tuple(int(s) for s in array.shape) or (1,)
+        raw = None
+        if self.machine.data:
+            raw = np.array(array, order="C", copy=True).reshape(-1).view(np.uint8)
+        tensor = input_tensor(self.machine, name, shape, kind, raw, self.region)
+        self.seen[id(original)] = tensor
+        if self.machine.data:
+            self.pairs.append((tensor, original, array))
+        return tensor
+
+    def write_back(self, machines: list[Machine]) -> None:
+        """Copy what the kernel wrote into its inputs back into the caller's arrays."""
+        written = {
+            access.storage
+            for machine in machines
+            for instruction in machine.instructions
+            for access in instruction.writes
+            if access.memory == "hbm"
+        }
+        for tensor, _, array in self.pairs:
+            if tensor.storage.identity in written and array.flags.writeable:
+                values = tensor.array()
+                if array.dtype.names:  # x4-packed
+                    values = np.ascontiguousarray(values).view(array.dtype)
+                array[...] = values.astype(array.dtype).reshape(array.shape) \
+                    if array.dtype == np.bool_ else values.reshape(array.shape)  # fmt: skip
+
+
+def _from_torch(name: str, value: Any) -> np.ndarray:
+    """Return a NumPy view of a torch CPU tensor; bfloat16 and float8 by their bits."""
+    if value.device.type != "cpu":
+        raise KernelArgumentError(
+            f"argument {name!r} is on device {value.device}; move it to the CPU"
+        )
+    torch = sys.modules["torch"]
+    tensor = value.detach()
+    kind = dtypes.find(value.dtype)
+    if kind is None:
+        raise KernelArgumentError(f"argument {name!r} is {value.dtype}, which NKI does not have")
+    if kind.numpy.kind == "V" or kind in ("bfloat16", *dtypes.FLOAT8, "float8_e8m0fnu"):
+        bits = {1: torch.uint8, 2: torch.int16}[kind.item_bytes]
+        array = tensor.contiguous().view(bits).numpy().view(kind.numpy)
+    else:
+        array = tensor.numpy()
+    return np.asarray(array)
