@@ -8,18 +8,18 @@ from typing import Any
 
 from nmm_compiler.errors import KernelFailedError, NmmError, UnsupportedInstructionError
 
-# (what a case's row or error says, why the case is not right)
+# (what a case's row or error says, why the case is not right, whether NKI 0.3 or newer can run it)
 EXPLAINED = (
     ("got an unexpected keyword argument 'dtype'",
-     "the sample is written for NKI 0.2: nisa.tensor_copy lost dtype= in 0.3"),
+     "the sample is written for NKI 0.2: nisa.tensor_copy lost dtype= in 0.3", False),
     ("KeyError: 'mask_out_hbm'",
-     "the test's own code: it looks an input up without the suffix that it gave it"),
+     "the test's own code: it looks an input up without the suffix that it gave it", False),
+    ("neuronxcc.starfish",
+     "the test imports neuronxcc.starfish, the compiler's private package", False),
     ("test_rope_manual",
      "its live tiles take 393,216 B per SBUF partition, more than trn2 has; the NKI compiler would "
-     "spill, the simulator refuses instead"),
-    ("nc_matmul_mx needs trn3", "the case is for trn3 and asks for trn2"),
-    ("neuronxcc.starfish", "the test imports neuronxcc.starfish, the compiler's private package"),
-    ("TooSlowError", "ran longer than --seconds"),
+     "spill, the simulator refuses instead", True),
+    ("TooSlowError", "ran longer than --seconds", True),
 )  # fmt: skip
 
 
