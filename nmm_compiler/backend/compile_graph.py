@@ -25,6 +25,8 @@ from torch import Tensor, fx
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend import ahead_of_time, published
 from nmm_compiler.backend.inner import compile_inner, inner_name
+from nmm_compiler.backend.published import last_report as last_report
+from nmm_compiler.backend.published import reports as reports
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.backend.torch_version import warn_if_untested
 from nmm_compiler.codegen.build_many import fill_cache

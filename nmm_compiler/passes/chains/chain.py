@@ -1,9 +1,7 @@
 """Two products with constant matrices and only foldable things between: the low-rank chain.
 
-`trace_back` walks from a product's data operand to the product that made it, through views and the
-affine steps a kernel can absorb, and `read_chain` joins the two. The steps between the products:
-numbers, constant vectors over the rank, diagonal matrices and constant biases. `epilogue` reads
-what comes after the products, `safety` says what forbids moving them.
+`steps` says what may stand between, `read_chain` joins the two products. `epilogue` reads what
+comes after the products, `safety` says what forbids moving them.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from nmm_compiler.passes.chains.linear_map import (
@@ -21,16 +18,15 @@ from nmm_compiler.passes.chains.linear_map import (
     Weight,
     is_whole_feature,
     part_of_one,
-    path_nodes,
     read_stage,
 )
+from nmm_compiler.passes.chains.steps import Step, Walk, trace_back
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
     Activation,
     Add,
     Cast,
-    Diagonal,
     Form,
     Key,
     Leaf,
@@ -38,25 +34,9 @@ from nmm_compiler.passes.graph.canonical_forms import (
     Product,
     Scale,
     Virtual,
-    describe,
     owner_of,
 )
 from nmm_compiler.passes.graph.views import FEATURE, Dims
-
-
-@dataclass(frozen=True)
-class Step:
-    """One affine step on a result: kind is "scale", "vector" or "bias".
-
-    scale: times `number`, or times the one-element tensor `key`. vector: times the constant
-    vector `key` over features. bias: plus `number` times the constant vector `key`. token: times
-    the value `key`, which is one number for each token.
-    """
-
-    kind: str
-    number: float = 1.0
-    key: Key | None = None
-    dims: Dims = ()
 
 
 @dataclass(frozen=True)
@@ -101,220 +81,6 @@ class Chain:
     def r(self) -> int:
         """Return the inner dimension, summed over the chains that are added."""
         return self.u.n + sum(chain.r for chain in self.more)
-
-
-# -- between the products ---------------------------------------------------------------------
-
-
-def _constant_over(c: Canonical, factor: Key, target: Key) -> tuple[int, ...] | None:
-    """Return the dimensions of `target` along which a constant varies; None if no constant."""
-    shape, own = c.shape(target), c.shape(factor)
-    if shape is None or own is None or not c.is_weight(factor):
-        return None
-    dims = views.expand(views.identity(own), shape)
-    if dims is None:
-        return None
-    return tuple(
-        i for i, dim in enumerate(dims) if any(atom.axis != views.BROADCAST for atom in dim)
-    )
-
-
-def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float) -> Step | None:
-    positions = _constant_over(c, factor, target)
-    shape = c.shape(target)
-    if positions is None or shape is None or c.dtype(factor) is None:
-        return None
-    if not positions:
-        return None if kind == "bias" else Step("scale", number, factor)
-    dims = views.identity(shape)
-    if isinstance(factor, Virtual) and factor.attribute is None:
-        factor = c.base(factor)[0]  # the vector itself, seen with more dimensions
-    return Step(kind, number, factor, tuple(dims[i] for i in positions))
-
-
-def _token_step(c: Canonical, factor: Key, target: Key) -> Step | None:
-    """Read a factor that is no constant as one number for each token: its last size is 1."""
-    shape, own = c.shape(target), c.shape(factor)
-    if shape is None or own is None or len(own) != len(shape) or isinstance(factor, Virtual):
-        return None
-    if c.is_weight(factor) or own[-1] != 1 or shape[-1] == 1 or own[:-1] != shape[:-1]:
-        return None
-    return Step("token", 1.0, factor, views.identity(shape)[:-1])
-
-
-def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
-    """Explain what stands between two products."""
-    shown = describe(form)
-    if owner_of(key) in c.effects.writers:
-        return Refusal(
-            "mutation", "an inner value is written in place", key, "use the functional form"
-        )
-    if isinstance(form, Activation):
-        return Refusal("activation", f"{shown} between the products", key, "nothing: not linear")
-    if isinstance(form, Norm):
-        return Refusal("norm", f"{shown} between the products", key, "nothing: not linear")
-    if isinstance(form, Cast):
-        return Refusal(
-            "dtype", f"{shown} between the products", key, "keep one dtype through the chain"
-        )
-    if isinstance(form, Scale):
-        return Refusal(
-            "activation_factor",
-            "multiplied by an activation between the products",
-            key,
-            "nothing: only constants fold into the factors",
-        )
-    if isinstance(form, Add):
-        return Refusal(
-            "activation_addend",
-            "an activation is added between the products",
-            key,
-            "nothing: only constant biases fold",
-        )
-    if "dropout" in shown:
-        return Refusal("dropout", "training dropout between the products", key, "call model.eval()")
-    return Refusal("opaque", f"{shown} between the products", key, "move it out of the chain")
-
-
-@dataclass
-class Walk:
-    """Where `trace_back` is: a base, its dimensions as the start sees them, the steps passed."""
-
-    key: Key
-    dims: Dims
-    steps: list[Step]
-    nodes: set[fx.Node]
-
-    def descend(self, c: Canonical, value: Key) -> bool:
-        """Move to the operand that the current base is computed from, element by element."""
-        base, inner = c.base(value)
-        dims = views.compose(self.dims, inner)
-        if dims is None:
-            return False
-        steps: list[Step] = []
-        for step in self.steps:
-            moved = views.compose(step.dims, inner)
-            if moved is None:
-                return False
-            steps.append(dataclasses.replace(step, dims=moved))
-        self.nodes |= {owner_of(self.key)} | path_nodes(c, value)
-        self.key, self.dims, self.steps = base, dims, steps
-        return True
-
-
-def trace_back(c: Canonical, start: Key) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
-    """Walk from a value to the product that made it; steps come last first."""
-    base, dims = c.base(start)
-    walk = Walk(base, dims, [], set(path_nodes(c, start)))
-    while True:
-        form = c.forms[walk.key]
-        if isinstance(form, Product):
-            diagonal = _diagonal(c, walk, form)
-            if diagonal is None:
-                return walk, form
-            if diagonal is False:
-                return walk, _blocked(c, form, walk.key)
-            continue
-        if isinstance(form, Cast) and _is_wider_for_a_while(c, walk.key):
-            found: tuple[Key, list[Step]] | None = form.value, []
-        else:
-            found = affine(c, walk.key, form)
-        if found is None:
-            return walk, _blocked(c, form, walk.key)
-        value, steps = found
-        walk.steps.extend(steps)
-        if not walk.descend(c, value):
-            return walk, _blocked(c, form, walk.key)
-
-
-_STEPS_COMPUTED_WIDER = 8
-
-
-def _is_wider_for_a_while(c: Canonical, key: Key) -> bool:
-    """Say whether a cast is one of two, to a wider dtype and back, with only steps between.
-
-    A kernel keeps the middle of a chain in float32, so that steps between are wider there too.
-    """
-    for _ in range(_STEPS_COMPUTED_WIDER):
-        form = c.forms[key]
-        if isinstance(form, Cast):
-            own, inner = c.dtype(key), c.dtype(form.value)
-            if own == torch.float32 and inner in (torch.bfloat16, torch.float16):
-                return True
-            if inner != torch.float32 or own not in (torch.bfloat16, torch.float16):
-                return False
-            value: Key = form.value
-        else:
-            found = affine(c, key, form)
-            if found is None:
-                return False
-            value = found[0]
-        key = c.base(value)[0]
-    return False
-
-
-def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
-    """Read scale and add as (value, steps last first), None when they are not affine."""
-    if isinstance(form, Scale):
-        if isinstance(form.factor, float):
-            return form.value, [Step("scale", form.factor)]
-        for value, factor in ((form.value, form.factor), (form.factor, form.value)):
-            if c.shape(value) == c.shape(key):
-                step = _step_over(c, "vector", factor, key, 1.0) or _token_step(c, factor, key)
-                if step is not None and not isinstance(c.form(value), Leaf):
-                    return value, [step]
-        return None
-    if isinstance(form, Add):
-        if isinstance(form.b, float):
-            if form.b == 0.0:
-                return form.a, [Step("scale", form.alpha)]
-            return None
-        pairs = ((form.a, form.alpha, form.b, form.beta), (form.b, form.beta, form.a, form.alpha))
-        for value, own, addend, sign in pairs:
-            if c.shape(value) == c.shape(key):
-                step = _step_over(c, "bias", addend, key, sign)
-                if step is not None and not isinstance(c.form(value), Leaf):
-                    return value, [step, Step("scale", own)]
-    return None
-
-
-def _diagonal(c: Canonical, walk: Walk, form: Product) -> bool | None:
-    """Fold a product with diag(s); None when the product is none, False when it does not fold."""
-    for value, other, own, labels in (
-        (form.lhs, form.rhs, form.lhs_labels, form.rhs_labels),
-        (form.rhs, form.lhs, form.rhs_labels, form.lhs_labels),
-    ):
-        diagonal = c.form(other)
-        if not isinstance(diagonal, Diagonal) or len(labels) != 2:
-            continue
-        if not c.is_weight(diagonal.vector):
-            return False
-        inside = [i for i, label in enumerate(own) if label in labels]
-        new = next((x for x in labels if x not in own), None)
-        if len(inside) != 1 or new is None:
-            return False
-        moved = tuple(own.index(x) if x != new else inside[0] for x in form.out_labels)
-        shape = c.shape(value)
-        if shape is None:
-            return False
-        identity = views.identity(shape)
-        renamed = tuple(identity[i] for i in moved)
-        dims = views.compose(walk.dims, renamed)
-        steps = [views.compose(s.dims, renamed) for s in walk.steps]
-        if dims is None or any(s is None for s in steps):
-            return False
-        walk.dims = dims
-        walk.steps = [
-            dataclasses.replace(s, dims=d or ()) for s, d in zip(walk.steps, steps, strict=True)
-        ]
-        walk.steps.append(Step("vector", 1.0, diagonal.vector, (identity[inside[0]],)))
-        walk.nodes |= path_nodes(c, other) | {owner_of(c.base(other)[0])}
-        walk.nodes |= c.helpers.get(walk.key, frozenset())
-        return bool(walk.descend(c, value))
-    return None
-
-
-# -- the chain --------------------------------------------------------------------------------
 
 
 def read_chain(

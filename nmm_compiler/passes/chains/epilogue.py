@@ -6,11 +6,12 @@ import dataclasses
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, Step, affine
+from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import (
     is_whole_feature,
 )
 from nmm_compiler.passes.chains.safety import real_users
+from nmm_compiler.passes.chains.steps import Step, affine
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import (

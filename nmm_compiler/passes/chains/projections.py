@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, Step, read_chain, trace_back
+from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.linear_map import (
     Refusal,
     Stage,
@@ -21,6 +21,7 @@ from nmm_compiler.passes.chains.linear_map import (
     read_stage,
 )
 from nmm_compiler.passes.chains.safety import too_wide
+from nmm_compiler.passes.chains.steps import Step, trace_back
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key

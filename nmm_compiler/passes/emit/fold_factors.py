@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, Step
+from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Weight
 from nmm_compiler.passes.chains.product_order import Cost, order
+from nmm_compiler.passes.chains.steps import Step
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY, Editor, aten
 from nmm_compiler.passes.graph.canonical_forms import Key
 

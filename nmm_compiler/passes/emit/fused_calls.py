@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, Step
+from nmm_compiler.passes.chains.chain import Chain
+from nmm_compiler.passes.chains.steps import Step
 from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.emit.fold_factors import (
     chain_bias,

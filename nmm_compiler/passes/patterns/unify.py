@@ -12,13 +12,11 @@ next one. What is not certain does not agree: there is no match then, never a wr
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from nmm_compiler.passes.chains.linear_map import path_nodes
@@ -39,8 +37,8 @@ from nmm_compiler.passes.graph.canonical_forms import (
     describe,
     owner_of,
 )
-from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
+from nmm_compiler.passes.patterns.call_arguments import call_arguments, is_pointwise
 from nmm_compiler.passes.patterns.pattern import Pattern
 from nmm_compiler.passes.patterns.product_labels import Labels, axis_of, labels_of
 
@@ -303,7 +301,7 @@ class Unifier:
         if isinstance(key, Virtual) or isinstance(other, Virtual) or form.name != there.name:
             self._differs(found, other, f"{form.name} is wanted, not {there.name}")
             return
-        mine, given = _arguments(key), _arguments(other)
+        mine, given = call_arguments(key), call_arguments(other)
         if mine is None or given is None or set(mine) != set(given):
             return
         tensors = [n for n, v in mine.items() if isinstance(v, fx.Node)]
@@ -321,7 +319,7 @@ class Unifier:
         if any(not isinstance(given[name], fx.Node) for name in tensors):
             return
         pairs: list[tuple[Key, Key]] = [(mine[name], given[name]) for name in tensors]
-        if _is_pointwise(key) or last:
+        if is_pointwise(key) or last:
             for one in self._elementwise((key, other), pairs, seen, found):
                 if not last or self._last_is_last(key, other, one):
                     yield one
@@ -479,30 +477,3 @@ def _bound(found: Found, own: Key, theirs: Key, seen: Dims) -> Found:
 
 def _part_of_an_operation(key: Key) -> bool:
     return isinstance(key, Virtual) and key.attribute is None
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-
-
-def _arguments(node: fx.Node) -> dict[str, Any] | None:
-    """Return a call's arguments by ATen's names, without those that say nothing."""
-    name = target_name(node)
-    packet = getattr(torch.ops.aten, name or "", None)
-    if packet is None or node.op not in ("call_function", "call_method"):
-        return None
-    target = node.target
-    names: tuple[str, ...]
-    if isinstance(target, torch._ops.OpOverload):
-        names = tuple(a.name for a in target._schema.arguments)
-    elif inspect.isfunction(target):
-        names = tuple(inspect.signature(target).parameters)
-    else:
-        overload = getattr(packet, packet.overloads()[0])
-        names = tuple(a.name for a in overload._schema.arguments)
-    if len(node.args) > len(names):
-        return None
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    renamed = {"self" if n in ("input", "self") else n: v for n, v in given.items()}
-    return {n: v for n, v in renamed.items() if v is not None and v is not False and n[0] != "_"}

@@ -21,7 +21,6 @@ from torch import fx
 
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError
 from nmm_compiler.options import LARGEST_BUCKET
-from nmm_compiler.passes.chains.chain import affine
 from nmm_compiler.passes.chains.linear_map import Refusal, is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.projections import (
     Projection,
@@ -30,6 +29,7 @@ from nmm_compiler.passes.chains.projections import (
     read_projection,
 )
 from nmm_compiler.passes.chains.safety import real_users, refuse
+from nmm_compiler.passes.chains.steps import affine
 from nmm_compiler.passes.emit.fused_calls import GatedCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical

@@ -22,11 +22,12 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, Step
+from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, path_nodes
 from nmm_compiler.passes.chains.projections import Projection, read_projection, same_tokens
 from nmm_compiler.passes.chains.safety import real_users, refuse, too_wide
+from nmm_compiler.passes.chains.steps import Step
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph import views

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, join_stages, trace_back
+from nmm_compiler.passes.chains.chain import Chain, join_stages
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import (
     Refusal,
@@ -29,6 +29,7 @@ from nmm_compiler.passes.chains.linear_map import (
 )
 from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS, Cost
 from nmm_compiler.passes.chains.safety import real_users, refuse, too_wide
+from nmm_compiler.passes.chains.steps import trace_back
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
