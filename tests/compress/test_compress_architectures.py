@@ -93,7 +93,8 @@ def test_every_linear_is_factorized_or_named_and_round_trips(name, tmp_path):
 def test_models_that_calibration_cannot_judge_say_why():
     data = [batch(0)]
     more = {"state_size": 8, "time_step_rank": 8}
-    with pytest.raises(CalibrationError, match=r"never reached 2 .* dt_proj|dt_proj"):
-        compress(make("mamba", more), 0.2, calibration=data, align=4, progress=False)
+    report = compress(make("mamba", more), 0.2, calibration=data, align=4, progress=False)
+    read = [skip.name for skip in report.skipped if "reads its weight" in skip.reason]
+    assert [name.rpartition(".")[2] for name in read] == ["dt_proj", "dt_proj"]
     with pytest.raises(CalibrationError, match="sensitivity"):
         compress(make("rwkv", {}), 0.2, calibration=data, align=4, progress=False)
