@@ -180,7 +180,12 @@ def _rewrite(work: _Work) -> fx.GraphModule:
     if not found:
         return work.gm
     rewritten: fx.GraphModule = result.graph_module
-    work.pictures = tuple(graph_parts(work.gm, rewritten, found))
+    try:
+        work.pictures = tuple(graph_parts(work.gm, rewritten, found))
+    except Exception as error:  # a picture is no reason to lose a compilation
+        if work.options.strict:
+            raise
+        work.notes.append(f"no pictures of the graph: {type(error).__name__}: {error}")
     _carry_over(work.gm, rewritten)
     executor = executor_name(work.options)
     for node in _calls(rewritten):

@@ -38,9 +38,9 @@ def log_report(report: CompileReport, before: Callable[[], str], after: Callable
             _artifacts["nmm_kernels"].debug("%s\n%s", kernel.name, kernel.source)
         if _artifacts["nmm_schedules"].isEnabledFor(logging.DEBUG):
             _artifacts["nmm_schedules"].debug("%s\n%s", kernel.name, schedules(kernel))
+    _trace("nmm_compile_report", "json", report.to_json)
     if not trace_log.handlers:
         return
-    _trace("nmm_compile_report", "json", report.to_json)
     if rewritten:
         _trace("nmm_graph_before", "string", before)
         _trace("nmm_graph_after", "string", after)
