@@ -271,9 +271,9 @@ def _neuronmm(path: Path, name: str, shape: tuple[int, int, int, int]) -> None:
         ]
     wanted = paper_reference(name, arrays)
     choose = getattr(load_file(path), f"get_{name}_params", None)
-    blocks = choose(k) if choose is not None else {}
+    sizes = choose(k) if choose is not None else {}
     for target in ("trn1", "trn2"):
-        run = simulate(f"{path}:{name}", *arrays, target=target, named=blocks)
+        run = simulate(f"{path}:{name}", *arrays, target=target, named=sizes)
         blocks = 1 + max(m, r) // 512  # partial sums that the kernel rounds to bfloat16
         bound = 2.0**-8 * (blocks + 4) * np.sqrt(2) * float(np.abs(wanted).max())
         worst = float(np.abs(run.output.astype(np.float64) - wanted).max())
