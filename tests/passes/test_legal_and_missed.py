@@ -57,6 +57,7 @@ FUSED = {
     "the same product twice": (lambda p, x: (L(L(x, p.a), p.b), L(L(x, p.a), p.e)),
                                ["shared_u"]),
     "a sum of chains": (lambda p, x: L(L(x, p.a), p.b) - 0.5 * L(L(x, p.c), p.d), ["lora"]),
+    "a scaled sum": (lambda p, x: 0.5 * (L(L(x, p.a), p.b) + L(L(x, p.c), p.d)), ["lora"]),
     "rank 1": (lambda p, x: L(L(x, p.one), p.out), ["lowrank"]),
     "rank 1, the other way round": (lambda p, x: (p.out @ (p.one @ x.mT)).mT, ["lowrank"]),
     "a made weight": (lambda p, x: L(L(x, p.a * 0.5), torch.cat([p.b[:20], p.b[20:]])),

@@ -78,7 +78,7 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
             new = dataclasses.replace(chain, activation=form.name)
         elif isinstance(form, (Scale, Add)):
             steps = _after_steps(c, reader, form, key, dims, n)
-            if steps is not None and not (chain.base and any(map(_scales, steps))):
+            if steps is not None and not ((chain.base or chain.more) and any(map(_scales, steps))):
                 new = dataclasses.replace(chain, after=(*chain.after, *steps))
         if new is None or c.dtype(reader) != c.dtype(chain.out):
             return chain
