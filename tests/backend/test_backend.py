@@ -224,13 +224,14 @@ def test_the_report_is_an_artifact_of_torchs_structured_trace(monkeypatch):
     kept = {}
 
     def trace(kind, metadata_fn, payload_fn, **_):
-        kept[kind] = (metadata_fn(), json.loads(payload_fn()))
+        kept[metadata_fn()["name"]] = (kind, metadata_fn(), payload_fn())
 
     monkeypatch.setattr(torch._logging, "trace_structured", trace)
     backend.nmm(torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)], options=QUICK)
-    metadata, payload = kept["artifact"]
+    kind, metadata, payload = kept["nmm_compile_report"]
+    assert kind == "artifact"
     assert metadata == {"name": "nmm_compile_report", "encoding": "json"}
-    assert payload == json.loads(backend.last_report().to_json())
+    assert payload == backend.last_report().to_json()
 
 
 def test_equal_options_do_not_recompile():
