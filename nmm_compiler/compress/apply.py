@@ -21,11 +21,11 @@ from nmm_compiler.compress import experts, hf
 from nmm_compiler.compress.arguments import check_arguments, make_config, settings_of
 from nmm_compiler.compress.calibrate import OutputFn, Statistics, as_batches, collect
 from nmm_compiler.compress.config import CompressionConfig
-from nmm_compiler.compress.factorize import Factors, balance, check_finite, factorize
+from nmm_compiler.compress.factorize import balance, check_finite, factorize
 from nmm_compiler.compress.fingerprint import identify
 from nmm_compiler.compress.journal import Journal
+from nmm_compiler.compress.measure import measure, scaled_coefficients
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
-from nmm_compiler.compress.moments import SecondMoment
 from nmm_compiler.compress.one_thread import one_thread
 from nmm_compiler.compress.parts import Calibration
 from nmm_compiler.compress.plan import (
@@ -33,6 +33,8 @@ from nmm_compiler.compress.plan import (
     Measured,
     Plan,
     Ways,
+    by_reader,
+    check_dense,
     check_statistics,
     make_plan,
     moments_of,
@@ -51,9 +53,6 @@ from nmm_compiler.compress.select import (
 )
 from nmm_compiler.compress.sequential import Pairs, least_squares, paired_error
 from nmm_compiler.errors import FactorsFileError, NoMatchingModulesError, OptionTypeError
-
-# Errors are measured a block at a time, so that no second dense copy is needed.
-_BLOCK_ELEMENTS = 1 << 20
 
 
 def compress(
@@ -189,7 +188,7 @@ def _compress(
             sites, skipped = _without_only_read(sites, skipped, journal.plan.only_read)
     left = sites if journal is None else journal.unfinished(sites)
     if config.sequential and left and journal is not None and journal.plan is not None:
-        _check_dense(journal.plan, sites)
+        check_dense(journal.plan, sites)
     source: Calibration | None = None
     if batches is not None and left:
         source = Calibration(
@@ -270,18 +269,6 @@ def _without_only_read(
             f"none of the {len(sites)} selected layers can be factorized: {aside[0].name}: {reason}"
         )
     return left, (*skipped, *more)
-
-
-def _check_dense(plan: Plan, sites: Sequence[Site]) -> None:
-    """Raise when some planned layers are low-rank already: their originals are needed."""
-    gone = sorted({decision.name for decision in plan.decisions} - {site.name for site in sites})
-    if gone:
-        raise OptionTypeError(
-            "model",
-            f"low-rank in {gone[0]} already",
-            "the original model, loaded again, to resume with sequential=True: every layer is "
-            "fitted to the original's outputs",
-        )
 
 
 def _kernel_cost(
@@ -425,7 +412,7 @@ class _Work:
                 yield here
                 continue
             original = self.statistics
-            for group in _by_reader(here, original.reads):
+            for group in by_reader(here, original.reads):
                 sites = [by_name[d.name] for _, d in group]
                 fresh, self.pairs = self.source.pairs(part, sites)
                 self.statistics = dataclasses.replace(original, inputs=fresh.inputs)
@@ -509,93 +496,3 @@ class _Work:
         if self.source is not None and self.source.sequential:
             self.source.originals.keep(site)
         put(self.model, site.names, layer.train(site.module.training))
-
-
-def _by_reader(
-    decisions: Sequence[tuple[int, Decision]], reads: Mapping[str, str]
-) -> list[list[tuple[int, Decision]]]:
-    """Group (index, decision) by the tensor that the layers read, in the order of execution."""
-    order = {name: i for i, name in enumerate(reads)}
-    groups: dict[str, list[tuple[int, Decision]]] = {}
-    last = len(order)  # experts that no token reached
-    for index, decision in sorted(decisions, key=lambda pair: order.get(pair[1].name, last)):
-        groups.setdefault(reads.get(decision.name, decision.name), []).append((index, decision))
-    return list(groups.values())
-
-
-def scaled_coefficients(factors: Factors, down: torch.Tensor) -> torch.Tensor:
-    """Return C [r, n] of down = C W, for the stored `down`: balanced, and maybe rounded."""
-    assert factors.coefficients is not None
-    norms = factors.down.norm(dim=1)
-    scale = down.double().norm(dim=1) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
-    return factors.coefficients * scale[:, None]
-
-
-def measure(
-    weight: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    moment: SecondMoment | None,
-    coefficients: torch.Tensor | None = None,
-) -> tuple[float, float | None]:
-    """Return (|W - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
-
-    moment: of the inputs. coefficients: C [r, n] where it is carried, down = C W + rounding. Then
-    A is known as T = W A W^T, and the squared error is that of (1 - up C) T (1 - up C)^T, plus what
-    the rounding of `down` adds where it is independent from column to column:
-    sum over j of |up (down - C W)_j|^2 A_jj.
-
-    Computed in float32 for weights of half precision (whose rounding is coarser), else float64;
-    blocks of W and of A are widened one at a time.
-    """
-    wide = torch.float32 if weight.dtype.itemsize <= 2 else torch.float64
-    sums = torch.zeros(4, dtype=torch.float64)
-    size = max(64, _BLOCK_ELEMENTS // weight.shape[1])
-    wide_down = down.to(wide)
-    direct = None if moment is None or moment.carried else moment.total.to(weight.device)
-    for start in range(0, weight.shape[0], size):
-        rows = slice(start, start + size)
-        block = weight[rows].to(wide)
-        missing = torch.addmm(block, up[rows].to(wide), wide_down, alpha=-1)
-        sums[0] += _dot(missing, missing)
-        sums[1] += _dot(block, block)
-        for first in range(0, weight.shape[1], size) if direct is not None else ():
-            assert direct is not None
-            columns = slice(first, first + size)
-            a = direct[:, columns].to(wide)
-            sums[2] += _dot(missing @ a, missing[:, columns])
-            sums[3] += _dot(block @ a, block[:, columns])
-    if moment is not None and coefficients is not None:
-        sums[2:] = _measure_carried(weight, up, down, moment, coefficients)
-    left, whole, weighted_left, weighted_whole = sums.tolist()
-    plain = (left / whole) ** 0.5 if whole > 0 else 0.0
-    if moment is None:
-        return plain, None
-    return plain, (max(weighted_left, 0.0) / weighted_whole) ** 0.5 if weighted_whole > 0 else 0.0
-
-
-def _measure_carried(
-    weight: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    moment: SecondMoment,
-    coefficients: torch.Tensor,
-) -> torch.Tensor:
-    """Return (squared error, squared norm) in the norm of a carried moment."""
-    total, squares = moment.total.to(weight.device), moment.squares.to(weight.device)
-    wide_up = up.double()
-    left = (wide_up @ coefficients).neg_()
-    left.diagonal().add_(1)
-    error = ((left @ total) * left).sum()
-    gram = wide_up.T @ wide_up
-    columns = max(64, _BLOCK_ELEMENTS // weight.shape[0])
-    for start in range(0, weight.shape[1], columns):
-        part = slice(start, start + columns)
-        rounding = down[:, part].double() - coefficients @ weight[:, part].double()
-        error += (((gram @ rounding) * rounding).sum(0) * squares[part]).sum()
-    return torch.stack([error, total.trace()]).cpu()
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the sum of a * b, accumulated in float64."""
-    return float((a * b).sum(dtype=torch.float64))

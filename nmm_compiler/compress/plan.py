@@ -6,7 +6,7 @@ interrupted run finds it again (`journal.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -305,3 +305,27 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> list[Decision
             rank, note = allocation.check_explicit(shape, rank, config.align)
         decisions.append(Decision(name=site.name, k=site.k, n=site.n, rank=rank, note=note))
     return decisions
+
+
+def by_reader(
+    decisions: Sequence[tuple[int, Decision]], reads: Mapping[str, str]
+) -> list[list[tuple[int, Decision]]]:
+    """Group (index, decision) by the tensor that the layers read, in the order of execution."""
+    order = {name: i for i, name in enumerate(reads)}
+    groups: dict[str, list[tuple[int, Decision]]] = {}
+    last = len(order)  # experts that no token reached
+    for index, decision in sorted(decisions, key=lambda pair: order.get(pair[1].name, last)):
+        groups.setdefault(reads.get(decision.name, decision.name), []).append((index, decision))
+    return list(groups.values())
+
+
+def check_dense(plan: Plan, sites: Sequence[Site]) -> None:
+    """Raise when some planned layers are low-rank already: their originals are needed."""
+    gone = sorted({decision.name for decision in plan.decisions} - {site.name for site in sites})
+    if gone:
+        raise OptionTypeError(
+            "model",
+            f"low-rank in {gone[0]} already",
+            "the original model, loaded again, to resume with sequential=True: every layer is "
+            "fitted to the original's outputs",
+        )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nmm_compiler.compress import apply, factorize
+from nmm_compiler.compress import factorize, measure
 from nmm_compiler.compress.apply import calibrate, compress
 
 _VECTORS = 12
@@ -45,7 +45,10 @@ def traced_peak(run, path):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_layer_stays_within_the_bound(n, k, method, dtype, tmp_path, monkeypatch):
-    for module in (apply, factorize):  # blocks as small against these matrices as against real ones
+    for module in (
+        measure,
+        factorize,
+    ):  # blocks are as small against these as in life
         monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 1 << 12)
     model = nn.Sequential(nn.Linear(k, n, bias=False)).to(dtype)
     data = [torch.randn(64, k).to(dtype) for _ in range(2)]
