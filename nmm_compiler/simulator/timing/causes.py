@@ -126,16 +126,15 @@ class Causes:
         self.readers: dict[int, _Ends] = {}
         self.on_chip: dict[str, _Ends] = {"sbuf": _Ends(), "psum": _Ends()}
         self.all = _Ends()
-        last: dict[str, int] = {}
+        runs: dict[str, list[int]] = {}
         for index, instruction in enumerate(self.instructions):
             if index in timeline.repeated:
                 continue
             if instruction.engine != "dma":
                 free = timeline.interval_end[index]
-                self.freed.setdefault(instruction.engine, _Ends()).add(free, index)
-                if instruction.engine in last:
-                    self.before[index] = last[instruction.engine]
-                last[instruction.engine] = index
+                engine = timeline.placed.get(index, instruction.engine)
+                self.freed.setdefault(engine, _Ends()).add(free, index)
+                runs.setdefault(engine, []).append(index)
             end, read = timeline.end[index], timeline.interval_end[index]
             self.all.add(end, index)
             for accesses, ends, when in (
@@ -146,6 +145,9 @@ class Causes:
                     ends.setdefault(access.storage, _Ends()).add(when, index)
                     if access.memory != "hbm":
                         self.on_chip[access.memory].add(when, index)
+        for indices in runs.values():  # the scheduler may have changed their order
+            indices.sort(key=timeline.interval_end.__getitem__)
+            self.before.update(zip(indices[1:], indices, strict=False))
         self.queue: dict[str, _Ends] = {}
         self.moved: dict[int, _Ends] = {}
         for transfer in timeline.transfers:
@@ -169,6 +171,9 @@ class Causes:
         if start <= free + _SAME_US:
             return Cause("engine" if before >= 0 else "start", before, free)
         cause = self._waited(index, instruction, start)
+        fill_us = self.timeline.target.tensor_latency_seconds * 1e6
+        if cause.kind == "other" and instruction.engine == "tensor" and start - free <= fill_us:
+            return Cause("engine", before, free)  # the sum before it comes through
         if instruction.engine == "scalar" and start in self.loads:
             cause = Cause("table", before, self.loads[start])
         return dataclasses.replace(cause, waited_us=start - free)
