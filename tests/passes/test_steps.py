@@ -21,7 +21,7 @@ class Model(nn.Module):
             setattr(self, name + "b", nn.Linear(3, n))
 
     def forward(self, x):
-        h = torch.tanh(self.pb(self.pa(x)) + self.qb(self.qa(x)))
+        h = torch.tanh(self.pb(self.pa(x)) + self.qb(self.qa(x)).abs())
         return self.sb(self.sa(h)), h.t().cumsum(0)
 
 
