@@ -236,5 +236,5 @@ def test_the_neuron_environment_is_set_for_the_block_only(monkeypatch):
     assert name not in os.environ
     monkeypatch.setenv(name, "trn1")
     with module.neuron_environment("trn2"):
-        assert os.environ[name] == "trn1"
+        assert os.environ[name] == "trn2"  # the kernel at hand decides
     assert os.environ[name] == "trn1"

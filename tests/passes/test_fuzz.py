@@ -74,7 +74,7 @@ def test_sixty_random_graphs():
 
 @pytest.mark.parametrize("seed", [1605, 2140, 6028])
 def test_graphs_that_once_went_wrong(seed):
-    """A copy between a write and its reader; an operand read from inside of a call; a scaled sum."""
+    """A copy between a write and its reader; an operand inside of a call; a scaled sum."""
     check(seed)
 
 

@@ -152,8 +152,8 @@ class Causes:
         self.moved: dict[int, _Ends] = {}
         for transfer in timeline.transfers:
             self.queue.setdefault(transfer.queue, _Ends()).add(transfer.issue_end, transfer.index)
-            for engine, _, stop in transfer.parts:
-                self.moved.setdefault(engine, _Ends()).add(stop, transfer.index)
+            for mover, _, stop in transfer.parts:
+                self.moved.setdefault(mover, _Ends()).add(stop, transfer.index)
         every = [*self.writers.values(), *self.readers.values(), *self.queue.values(), self.all]
         every += [*self.moved.values(), *self.on_chip.values(), *self.freed.values()]
         for one in every:
