@@ -20,7 +20,7 @@ from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
-from nmm_compiler.codegen.code_digests import code_digests, printer_version
+from nmm_compiler.codegen.code_digests import code_fields, printer_version
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
@@ -221,7 +221,6 @@ def kernel_key(
     budget: int = INSTRUCTION_BUDGET,
 ) -> Key:
     """Return everything that can change the emitted source, by name."""
-
     family = FAMILIES[spec.family]
     return Key.make(
         {
@@ -230,9 +229,8 @@ def kernel_key(
             "target": target.name,
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
             "instruction_budget": budget,
-            "code": code_digests(),
             "libcst": printer_version(),
             "nki": API_VERSION,
-            "version": VERSION,
+            **code_fields(),
         }
     )

@@ -14,6 +14,9 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+from nmm_compiler.version import VERSION
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LENGTH = 16
@@ -58,6 +61,14 @@ def code_digests(package: Path = _PACKAGE) -> Mapping[str, str]:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         rooms.setdefault(room, hashlib.sha256()).update(f"{name}\0{content}\n".encode())
     return MappingProxyType({room: total.hexdigest()[:_LENGTH] for room, total in rooms.items()})
+
+
+def code_fields() -> dict[str, Any]:
+    """Return the fields of a cache key that say which code made an entry."""
+    return {
+        "code": code_digests(),
+        "version": VERSION,
+    }
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,14 +18,13 @@ from collections.abc import Callable
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose, rank, simulated
-from nmm_compiler.codegen.code_digests import code_digests
+from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target, get
-from nmm_compiler.version import VERSION
 
 _PRICE = "price.txt"
 
@@ -143,11 +142,9 @@ def simulated_us(spec: KernelSpec, target: str) -> float:
     key = Key.make(
         {
             "price": "simulated_us",
-            "family": spec.family,
-            "spec": spec.to_dict(),
+            "spec": spec.digest(64),
             "target": chip.name,
-            "code": code_digests(),
-            "version": VERSION,
+            **code_fields(),
         }
     )
     entry = store.get_or_build(key, lambda: {_PRICE: repr(_simulate(spec, chip))})

@@ -26,8 +26,8 @@ BANDS = {"decode": (-0.25, 0.2), "prefill": (-0.1, 1.5), "pass": (-0.1, 1.5)}
 class Line(Record):
     """What equal places of a model take: calls, and microseconds of each.
 
-    source: "simulated", "bound" or "published law". error_band: how much less and more a device may
-    take, as shares of the figure.
+    source: "simulated", "bound", "published law" or "fitted". error_band: how much less and more a
+    device may take, as shares of the figure.
     """
 
     module: str

@@ -361,16 +361,17 @@ def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int) -> 
                 what=found.how,
             )
         )
-    below, above, _ = BANDS["published law"]
+    next_one = "from one kernel or region to the next"
     laws = (
-        ("(program)", "gaps", launches, LAUNCH_GAP_US, "from one kernel or region to the next"),
-        ("(host)", "call", 1, HOST_CALL_US, "one call with its result read back"),
+        ("(program)", "gaps", launches, LAUNCH_GAP_US, "fitted", next_one),
+        ("(host)", "call", 1, HOST_CALL_US, "published law", "one call with its result read back"),
     )
-    for module, kind, calls, each, what in laws:
+    for module, kind, calls, each, source, what in laws:
+        below, above, _ = BANDS[source]
         lines.append(
             Line(
                 module=module, kind=kind, calls=calls, each_us=each, what=what,
-                source="published law", error_band=(-below, above),
+                source=source, error_band=(-below, above),
             )
         )  # fmt: skip
     return Phase(name=name, lines=tuple(lines), tokens=batch)

@@ -35,6 +35,7 @@ BANDS = {
     "simulated": (0.15, 0.15, "the timing model against published kernels (docs/timing.md)"),
     "bound": (0.1, 1.0, "a bound: real kernels are slower"),
     "published law": (0.6, 2.0, "spread of the published measurements"),
+    "fitted": (0.6, 2.0, "one constant, chosen on the published runs marked calibrate"),
 }
 
 # Engine passes over a tile of scores: a published fused kernel takes 28 us for 512 and 188 us for

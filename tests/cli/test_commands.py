@@ -42,7 +42,7 @@ def test_help_lists_every_command_and_an_example():
 def test_kernel_help_names_every_family_and_layout():
     shown = nmm("kernel", "--help").stdout
     assert ", ".join(FAMILIES) in shown
-    assert "row (m, k) or col (k, m)" in shown
+    assert "row [m, k] or col [k, m]" in shown
 
 
 def test_kernel_check_prints_path_schedule_profile_and_error():

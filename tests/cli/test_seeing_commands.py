@@ -94,12 +94,12 @@ def test_compare_values_of_an_argument(nmm, kernel, tmp_path):
     words = ("compare", kernel, *ARRAYS, "--arg", "block=128,512,2048")
     code, out, _ = nmm(*words, "--trace", str(trace))
     assert code == 0
-    assert out.index("fastest: block=512") < out.index("critical us of each source line")
+    found = json.loads(nmm(*words, "--json")[1])
+    fastest = min(found, key=lambda name: found[name]["latency_us"])
+    assert out.index(f"fastest: {fastest}") < out.index("critical us of each source line")
     names = {e["args"]["name"].split(":")[0] for e in json.loads(trace.read_text())["traceEvents"]
              if e["name"] == "process_name"}  # fmt: skip
     assert names == {"block=128", "block=512", "block=2048"}
-    code, out, _ = nmm(*words, "--json")
-    found = json.loads(out)
     assert found["block=512"]["latency_us"] < found["block=128"]["latency_us"]
 
 
@@ -180,7 +180,7 @@ def test_help_shows_every_word_that_was_written():
 def test_help_names_the_families_and_defaults(nmm):
     _, out, _ = nmm("kernel", "--help")
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
-    assert f"{', '.join(list(FAMILIES)[:-1])} or {list(FAMILIES)[-1]}" in words
+    assert ", ".join(FAMILIES) in words
     assert families() == list(FAMILIES)
     assert "row [m, k] or col [k, m]" in words
     assert "[default: trn2]" in words

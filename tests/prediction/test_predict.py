@@ -50,7 +50,7 @@ def test_sums_equal_their_lines():
 
 def test_every_line_says_where_it_is_from_and_what_it_is_worth():
     for line in llama(ratio=0.3).lines:
-        assert line.source in ("simulated", "bound", "published law")
+        assert line.source in ("simulated", "bound", "published law", "fitted")
         assert -1 < line.error_band[0] < 0 < line.error_band[1]
         assert line.each_us > 0
         assert line.kind != "kernel" or line.source == "simulated", line
