@@ -25,7 +25,7 @@ from nmm_compiler.passes.rules.shared_x import SharedX
 
 
 class Three(nn.Module):
-    """Two chains of x joined by a sum, and a third that reads it [features, tokens]."""
+    """Two chains of x, added up behind an abs, and a third that reads it [features, tokens]."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Three(nn.Module):
             setattr(self, name + "b", nn.Linear(3, n))
 
     def forward(self, x):
-        h = torch.tanh(self.pb(self.pa(x)) + self.qb(self.qa(x)))
+        h = torch.tanh(self.pb(self.pa(x)) + self.qb(self.qa(x)).abs())
         return self.sb(self.sa(h)), h.t().cumsum(0)
 
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import nmm_compiler as nmm
 from nmm_compiler import backend
 from nmm_compiler.errors import NoRealInputsError, VerificationError
+from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.pipeline import explain, rewrite, run
-from nmm_compiler.passes.rules import Match, rule
 
 X = torch.randn(6, 64)
 
@@ -33,17 +33,23 @@ class Layers(nn.Module):
         return h, self.qb(self.qa(h))
 
 
-def wrong_rule(change, name="mine"):
+def wrong_rule(change):
     """Return a rule that takes each relu and emits `change` of it."""
 
-    def check(graph, node):
-        return Match(rule=name, node=node, nodes=frozenset({node}))
+    class Made(nmm.Rule):
+        name = "mine"
 
-    @rule(name, targets="relu", check=check)
-    def made(graph, match, editor):
-        return change(editor, match.node.args[0])
+        def pattern(self, graph, node):
+            if target_name(node) == "relu":
+                yield node
 
-    return made
+        def check(self, graph, candidate):
+            return nmm.Match(rule=self.name, node=candidate, nodes=frozenset({candidate}))
+
+        def rewrite(self, graph, match, editor):
+            return change(editor, match.node.args[0])
+
+    return Made()
 
 
 def relu(editor, x):
@@ -55,9 +61,12 @@ def slightly_wrong(editor, x):
 
 
 def transposed(editor, x):
-    y = editor.call(torch.ops.aten.t.default, relu(editor, x))
+    """Say that the result has other strides than it has: of what is said, strides are restored."""
+    y = relu(editor, x)
+    said = editor.c.values[y]
+    y = editor.call(torch.ops.aten.t.default, y)
     y = editor.call(torch.ops.aten.clone.default, y, memory_format=torch.contiguous_format)
-    return editor.call(torch.ops.aten.t.default, y)
+    return editor.call(torch.ops.aten.t.default, y, meta_value=said)
 
 
 def raises(editor, x):
@@ -89,6 +98,17 @@ def test_verify_names_an_own_rule_that_is_wrong(change, said):
         rewrite(Layers(), (X,), rules=[wrong_rule(change), "..."], options={"verify": True})
     if change is not raises:
         assert "first match with a wrong result is mine at relu of rule 'mine'" in str(caught.value)
+
+
+def test_strides_that_an_own_rule_says_it_changed_are_restored():
+    def turned(editor, x):
+        y = editor.call(torch.ops.aten.t.default, relu(editor, x))
+        y = editor.call(torch.ops.aten.clone.default, y, memory_format=torch.contiguous_format)
+        return editor.call(torch.ops.aten.t.default, y)
+
+    result = rewrite(Layers(), (X,), rules=[wrong_rule(turned), "..."], verify=True)
+    assert "mine" in [m.rule for m in result.rewritten]
+    assert [y.stride() for y in result.graph_module(X)] == [(64, 1)] * 2
 
 
 def test_verify_names_the_first_of_the_matches_that_an_output_depends_on():
