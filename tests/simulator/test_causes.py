@@ -9,6 +9,7 @@ from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.simulator.timing.causes import WHY, Causes
+from nmm_compiler.simulator.timing.shares import waits
 
 SPECS = [
     LowRankSpec(m=512, k=512, r=256, n=1024),
@@ -42,11 +43,25 @@ def test_idle_time_is_what_the_engine_does_not_compute(timeline):
         cause = causes.of(index)
         assert cause.kind in WHY
         assert cause.kind != "other", (index, instruction.op)
-        spent = engines.setdefault(instruction.engine, [0.0, 0.0])
+        engine = timeline.placed.get(index, instruction.engine)
+        spent = engines.setdefault(engine, [0.0, 0.0])
         spent[0] += timeline.interval_end[index] - timeline.start[index] + cause.waited_us
-        spent[1] = timeline.interval_end[index]
+        spent[1] = max(spent[1], timeline.interval_end[index])
     for computed_and_idle, last_end in engines.values():
         assert computed_and_idle == pytest.approx(last_end, abs=1e-3)
+
+
+def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
+    worked = {}
+    for index, instruction in enumerate(timeline.trace.instructions):
+        if instruction.engine != "dma" and index not in timeline.repeated:
+            engine = timeline.placed.get(index, instruction.engine)
+            us = timeline.interval_end[index] - timeline.start[index]
+            worked[engine] = worked.get(engine, 0.0) + us
+    idle = waits(timeline)
+    assert set(idle) == set(worked)
+    for engine, us in worked.items():
+        assert us + sum(idle[engine].values()) == pytest.approx(timeline.latency_us, abs=1e-3)
 
 
 def test_a_wait_ends_with_the_signal_of_the_one_that_is_blamed(timeline):

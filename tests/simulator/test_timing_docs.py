@@ -81,6 +81,21 @@ def test_the_hash_notices_a_constant(monkeypatch):
     assert len({before, other, evidence.constants_hash()}) == 3
 
 
+def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch):
+    """What the hash leaves out is read nowhere in the timing model."""
+    before = evidence.constants_hash()
+    known = targets.get
+    freed = {"absent_forms": (), "hbm_bytes": 1, "collective_points": ()}
+    monkeypatch.setattr(targets, "get", lambda name: dataclasses.replace(known(name), **freed))
+    assert evidence.constants_hash() == before
+    folder = Path(evidence.__file__).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    read = set(re.findall(r"target\.(\w+)", source))
+    assert len(read) > 50
+    assert not evidence.NOT_OF_TIMING & read
+    assert {field.name for field in dataclasses.fields(targets.Target)} > evidence.NOT_OF_TIMING
+
+
 def check(point):
     row = timing_points.row(timing_points.predict(point))
     assert row in PAGE.read_text(), f"{row}\nis not on the page: make bench-timing ARGS=--write"

@@ -19,7 +19,6 @@ from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
-_US = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def _short_rows(timeline: Timeline) -> Advice | None:
     if not short:
         return None
     wide = _WideRows(timeline.target)
-    again = time_trace(timeline.trace, timeline.target, dma_costs=wide)
+    again = time_trace(_Joining(timeline.trace, costs).joined(), timeline.target, dma_costs=wide)
     sizes = sorted(set(short.values()))
     seen = f"rows of {sizes[0]} B" if len(sizes) == 1 else f"rows of {sizes[0]} to {sizes[-1]} B"
     return _advice(timeline, again.latency_us, seen, "1 KiB rows", short)
@@ -70,33 +69,92 @@ def _short_rows(timeline: Timeline) -> Advice | None:
 class _WideRows(DmaCosts):
     """The same transfers, with the same bytes in runs of at least 1 KiB."""
 
-    def _compute(
-        self, instruction: Instruction, mode: str, transpose: bool, issuer: str
-    ) -> DmaCost:
-        cost = super()._compute(instruction, mode, transpose, issuer)
-        if transpose or cost.run_bytes >= WIDE_ROW_BYTES:
-            return cost
-        factor = self._us_per_byte(WIDE_ROW_BYTES) / self._us_per_byte(cost.run_bytes)
-        descriptors = max(1, -(-cost.descriptors * cost.run_bytes // WIDE_ROW_BYTES))
-        queue, issue = self._issue(mode, issuer, descriptors)
-        return dataclasses.replace(
-            cost,
-            run_bytes=WIDE_ROW_BYTES,
-            descriptors=descriptors,
-            queue=queue,
-            issue_us=issue * _US,
-            shares=tuple((engine, us * factor) for engine, us in cost.shares),
-            uniform_us=cost.uniform_us * factor,
+    def _row_bytes(self, run: int, moved: int) -> int:
+        return max(run, min(WIDE_ROW_BYTES, moved))
+
+
+class _Joining:
+    """DMAs of one line that become one with wide rows: rows of 256 B are joined by fours.
+
+    A load takes the place of the first, a store that of the last. DMAs are not joined where that
+    would move one across another use of its memory, a barrier, or the edge of a loop.
+    """
+
+    def __init__(self, trace: Trace, costs: DmaCosts) -> None:
+        self.trace, self.costs = trace, costs
+        self.instructions = list(trace.instructions)
+        self.open: dict[tuple[object, ...], list[int]] = {}
+        self.read_at: dict[int, int] = {}
+        self.written_at: dict[int, int] = {}
+
+    def joined(self) -> Trace:
+        """Return the trace with the DMAs joined; the places of the others stay, without work."""
+        edges = set(self.trace.loop_edges)
+        edges |= {at for stretch in self.trace.ordered for at in stretch}
+        named = {id(i) for user in self.instructions for i in user.after}
+        for index, instruction in enumerate(self.trace.instructions):
+            if index in edges or instruction.op == "core_barrier":
+                self._close()
+            if not (instruction.after or id(instruction) in named):
+                self._add(index, instruction)
+            for access in instruction.reads:
+                self.read_at[access.storage] = index
+            for access in instruction.writes:
+                self.written_at[access.storage] = index
+        self._close()
+        return dataclasses.replace(self.trace, instructions=self.instructions)
+
+    def _add(self, index: int, instruction: Instruction) -> None:
+        one = len(instruction.reads) == len(instruction.writes) == 1
+        if instruction.op != "dma_copy" or _turns(instruction) or not one:
+            return
+        run = self.costs.cost(instruction).run_bytes
+        if run >= WIDE_ROW_BYTES // 2:
+            return
+        sides = tuple((a.memory, a.partition_start, a.partition_stop, a.pattern, a.item_bytes)
+                      for a in (*instruction.reads, *instruction.writes))  # fmt: skip
+        how = instruction.attributes
+        key = (instruction.file, instruction.line, sides, str(how.get("dge_mode")),
+               str(how.get("issuer")))  # fmt: skip
+        group = self.open.setdefault(key, [])
+        if group and not self._free(group, instruction):
+            self._join(group)
+            group = self.open[key] = []
+        group.append(index)
+        if len(group) * run >= WIDE_ROW_BYTES:
+            self._join(self.open.pop(key))
+
+    def _free(self, group: list[int], instruction: Instruction) -> bool:
+        """Tell whether nothing since the group began stands between it and the instruction."""
+        first = group[0]
+        if _is_store(instruction):
+            sources = [(a.storage, at) for at in group for a in self.instructions[at].reads]
+            kept = all(self.written_at.get(storage, -1) < at for storage, at in sources)
+            return kept and all(self.read_at.get(a.storage, -1) < first for a in instruction.writes)
+        uses = (self.read_at, self.written_at)
+        fresh = all(at.get(a.storage, -1) < first for a in instruction.writes for at in uses)
+        return fresh and all(self.written_at.get(a.storage, -1) < first for a in instruction.reads)
+
+    def _join(self, group: list[int]) -> None:
+        members = [self.instructions[at] for at in group]
+        place = group[-1] if _is_store(members[0]) else group[0]
+        for at in group:
+            gone = _without_work(self.instructions[at])
+            self.instructions[at] = dataclasses.replace(gone, reads=(), writes=())
+        self.instructions[place] = dataclasses.replace(
+            members[0],
+            reads=tuple(access for member in members for access in member.reads),
+            writes=tuple(access for member in members for access in member.writes),
         )
 
-    def _us_per_byte(self, run: int) -> float:
-        target = self.target
-        rate = min(
-            target.dma_bytes_per_second_per_engine,
-            target.hbm_bytes_per_second / target.dma_engines,
-        )
-        each = target.dma_descriptor_seconds + run / rate
-        return max(target.dma_descriptor_min_seconds, each) / run
+    def _close(self) -> None:
+        for group in self.open.values():
+            self._join(group)
+        self.open.clear()
+
+
+def _is_store(instruction: Instruction) -> bool:
+    return all(access.memory == "hbm" for access in instruction.writes)
 
 
 def _issuing(timeline: Timeline) -> Advice | None:

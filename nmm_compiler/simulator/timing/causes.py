@@ -132,7 +132,7 @@ class Causes:
                 continue
             if instruction.engine != "dma":
                 free = timeline.interval_end[index]
-                engine = timeline.placed.get(index, instruction.engine)
+                engine = self.engine(index)
                 self.freed.setdefault(engine, _Ends()).add(free, index)
                 runs.setdefault(engine, []).append(index)
             end, read = timeline.end[index], timeline.interval_end[index]
@@ -160,6 +160,10 @@ class Causes:
             one.pairs.sort()
         self.loads = {stop: start for start, stop in timeline.table_loads}
 
+    def engine(self, index: int) -> str:
+        """Return the engine that the instruction ran on."""
+        return self.timeline.placed.get(index, self.instructions[index].engine)
+
     def of(self, index: int) -> Cause:
         """Return what decided when the instruction started (a DMA: when it was issued)."""
         instruction = self.instructions[index]
@@ -172,9 +176,10 @@ class Causes:
             return Cause("engine" if before >= 0 else "start", before, free)
         cause = self._waited(index, instruction, start)
         fill_us = self.timeline.target.tensor_latency_seconds * 1e6
-        if cause.kind == "other" and instruction.engine == "tensor" and start - free <= fill_us:
-            return Cause("engine", before, free)  # the sum before it comes through
-        if instruction.engine == "scalar" and start in self.loads:
+        if cause.kind == "other" and self.engine(index) == "tensor" and start - free <= fill_us:
+            # the sum that it adds to has yet to come through
+            return Cause("engine", before, free, start - free)
+        if self.engine(index) == "scalar" and start in self.loads:
             cause = Cause("table", before, self.loads[start])
         return dataclasses.replace(cause, waited_us=start - free)
 
@@ -189,7 +194,7 @@ class Causes:
         return cause
 
     def _waited(self, index: int, instruction: Instruction, start: float) -> Cause:
-        engine = self.codes[instruction.engine]
+        engine = self.codes[self.engine(index)]
         for reading, accesses in ((True, instruction.reads), (False, instruction.writes)):
             for access in accesses:
                 groups = ((self.writers, True),) if reading else (
@@ -206,7 +211,7 @@ class Causes:
             at = self.numbers.get(id(producer), -1)
             if at >= 0:
                 when = self.timeline.end[at]
-                if abs(when + self.wake[self.codes[producer.engine]][engine] - start) < _SAME_US:
+                if abs(when + self.wake[self.codes[self.engine(at)]][engine] - start) < _SAME_US:
                     return Cause("result", at, when)
         signal = self.wake[VECTOR if engine == TENSOR else TENSOR][engine]
         for access in instruction.writes:
@@ -218,7 +223,7 @@ class Causes:
         if at >= 0 and self._edge_between(at, index):
             return Cause("loop", at, start)
         for name, freed in self.freed.items():
-            at = self._first(freed, start, index) if name != instruction.engine else -1
+            at = self._first(freed, start, index) if name != self.engine(index) else -1
             if at >= 0:
                 return Cause("port", at, start)
         return Cause("other", -1, start)
@@ -239,7 +244,7 @@ class Causes:
         for signal in {row[engine] for row in self.wake}:
             for other in users.at(start - signal):
                 instruction = self.instructions[other]
-                if other == index or self.wake[self.codes[instruction.engine]][engine] != signal:
+                if other == index or self.wake[self.codes[self.engine(other)]][engine] != signal:
                     continue
                 theirs = instruction.writes if written else instruction.reads
                 if any(a.storage == access.storage and overlaps(a, access) for a in theirs):

@@ -99,7 +99,7 @@ class DmaCosts:
         hbm_read = sum(_bytes(a) for a in reads if a.memory == "hbm")
         hbm_write = sum(_bytes(a) for a in writes if a.memory == "hbm")
         moved = max(read_bytes, write_bytes, 1)
-        run = min([_run(a) for a in (*reads, *writes)], default=1)
+        run = self._row_bytes(min([_run(a) for a in (*reads, *writes)], default=1), moved)
         run = max(1, min(run, _LARGEST_DESCRIPTOR_BYTES))
         descriptors = max(1, -(-moved // run))
         rate = target.dma_bytes_per_second_per_engine
@@ -146,6 +146,10 @@ class DmaCosts:
             tail_us=tail / target.dma_bytes_per_second_per_engine * _US,
             gpsimd_us=target.dma_software_gpsimd_seconds * _US if by_gpsimd else 0.0,
         )
+
+    def _row_bytes(self, run: int, moved: int) -> int:
+        """Return the contiguous bytes to count with, of a transfer of `moved`; for experiments."""
+        return run
 
     def _issue(self, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
         """Return the resource that issues and the seconds it needs.

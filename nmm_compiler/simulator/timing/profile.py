@@ -146,7 +146,7 @@ class Profile(Shown, Record):
         return advise(self.timeline)
 
     def summary(self) -> str:
-        """Return one line: latency, roofline, utilization, bytes, memory."""
+        """Return one line: latency, roofline, utilization, bytes, memory, how far off it may be."""
         share = self.roofline_us / self.latency_us if self.latency_us else 1.0
         loads = f", loads {self.loads}" if self.loads != "as_written" else ""
         return (
@@ -154,13 +154,17 @@ class Profile(Shown, Record):
             f"roofline ({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, "
             f"mbu {self.mbu:.1%}, "
             f"HBM {(self.hbm_read_bytes + self.hbm_write_bytes) / 1e6:.2f} MB, SBUF "
-            f"{self.sbuf_peak_bytes:,} B per partition, PSUM {self.psum_peak_banks} banks"
+            f"{self.sbuf_peak_bytes:,} B per partition, PSUM {self.psum_peak_banks} banks; "
+            f"{self.error_band}"
         )
 
     def figures(self) -> Grid:
         """Return the figures as a table."""
+        band = self.error_band
         rows = (
             ("latency", f"{self.latency_us:.2f} us", "first instruction to last result"),
+            ("held-out error", f"{band.mean:.0%} mean", f"{band.worst:.0%} worst of {band.points} "
+             f"published {band.kind} kernels"),
             ("on the device", f"{self.device_us:.2f} us", "with starting and stopping the kernel"),
             ("roofline", f"{self.roofline_us:.2f} us", f"{self.bound} bound: products "
              f"{self.compute_us:.2f} us, least HBM traffic {self.memory_us:.2f} us"),

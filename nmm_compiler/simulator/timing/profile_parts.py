@@ -33,7 +33,10 @@ def engine_table(found: Timeline) -> Grid:
         kinds = sorted(waiting.get(engine, {}).items(), key=lambda item: -item[1])
         if not (busy or kinds) or engine == "sync":
             continue
-        counts = sum(i.engine == engine for i in found.trace.instructions)
+        counts = sum(
+            found.placed.get(index, i.engine) == engine
+            for index, i in enumerate(found.trace.instructions)
+        )
         why = "; ".join(f"{_why(kind)} {us:.1f}" for kind, us in kinds if us > _LEAST_SHARE * total)
         if engine == "dma":
             why = f"16 engines, {found.dma_engine_busy_us / 16:.1f} us each on average"
@@ -166,7 +169,8 @@ def timeline_drawing(found: Timeline, most_slices: int = 3000) -> Drawing:
 
 def _slices(found: Timeline, engine: str) -> Iterator[Slice]:
     for index, instruction in enumerate(found.trace.instructions):
-        if instruction.engine == engine and index not in found.repeated:
+        on = found.placed.get(index, instruction.engine)
+        if on == engine and index not in found.repeated:
             name = instruction.name or instruction.op
             place = f"{Path(instruction.file).name}:{instruction.line}"
             yield Slice(found.start[index], found.interval_end[index], name, place)

@@ -62,11 +62,12 @@ def by_instruction(timeline: Timeline) -> tuple[Share, ...]:
 
 def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
     instructions = timeline.trace.instructions
+    causes = causes_of(timeline)
     sums: dict[tuple[object, ...], _Sum] = {}
 
     def of(index: int) -> _Sum:
         ins = instructions[index]
-        key = (ins.file, ins.line) if lines else ("", 0, ins.op, ins.engine)
+        key = (ins.file, ins.line) if lines else ("", 0, ins.op, causes.engine(index))
         return sums.setdefault(key, _Sum())
 
     moved = {transfer.index: transfer for transfer in timeline.transfers}
@@ -77,10 +78,10 @@ def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
             us = sum(stop - start for _, start, stop in transfer.parts)
             us /= 1 if transfer.parts[0][0] < 0 else timeline.target.dma_engines
         found = of(index)
-        found.add(instruction.op, instruction.engine, us)
+        found.add(instruction.op, causes.engine(index), us)
         if transfer is not None:
             found.bytes += transfer.hbm_read_bytes + transfer.hbm_write_bytes
-    for step in causes_of(timeline).path():
+    for step in causes.path():
         of(step.index).path += step.us
     shares = [found.share(str(key[0]), int(str(key[1]))) for key, found in sums.items()]
     return tuple(sorted(shares, key=lambda share: (-share.path_us, -share.engine_us)))
@@ -95,10 +96,10 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     last: dict[str, float] = {}
     for index, instruction in enumerate(timeline.trace.instructions):
-        engine = instruction.engine
-        if engine == "dma" or index in timeline.repeated:
+        engine = causes.engine(index)
+        if instruction.engine == "dma" or index in timeline.repeated:
             continue
-        last[engine] = timeline.interval_end[index]
+        last[engine] = max(last.get(engine, 0.0), timeline.interval_end[index])
         cause = causes.of(index)
         kinds = found.setdefault(engine, {})
         if cause.waited_us:
