@@ -8,6 +8,7 @@ advice says "at most". An experiment runs only where the timeline shows the thin
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,6 +19,7 @@ from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
+_MOST_JOINED = 16  # DMAs: more would take long to time, for rows that nobody has
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
 
 
@@ -83,12 +85,13 @@ class _Joining:
     def __init__(self, trace: Trace, costs: DmaCosts) -> None:
         self.trace, self.costs = trace, costs
         self.instructions = list(trace.instructions)
+        self.gone: set[int] = set()
         self.open: dict[tuple[object, ...], list[int]] = {}
         self.read_at: dict[int, int] = {}
         self.written_at: dict[int, int] = {}
 
     def joined(self) -> Trace:
-        """Return the trace with the DMAs joined; the places of the others stay, without work."""
+        """Return the trace with the DMAs joined."""
         edges = set(self.trace.loop_edges)
         edges |= {at for stretch in self.trace.ordered for at in stretch}
         named = {id(i) for user in self.instructions for i in user.after}
@@ -102,7 +105,16 @@ class _Joining:
             for access in instruction.writes:
                 self.written_at[access.storage] = index
         self._close()
-        return dataclasses.replace(self.trace, instructions=self.instructions)
+        kept = [at for at in range(len(self.instructions)) if at not in self.gone]
+        return dataclasses.replace(
+            self.trace,
+            instructions=[self.instructions[at] for at in kept],
+            loop_edges=[bisect.bisect_left(kept, at) for at in self.trace.loop_edges],
+            ordered=[
+                (bisect.bisect_left(kept, first), bisect.bisect_left(kept, stop))
+                for first, stop in self.trace.ordered
+            ],
+        )
 
     def _add(self, index: int, instruction: Instruction) -> None:
         one = len(instruction.reads) == len(instruction.writes) == 1
@@ -121,7 +133,7 @@ class _Joining:
             self._join(group)
             group = self.open[key] = []
         group.append(index)
-        if len(group) * run >= WIDE_ROW_BYTES:
+        if len(group) * run >= WIDE_ROW_BYTES or len(group) == _MOST_JOINED:
             self._join(self.open.pop(key))
 
     def _free(self, group: list[int], instruction: Instruction) -> bool:
@@ -138,9 +150,7 @@ class _Joining:
     def _join(self, group: list[int]) -> None:
         members = [self.instructions[at] for at in group]
         place = group[-1] if _is_store(members[0]) else group[0]
-        for at in group:
-            gone = _without_work(self.instructions[at])
-            self.instructions[at] = dataclasses.replace(gone, reads=(), writes=())
+        self.gone.update(at for at in group if at != place)
         self.instructions[place] = dataclasses.replace(
             members[0],
             reads=tuple(access for member in members for access in member.reads),
