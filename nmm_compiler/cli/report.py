@@ -59,7 +59,7 @@ def report(
         step("compiling, building kernels")
         options: Any = {"target": target, "report": reports.append, "inner": "eager"}
         torch._dynamo.reset()
-        with torch.no_grad():
+        with torch.no_grad(), models.foreign(model.partition(":")[0], "running it raised"):
             torch.compile(loaded, backend="nmm", options=options)(**inputs)
         kernels = [kernel for one in reports for kernel in one.built]
         calls = {line.name: line.calls for one in reports for line in one.kernels}

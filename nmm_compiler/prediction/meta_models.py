@@ -128,7 +128,7 @@ def read_config(given: Any) -> Any:
 def _json_object(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # brackets may nest without end
         raise PredictionError(f"{path} is no config that can be read: {error}") from error
 
 
