@@ -293,6 +293,21 @@ class TooSlow(BaseException):
     """A line ran past the limit."""
 
 
+_kept: list[Any] = []
+
+
+def _errors() -> Any:
+    """Return an empty error stream, the same one for each line as long as no line closes it.
+
+    The log handlers of libraries that a line imports keep the stream of that moment.
+    """
+    if not _kept or _kept[-1].closed:
+        _kept.append(io.TextIOWrapper(io.BytesIO(), errors="backslashreplace"))
+    _kept[-1].buffer.seek(0)
+    _kept[-1].buffer.truncate()
+    return _kept[-1]
+
+
 def run_here(words: Sequence[str], environment: dict[str, str], stream: str) -> tuple[Any, str]:
     """Run one line in this process, in the current directory; return (exit code, all output)."""
     from nmm_compiler.cli.main import main
@@ -303,8 +318,8 @@ def run_here(words: Sequence[str], environment: dict[str, str], stream: str) -> 
         io.BufferedWriter(_Broken(wanted), 64) if wanted else raw,
         encoding="ascii" if stream == "ascii" else "utf-8",
     )
-    said = io.BytesIO()
-    errors = io.TextIOWrapper(said, errors="backslashreplace")
+    errors = _errors()
+    said = errors.buffer
     before = sys.stdin, sys.stdout, sys.stderr, dict(os.environ), os.getcwd()
     sys.stdin = io.TextIOWrapper(io.BytesIO(b"{}"))
     sys.stdout, sys.stderr = out, errors
@@ -326,9 +341,9 @@ def run_here(words: Sequence[str], environment: dict[str, str], stream: str) -> 
         os.environ.update(before[3])
         os.chdir(before[4])
     written = b"".join(stream.getvalue() for stream in (said, raw) if not stream.closed)
-    for wrapper in (errors, out):  # a wrapper that is collected would flush and close its stream
-        with contextlib.suppress(OSError, ValueError):
-            wrapper.detach()
+    # A wrapper that is collected would flush and close its stream.
+    with contextlib.suppress(OSError, ValueError):
+        out.detach()
     return code, written.decode("utf-8", "replace")
 
 

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nmm_compiler.cache import trust
@@ -232,8 +232,8 @@ def delete_tree(path: Path) -> None:
         return
 
 
-def leftovers(folder: Path) -> Iterator[Path]:
-    """Yield what stages and deletions of killed processes may have left."""
-    for name in os.listdir(folder):
+def leftovers(folder: Path, names: Sequence[str] | None = None) -> Iterator[Path]:
+    """Yield what killed processes may have left; `names` are the folder's, where they are known."""
+    for name in os.listdir(folder) if names is None else names:
         if name.startswith((STAGE, TRASH)):
             yield folder / name

@@ -12,6 +12,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,13 +96,16 @@ class Bound:
 
     def published(self, digest: str, size_bytes: int) -> None:
         """Note a new entry and, when it is time, delete others; raises OSError."""
-        if self._until_look is None:
-            clear_leftovers(self._disk)
+        names = None
+        if self._until_look is None:  # one listing of the directory serves both
+            names = os.listdir(self._disk.folder)
+            clear_leftovers(self._disk, names=names)
         self._sizes[digest] = size_bytes
         self._until_look = (self._until_look or 0) - size_bytes
         if self._until_look >= 0:
             return
-        digests = [name for name in os.listdir(self._disk.folder) if len(name) == DIGEST_LENGTH]
+        names = names or os.listdir(self._disk.folder)
+        digests = [name for name in names if len(name) == DIGEST_LENGTH]
         if len(digests) <= SAMPLE:
             _, total = evict(self._disk, self._max_bytes, keep=digest)
         else:
@@ -156,14 +160,16 @@ def _usage(path: Path, digest: str, size_bytes: int | None = None) -> Usage | No
     return Usage(digest, size_bytes, used)
 
 
-def clear_leftovers(disk: Disk, everything: bool = False) -> int:
+def clear_leftovers(
+    disk: Disk, everything: bool = False, names: Sequence[str] | None = None
+) -> int:
     """Delete stages and trash of processes that are gone (or of all), and locks that nobody holds;
-    return how many stages and trash.
+    return how many stages and trash. `names` are those of the directory, where they are known.
 
     A live process whose stage is deleted stages again, so an error of judgement costs time only.
     """
     count = 0
-    for path in leftovers(disk.folder) if disk.check() else ():
+    for path in leftovers(disk.folder, names) if disk.check() else ():
         if everything or _is_abandoned(path):
             delete_tree(path)
             count += 1
