@@ -26,6 +26,7 @@ from torch._dynamo.aot_compile_types import (
 
 from nmm_compiler.backend.published import publish
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
+from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, check_foreign, kernel_key
 from nmm_compiler.errors import AheadOfTimeError
@@ -123,6 +124,7 @@ def _restore(saved: dict[str, Any], options: Options) -> None:
     key = kernel_key(spec, get(options.target), None, options.instruction_budget)
     if key.digest != saved["digest"]:
         return
+    check_shape(SOURCE_FILE, saved["source"])
     check_foreign(SOURCE_FILE, saved["source"])
     store = Store.for_kernels(options, check=check_foreign)
     store.get_or_build(key, lambda: {SOURCE_FILE: saved["source"]}, lambda: saved["meta"])

@@ -1,7 +1,8 @@
 """The first level: entries as directories, whole or absent, on any POSIX filesystem.
 
     <cache directory>/v1/<digest>/meta.json, kernel.py, ...
-    <cache directory>/v1/.stage-*   being written    .trash-*  being deleted    .locks/  see store
+    <cache directory>/v1/.stage-*   being written    .trash-*  being deleted
+    <cache directory>/v1/.locks/    see locks        .checked/ see checked
 
 An entry is staged beside its final place, each file fsynced, the manifest last, and then renamed.
 The rename is the only thing that publishes; who finds the place taken discards the own copy and
@@ -20,8 +21,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nmm_compiler.cache import trust
+from nmm_compiler.cache import checked, trust
 from nmm_compiler.cache.entry import MANIFEST, Entry, check_digest, fingerprint, parse
+from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.errors import DamagedEntryError
 
 FOLDER = "v1"
@@ -161,7 +163,22 @@ class Disk:
         except FileNotFoundError:
             return False
         delete_tree(trash)
+        checked.unmark(self.folder, digest)
         return True
+
+    def check_once(self, entry: Entry) -> None:
+        """Raise CacheTrustError when a source of the entry is more than a kernel.
+
+        An entry on disk that passed the same rules before, in any process, is not parsed again.
+        """
+        on_disk = entry.directory is not None
+        if on_disk and checked.is_marked(self.folder, entry, self._believed):
+            return
+        for name, text in entry.files.items():
+            if name.endswith(".py"):
+                check_shape(f"{name} of cache entry {entry.key.digest[:12]}", text)
+        if on_disk and self.writing:
+            checked.mark(self.folder, entry)
 
     def digests(self) -> list[str]:
         """Return the names of all entries, damaged ones too, in order."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nmm_compiler.cache import locks
+from nmm_compiler.cache import checked, locks
 from nmm_compiler.cache.disk import Disk, delete_tree, host_name, leftovers
 
 LEFTOVER_SECONDS = 3600.0
@@ -174,6 +174,7 @@ def clear_leftovers(
             delete_tree(path)
             count += 1
     locks.clear(disk.folder)
+    checked.clear(disk.folder)
     return count
 
 

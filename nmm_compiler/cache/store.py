@@ -181,6 +181,13 @@ class Store(Levels):
             return None
         return self._get_local(key) or self._get_remote(key)
 
+    def check_once(self, entry: Entry) -> None:
+        """Raise CacheTrustError when a Python source of the entry is more than NKI kernels.
+
+        Each entry on disk is parsed once for all processes; see `checked`.
+        """
+        self._disk.check_once(entry)
+
     # Building
 
     def get_or_build(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.cache.entry import Entry
-from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
@@ -160,8 +159,7 @@ def build_kernel(
     held = _KERNELS.get(key.digest)
     if held is not None and held[0] is entry:
         return held[1]
-    if not made:  # another process wrote it, perhaps long ago
-        check_shape(f"{SOURCE_FILE} of cache entry {key.digest[:12]}", entry.files[SOURCE_FILE])
+    store.check_once(entry)  # another process may have written it, perhaps with older rules
     family = FAMILIES[spec.family]
     kernel = Kernel(
         name=entry.meta["name"],
