@@ -25,6 +25,24 @@ MAY_RUN_TEXT = {
 }
 # A module over MAX_LINES says why in a comment of its first lines: `# Long because ...`.
 LONG_BECAUSE = re.compile(r"# Long because \w+")
+MAX_PARAMETERS = 9
+# Functions whose parameters are the user's options, the operands of a torch op, or (in
+# simulator/isa, under @instruction) the parameters that NKI gives an instruction.
+MANY_PARAMETERS = {
+    "cli/compress.py": {"compress"},
+    "cli/kernel.py": {"kernel"},
+    "cli/plan.py": {"plan"},
+    "cli/profile.py": {"profile", "compare"},
+    "cli/simulate.py": {"simulate"},
+    "compress/apply.py": {"compress"},
+    "compress/recover.py": {"recover"},
+    "kernels/gated_mlp/op.py": {"gated_mlp_up", "gated_mlp"},
+    "kernels/lowrank/op.py": {"lowrank_matmul"},
+    "kernels/lowrank_shared/op.py": {"lowrank_matmul_shared_x", "lowrank_matmul_shared_u"},
+    "prediction/plan.py": {"plan"},
+    "prediction/predict.py": {"predict"},
+    "simulator/run.py": {"simulate"},
+}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_NAMES = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
 
@@ -140,6 +158,67 @@ def test_the_package_keeps_the_house_rules():
         for fault in faults_of(path.relative_to(PACKAGE).as_posix(), path.read_text("utf-8"))
     ]
     assert not faults, f"{len(faults)} fault(s):\n" + "\n".join(faults)
+
+
+def long_signatures(file: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, fault) of each function with more than MAX_PARAMETERS, self left out."""
+    tree = ast.parse(text, file)
+    methods = {
+        id(node)
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if "staticmethod" not in map(_attribute, getattr(node, "decorator_list", ()))
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        given = node.args
+        named = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+        count = sum(argument is not None for argument in named) - (id(node) in methods)
+        if count > MAX_PARAMETERS and not _is_of_nki(file, node):
+            yield (
+                node.name,
+                f"{file}:{node.lineno}: {node.name} has {count} parameters, over "
+                f"{MAX_PARAMETERS}; hand over a record",
+            )
+
+
+def _is_of_nki(file: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether the parameters are those of an instruction of NKI."""
+    decorators = [getattr(d, "func", d) for d in node.decorator_list]
+    return file.startswith("simulator/isa/") and "instruction" in map(_attribute, decorators)
+
+
+def test_only_public_functions_have_many_parameters():
+    found: dict[str, set[str]] = {}
+    faults = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        for name, fault in long_signatures(file, path.read_text("utf-8")):
+            found.setdefault(file, set()).add(name)
+            if name not in MANY_PARAMETERS.get(file, set()):
+                faults.append(fault)
+    assert not faults, f"{len(faults)} fault(s):\n" + "\n".join(faults)
+    assert found == MANY_PARAMETERS, "MANY_PARAMETERS names functions that are shorter, or gone"
+    assert not [name for names in found.values() for name in names if name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("def f(a, b, c, d, e, f, g, h, i): pass", 0),
+        ("def f(a, /, b, c, d, e, f, g, h, *, i, j): pass", 1),
+        ("async def f(a, b, c, d, e, f, g, h, *i, **j): pass", 1),
+        ("def f():\n    def g(a, b, c, d, e, f, g, h, i, j): pass", 1),
+        ("class A:\n    def f(self, a, b, c, d, e, f, g, h, i): pass", 0),
+        ("class A:\n    @staticmethod\n    def f(a, b, c, d, e, f, g, h, i, j): pass", 1),
+        ("@instruction()\ndef f(a, b, c, d, e, f, g, h, i, j): pass", 0),
+        ("@other()\ndef f(a, b, c, d, e, f, g, h, i, j): pass", 1),
+    ],
+)
+def test_parameters_are_counted(text, count):
+    assert len(list(long_signatures("simulator/isa/a.py", text))) == count
 
 
 def test_no_exception_is_kept_for_a_file_that_is_gone():

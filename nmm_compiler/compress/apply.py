@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nmm_compiler.compress import experts, hf
-from nmm_compiler.compress.arguments import check_arguments, make_config, settings_of
+from nmm_compiler.compress.arguments import Request, check_arguments, make_config
 from nmm_compiler.compress.calibrate import OutputFn, Statistics, as_batches, collect
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.factorize import balance, check_finite, factorize
@@ -124,41 +124,32 @@ def compress(
         sequential=sequential,
     )
     hf.check_savable(model)
+    request = Request(
+        config, calibration, include, exclude, filter_fn, dtype, device, cost, target, tokens,
+        output, memory, progress,
+    )  # fmt: skip
     started = time.monotonic()
     before = count_parameters(model)
     journal = None if resume is None else Journal(resume, config)
     experts.split(model)
     try:
-        return _compress(
-            model, config, include, exclude, filter_fn, calibration, journal, started, before,
-            dtype, device, progress, cost, target, tokens, output, memory,
-        )  # fmt: skip
+        report = _compress(model, request, journal)
+        return dataclasses.replace(
+            report, model_parameters_before=before, seconds=time.monotonic() - started
+        )
     finally:
         experts.join(model)
         hf.attach_if_transformers(model)
 
 
-def _compress(
-    model: nn.Module,
-    config: CompressionConfig,
-    include: Patterns,
-    exclude: Patterns,
-    filter_fn: FilterFn | None,
-    calibration: Any,
-    journal: Journal | None,
-    started: float,
-    before: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    progress: bool,
-    cost: Cost | None,
-    target: str,
-    tokens: int,
-    output: OutputFn | None,
-    memory: str | int | None,
-) -> CompressionReport:
-    """Do what `compress` says, to a model whose stacked experts are split."""
-    sites, skipped = _sites(model, include, exclude, filter_fn, journal)
+def _compress(model: nn.Module, request: Request, journal: Journal | None) -> CompressionReport:
+    """Do what `compress` says, to a model whose stacked experts are split.
+
+    The report lacks what was known before: the parameters of the model and when it began.
+    """
+    config, calibration = request.config, request.calibration
+    output, memory = request.output, request.memory
+    sites, skipped = _sites(model, request, journal)
     meta = any(site.weight.is_meta for site in sites)
     ways = resolve(config, calibration is not None, meta)
     if output is not None and (not ways.gradients or isinstance(calibration, Statistics)):
@@ -171,7 +162,9 @@ def _compress(
             check_finite(site.weight, site.name)
     batches = statistics = None
     if memory is not None and (calibration is None or isinstance(calibration, Statistics)):
-        raise OptionTypeError("memory", memory, "it with batches, which calibration runs on")
+        raise OptionTypeError(
+            "memory", request.memory, "it with batches, which calibration runs on"
+        )
     if isinstance(calibration, Statistics):
         sites, skipped = _without_only_read(sites, skipped, calibration.only_read)
         statistics = check_statistics(calibration, sites, config, ways)
@@ -179,10 +172,9 @@ def _compress(
         batches = as_batches(calibration)
     identity = None
     if journal is not None:
-        settings = settings_of(config, dtype, cost, target, tokens, output)
         data = batches if batches is not None else statistics
         done = lowrank_layers(model)
-        identity = identify(model, sites, _every_name(model, done), data, settings)
+        identity = identify(model, sites, _every_name(model, done), data, request.settings())
         journal.check(identity, done)
         if journal.plan is not None:
             sites, skipped = _without_only_read(sites, skipped, journal.plan.only_read)
@@ -193,24 +185,25 @@ def _compress(
     if batches is not None and left:
         source = Calibration(
             model, left, batches, gradients=ways.gradients, output=output,
-            sequential=config.sequential, limit=memory, progress=progress,
+            sequential=config.sequential, limit=memory, progress=request.progress,
         )  # fmt: skip
     if journal is not None and journal.plan is not None:
         plan = journal.plan
     else:
-        known = _measured(source, left, statistics, config, ways, progress)
+        known = _measured(source, left, statistics, request, ways)
         sites, skipped = _without_only_read(sites, skipped, known.only_read)
+        cost = request.cost
         if config.budget == "latency" and cost is None:
-            cost = _kernel_cost(sites, dtype, target, tokens)
+            cost = _kernel_cost(sites, request)
         plan = make_plan(sites, config, ways, known, cost)
         if journal is not None:
             assert identity is not None
             journal.start(plan, identity)
 
-    work = _Work(model, config, ways, source, statistics, dtype, device, journal)
+    work = _Work(model, request, ways, source, statistics, journal)
     by_name = {site.name: site for site in sites}
     del sites, left, site  # or they keep every dense weight alive until the end
-    layers = work.run(plan, by_name, progress)
+    layers = work.run(plan, by_name)
     return CompressionReport(
         method=plan.method,
         allocation=plan.allocation,
@@ -219,12 +212,10 @@ def _compress(
         ratio=config.effective_ratio,
         layers=layers,
         skipped=skipped,
-        model_parameters_before=before,
         model_parameters_after=count_parameters(model),
         calibration_tokens=plan.calibration_tokens,
         cost_before=plan.cost_before,
         cost_after=plan.cost_after,
-        seconds=time.monotonic() - started,
     )
 
 
@@ -232,21 +223,20 @@ def _measured(
     source: Calibration | None,
     sites: Sequence[Site],
     given: Statistics | None,
-    config: CompressionConfig,
+    request: Request,
     ways: Ways,
-    progress: bool,
 ) -> Measured:
     """Return what the plan needs to know of the sites, with one part's statistics at a time."""
     known = Measured()
     if source is None:
-        measure_losses(known, sites, config, ways, given, progress)
+        measure_losses(known, sites, request.config, ways, given, request.progress)
         return known
     by_name = {site.name: site for site in sites}
     for part in source.parts if source.limited else [source.whole]:
         here = [by_name[name] for name in part.sites]
         found = source.statistics(part, here)
         here = [site for site in here if site.name not in found.only_read]
-        measure_losses(known, here, config, ways, found, progress)
+        measure_losses(known, here, request.config, ways, found, request.progress)
     return known
 
 
@@ -271,13 +261,11 @@ def _without_only_read(
     return left, (*skipped, *more)
 
 
-def _kernel_cost(
-    sites: Sequence[Site], dtype: torch.dtype | None, target: str, tokens: int
-) -> Cost:
+def _kernel_cost(sites: Sequence[Site], request: Request) -> Cost:
     from nmm_compiler.codegen.latency import kernel_cost
 
-    stored = dtype or sites[0].weight.dtype
-    return kernel_cost(target, tokens, str(stored).removeprefix("torch."))
+    stored = request.dtype or sites[0].weight.dtype
+    return kernel_cost(request.target, request.tokens, str(stored).removeprefix("torch."))
 
 
 def calibrate(
@@ -314,15 +302,12 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _sites(
-    model: nn.Module,
-    include: Patterns,
-    exclude: Patterns,
-    filter_fn: FilterFn | None,
-    journal: Journal | None,
+    model: nn.Module, request: Request, journal: Journal | None
 ) -> tuple[tuple[Site, ...], tuple[Any, ...]]:
     """Return (sites, skipped); what a journal lists as finished is not among the skipped."""
+    wanted = (request.include, request.exclude, request.filter_fn)
     if journal is None or journal.plan is None:
-        return find_sites(model, include, exclude, filter_fn)
+        return find_sites(model, *wanted)
     planned = {decision.name for decision in journal.plan.decisions}
     done = {
         name
@@ -330,7 +315,7 @@ def _sites(
         if name in planned and isinstance(module, LowRankLinear)
     }
     try:
-        sites, skipped = find_sites(model, include, exclude, filter_fn)
+        sites, skipped = find_sites(model, *wanted)
     except NoMatchingModulesError:
         if done != planned:
             raise
@@ -351,23 +336,20 @@ class _Work:
     def __init__(
         self,
         model: nn.Module,
-        config: CompressionConfig,
+        request: Request,
         ways: Ways,
         source: Calibration | None,
         statistics: Statistics | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
         journal: Journal | None,
     ) -> None:
-        self.model, self.config, self.ways = model, config, ways
-        self.source, self.statistics = source, statistics
-        self.dtype, self.device, self.journal = dtype, device, journal
+        self.model, self.request, self.ways = model, request, ways
+        self.source, self.statistics, self.journal = source, statistics, journal
         self.pairs: dict[str, Pairs] = {}
 
-    def run(self, plan: Plan, by_name: dict[str, Site], progress: bool) -> tuple[LayerReport, ...]:
+    def run(self, plan: Plan, by_name: dict[str, Site]) -> tuple[LayerReport, ...]:
         """Carry out the plan, emptying by_name; on an interrupt, note how far it got."""
         reports: dict[str, LayerReport] = {}
-        with Steps("factorizing", len(plan.decisions), progress) as steps:
+        with Steps("factorizing", len(plan.decisions), self.request.progress) as steps:
             try:
                 for stage in self._stages(plan.decisions, by_name):
                     for index, decision in stage:
@@ -400,7 +382,7 @@ class _Work:
         parts = [] if self.source is None else self.source.parts
         calibrated = {name for part in parts for name in part.sites}
         others = [(i, d) for i, d in enumerate(decisions) if d.name not in calibrated]
-        if self.config.sequential:
+        if self.request.config.sequential:
             yield others
         for part in parts:
             assert self.source is not None
@@ -418,7 +400,7 @@ class _Work:
                 self.statistics = dataclasses.replace(original, inputs=fresh.inputs)
                 yield group
             self.source.finish(part)
-        if not self.config.sequential:
+        if not self.request.config.sequential:
             yield others
 
     def _one(self, index: int, decision: Decision, site: Site | None) -> LayerReport:
@@ -439,7 +421,7 @@ class _Work:
         if site is None or decision.rank is None:
             return report
         if site.weight.is_meta:
-            stored = self.dtype or site.weight.dtype
+            stored = self.request.dtype or site.weight.dtype
             bias = cast("torch.Tensor | None", site.module.bias)
             layer = LowRankLinear(
                 site.k, decision.rank, site.n, bias is not None, device="meta", dtype=stored
@@ -451,8 +433,8 @@ class _Work:
 
     def _factorize(self, index: int, rank: int, note: str, site: Site) -> LayerReport:
         home = site.weight.device
-        weight = site.weight.to(self.device or home)
-        moments = moments_of(site, self.ways.method, self.statistics, self.config)
+        weight = site.weight.to(self.request.device or home)
+        moments = moments_of(site, self.ways.method, self.statistics, self.request.config)
         moments = moments.to(weight.device)
         pairs = self.pairs.get(site.name)
         wanted = weight
@@ -460,7 +442,7 @@ class _Work:
             wanted = least_squares(weight, moments.inputs, pairs)
         factors = factorize(wanted, rank, moments, site.name)
         del wanted
-        up, down = balance(factors, self.dtype or weight.dtype)
+        up, down = balance(factors, self.request.dtype or weight.dtype)
         solver, excess, theory = factors.solver, factors.excess, factors.relative_error
         raw = None if self.statistics is None else self.statistics.inputs.get(site.name)
         raw = raw if raw is not None and raw.tokens else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from nmm_compiler.compress.calibrate import OutputFn
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.ranks import Cost
+from nmm_compiler.compress.select import FilterFn, Patterns
 from nmm_compiler.errors import OptionTypeError
 
 
@@ -36,20 +38,31 @@ def make_config(ratio: float | CompressionConfig | None, **keywords: Any) -> Com
     return ratio
 
 
-def settings_of(
-    config: CompressionConfig,
-    dtype: torch.dtype | None,
-    cost: Cost | None,
-    target: str,
-    tokens: int,
-    output: OutputFn | None,
-) -> dict[str, object]:
-    """Return the arguments beside the config that decide which factors come out."""
-    settings: dict[str, object] = {"dtype": dtype, "output": _name(output)}
-    if config.budget == "latency":
-        asked = f"the kernels' for {target}, {tokens} tokens"
-        settings["cost"] = asked if cost is None else _name(cost)
-    return settings
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """The arguments of one call of `compress`, which says what each of them means."""
+
+    config: CompressionConfig
+    calibration: Any
+    include: Patterns
+    exclude: Patterns
+    filter_fn: FilterFn | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    cost: Cost | None
+    target: str
+    tokens: int
+    output: OutputFn | None
+    memory: str | int | None
+    progress: bool
+
+    def settings(self) -> dict[str, object]:
+        """Return the arguments beside the config that decide which factors come out."""
+        settings: dict[str, object] = {"dtype": self.dtype, "output": _name(self.output)}
+        if self.config.budget == "latency":
+            asked = f"the kernels' for {self.target}, {self.tokens} tokens"
+            settings["cost"] = asked if self.cost is None else _name(self.cost)
+        return settings
 
 
 def _name(function: object) -> str:

@@ -7,6 +7,7 @@ It knows whether data is computed (not in timing mode) and whether rules are str
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -104,13 +105,28 @@ class Grid(Protocol):
         """Leave `sent` for ranks[0] and return what ranks[1] left."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Which program of which rank a machine runs.
+
+    grid: programs of each rank. ranks: cores that exchange data by nki.collectives.
+    programs: what the programs of all ranks share, None where there is one program.
+    """
+
+    program_id: int = 0
+    grid: int = 1
+    rank: int = 0
+    ranks: int = 1
+    programs: Grid | None = None
+
+
 class Machine:
     """One program on one core.
 
     absent: instructions that the target lacks.
     assign: what `tensor[key] = value` does, as a function of the three; the language's copy.
     dialect: what another dialect of NKI keeps for this program.
-    rank, ranks: which of how many cores that exchange data by nki.collectives.
+    program_id, grid, rank, ranks, programs: as in `Seat`.
     poison_spreads: unwritten elements may be read; what depends on them is marked.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     kept: where the running instruction takes its inputs at all, None for everywhere.
@@ -128,15 +144,11 @@ class Machine:
         target: Target,
         *,
         assign: Callable[[Any, Any, Any], None],
+        seat: Seat,
         data: bool = True,
         strict: bool = True,
         max_instructions: int = 10_000_000,
-        program_id: int = 0,
-        grid: int = 1,
-        programs: Grid | None = None,
         poison_spreads: bool = True,
-        rank: int = 0,
-        ranks: int = 1,
     ) -> None:
         self.target = target
         self.assign = assign
@@ -144,16 +156,14 @@ class Machine:
         self.data = data
         self.strict = strict
         self.max_instructions = max_instructions
-        self.program_id = program_id
-        self.grid = grid
-        self.programs = programs
-        self.trace = Trace(program_id=program_id)
+        self.program_id, self.grid, self.programs = seat.program_id, seat.grid, seat.programs
+        self.rank, self.ranks = seat.rank, seat.ranks
+        self.trace = Trace(program_id=seat.program_id)
         self.instructions = self.trace.instructions
         self.storages = 0
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
         self.poison_spreads = poison_spreads
-        self.rank, self.ranks = rank, ranks
         self.poisoned: list[tuple[Any, Any, str]] = []
         self.kept: Any = None
         self.accumulators: dict[str, Any] = {}

@@ -36,7 +36,7 @@ from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.tiles import assign
 from nmm_compiler.simulator.loading.jit_kernel import JitKernel, run_kernels_with
 from nmm_compiler.simulator.loading.loader import resolve
-from nmm_compiler.simulator.machine import Machine, running, set_current
+from nmm_compiler.simulator.machine import Machine, Seat, running, set_current
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.data import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
@@ -240,9 +240,9 @@ def _launch(
     for rank, (arrays, named) in enumerate(inputs):
         machines = [
             Machine(
-                hardware, assign=assign, data=data, strict=options.strict, program_id=p, grid=grid,
-                max_instructions=options.max_instructions, programs=programs, rank=rank,
-                poison_spreads=options.uninitialized == "poison", ranks=len(inputs),
+                hardware, assign=assign, seat=Seat(p, grid, rank, len(inputs), programs), data=data,
+                strict=options.strict, max_instructions=options.max_instructions,
+                poison_spreads=options.uninitialized == "poison",
             )
             for p in range(grid)
         ]  # fmt: skip

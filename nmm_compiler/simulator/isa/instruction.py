@@ -175,20 +175,9 @@ class Call:
         return self.engine
 
 
-def instruction(
-    *,
-    engines: tuple[str, ...],
-    writes: Memories | None = None,
-    reads: Memories | None = None,
-    like_dst: tuple[str, ...] = (),
-    hazards: tuple[str, ...] = (),
-    dtypes: Mapping[str, frozenset[str]] | None = None,
-    ranks: Mapping[str, int] | None = None,
-    pair: tuple[str, str] | None = None,
-    indirect: Mapping[str, tuple[str, ...]] | None = None,
-    waits: bool = False,
-) -> Callable[[Callable[Concatenate[Call, P], Steps]], Callable[P, Any]]:
-    """Return the decorator of an instruction.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class instruction:  # noqa: N801 - a decorator, written as one
+    """The decorator of an instruction; its fields are what the instruction declares.
 
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
         the default. writes, reads: required tensors and the memories that each may be in.
@@ -200,15 +189,26 @@ def instruction(
     indirect: operands that may be `.indirect()` views, each with the engines for that.
     waits: the part after the yield runs without data as well.
     """
-    written, read = dict(writes or {}), dict(reads or {})
 
-    def decorate(body: Callable[Concatenate[Call, P], Steps]) -> Callable[P, Any]:
+    engines: tuple[str, ...]
+    writes: Memories = dataclasses.field(default_factory=dict)
+    reads: Memories = dataclasses.field(default_factory=dict)
+    like_dst: tuple[str, ...] = ()
+    hazards: tuple[str, ...] = ()
+    dtypes: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    pair: tuple[str, str] | None = None
+    indirect: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    waits: bool = False
+
+    def __call__(self, body: Callable[Concatenate[Call, P], Steps]) -> Callable[P, Any]:
+        """Return the instruction: its declared checks, the body, and its record."""
         op = body.__name__
         parameters = list(inspect.signature(body).parameters.values())[1:]
         names = [p.name for p in parameters]
         known: dict[str, Any] = {
-            "BODY": body, "KIND": Kind(op, engines), "OP": op, "FIRST": engines[0], "Call": Call,
-            "NkiTensor": NkiTensor, "current": current, "operand": operand,
+            "BODY": body, "KIND": Kind(op, self.engines), "OP": op, "FIRST": self.engines[0],
+            "Call": Call, "NkiTensor": NkiTensor, "current": current, "operand": operand,
             "require_instruction": require_instruction, "same_elements": same_elements,
             "check_destination": check_destination, "check_hazard": check_hazard,
             "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
@@ -218,28 +218,24 @@ def instruction(
         for p in parameters:
             if p.default is not p.empty:
                 known[f"{p.name}_default"] = p.default
-        for role, where in (*written.items(), *read.items()):
+        for role, where in (*self.writes.items(), *self.reads.items()):
             known[f"{role}_memories"] = where
-            known[f"{role}_engines"] = (indirect or {}).get(role, ())
-        for role, allowed in (dtypes or {}).items():
+            known[f"{role}_engines"] = self.indirect.get(role, ())
+        for role, allowed in self.dtypes.items():
             known[f"{role}_dtypes"] = allowed
         for name, members in MEMBERS.items():
             known[f"{name}_members"] = members
-        text = _signature(op, parameters)
-        text += _checks(list(written), list(read), like_dst, dtypes or {}, ranks or {}, pair)
-        text += _body(parameters, list(written), list(read), hazards)
-        several = len(engines) > 1
-        text += _choice("engine" if several else "None", (*written, *read) if several else ())
-        text += _indirections((*read, *written))
-        text += _record("name" if "name" in names else "None", waits, names, list(written))
+        text = _signature(op, parameters) + _checks(self) + _body(self, parameters)
+        several = len(self.engines) > 1
+        text += _choice("engine" if several else "None", (*self.writes, *self.reads))
+        text += _indirections((*self.reads, *self.writes))
+        text += _record(self, names)
         # its own path in the simulator's folder: no error is said to be on a line of it
         exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
         made: Callable[P, Any] = known[op]
         made.__doc__, made.__module__ = body.__doc__, body.__module__
         INSTRUCTIONS[op] = made
         return made
-
-    return decorate
 
 
 # The text of an instruction's function, as the standard library writes that of a dataclass: calls
@@ -266,17 +262,11 @@ def _signature(op: str, parameters: list[inspect.Parameter]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _checks(
-    written: list[str],
-    read: list[str],
-    like_dst: tuple[str, ...],
-    dtypes: Mapping[str, frozenset[str]],
-    ranks: Mapping[str, int],
-    pair: tuple[str, str] | None,
-) -> str:
+def _checks(declared: instruction) -> str:
     """Return the text of the declared checks."""
     lines = []
-    for role in (*written, *read):
+    written = list(declared.writes)
+    for role in (*written, *declared.reads):
         lines += [
             f"    if {role}.__class__ is not NkiTensor:",
             f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
@@ -284,23 +274,23 @@ def _checks(
             f"    if at_{role}.memory not in {role}_memories or {role}.special:",
             f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
         ]
-    for role in like_dst:
+    for role in declared.like_dst:
         lines += [
             f"    if {role}.shape != {written[0]}.shape:",
             f"        same_elements(machine, OP, {written[0]}, {role})",
         ]
-    if pair is not None:
-        a, b = pair
+    if declared.pair is not None:
+        a, b = declared.pair
         lines += [
             f'    if at_{a}.partition_start != at_{b}.partition_start or at_{a}.memory == "psum":',
-            f"        check_pair(machine, OP, {pair!r}, {a}, {b})",
+            f"        check_pair(machine, OP, {declared.pair!r}, {a}, {b})",
         ]
-    for role in dtypes:
+    for role in declared.dtypes:
         lines += [
             f"    if {role}.dtype not in {role}_dtypes:",
             f"        refuse_dtype(machine, OP, {role!r}, {role}, {role}_dtypes)",
         ]
-    for role, most in ranks.items():
+    for role, most in declared.ranks.items():
         lines += [
             f"    if len({role}.shape) > {most}:",
             f"        refuse_rank(machine, OP, {role!r}, {role}, {most})",
@@ -308,14 +298,10 @@ def _checks(
     return "".join(line + "\n" for line in lines)
 
 
-def _body(
-    parameters: list[inspect.Parameter],
-    written: list[str],
-    read: list[str],
-    hazards: tuple[str, ...],
-) -> str:
+def _body(declared: instruction, parameters: list[inspect.Parameter]) -> str:
     """Return the text that runs the body to its yield, and the checks that follow it."""
-    regions = [", ".join(f"at_{role}" for role in roles) for roles in (read, written)]
+    written = list(declared.writes)
+    regions = [", ".join(f"at_{role}" for role in roles) for roles in (declared.reads, written)]
     given = "engine" if "engine" in {p.name for p in parameters} else "None"
     lines = [
         f"    call = Call(machine, KIND, {given}, [{regions[0]}], [{regions[1]}])",
@@ -327,7 +313,7 @@ def _body(
             f"    if {role}.storage.constant:",
             f"        check_destination(machine, OP, {role})",
         ]
-    for role in hazards:
+    for role in declared.hazards:
         lines += [
             f"    if {role}.storage is {written[0]}.storage:",
             f"        check_hazard(machine, OP, {written[0]}, {role})",
@@ -358,14 +344,16 @@ def _choice(given: str, views: tuple[str, ...]) -> str:
     )
 
 
-def _record(name: str, waits: bool, parameters: list[str], written: list[str]) -> str:
+def _record(declared: instruction, parameters: list[str]) -> str:
     """Return the text that records the instruction, and computes when there is data."""
+    name = "name" if "name" in parameters else "None"
+    with_data = "" if declared.waits else "    if machine.data:\n    "
     shown = ", ".join(f"{p!r}: {p}" for p in parameters)
     return (
         "    record = machine.record(\n"
         f"        OP, chosen, tuple(call.reads), tuple(call.writes), attributes, {name}\n"
-        "    )\n" + ("" if waits else "    if machine.data:\n    ") + "    next(steps, None)\n"
+        f"    )\n{with_data}    next(steps, None)\n"
         "    if machine.poisoned:\n"
-        f"        spread(machine, OP, {{{shown}}}, {tuple(written)!r})\n"
+        f"        spread(machine, OP, {{{shown}}}, {tuple(declared.writes)!r})\n"
         + ("" if name == "None" else "    return record\n")
     )
