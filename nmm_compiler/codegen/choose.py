@@ -151,9 +151,10 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
                 if looped in seen:
                     continue
                 seen.add(looped)
-                schedule, instructions, cost, traffic = looped, 0, 0.0, 0.0
+                schedule, cost, traffic = looped, 0.0, 0.0
+                instructions = 1  # the bound of the loop, in a register
                 for times, block in turns(spec, looped):
-                    work = family.work(block, candidate, target)
+                    work = family.work(block, looped.settled(block), target)
                     instructions += work.instructions
                     cost += times * closed_form_us(work, dtype, target)
                     traffic += times * dma_us(work.dmas, target)

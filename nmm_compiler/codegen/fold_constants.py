@@ -189,6 +189,12 @@ def assigned_names(statements: Iterable[cst.CSTNode]) -> set[str]:
     return {target.value for target in targets if isinstance(target, cst.Name)}
 
 
+def _returns(statement: Statement) -> bool:
+    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
+        statement.body[-1], cst.Return
+    )
+
+
 class BodyFolder:
     """Folds the statements of one function."""
 
@@ -207,10 +213,12 @@ class BodyFolder:
         self.branches = 0
 
     def fold(self, statements: Sequence[Statement]) -> list[Statement]:
-        """Return the statements, folded."""
+        """Return the statements, folded; none of them after a `return`."""
         folded: list[Statement] = []
         for statement in statements:
             folded.extend(self._statement(statement))
+            if folded and _returns(folded[-1]):
+                break
         return folded
 
     def _statement(self, statement: Statement) -> list[Statement]:

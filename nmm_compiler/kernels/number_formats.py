@@ -57,12 +57,13 @@ def check_widened(name: str, how: str, spec: Any) -> None:
         )
 
 
-def pitch(free: int, double_row: bool) -> int:
+def pitch(free: int, aligned: bool) -> int:
     """Return elements from one tile of a contraction to the next in SBUF.
 
     nki-library's double-row kernels keep the distance of the two tiles of a pair a multiple of 16.
+    What DMA transposes write starts at multiples of 32 bytes there (qkv_cte.py), 16 elements.
     """
-    return 16 * tiles(free, 16) if double_row else free
+    return 16 * tiles(free, 16) if aligned else free
 
 
 def passes(rows: int, chunk: int, double_row: bool) -> int:

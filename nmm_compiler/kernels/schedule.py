@@ -25,7 +25,8 @@ class Operand(Record):
     """How one operand of a kernel arrives. All sizes are in elements.
 
     load: how its contraction index gets onto the partitions: "rows" as it lies, "strided" element
-        runs, "dma" a DMA transpose, "tensor" TensorE; "none" for what is in SBUF already.
+        runs, "dma" a DMA transpose, "tensor" TensorE, "tensor8" TensorE without widening fp8;
+        "none" for what is in SBUF already.
     block: columns in SBUF at a time. chunk: contraction rows per load. group: tiles of 128 outputs
         (512 where the weight moves) that are summed together.
     resident: loaded once for all tokens. stream: each chunk is used by one pass over the
@@ -86,12 +87,16 @@ class KernelSchedule(Record):
     def settled(self, spec: Any) -> Self:
         """Return the schedule as the kernel of `spec` reads it.
 
-        fp8 tiles are turned on TensorE with room for 16 bits an element: "tensor" is "tensor8".
+        fp8 tiles are turned on TensorE as bfloat16: "tensor" is "tensor16". In a loop on the device
+        the address of x is known at run time, and its DMA transposes take 16 rows: "dma16".
         """
-        if not str(spec.dtype).startswith("float8"):
-            return self
-        turned = [name for name, operand in self.operands().items() if operand.load == "tensor"]
-        return self.changed({f"{name}.load": "tensor8" for name in turned})
+        changes = {}
+        if str(spec.dtype).startswith("float8"):
+            turned = [name for name, operand in self.operands().items() if operand.load == "tensor"]
+            changes = {f"{name}.load": "tensor16" for name in turned}
+        if getattr(self, "m_loop", False) and self.x.load == "dma":
+            changes["x.load"] = "dma16"
+        return self.changed(changes)
 
     def kind(self) -> tuple[Any, ...]:
         """Return what makes schedules different in kind: the best of each kind is tried first."""

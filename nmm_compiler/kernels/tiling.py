@@ -7,7 +7,7 @@ import numpy as np
 
 from nmm_compiler.targets import Target
 
-LOADS = ("rows", "strided", "dma", "tensor")
+LOADS = ("rows", "strided", "dma", "tensor", "tensor8")
 # One long run per partition, or what transposes produce.
 ORDERS = ("consecutive_rows", "strided_rows")
 
@@ -17,6 +17,7 @@ LOADED = {
     "strided": "in short runs",
     "dma": "through DMA transposes",
     "tensor": "through TensorE transposes",
+    "tensor8": "through TensorE transposes",
 }
 
 
@@ -64,6 +65,8 @@ def turned_loads(dtype: str, target: Target) -> list[str]:
     """Return how an operand can be loaded whose contraction index is the inner one in HBM."""
     if item_bytes(dtype) == 2 and target.dma_transposes:
         return ["dma", "tensor"]
+    if item_bytes(dtype) == 1 and target.tensor_transposes_fp8:
+        return ["tensor8"]
     return ["tensor"]
 
 
@@ -84,7 +87,22 @@ def chunk_order(contraction: int, loads: tuple[str, ...]) -> str:
 
 def turning(*loads: str) -> int:
     """Return the PSUM banks of transposes on TensorE, if any of these loads needs them."""
-    return 2 if "tensor" in loads else 0
+    return 2 if by_tensor(*loads) else 0
+
+
+def free_banks(target: Target, *loads: str) -> int:
+    """Return the PSUM banks that are left for sums beside transposes on TensorE."""
+    return target.psum_banks - turning(*loads)
+
+
+def by_tensor(*loads: str) -> bool:
+    """Return whether any of these loads turns its operand on TensorE."""
+    return any(load.startswith("tensor") for load in loads)
+
+
+def flat_bytes(dtype: str, *loads: str) -> int:
+    """Return bytes of an element that waits in SBUF for TensorE to turn it; fp8 is widened."""
+    return max(2, item_bytes(dtype)) if "tensor" in loads else item_bytes(dtype)
 
 
 def bias_bytes(n: int, size: int, *, rows: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.kernels.tiling import by_tensor, tiles
 from nmm_compiler.records import Record
 
 Passes = tuple[int, int]
@@ -57,11 +57,13 @@ class Tally:
 
         turned: what TensorE transposes need instead: squares of 128 x 128, DMAs, and their run.
         """
-        if how == "tensor":
+        if by_tensor(how):
             squares, count, run = turned
             self.matmuls.append((squares, 128))
             self.evictions.append((tiles(squares, 4), 512))
-        kind = "transpose" if how == "dma" else "copy"
+        if how == "dma16":  # an eighth of 128 rows a DMA
+            count = 8 * turned[1]
+        kind = "transpose" if how.startswith("dma") else "copy"
         self.dmas.append((count, total // count, run, kind))
 
     def store(self, total: int, count: int, run: int) -> None:

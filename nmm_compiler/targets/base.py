@@ -139,6 +139,7 @@ class Target:
     absent_instructions: tuple[str, ...]
     absent_forms: tuple[str, ...]
     tensor_transpose_mode: bool
+    tensor_transposes_fp8: bool
     matmul_tile_min_elements: int
     matmul_psum_banks: int
     matmul_bfloat16_sums: bool

@@ -142,6 +142,7 @@ TARGET = TRN2.variant(
         ),
         "nki.isa, nki.api.shared and the release notes of 0.4: what only newer targets have",
     ),
+    tensor_transposes_fp8=assumed(False, "as trn2, where the sources disagree"),
     tensor_transpose_mode=documented(
         False, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
     ),

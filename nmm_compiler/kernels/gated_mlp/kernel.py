@@ -10,6 +10,7 @@ the operands' dtype, in bfloat16 or fp32, or quantized to fp8 by scales of their
 """
 
 import nki
+import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.gated_product import gate_columns, gate_rows
@@ -170,7 +171,8 @@ def gated_mlp(x, spec, schedule, **others):
             out_part = out_blocks.select(out_dim, at)
             gated_block(out_part, x_part, mlp, Block(0, m_block), spec, schedule)
 
-        nl.fori_loop(0, m // m_block, body)
+        # a bound in a register makes the variable one too
+        nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         gated_block(out, x, mlp, Block(m0, min(m_block, m - m0)), spec, schedule)
     return out
@@ -186,7 +188,8 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
     p_dtype = (
         x.dtype if spec.intermediate_dtype == spec.dtype else getattr(nl, spec.intermediate_dtype)
     )
-    pitch = (at.tokens + 15) // 16 * 16 if double_row else at.tokens
+    turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
+    pitch = (at.tokens + 15) // 16 * 16 if double_row or turned else at.tokens
     kept_pitch = (at.tokens + 15) // 16 * 16 if kept_row else at.tokens
     x_sb = nl.ndarray((128, (k + 127) // 128, pitch), dtype=x.dtype, buffer=nl.sbuf)
     for k0 in range(0, k, schedule.x.chunk):

@@ -22,8 +22,11 @@ from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
     blocks,
+    by_tensor,
     chunk_order,
     chunk_rows,
+    flat_bytes,
+    free_banks,
     item_bytes,
     result_elements,
     result_tiles,
@@ -107,19 +110,21 @@ class GatedMLPSchedule(KernelSchedule):
         rank = _rank(spec)
         rows = spec.out_layout == "row"
         k_segment, n_segment = self.segments(spec)
-        held = {"x": k_tiles * pitch(tokens, pairs) * size, "active": 4 * 512}
+        turned = self.v.load == "dma"
+        x_row = pitch(tokens, pairs or self.x.load == "dma") * size
+        held = {"x": k_tiles * x_row, "active": 4 * 512}
         if spec.down or not rows:
             held["active"] = result_elements(panel, tokens, rows=False) * 4
         if rank:
             deep = tiles(self.u.chunk if self.u.stream else k_segment, 128)
-            held["u"] = deep * pitch(min(self.u.block, rank), pairs) * size
+            held["u"] = deep * pitch(min(self.u.block, rank), pairs or turned) * size
             held["p"] = sum(tiles(spec.rank(b), 128) for b in ("gate", "up")) * kept_row
         if k_segment < spec.k:
             held["parts"] = tiles(rank, 128) * tokens * 4
         held["v"] = sum(
-            tiles(spec.rank(b), 128) * pitch(panel, kept) * wide_size
+            tiles(spec.rank(b), 128) * pitch(panel, kept or turned) * wide_size
             if spec.rank(b)
-            else k_tiles * pitch(panel, pairs) * size
+            else k_tiles * pitch(panel, pairs or turned) * size
             for b in ("gate", "up")
         )
         out_panel = panel
@@ -129,16 +134,17 @@ class GatedMLPSchedule(KernelSchedule):
             held["h"] = tiles(n_segment, 128) * kept_row
             if rank:
                 deep = tiles(self.down.chunk if self.down.stream else n_segment, 128)
-                held["down"] = deep * pitch(min(self.down.block, rank), kept) * wide_size
+                down_row = pitch(min(self.down.block, rank), kept or turned) * wide_size
+                held["down"] = deep * down_row
                 held["p_down"] = tiles(rank, 128) * kept_row
                 if n_segment < spec.n:
                     held["parts_down"] = tiles(rank, 128) * tokens * 4
-            held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept) * wide_size
+            held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept or turned) * wide_size
         held["y"] = result_elements(out_panel, tokens, rows=rows) * y_size
         held |= self._epilogue_bytes(spec, y_size)
-        if "tensor" in (self.x.load, self.v.load):
+        if by_tensor(self.x.load, self.v.load):
             chunks = (self.u.chunk, self.x.chunk, self.v.chunk, self.down.chunk, self.out.chunk)
-            held["flat"] = max(chunks) * size
+            held["flat"] = max(chunks) * flat_bytes(spec.dtype, self.x.load, self.v.load)
         return held
 
     @staticmethod
@@ -240,14 +246,16 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
     """Yield schedules that may be legal, in no order."""
     for plain in _plain(spec, target):
         yield plain
-        yield from _segmented(spec, plain)
+        yield from _segmented(spec, plain, target)
 
 
-def _segmented(spec: GatedMLPUpSpec, plain: GatedMLPSchedule) -> Iterator[GatedMLPSchedule]:
+def _segmented(
+    spec: GatedMLPUpSpec, plain: GatedMLPSchedule, target: Target
+) -> Iterator[GatedMLPSchedule]:
     """Yield twins of a schedule that sum over segments: of u for few tokens, of h for many."""
     rank = _rank(spec)
     m_tiles = tiles(min(plain.m_block, spec.m), 512)
-    banks = 3 if "tensor" in (plain.x.load, plain.v.load) else 4  # two groups take turns
+    banks = free_banks(target, plain.x.load, plain.v.load) // 2  # two groups take turns
     if m_tiles > banks:
         return
     group = max(1, banks // m_tiles)
@@ -301,7 +309,7 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
     for x_load, w_load, m_block in itertools.product(
         x_ways, w_loads, blocks(spec.m, (128, 256, 512, 1024))
     ):
-        banks = 6 if w_load == "tensor" else 8
+        banks = free_banks(target, w_load)
         m_tiles = tiles(min(m_block, spec.m), 512)
         if 2 * m_tiles > banks:
             continue

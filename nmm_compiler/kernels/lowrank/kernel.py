@@ -9,6 +9,7 @@ operands' dtype, in bfloat16 or fp32, or quantized to fp8 by p_scale.
 """
 
 import nki
+import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.loads_and_stores import (
@@ -81,10 +82,11 @@ def lowrank(x, u, v, spec, schedule, **others):
             down = schedule.v_stationary or spec.out_layout == "col"
             y_scale_sb = product_scales(of_v, kept_scale, n, spec.scales, down, spec.requantized)
     if schedule.u.resident:
-        u_pitch = (r + 15) // 16 * 16 if schedule.double_row else r
+        aligned = schedule.double_row or schedule.u.load == "dma"
+        u_pitch = (r + 15) // 16 * 16 if aligned else r
         u_all = nl.ndarray((128, k_tiles, u_pitch), dtype=u.dtype, buffer=nl.sbuf)
     if schedule.v.resident:
-        v_pitch = (n + 15) // 16 * 16 if second_row else n
+        v_pitch = (n + 15) // 16 * 16 if second_row or schedule.v.load == "dma" else n
         v_dtype = nl.float32 if spec.wide else v.dtype
         v_all = nl.ndarray((128, r_tiles, v_pitch), dtype=v_dtype, buffer=nl.sbuf)
     held = Held(u, v, others.get("w"), u_all, v_all, bias_sb, p_scale_sb, y_scale_sb)
@@ -104,7 +106,8 @@ def lowrank(x, u, v, spec, schedule, **others):
             out_part = out_blocks.select(out_dim, at)
             lowrank_block(out_part, x_part, held, Block(0, m_block), spec, schedule)
 
-        nl.fori_loop(0, m // m_block, body)
+        # a bound in a register makes the variable one too
+        nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         lowrank_block(out, x, held, Block(m0, min(m_block, m - m0)), spec, schedule)
     return out
@@ -118,7 +121,8 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule):
     p_dtype = (
         x.dtype if spec.intermediate_dtype == spec.dtype else getattr(nl, spec.intermediate_dtype)
     )
-    x_pitch = (at.tokens + 15) // 16 * 16 if schedule.double_row else at.tokens
+    turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
+    x_pitch = (at.tokens + 15) // 16 * 16 if schedule.double_row or turned else at.tokens
     p_pitch = (at.tokens + 15) // 16 * 16 if second_row else at.tokens
 
     # Stage 1: p^T = (x u)^T, summed in PSUM, rounded once on the way out.

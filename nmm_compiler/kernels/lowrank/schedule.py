@@ -23,8 +23,11 @@ from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
     blocks,
+    by_tensor,
     chunk_order,
     chunk_rows,
+    flat_bytes,
+    free_banks,
     item_bytes,
     result_elements,
     result_tiles,
@@ -90,7 +93,7 @@ class LowRankSchedule(KernelSchedule):
         """Return the schedule as the kernel of `spec` reads it."""
         made = dataclasses.replace(super().settled(spec), k_segment=self.segment(spec))
         turned = spec.fp8 and made.w_load == "tensor"
-        return dataclasses.replace(made, w_load="tensor8") if turned else made
+        return dataclasses.replace(made, w_load="tensor16") if turned else made
 
     def segment(self, spec: LowRankSpec) -> int:
         """Return contraction rows summed in PSUM at a time, at most k."""
@@ -111,16 +114,16 @@ class LowRankSchedule(KernelSchedule):
         u_tiles = tiles(self.u.chunk, 128) if self.u.stream else segment_tiles
         rows = spec.out_layout == "row"
         held = {
-            "x": x_tiles * pitch(tokens, pairs) * size,
-            "u": u_tiles * pitch(u_columns, pairs) * size,
+            "x": x_tiles * pitch(tokens, pairs or self.x.load == "dma") * size,
+            "u": u_tiles * pitch(u_columns, pairs or self.u.load == "dma") * size,
             "p": r_tiles * pitch(tokens, second) * p_size,
-            "v": r_tiles * pitch(v_columns, second) * v_size,
+            "v": r_tiles * pitch(v_columns, second or self.v.load == "dma") * v_size,
             "y": result_elements(panel, tokens, rows=rows) * y_size,
         }
         if self.segment(spec) < spec.k:
             held["parts"] = r_tiles * tokens * 4
         if spec.base:
-            held["w"] = k_tiles * panel * size
+            held["w"] = k_tiles * pitch(panel, self.w_load == "dma") * size
         if spec.bias:
             held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
         if spec.fp8:
@@ -130,10 +133,11 @@ class LowRankSchedule(KernelSchedule):
             if spec.requantized:
                 held["quantized"] = 512 * 4
         held |= sum_bytes(spec)
-        if "tensor" in (self.x.load, self.u.load, self.w_load):
-            held["flat"] = min(max(self.u.chunk, self.x.chunk), spec.k) * size
-        if self.v.load == "tensor":
-            held["flat_v"] = min(self.v.chunk, spec.r) * size
+        if by_tensor(self.x.load, self.u.load, self.w_load):
+            flat = flat_bytes(spec.dtype, self.x.load, self.u.load, self.w_load)
+            held["flat"] = min(max(self.u.chunk, self.x.chunk), spec.k) * flat
+        if by_tensor(self.v.load):
+            held["flat_v"] = min(self.v.chunk, spec.r) * flat_bytes(spec.dtype, self.v.load)
         return held
 
     def overlapped_bytes(self, spec: LowRankSpec) -> int:
@@ -231,7 +235,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
         x_loads(spec.m, spec.x_layout, spec.dtype, target), u_loads, v_loads, w_loads
     ):
         turned = (x_load, u_load, w_load) if spec.base else (x_load, u_load)
-        stage_banks = 6 if "tensor" in (x_load, u_load) else 8
+        stage_banks = free_banks(target, x_load, u_load)
         for m_block, u_block, v_block in itertools.product(m_blocks, u_blocks, v_blocks):
             m_tiles = tiles(min(m_block, spec.m), 512)
             if m_tiles > stage_banks:
@@ -241,7 +245,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 chunk_rows(spec.k, min(u_block, spec.r) * size, wanted)
                 for wanted in ((8192, 16384) if few else (8192,))
             }
-            banks = 8 if few and "tensor" not in (v_load, w_load) else 4
+            banks = target.psum_banks if few and not by_tensor(v_load, w_load) else 4
             one_pass = u_block <= 128 * r_group
             uses = [(False, False)]
             if spec.m > m_block:
@@ -292,7 +296,7 @@ def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     for plain in _plain(spec, target):
         tokens = min(plain.m_block, spec.m)
         m_tiles = tiles(tokens, 512)
-        banks = 3 if "tensor" in (plain.x.load, plain.u.load) else 4  # two groups take turns
+        banks = free_banks(target, plain.x.load, plain.u.load) // 2  # two groups take turns
         if plain.u.resident or plain.u.stream or m_tiles > banks:
             continue
         if few and plain.u.block < spec.r:

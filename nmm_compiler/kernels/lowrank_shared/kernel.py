@@ -50,10 +50,12 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                 bias_sbs.append(bias_columns(biases[bias_of[j]], ns[j]))
         if schedule.v.resident:
             depth = (ranks[pair_of[j]] + 127) // 128
-            v_alls.append(nl.ndarray((128, depth, ns[j]), dtype=x.dtype, buffer=nl.sbuf))
+            v_pitch = (ns[j] + 15) // 16 * 16 if schedule.v.load == "dma" else ns[j]
+            v_alls.append(nl.ndarray((128, depth, v_pitch), dtype=x.dtype, buffer=nl.sbuf))
     for i in range(len(ranks)):
         if schedule.u.resident:
-            u_sbs.append(nl.ndarray((128, k_tiles, ranks[i]), dtype=x.dtype, buffer=nl.sbuf))
+            u_pitch = (ranks[i] + 15) // 16 * 16 if schedule.u.load == "dma" else ranks[i]
+            u_sbs.append(nl.ndarray((128, k_tiles, u_pitch), dtype=x.dtype, buffer=nl.sbuf))
         else:
             u_sbs.append(None)
 
@@ -62,7 +64,8 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
         m_tiles = (tokens + 511) // 512
 
         # Stage 1: every p^T = (x u)^T, summed over all of k in PSUM, rounded once on the way out.
-        x_sb = nl.ndarray((128, k_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
+        x_pitch = (tokens + 15) // 16 * 16 if schedule.x.load == "dma" else tokens
+        x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
         p_sb = nl.ndarray((128, starts[len(ranks)], tokens), dtype=x.dtype, buffer=nl.sbuf)
         for t0 in range(0, starts[len(ranks)], r_group):
             t1 = min(t0 + r_group, starts[len(ranks)])
@@ -83,7 +86,11 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                         deep = (u_rows + 127) // 128
                         if k0 % u_chunks[i] == 0:
                             if not schedule.u.resident:
-                                u_sbs[i] = nl.ndarray((128, deep, r1 - r0), dtype=x.dtype)
+                                if schedule.u.load == "dma":
+                                    u_pitch = (r1 - r0 + 15) // 16 * 16
+                                    u_sbs[i] = nl.ndarray((128, deep, u_pitch), dtype=x.dtype)
+                                else:
+                                    u_sbs[i] = nl.ndarray((128, deep, r1 - r0), dtype=x.dtype)
                                 part = Part(us[i], k0, u_rows, r0, r1 - r0)
                                 load(u_sbs[i], 0, part, schedule.u.load, schedule.k_order, k)
                             elif m0 == 0 and r0 == 0:

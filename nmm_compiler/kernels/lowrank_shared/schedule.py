@@ -10,13 +10,16 @@ from typing import Any, ClassVar
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import Family
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec, Output
+from nmm_compiler.kernels.number_formats import pitch
 from nmm_compiler.kernels.schedule import KernelSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
     blocks,
+    by_tensor,
     chunk_order,
     chunk_rows,
+    free_banks,
     item_bytes,
     result_elements,
     result_tiles,
@@ -105,19 +108,24 @@ class LowRankSharedSchedule(KernelSchedule):
         size = item_bytes(spec.dtype)
         k_tiles, tokens = tiles(spec.k, 128), min(self.m_block, spec.m)
         results = spec.results()
+        u_turned, v_turned = self.u.load == "dma", self.v.load == "dma"
         if self.u.resident:
-            u = k_tiles * sum(spec.ranks)
+            u = k_tiles * sum(pitch(r, u_turned) for r in spec.ranks)
         else:
             chunks = zip(self.chunks_of(spec), spec.ranks, strict=True)
-            u = sum(tiles(rows, 128) * min(128 * self.u.group, r) for rows, r in chunks)
+            u = sum(
+                tiles(rows, 128) * pitch(min(128 * self.u.group, r), u_turned) for rows, r in chunks
+            )
         depths = [tiles(y.r, 128) for y in results]
         panels = [min(self.v.block, y.n) for y in results]
         if self.v.resident:
-            v = sum(depth * y.n for depth, y in zip(depths, results, strict=True))
+            wide = [pitch(y.n, v_turned) for y in results]
+            v = sum(depth * columns for depth, columns in zip(depths, wide, strict=True))
         else:
-            v = max(depth * panel for depth, panel in zip(depths, panels, strict=True))
+            wide = [pitch(panel, v_turned) for panel in panels]
+            v = max(depth * columns for depth, columns in zip(depths, wide, strict=True))
         held = {
-            "x": k_tiles * tokens * size,
+            "x": k_tiles * pitch(tokens, self.x.load == "dma") * size,
             "u": u * size,
             "p": sum(tiles(r, 128) for r in spec.ranks) * tokens * size,
             "v": v * size,
@@ -131,9 +139,9 @@ class LowRankSharedSchedule(KernelSchedule):
             held["bias"] = sum(bias_bytes(y.n, size, rows=y.layout == "row") for y in biased)
             if any(y.layout == "row" and y.activation != "identity" for y in biased):
                 held["sum"] = 512 * 4
-        if "tensor" in (self.x.load, self.u.load):
+        if by_tensor(self.x.load, self.u.load):
             held["flat"] = min(max(*self.chunks_of(spec), self.x.chunk), spec.k) * size
-        if self.v.load == "tensor":
+        if by_tensor(self.v.load):
             held["flat_v"] = min(self.v.chunk, max(spec.ranks)) * size
         return held
 
@@ -217,7 +225,7 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
         blocks(spec.m, (128, 256, 512, 1024, 2048) if wide else (512, 1024, 2048)),
     ):
         m_tiles = tiles(min(m_block, spec.m), 512)
-        banks = 6 if "tensor" in (x_load, u_load) else 8
+        banks = free_banks(target, x_load, u_load)
         most = min(banks // m_tiles, r_tiles)
         if not most:
             continue
@@ -234,7 +242,7 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
             columns = sum(spec.ranks) if u_resident else min(128 * r_group, sum(spec.ranks))
             moving = bool(rows) and not v_stationary
             n_group = min(4, tiles(v_block, 512)) if moving else tiles(v_block, 128)
-            room = 6 if v_load == "tensor" else 8
+            room = free_banks(target, v_load)
             n_group = min(n_group, room // m_tiles if len(rows) < len(results) else room)
             if v_stationary:
                 n_group = max(1, min(room, tiles(v_block, 128)) // m_tiles)

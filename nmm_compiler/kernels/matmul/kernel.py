@@ -5,6 +5,7 @@ moves; for y^T tiles of w are stationary and the tokens move. Sums stay in PSUM 
 """
 
 import nki
+import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.loads_and_stores import bias_columns, position, product_scales, split, spread_bias
@@ -39,7 +40,8 @@ def matmul(x, w, spec, schedule, **others):
             spec.out_layout == "col", True,
         )  # fmt: skip
     if schedule.w.resident:
-        w_pitch = (n + 15) // 16 * 16 if schedule.double_row else n
+        aligned = schedule.double_row or schedule.w.load == "dma"
+        w_pitch = (n + 15) // 16 * 16 if aligned else n
         w_all = nl.ndarray((128, k_tiles, w_pitch), dtype=w.dtype, buffer=nl.sbuf)
     right = Weight(w, w_all, schedule.w)
     epilogue = Epilogue(scale_sb, bias_sb, spec.scales, spec.bias, spec.activation)
@@ -59,7 +61,8 @@ def matmul(x, w, spec, schedule, **others):
             out_part = out_blocks.select(out_dim, at)
             matmul_block(out_part, x_part, right, epilogue, Block(0, m_block), spec, schedule)
 
-        nl.fori_loop(0, m // m_block, body)
+        # a bound in a register makes the variable one too
+        nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         matmul_block(out, x, right, epilogue, Block(m0, min(m_block, m - m0)), spec, schedule)
     return out
@@ -68,7 +71,8 @@ def matmul(x, w, spec, schedule, **others):
 def matmul_block(out, x, right: Weight, epilogue: Epilogue, at: Block, spec, schedule):
     """Compute a block of tokens."""
     k_tiles = (spec.k + 127) // 128
-    pitch = (at.tokens + 15) // 16 * 16 if schedule.double_row else at.tokens
+    turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
+    pitch = (at.tokens + 15) // 16 * 16 if schedule.double_row or turned else at.tokens
     x_sb = nl.ndarray((128, k_tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
     left = Strip(x_sb, x, schedule.x)
     product = Product(spec.k, spec.n, schedule.k_order, spec.k, schedule.double_row, False)

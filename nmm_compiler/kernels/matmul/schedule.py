@@ -22,8 +22,11 @@ from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
     blocks,
+    by_tensor,
     chunk_order,
     chunk_rows,
+    flat_bytes,
+    free_banks,
     item_bytes,
     result_elements,
     tiles,
@@ -66,9 +69,9 @@ class MatmulSchedule(KernelSchedule):
         tokens, panel = min(self.m_block, spec.m), min(self.w.block, spec.n)
         rows = spec.out_layout == "row"
         held = {
-            "x": k_tiles * pitch(tokens, self.double_row) * size,
+            "x": k_tiles * pitch(tokens, self.double_row or self.x.load == "dma") * size,
             "w": (tiles(self.w.chunk, 128) if self.w.stream else k_tiles)
-            * pitch(spec.n if self.w.resident else panel, self.double_row)
+            * pitch(spec.n if self.w.resident else panel, self.double_row or self.w.load == "dma")
             * size,
             "y": result_elements(panel, tokens, rows=rows) * y_size,
         }
@@ -77,8 +80,9 @@ class MatmulSchedule(KernelSchedule):
         if spec.fp8:
             held["scale"] = scale_bytes(spec.n, spec.scales, down=not rows)
         held |= sum_bytes(spec)
-        if "tensor" in (self.x.load, self.w.load):
-            held["flat"] = min(max(self.w.chunk, self.x.chunk), spec.k) * size
+        if by_tensor(self.x.load, self.w.load):
+            flat = flat_bytes(spec.dtype, self.x.load, self.w.load)
+            held["flat"] = min(max(self.w.chunk, self.x.chunk), spec.k) * flat
         return held
 
     def overlapped_bytes(self, spec: MatmulSpec) -> int:
@@ -128,7 +132,7 @@ def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
     m_blocks = blocks(spec.m, (128, 256, 512, 1024, 2048))
     n_blocks = blocks(spec.n, (128, 256, 512, 1024, 2048, 4096))
     for x_load, w_load, m_block, n_block in itertools.product(loads, w_loads, m_blocks, n_blocks):
-        banks = 6 if "tensor" in (x_load, w_load) else 8
+        banks = free_banks(target, x_load, w_load)
         m_tiles = tiles(min(m_block, spec.m), 512)
         if m_tiles > banks:
             continue

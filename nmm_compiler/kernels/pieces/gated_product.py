@@ -26,8 +26,9 @@ def gate_columns(
     for n0 in range(panels.first, panels.stop, plan.block):
         columns = min(plan.block, panels.stop - n0)
         n_tiles = (columns + 127) // 128
-        gate_pitch = (columns + 15) // 16 * 16 if gate.product.double_row else columns
-        up_pitch = (columns + 15) // 16 * 16 if up.product.double_row else columns
+        turned = plan.load == "dma"
+        gate_pitch = (columns + 15) // 16 * 16 if gate.product.double_row or turned else columns
+        up_pitch = (columns + 15) // 16 * 16 if up.product.double_row or turned else columns
         gate_w_sb = nl.ndarray(
             (128, (gate.product.k + 127) // 128, gate_pitch),
             dtype=nl.float32 if gate.product.widen else gate.weight.dtype,
@@ -167,8 +168,9 @@ def gate_rows(out, gate: Branch, up: Branch, plan: Operand, at: Block):
     """Store h of a block of tokens: tokens stationary, weights moving."""
     for n0 in range(0, gate.product.n, plan.block):
         columns = min(plan.block, gate.product.n - n0)
-        gate_pitch = (columns + 15) // 16 * 16 if gate.product.double_row else columns
-        up_pitch = (columns + 15) // 16 * 16 if up.product.double_row else columns
+        turned = plan.load == "dma"
+        gate_pitch = (columns + 15) // 16 * 16 if gate.product.double_row or turned else columns
+        up_pitch = (columns + 15) // 16 * 16 if up.product.double_row or turned else columns
         gate_w_sb = nl.ndarray(
             (128, (gate.product.k + 127) // 128, gate_pitch),
             dtype=nl.float32 if gate.product.widen else gate.weight.dtype,

@@ -21,10 +21,12 @@ def load(dst, tile, part: Part, how, order, total):
         load_strided(dst, tile, part, order, total)
     elif how == "dma":
         load_transposed_by_dma(dst, tile, part)
+    elif how == "dma16":
+        load_transposed_in_steps(dst, tile, part)
     elif how == "tensor8":
         load_bytes_transposed_by_tensor(dst, tile, part)
     else:
-        load_transposed_by_tensor(dst, tile, part)
+        load_transposed_by_tensor(dst, tile, part, how == "tensor16")
 
 
 def load_rows(dst, tile, part: Part, order, total):
@@ -107,12 +109,23 @@ def load_transposed_by_dma(dst, tile, part: Part):
         )
 
 
-def load_transposed_by_tensor(dst, tile, part: Part):
+def load_transposed_in_steps(dst, tile, part: Part):
+    """Load with DMA transposes of 16 rows each: the most from an address known at run time."""
+    for start in range(0, part.columns, 16):
+        width = min(16, part.columns - start)
+        rows = dst[0:128, 0 : dst.shape[1], start : start + width]
+        step = Part(part.src, part.row, part.rows, part.column + start, width)
+        load_transposed_by_dma(rows, tile, step)
+
+
+def load_transposed_by_tensor(dst, tile, part: Part, widen):
     """Load rows as they lie, then turn 128 x 128 tiles on TensorE."""
+    # fp8 numbers are turned as bfloat16, which holds each of them
+    dtype = nl.bfloat16 if widen else part.src.dtype
     tiles = part.rows // 128
     for start in range(0, part.columns, 128):
         width = min(128, part.columns - start)
-        flat = nl.ndarray((width, part.rows), dtype=part.src.dtype, buffer=nl.sbuf)
+        flat = nl.ndarray((width, part.rows), dtype=dtype, buffer=nl.sbuf)
         nisa.dma_copy(
             dst=flat,
             src=part.src[
@@ -122,7 +135,7 @@ def load_transposed_by_tensor(dst, tile, part: Part):
         # a bank of PSUM takes four turned tiles; one copy takes them out
         for first in range(0, tiles, 4):
             count = min(4, tiles - first)
-            turned = nl.ndarray((128, count, width), dtype=part.src.dtype, buffer=nl.psum)
+            turned = nl.ndarray((128, count, width), dtype=dtype, buffer=nl.psum)
             for i in range(count):
                 square = flat[0:width, 128 * (first + i) : 128 * (first + i + 1)]
                 nisa.nc_transpose(
@@ -134,7 +147,7 @@ def load_transposed_by_tensor(dst, tile, part: Part):
                 first // 4 + start // 128,
             )
         if part.rows % 128 > 0:
-            turned = nl.ndarray((part.rows % 128, width), dtype=part.src.dtype, buffer=nl.psum)
+            turned = nl.ndarray((part.rows % 128, width), dtype=dtype, buffer=nl.psum)
             nisa.nc_transpose(
                 dst=turned, data=flat[0:width, 128 * tiles : part.rows], engine=nisa.engine.tensor
             )

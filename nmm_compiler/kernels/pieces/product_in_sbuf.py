@@ -24,7 +24,8 @@ def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, round
         k_stop = min(k1 + product.segment, product.k)
         if left.plan.stream:
             segment_tiles = (min(product.segment, product.k) + 127) // 128
-            s_pitch = (at.tokens + 15) // 16 * 16 if product.double_row else at.tokens
+            turned = left.plan.load == "dma" or left.plan.load == "dma16"
+            s_pitch = (at.tokens + 15) // 16 * 16 if product.double_row or turned else at.tokens
             s_sb = nl.ndarray(
                 (128, segment_tiles, s_pitch), dtype=left.source.dtype, buffer=nl.sbuf
             )
@@ -53,7 +54,8 @@ def project_segment(
     segment_tiles = (min(product.segment, product.k) + 127) // 128
     for r0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - r0)
-        pitch = (columns + 15) // 16 * 16 if product.double_row else columns
+        aligned = product.double_row or right.plan.load == "dma"
+        pitch = (columns + 15) // 16 * 16 if aligned else columns
         if right.plan.resident:
             w_sb = right.whole[0:128, 0:k_tiles, r0 : r0 + columns]
         elif not right.plan.stream:

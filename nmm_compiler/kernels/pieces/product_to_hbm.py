@@ -19,13 +19,15 @@ def expand_rows(
     base_tiles = (base.length + 127) // 128
     for n0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - n0)
-        pitch = (columns + 15) // 16 * 16 if product.double_row else columns
+        aligned = product.double_row or right.plan.load == "dma"
+        pitch = (columns + 15) // 16 * 16 if aligned else columns
         if right.plan.resident:
             w_sb = right.whole[0:128, 0:k_tiles, n0 : n0 + columns]
         elif not right.plan.stream:
             w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
         if base.length > 0:
-            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base.w.dtype, buffer=nl.sbuf)
+            base_pitch = (columns + 15) // 16 * 16 if base.load == "dma" else columns
+            base_sb = nl.ndarray((128, base_tiles, base_pitch), dtype=base.w.dtype, buffer=nl.sbuf)
         for mt in range((at.tokens + 127) // 128):
             ms = 128 * mt
             mw = min(128, at.tokens - ms)
@@ -140,14 +142,16 @@ def expand_columns(
     m_tiles = (at.tokens + 511) // 512
     for n0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - n0)
-        pitch = (columns + 15) // 16 * 16 if product.double_row else columns
+        aligned = product.double_row or right.plan.load == "dma"
+        pitch = (columns + 15) // 16 * 16 if aligned else columns
         n_tiles = (columns + 127) // 128
         if right.plan.resident:
             w_sb = right.whole[0:128, 0:k_tiles, n0 : n0 + columns]
         elif not right.plan.stream:
             w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
         if base.length > 0:
-            base_sb = nl.ndarray((128, base_tiles, columns), dtype=base.w.dtype, buffer=nl.sbuf)
+            base_pitch = (columns + 15) // 16 * 16 if base.load == "dma" else columns
+            base_sb = nl.ndarray((128, base_tiles, base_pitch), dtype=base.w.dtype, buffer=nl.sbuf)
         if result.as_rows:
             y_sb = nl.ndarray((128, at.tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
         else:
