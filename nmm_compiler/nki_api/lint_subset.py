@@ -156,7 +156,7 @@ def check_purity(names: Names, api: Api) -> Iterator[Finding]:
 
 
 def check_device_loops(names: Names, api: Api) -> Iterator[Finding]:
-    """E215-E219, W215: loops that run on the device."""
+    """E215-E220, W215: loops that run on the device."""
     for node in names.kernel_nodes():
         if isinstance(node, ast.While) and _is_register(node.test, names):
             if before(api.version, "0.6"):
@@ -168,9 +168,40 @@ def check_device_loops(names: Names, api: Api) -> Iterator[Finding]:
             path = names.resolve(node.func)
             if path in ("nki.language.fori_loop", "nki.language.while_loop"):
                 yield from _check_device_loop(node, path.rpartition(".")[2], names)
+            if path == "nki.language.fori_loop" and not before(api.version, "0.7"):
+                yield from _check_bounds(node, names)
+
+
+def _check_bounds(node: ast.Call, names: Names) -> Iterator[Finding]:
+    """From 0.7 the variable is a register if a bound is one, else an NkiScalar."""
+    given = dict(zip(("lower", "upper", "body_fun"), node.args, strict=False))
+    given.update({k.arg: k.value for k in node.keywords if k.arg})
+    if any(_is_register(given[n], names) for n in ("lower", "upper") if n in given):
+        return
+    todo = [names.definition(given["body_fun"])] if "body_fun" in given else []
+    seen: list[object] = []
+    while todo:  # the body and the functions of the file that it calls
+        function = todo.pop()
+        if not isinstance(function, ast.FunctionDef) or function in seen:
+            continue
+        seen.append(function)
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call):
+                continue
+            if names.resolve(call.func) == "nki.isa.register_store":
+                text = (
+                    "the variable of nl.fori_loop is no register in NKI 0.7 unless a bound is one, "
+                    "and nisa.register_store takes registers; pass a bound as "
+                    "nisa.register_alloc(n)"
+                )
+                yield at(node, "NKI-E220", text)
+                return
+            todo.append(names.definition(call.func))
 
 
 def _is_register(node: ast.expr, names: Names) -> bool:
+    if isinstance(node, ast.Call):
+        return names.resolve(node.func) == "nki.isa.register_alloc"
     if not isinstance(node, ast.Name):
         return False
     for binding in names.lookup(node.id, names.scope_of[node]):

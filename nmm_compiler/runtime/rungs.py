@@ -192,16 +192,14 @@ def device_loop(x):
     """Copy x in a loop on the device."""
     rows, columns = x.shape
     out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    blocks = x.reshape_dim(0, (rows // 128, 128))
-    results = out.reshape_dim(0, (rows // 128, 128))
+    block = [[columns, 128], [1, columns]]
 
     def body(i):
-        at = position(i)
         held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=held, src=blocks.select(0, at))
-        nisa.dma_copy(dst=results.select(0, at), src=held)
+        nisa.dma_copy(dst=held, src=x.ap(block, scalar_offset=i))
+        nisa.dma_copy(dst=out.ap(block, scalar_offset=i), src=held)
 
-    nl.fori_loop(0, rows // 128, body)
+    nl.fori_loop(0, rows, body, 128)
     return out
 
 

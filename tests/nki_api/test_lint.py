@@ -252,6 +252,19 @@ def test_helpers_that_a_kernel_calls_are_kernel_code() -> None:
         ("nisa.tensor_copy_dynamic_src(x, y)", {"0.4": "E103", "0.7": "E103"}),
         ("for i in nl.dynamic_range(4): pass", {"0.5": "", "0.6": "W104", "0.7": "E103"}),
         ("r = nisa.register_alloc()\nwhile r: pass", {"0.5": "", "0.6": "W215", "0.7": "E215"}),
+        (
+            "def body(i): nisa.register_store(x, i)\nnl.fori_loop(0, 4, body)",
+            {"0.6": "", "0.7": "E220"},
+        ),
+        (
+            "def body(i): nisa.register_store(x, i)\nnl.fori_loop(0, nisa.register_alloc(4), body)",
+            {"0.6": "", "0.7": ""},
+        ),
+        (
+            "def body(i): nisa.register_store(x, i)\nn = nisa.register_alloc(4)\n"
+            "nl.fori_loop(lower=0, upper=n, body_fun=body)",
+            {"0.6": "", "0.7": ""},
+        ),
         ("print(nl.tile_size.psum_fmax)", {"0.3": "", "0.4": "W104"}),
         ("y = x.permute((1, 0)).reshape_dim(0, (2, 64))", {"0.4": "E102E102", "0.5": ""}),
         ("print(nl.select(x))", {"0.4": "E101", "0.5": "E101"}),

@@ -258,6 +258,7 @@ def dma_transpose(
             f"dst is {dst.dtype}, src {src.dtype}; they must be the same",
         )
     _check_priority(call, priority)
+    _check_alignment(machine, dst)
     mode = _MODES.get(dge_mode, "unknown")
     indirect = _chooses_rows(src)
     if dst.indirection is not None:
@@ -285,6 +286,22 @@ def dma_transpose(
     store(dst, values.transpose(order), True)
 
 
+def _check_alignment(machine: Machine, dst: NkiTensor) -> None:
+    """Warn of rows of dst that start at no multiple of 32 bytes.
+
+    No document says so, nki-library does: "DMA_transpose requires align=32" (qkv_cte.py).
+    """
+    size = dst.dtype.item_bytes
+    rows = zip(dst.shape[:-1], dst.strides[:-1], strict=True)
+    apart = [stride * size for extent, stride in rows if extent > 1]
+    if any(distance % 32 for distance in apart):
+        machine.warn(
+            f"nisa.dma_transpose: rows of dst {dst.name!r} lie {max(apart)} bytes apart, and "
+            "AWS's kernels keep them at multiples of 32; give dst a longer last dimension and pass "
+            "a slice of it"
+        )
+
+
 def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect: bool) -> None:
     allowed = ("unknown", "swdge") if indirect else ("unknown", "hwdge")
     if mode not in allowed:
@@ -309,7 +326,8 @@ def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect:
             )
         _check_transpose_index(machine, src)
         return
-    if mode != "hwdge":
+    # descriptors made beforehand take no runtime address: the hardware makes them then (nki-dge)
+    if mode != "hwdge" and src.indirection is None:
         return
     first, rank = src.shape[0], len(src.shape)
     ok = src.dtype.item_bytes == 2 and src.shape[-1] <= 128
@@ -320,9 +338,9 @@ def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect:
     if not ok:
         raise machine.error(
             TensorShapeError,
-            f"nisa.dma_transpose(dge_mode=hwdge): src {src.shape} {src.dtype}; 2-byte dtype, last "
-            "dimension at most 128, and 16 rows (2-D) or rows in 1, 2, 4, 8, 16 with rows * "
-            "shape[-2] a multiple of 16 (3-D, 4-D)",
+            "nisa.dma_transpose by hwdge, which dge_mode or a runtime address asks for: src "
+            f"{src.shape} {src.dtype}; 2-byte dtype, last dimension at most 128, and 16 rows (2-D) "
+            "or rows in 1, 2, 4, 8, 16 with rows * shape[-2] a multiple of 16 (3-D, 4-D)",
         )
 
 
