@@ -383,3 +383,13 @@ class AheadOfTimeError(NmmError, RuntimeError):
             f"inner backend {inner!r} returns a callable that cannot be saved; pass "
             "options={'inner': 'inductor'} or 'eager' to aot_compile"
         )
+
+
+class DialectError(NmmError, ValueError):
+    """A kernel says something that the wanted dialect of NKI has no form for."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"NKI Beta 1 (neuronxcc.nki) has no form for {what}, which this kernel needs; emit it "
+            "with dialect 'nki', or pass a schedule that does without"
+        )

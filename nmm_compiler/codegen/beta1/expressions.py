@@ -1,0 +1,127 @@
+"""Builds and reads small expressions: index arithmetic, calls, names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import libcst as cst
+
+Expression = cst.BaseExpression
+_EMPTY = cst.Module(body=[])
+
+
+def text(node: cst.CSTNode) -> str:
+    """Return the source of a node."""
+    return _EMPTY.code_for_node(node)
+
+
+def same(a: Expression, b: Expression) -> bool:
+    """Return whether two expressions are spelled alike, but for white space."""
+    return a is b or text(a).replace(" ", "") == text(b).replace(" ", "")
+
+
+def parsed(source: str) -> Expression:
+    """Return a constant piece of source as an expression."""
+    return _parsed(source)
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(source: str) -> Expression:
+    return cst.parse_expression(source)
+
+
+def number(node: Expression) -> int | None:
+    """Return the value of a literal integer, else None."""
+    return int(node.value) if isinstance(node, cst.Integer) else None
+
+
+def integer(value: int) -> cst.Integer:
+    """Return a literal integer of at least 0."""
+    return cst.Integer(str(value))
+
+
+def plus(a: Expression, b: Expression) -> Expression:
+    """Return a + b."""
+    left, right = number(a), number(b)
+    if left == 0:
+        return b
+    if right == 0:
+        return a
+    if left is not None and right is not None:
+        return integer(left + right)
+    return cst.BinaryOperation(bare(a), cst.Add(), bare(b))
+
+
+def minus(a: Expression, b: Expression) -> Expression:
+    """Return a - b, or what is left of a where it is spelled b + something."""
+    left, right = number(a), number(b)
+    if right == 0:
+        return a
+    if left is not None and right is not None and left >= right:
+        return integer(left - right)
+    if isinstance(a, cst.BinaryOperation) and isinstance(a.operator, cst.Add) and same(a.left, b):
+        return a.right
+    return cst.BinaryOperation(bare(a), cst.Subtract(), _factor(b))
+
+
+def times(a: Expression, b: Expression) -> Expression:
+    """Return a * b."""
+    left, right = number(a), number(b)
+    if left == 1:
+        return b
+    if right == 1:
+        return a
+    if left is not None and right is not None:
+        return integer(left * right)
+    return cst.BinaryOperation(_factor(a), cst.Multiply(), _factor(b))
+
+
+def bare(node: Expression) -> Expression:
+    """Return an expression without parentheses around it."""
+    return node.with_changes(lpar=[], rpar=[]) if node.lpar else node
+
+
+def _factor(node: Expression) -> Expression:
+    """Return an expression as one that binds tighter than a product."""
+    if isinstance(node, (cst.BinaryOperation, cst.UnaryOperation)) and not node.lpar:
+        return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return node
+
+
+def subscript(value: Expression, indices: Sequence[cst.BaseSlice]) -> cst.Subscript:
+    """Return value[indices]."""
+    return cst.Subscript(value, [cst.SubscriptElement(index) for index in indices])
+
+
+def span(start: Expression, stop: Expression) -> cst.Slice:
+    """Return start:stop, with spaces where a side is more than a name."""
+    simple = all(isinstance(side, (cst.Name, cst.Integer)) for side in (start, stop))
+    space = cst.SimpleWhitespace("" if simple else " ")
+    colon = cst.Colon(whitespace_before=space, whitespace_after=space)
+    return cst.Slice(start, stop, first_colon=colon)
+
+
+def method(node: Expression) -> tuple[Expression, str, list[Expression]] | None:
+    """Return (receiver, name, arguments) of `receiver.name(arguments)`, else None."""
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        return node.func.value, node.func.attr.value, [arg.value for arg in node.args]
+    return None
+
+
+def elements(node: Expression) -> list[Expression]:
+    """Return the elements of a literal tuple."""
+    assert isinstance(node, cst.Tuple), f"{text(node)} is not spelled as a tuple"
+    return [element.value for element in node.elements]
+
+
+def root(node: Expression) -> str | None:
+    """Return the name that subscripts, attributes and methods of an expression start from."""
+    while not isinstance(node, cst.Name):
+        if isinstance(node, (cst.Subscript, cst.Attribute)):
+            node = node.value
+        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            node = node.func.value
+        else:
+            return None
+    return node.value

@@ -1,0 +1,134 @@
+"""What the functions of an emitted file know of their tensors: in HBM or on chip, summed into.
+
+Beta 1 has one function per direction, nl.load and nl.store, and zeroes what matmuls sum into. So a
+helper's parameters have to be known by what its callers pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from nmm_compiler.codegen.beta1.expressions import Expression, root, text
+from nmm_compiler.codegen.trees import nodes
+
+HBM, CHIP, BOTH = "hbm", "chip", "both"
+Functions = Mapping[str, cst.FunctionDef]
+
+
+def keyword(call: cst.Call, name: str) -> Expression | None:
+    """Return an argument by its keyword."""
+    found = [a.value for a in call.args if a.keyword is not None and a.keyword.value == name]
+    return found[0] if found else None
+
+
+def parameters(function: cst.FunctionDef) -> list[str]:
+    """Return the names of the parameters."""
+    return [p.name.value for p in function.params.params]
+
+
+def calls(tree: cst.CSTNode, functions: Functions) -> Iterator[tuple[str, list[Expression]]]:
+    """Yield (helper, arguments in the order of its parameters) of the calls in a tree."""
+    for node in nodes(tree):
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
+            name = node.func.value
+            if name in functions:
+                yield name, arguments(node, functions[name])
+
+
+def arguments(call: cst.Call, function: cst.FunctionDef) -> list[Expression]:
+    """Return the arguments of a call in the order of the parameters."""
+    return [
+        next((a.value for a in call.args if a.keyword and a.keyword.value == name), None)
+        or call.args[place].value
+        for place, name in enumerate(parameters(function))
+    ]
+
+
+class Facts:
+    """Where the tensor of each name of each function is, and which are summed into."""
+
+    def __init__(self, functions: Functions, kernel: str) -> None:
+        self.functions = functions
+        self._memory: dict[str, dict[str, str]] = defaultdict(dict)
+        self._returned: dict[str, str] = {}
+        self._summed: set[tuple[str, str]] = set()
+        for name in parameters(functions[kernel]):
+            self._memory[kernel][name] = HBM
+        before: Any = None
+        while before != (before := self._state()):
+            for name, function in functions.items():
+                self._read(name, function)
+
+    def _state(self) -> tuple[Any, ...]:
+        memory = tuple((f, n, m) for f, found in self._memory.items() for n, m in found.items())
+        return memory, len(self._returned), len(self._summed)
+
+    def memory(self, function: str, node: Expression) -> str | None:
+        """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""
+        if isinstance(node, cst.Name):
+            return self._memory[function].get(node.value)
+        if isinstance(node, (cst.Tuple, cst.List)):
+            return self._joined([self.memory(function, e.value) for e in node.elements])
+        if isinstance(node, cst.IfExp):
+            return self._joined([self.memory(function, part) for part in (node.body, node.orelse)])
+        if isinstance(node, cst.Subscript):
+            return self.memory(function, node.value)
+        if not isinstance(node, cst.Call):
+            return None
+        full = get_full_name_for_node(node.func) or ""
+        if full == "nl.ndarray":
+            buffer = keyword(node, "buffer")
+            return HBM if buffer is not None and text(buffer).endswith("hbm") else CHIP
+        if full in self._returned:
+            return self._returned[full]
+        return self.memory(function, node.func.value) if isinstance(node.func, cst.Attribute) else (
+            None
+        )  # fmt: skip
+
+    def summed(self, function: str, name: str | None) -> bool:
+        """Return whether matmuls add to what a name holds."""
+        return name is not None and (function, name) in self._summed
+
+    @staticmethod
+    def _joined(found: Sequence[str | None]) -> str | None:
+        distinct = {memory for memory in found if memory is not None}
+        return BOTH if len(distinct) > 1 else next(iter(distinct), None)
+
+    def _note(self, function: str, name: str | None, memory: str | None) -> None:
+        if name is not None and memory is not None:
+            known = self._memory[function].get(name)
+            joined = self._joined([known, memory])
+            assert joined is not None
+            self._memory[function][name] = joined
+
+    def _read(self, name: str, function: cst.FunctionDef) -> None:
+        for node in nodes(function.body):
+            if isinstance(node, cst.Assign):
+                target = node.targets[0].target
+                if isinstance(target, (cst.Name, cst.Subscript)):
+                    self._note(name, root(target), self.memory(name, node.value))
+            elif isinstance(node, cst.Return) and node.value is not None:
+                memory = self.memory(name, node.value)
+                if memory is not None:
+                    self._returned[name] = memory
+            elif isinstance(node, cst.Call):
+                self._read_call(name, node)
+        for helper, given in calls(function.body, self.functions):
+            for parameter, value in zip(parameters(self.functions[helper]), given, strict=True):
+                self._note(helper, parameter, self.memory(name, value))
+                if (helper, parameter) in self._summed:
+                    self._summed.add((name, root(value) or ""))
+
+    def _read_call(self, name: str, node: cst.Call) -> None:
+        full = get_full_name_for_node(node.func) or ""
+        if full.endswith(".append"):
+            self._note(name, full.removesuffix(".append"), self.memory(name, node.args[0].value))
+        elif full == "nisa.nc_matmul":
+            adds, dst = keyword(node, "accumulate"), keyword(node, "dst")
+            if adds is not None and not (isinstance(adds, cst.Name) and adds.value == "False"):
+                self._summed.add((name, root(dst) or "" if dst is not None else ""))

@@ -1,0 +1,56 @@
+"""Lays out statements that have become longer or shorter than a line."""
+
+# libcst names its visitor methods after node classes.
+# ruff: noqa: N802, D102
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+
+from nmm_compiler.codegen.beta1.expressions import text
+from nmm_compiler.codegen.tidy import WIDTH, ShortCalls, on_one_line
+from nmm_compiler.codegen.trees import Editor
+
+
+def laid_out(module: cst.Module) -> cst.Module:
+    """Return a file whose statements take one line where they fit, else one per argument."""
+    made: cst.Module = _Spread().edit(ShortCalls().edit(module))
+    return made
+
+
+class _Spread(Editor):
+    """Puts the arguments of a call that is too long for a line on lines of their own."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self.depth += 1
+
+    def leave_IndentedBlock(self, original: Any, updated: Any) -> Any:
+        self.depth -= 1
+        return updated
+
+    def leave_SimpleStatementLine(self, original: Any, updated: Any) -> Any:
+        small = updated.body[0]
+        if not isinstance(small, (cst.Assign, cst.AugAssign, cst.Expr)):
+            return updated
+        if not isinstance(small.value, cst.Call):
+            return updated
+        joined = on_one_line(small)
+        if 4 * self.depth + len(text(joined)) <= WIDTH:
+            return updated.with_changes(body=[joined])
+        return updated.with_changes(body=[joined.with_changes(value=_spread(joined.value))])
+
+
+def _spread(call: cst.Call) -> cst.Call:
+    inner = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace("    "))
+    outer = cst.ParenthesizedWhitespace(indent=True)
+    last = len(call.args) - 1
+    args = [
+        arg.with_changes(comma=cst.Comma(whitespace_after=outer if place == last else inner))
+        for place, arg in enumerate(call.args)
+    ]
+    return call.with_changes(args=args, whitespace_before_args=inner)

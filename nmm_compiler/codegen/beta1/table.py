@@ -1,0 +1,43 @@
+"""How Beta 1 spells what templates say: instruction forms and enumerators, old -> new.
+
+In this dialect an instruction returns its result: `nisa.f(dst=t, ...)` is `t[...] = nisa.f(...)`.
+What a tile is rounded to is said by `dtype=`, which defaults to the dtype of an operand.
+"""
+
+from __future__ import annotations
+
+# Instruction -> keywords that take what its destination was: of `t`, dtype=t.dtype.
+ADDED: dict[str, tuple[str, ...]] = {
+    "tensor_copy": ("dtype",),
+    "activation": ("dtype",),
+    "tensor_tensor": ("dtype",),
+    "tensor_scalar": ("dtype",),
+    "scalar_tensor_tensor": ("dtype",),
+    "reciprocal": ("dtype",),
+    "memset": ("shape", "dtype"),
+    "nc_transpose": (),
+    "dma_transpose": (),
+    "nc_matmul": (),
+}
+
+# Keywords that Beta 1 has no form for. The queue of a DMA is the compiler's choice there.
+DROPPED: dict[str, tuple[str, ...]] = {
+    "nc_matmul": ("accumulate",),
+    "dma_copy": ("dge_mode", "engine"),
+    "dma_transpose": ("dge_mode", "engine"),
+}
+
+# Enumerators. `perf_mode` is text, as in nki-samples' double_row_matmul for SDK 2.26.
+VALUES: dict[str, str] = {
+    "nisa.engine.tensor": "nisa.tensor_engine",
+    "nisa.engine.vector": "nisa.vector_engine",
+    "nisa.engine.scalar": "nisa.scalar_engine",
+    "nisa.engine.gpsimd": "nisa.gpsimd_engine",
+    "nisa.matmul_perf_mode.double_row": '"double_row_gen3"',
+}
+
+IMPORTS: dict[str, str] = {
+    "nki": "import neuronxcc.nki as nki",
+    "nisa": "import neuronxcc.nki.isa as nisa",
+    "nl": "import neuronxcc.nki.language as nl",
+}

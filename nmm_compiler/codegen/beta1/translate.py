@@ -1,0 +1,526 @@
+"""Rewrites an emitted file of the current dialect as NKI Beta 1, `neuronxcc.nki`.
+
+In: the source that `specialize` gives, one `@nki.jit` function and helpers. Out: the same kernel,
+statement by statement, in the older dialect's forms:
+
+- instructions return their result: `nisa.f(dst=t, ...)` -> `t[...] = nisa.f(...)`, `table.py`
+- matmuls that accumulate -> `t += nisa.nc_matmul(...)` into tiles of `nl.zeros`
+- DMA between HBM and SBUF -> `nl.load` and `nl.store`
+- strided views of HBM -> index expressions of `nl.arange`, `views.py`
+- `range` -> `nl.affine_range`, `nl.sequential_range` or `nl.static_range`, `loops.py`
+- `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
+- tensors in shared HBM are made outside of loops
+
+What has no form in Beta 1 is refused by name, DialectError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from nmm_compiler.codegen.beta1 import table
+from nmm_compiler.codegen.beta1.expressions import (
+    Expression,
+    integer,
+    number,
+    parsed,
+    root,
+    same,
+    subscript,
+    text,
+)
+from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, keyword
+from nmm_compiler.codegen.beta1.layout import laid_out
+from nmm_compiler.codegen.beta1.loops import with_iterators
+from nmm_compiler.codegen.beta1.views import METHODS, Names, Scope, View
+from nmm_compiler.codegen.fold_constants import BodyFolder, assigned_names
+from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.unused import names_used, remove_unused
+from nmm_compiler.errors import DialectError
+
+Statement = cst.BaseStatement
+
+
+def to_beta_1(source: str) -> str:
+    """Return the source of an emitted kernel in NKI Beta 1; raises DialectError."""
+    module = cst.parse_module(source)
+    functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
+    kernel = list(functions)[-1]
+    functions[kernel] = _with_body(functions[kernel], _unrolled(_body(functions[kernel])))
+    views = {name: f for name, f in functions.items() if _is_view_helper(f)}
+    counters = {name for name, f in functions.items() if _is_counter(f)}
+    facts = Facts(functions, kernel)
+    made = {
+        name: _Function(name, f, facts, Scope(views), counters).translated()
+        for name, f in functions.items()
+        if name not in views and name not in counters
+    }
+    made = with_iterators(_reachable(made, kernel))
+    others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
+    others = [_import(s) if _is_import(s) else s for s in others]
+    return laid_out(module.with_changes(body=[*others, *made.values()])).code
+
+
+def _body(function: cst.FunctionDef) -> list[Statement]:
+    return list(function.body.body)  # type: ignore[arg-type]
+
+
+def _with_body(function: cst.FunctionDef, body: Sequence[Statement]) -> cst.FunctionDef:
+    return function.with_changes(body=function.body.with_changes(body=body))
+
+
+def _is_import(statement: Any) -> bool:
+    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
+        statement.body[0], cst.Import
+    )
+
+
+def _import(statement: Any) -> Any:
+    """Return the import of the module that has a module's names in Beta 1."""
+    alias = statement.body[0].names[0]
+    name = alias.asname.name.value if alias.asname else alias.name.value
+    made: Any = cst.parse_statement(table.IMPORTS[name])
+    return statement.with_changes(body=made.body)
+
+
+def _is_view_helper(function: cst.FunctionDef) -> bool:
+    """Return whether all that a function does is to return a view of an argument."""
+    last: Any = function.body.body[-1]
+    small = last.body[0] if isinstance(last, cst.SimpleStatementLine) else None
+    if not isinstance(small, cst.Return) or not isinstance(small.value, cst.Call):
+        return False
+    only = all(_is_docstring(s) for s in function.body.body[:-1])
+    called = small.value.func
+    return only and isinstance(called, cst.Attribute) and called.attr.value in METHODS
+
+
+def _is_docstring(statement: Any) -> bool:
+    small = statement.body[0]
+    return isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
+
+
+def _is_counter(function: cst.FunctionDef) -> bool:
+    """Return whether a function stores a loop's variable in SBUF: an index by itself in Beta 1."""
+    names = {get_full_name_for_node(n.func) for n in nodes(function) if isinstance(n, cst.Call)}
+    return names == {"nl.ndarray", "nisa.register_store"}
+
+
+def _reachable(functions: dict[str, cst.FunctionDef], kernel: str) -> dict[str, cst.FunctionDef]:
+    """Return the kernel and the helpers that it calls, in their order."""
+    used, left = set(), [kernel]
+    while left:
+        name = left.pop()
+        if name not in used:
+            used.add(name)
+            left += names_used([functions[name].body]) & set(functions)
+    return {name: function for name, function in functions.items() if name in used}
+
+
+def _unrolled(body: Sequence[Statement]) -> list[Statement]:
+    """Return a kernel's statements with loops that make tensors in shared HBM written out.
+
+    Beta 1 makes them at the top level of a kernel only (err_shared_hbm_must_in_kernel_level).
+    """
+    folder = BodyFolder({}, {}, named=True)
+    made: list[Statement] = []
+    for statement in body:
+        folded = folder.fold([statement])
+        if not (isinstance(statement, cst.For) and "nl.shared_hbm" in text(statement)):
+            made.append(statement)
+            continue
+        iterator: Any = folded[0]
+        bounds = [number(arg.value) for arg in iterator.iter.args]
+        if None in bounds:
+            raise DialectError(f"results made in a loop of {text(iterator.iter)}")
+        for turn in range(*bounds):  # type: ignore[arg-type]
+            once = [cst.Arg(integer(turn)), cst.Arg(integer(turn + 1))]
+            lone = statement.with_changes(iter=statement.iter.with_changes(args=once))
+            made += folder.fold([lone])
+    return made
+
+
+@dataclasses.dataclass
+class _Function:
+    """Translates one function."""
+
+    name: str
+    function: cst.FunctionDef
+    facts: Facts
+    scope: Scope
+    counters: set[str]
+
+    def translated(self) -> cst.FunctionDef:
+        """Return the function in Beta 1."""
+        body = _body(self.function)
+        self.views = self._view_names(body)
+        self.bodies: dict[str, cst.FunctionDef] = {}
+        self.indices: dict[str, str] = {}
+        made = remove_unused(self._block(body))
+        decorators = self.function.decorators
+        return _with_body(self.function, made).with_changes(decorators=decorators)
+
+    def _view_names(self, body: Sequence[Statement]) -> set[str]:
+        """Return the names that stand for strided views, and so for no tensor of Beta 1."""
+        local = assigned_names(body)
+        found: set[str] = set()
+        while True:
+            before = set(found)
+            for node in nodes(*body):
+                if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+                    name = root(node.func.value)
+                    if node.func.attr.value in METHODS and name in local:
+                        found.add(name)
+                elif isinstance(node, cst.Assign):
+                    target = node.targets[0].target
+                    if isinstance(target, cst.Name) and self._is_view(node.value, found):
+                        found.add(target.value)
+            if found == before:
+                return found
+
+    def _is_view(self, node: Expression, names: set[str]) -> bool:
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
+            return node.func.value in self.scope.helpers
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            module = isinstance(node.func.value, cst.Name) and node.func.value.value in ("nl", "nisa")
+            return not module and node.func.attr.value in METHODS
+        return isinstance(node, cst.Subscript) and root(node) in names
+
+    # Statements
+
+    def _block(self, body: Sequence[Statement]) -> list[Statement]:
+        made: list[Statement] = []
+        left = list(body)
+        leading: list[cst.EmptyLine] = []
+        while left:
+            statement = left.pop(0)
+            if isinstance(statement, cst.If):
+                statement, left = self._sunk(statement, left)
+            new = self._statement(statement, left)
+            comments = [line for line in getattr(statement, "leading_lines", ())]
+            if not new:  # its comment goes to what comes next
+                leading += comments if any(line.comment for line in comments) else []
+                continue
+            first: Any = new[0]
+            if leading:
+                new[0] = first.with_changes(leading_lines=[*leading, *first.leading_lines])
+                leading = []
+            made += new
+        return made
+
+    def _statement(self, statement: Any, left: list[Statement]) -> list[Statement]:
+        if isinstance(statement, cst.FunctionDef):
+            self.bodies[statement.name.value] = statement
+            return []
+        if isinstance(statement, cst.If):
+            return self._if(statement)
+        if isinstance(statement, cst.For):
+            return [statement.with_changes(body=self._nested(statement.body))]
+        small = statement.body[0]
+        if isinstance(small, cst.Assign):
+            return self._assign(statement, small, left)
+        if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
+            full = get_full_name_for_node(small.value.func) or ""
+            if full == "nl.fori_loop":
+                return [self._device_loop(statement, small.value)]
+            if full.startswith("nisa."):
+                return self._instruction(statement, small.value, full.removeprefix("nisa."))
+        before, spelled = self._spelled(small)
+        return self._with(before, statement, spelled)
+
+    def _nested(self, block: Any) -> Any:
+        """Return a nested block; index names that it binds are not known after it."""
+        self.indices = {}
+        body = self._block(block.body)
+        self.indices = {}
+        return block.with_changes(body=body or [cst.parse_statement("pass")])
+
+    def _if(self, statement: cst.If) -> list[Statement]:
+        body = self._nested(statement.body)
+        orelse: Any = statement.orelse
+        if isinstance(orelse, cst.If):
+            (orelse,) = self._if(orelse)
+        elif orelse is not None:
+            orelse = orelse.with_changes(body=self._nested(orelse.body))
+        if isinstance(orelse, cst.Else):
+            if text(orelse.body) == text(body):
+                return list(body.body)
+            chosen = _chosen(statement.test, body, orelse.body)
+            if chosen is not None:  # a tile made in a branch is not known outside of it
+                return [chosen.with_changes(leading_lines=statement.leading_lines)]
+        before, (test) = self._spelled(statement.test)
+        assert not before
+        return [statement.with_changes(test=test, body=body, orelse=orelse)]
+
+    def _sunk(self, statement: cst.If, left: list[Statement]) -> tuple[cst.If, list[Statement]]:
+        """Return an `if` whose branches define a view, with what uses the view in each branch."""
+        views = self.views & assigned_names([statement])
+        uses = [place for place, s in enumerate(left) if names_used([s]) & views]
+        if not uses:
+            return statement, left
+        moved, rest = left[: uses[-1] + 1], left[uses[-1] + 1 :]
+        orelse = statement.orelse
+        if not isinstance(orelse, cst.Else):
+            raise DialectError(f"views {sorted(views)} of an `if` without one `else`")
+        body = statement.body.with_changes(body=[*statement.body.body, *moved])
+        other = orelse.body.with_changes(body=[*orelse.body.body, *moved])
+        orelse = orelse.with_changes(body=other)
+        return statement.with_changes(body=body, orelse=orelse), rest
+
+    def _assign(
+        self, statement: Any, small: cst.Assign, left: list[Statement]
+    ) -> list[Statement]:
+        target, value = small.targets[0].target, small.value
+        if isinstance(target, cst.Name):
+            if target.value in self.views:
+                view = self.scope.view(value)
+                if view is None:
+                    raise DialectError(f"the view {text(value)}")
+                self.scope.views[target.value] = view
+                return []
+            constant = number(value)
+            if constant is not None:
+                self.scope.constants[target.value] = constant
+            if isinstance(value, cst.List) and not value.elements:
+                filled = self._filled(target.value, left)
+                if filled is not None:
+                    value = filled
+        before, made = self._spelled(small.with_changes(value=self._tile(target, value)))
+        return self._with(before, statement, made)
+
+    def _filled(self, name: str, left: list[Statement]) -> Expression | None:
+        """Return the list that the next statement fills; takes the statement away."""
+        following: Any = left[0] if left else None
+        if isinstance(following, cst.SimpleStatementLine):
+            element = _appended(following, name)
+            if element is None:
+                return None
+            left.pop(0)
+            return cst.List([cst.Element(element)])
+        if not isinstance(following, cst.For):
+            return None
+        found = [_appended(s, name) for s in following.body.body]
+        if len(found) != 1 or found[0] is None:
+            return None
+        left.pop(0)
+        iterator = following.iter.with_changes(func=parsed("nl.static_range"))
+        return cst.ListComp(found[0], cst.CompFor(following.target, iterator))
+
+    def _tile(self, target: Any, value: Any) -> Any:
+        """Return the creation of a tile, zeroed if matmuls sum into it."""
+        element = value
+        if isinstance(value, cst.List) and value.elements:
+            element = value.elements[0].value
+        elif isinstance(value, cst.ListComp):
+            element = value.elt
+        buffer = keyword(element, "buffer") if isinstance(element, cst.Call) else None
+        if buffer is None or text(buffer) != "nl.psum":
+            return value
+        if not self.facts.summed(self.name, root(target)):
+            return value
+        zeros = element.with_changes(func=parsed("nl.zeros"))
+        if isinstance(value, cst.ListComp):
+            return value.with_changes(elt=zeros)
+        return value.with_changes(elements=[cst.Element(zeros)]) if value is not element else zeros
+
+    def _device_loop(self, statement: Any, call: cst.Call) -> Statement:
+        """Return `for i in nl.affine_range(n)` for `nl.fori_loop(0, n, body)`.
+
+        The blocks of tokens that such loops run over do not depend on each other.
+        """
+        start, stop, name = (arg.value for arg in call.args)
+        if isinstance(stop, cst.Call):  # register_alloc(n)
+            stop = stop.args[0].value
+        body = self.bodies[cst.ensure_type(name, cst.Name).value]
+        (variable,) = (p.name for p in body.params.params)
+        bounds = [stop] if number(start) == 0 else [start, stop]
+        iterator = cst.Call(parsed("nl.affine_range"), [cst.Arg(bound) for bound in bounds])
+        statements = _without_counters(list(body.body.body), self.counters)  # type: ignore[arg-type]
+        block = cst.IndentedBlock(statements)
+        return cst.For(
+            variable, iterator, self._nested(block), leading_lines=statement.leading_lines
+        )
+
+    # Expressions
+
+    def _spelled(self, node: Any) -> tuple[list[Statement], Any]:
+        """Return what has to be assigned before, and a node with its views spelled out."""
+        before: dict[str, Expression] = {}
+        made = _Views(self, before).edit(_Values().edit(node))
+        return self._assigned(before), made
+
+    def _assigned(self, indices: dict[str, Expression]) -> list[Statement]:
+        """Return assignments of the index names that do not hold these values yet."""
+        made: list[Statement] = []
+        for name, value in indices.items():
+            if self.indices.get(name) != text(value):
+                self.indices[name] = text(value)
+                assign = cst.Assign([cst.AssignTarget(cst.Name(name))], value)
+                made.append(cst.SimpleStatementLine([assign]))
+        return made
+
+    def _with(self, before: list[Statement], statement: Any, small: Any) -> list[Statement]:
+        """Return the statement as `small`, after what it needs; its comment comes first."""
+        made = [*before, statement.with_changes(body=[small])]
+        if before:
+            made[-1] = statement.with_changes(body=[small], leading_lines=())
+            first: Any = made[0]
+            made[0] = first.with_changes(leading_lines=statement.leading_lines)
+        return made
+
+    # Instructions
+
+    def _instruction(self, statement: Any, call: cst.Call, name: str) -> list[Statement]:
+        if name != "dma_copy" and name not in table.ADDED:
+            raise DialectError(f"nisa.{name}")
+        if any(argument.keyword is None for argument in call.args):
+            raise DialectError(f"nisa.{name} with arguments that have no keyword")
+        dropped = [k for k in table.DROPPED.get(name, ()) if keyword(call, k) is not None]
+        if "dge_mode" in dropped:  # and the comment that says why
+            statement = statement.with_changes(leading_lines=())
+        dst = keyword(call, "dst")
+        assert dst is not None
+        if name == "dma_copy":
+            src = keyword(call, "src")
+            assert src is not None
+            before, made = self._copy(dst, src)
+            return self._with(before, statement, made)
+        given = [a for a in call.args if a.keyword and a.keyword.value not in ("dst", *dropped)]
+        for added in table.ADDED[name]:
+            owner = dst if added == "shape" else _tensor(dst)
+            if added == "shape" and isinstance(dst, cst.Subscript):
+                raise DialectError(f"nisa.{name} of a part of a tile")
+            value = cst.Attribute(owner, cst.Name(added))
+            given.append(_named(added, value))
+        if name == "memset":
+            given = [given[1], given[0], given[2]]  # the order of its signature
+        before, (value) = self._spelled(call.with_changes(args=given))
+        sums = name == "nc_matmul" and self.facts.summed(self.name, root(dst))
+        before_dst, target = self._spelled(_target(dst))
+        made = (
+            cst.AugAssign(target, cst.AddAssign(), value)
+            if sums
+            else cst.Assign([cst.AssignTarget(target)], value)
+        )
+        return self._with([*before, *before_dst], statement, made)
+
+    def _copy(self, dst: Expression, src: Expression) -> tuple[list[Statement], Any]:
+        """Return a load or a store, or a DMA copy where the callers of a helper differ."""
+        directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
+        view = self.scope.view(src)
+        before, source = self._spelled(src)
+        more, target = self._spelled(dst)
+        before += more
+        if directions == (HBM, CHIP):
+            call = cst.Call(parsed("nl.store"), [cst.Arg(target), _named("value", source)])
+            return before, cst.Expr(call)
+        if directions != (CHIP, HBM):
+            arguments = [_named("dst", target), _named("src", source)]
+            return before, cst.Expr(cst.Call(parsed("nisa.dma_copy"), arguments))
+        dtype = _named("dtype", cst.Attribute(_tensor(dst), cst.Name("dtype")))
+        value = cst.Call(parsed("nl.load"), [cst.Arg(source), dtype])
+        if view is not None and view.spread is not None:
+            spread = cst.Attribute(value, cst.Name("broadcast_to"))
+            value = cst.Call(spread, [cst.Arg(view.spread)])
+        return before, cst.Assign([cst.AssignTarget(_target(target))], value)
+
+
+def _named(name: str, value: Expression) -> cst.Arg:
+    plain = cst.SimpleWhitespace("")
+    equal = cst.AssignEqual(whitespace_before=plain, whitespace_after=plain)
+    return cst.Arg(value, keyword=cst.Name(name), equal=equal)
+
+
+def _tensor(dst: Expression) -> Expression:
+    """Return the tensor of a destination: without the indices into it."""
+    while True:
+        if isinstance(dst, cst.Call) and isinstance(dst.func, cst.Attribute):
+            dst = dst.func.value
+        elif isinstance(dst, cst.Subscript):
+            return dst.value
+        else:
+            return dst
+
+
+def _target(dst: Expression) -> Expression:
+    """Return what to assign to: t[...] for a whole tile."""
+    if isinstance(dst, cst.Subscript) or isinstance(dst, cst.Call):
+        return dst
+    return subscript(dst, [cst.Index(cst.Ellipsis())])
+
+
+def _appended(statement: Any, name: str) -> Expression | None:
+    """Return what a statement appends to a list, None if it does something else."""
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
+        if get_full_name_for_node(small.value.func) == f"{name}.append":
+            return small.value.args[0].value
+    return None
+
+
+def _chosen(test: Expression, body: Any, other: Any) -> Any:
+    """Return `t = a if test else b` for an `if` whose branches make one tile each."""
+    found = []
+    for block in (body, other):
+        small = block.body[0].body[0] if len(block.body) == 1 else None
+        if not isinstance(small, cst.Assign) or "nl.ndarray" not in text(small.value):
+            return None
+        found.append(small)
+    one, two = found
+    if not same(one.targets[0].target, two.targets[0].target):
+        return None
+    return cst.SimpleStatementLine(
+        [one.with_changes(value=cst.IfExp(test=test, body=one.value, orelse=two.value))]
+    )
+
+
+def _without_counters(statements: Iterable[Any], counters: set[str]) -> list[Statement]:
+    """Return the body of a device loop with its variable where a copy of it in SBUF was."""
+    made: list[Statement] = []
+    renamed: dict[str, Expression] = {}
+    for statement in statements:
+        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+        value = small.value if isinstance(small, cst.Assign) else None
+        if isinstance(value, cst.Call) and isinstance(value.func, cst.Name):
+            if value.func.value in counters:
+                target = cst.ensure_type(small.targets[0].target, cst.Name)  # type: ignore[union-attr]
+                renamed[target.value] = value.args[0].value
+                continue
+        made.append(Names(renamed).edit(statement))
+    return made
+
+
+class _Views(Editor):
+    """Spells the views of an expression."""
+
+    def __init__(self, function: _Function, before: dict[str, Expression]) -> None:
+        self.function, self.before = function, before
+
+    def edit(self, node: Any) -> Any:
+        """Return the edited node."""
+        named = isinstance(node, cst.Name) and node.value in self.function.views
+        if named or self.function._is_view(node, self.function.views):
+            view: View | None = self.function.scope.view(node)
+            if view is not None:
+                spelled, indices = view.spelled()
+                self.before.update(indices)
+                return spelled
+        return super().edit(node)
+
+
+class _Values(Editor):
+    """Writes the enumerators of Beta 1."""
+
+    def edit(self, node: Any) -> Any:
+        """Return the edited node."""
+        if isinstance(node, cst.Attribute):
+            full = get_full_name_for_node(node) or ""
+            if full in table.VALUES:
+                return parsed(table.VALUES[full])
+            if full.startswith("nisa.") and full.count(".") > 1:
+                raise DialectError(full)
+        return super().edit(node)

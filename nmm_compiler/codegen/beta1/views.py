@@ -1,0 +1,274 @@
+"""Strided views of HBM tensors, which Beta 1 spells as index expressions.
+
+`src[r : r + 128 * t, c : c + n].reshape_dim(0, (t, 128)).permute((1, 0, 2))` becomes
+`src[r + 128 * i_t + i_p, c + i_f]`, i_p, i_t and i_f being `nl.arange` along the axes of the view.
+A View holds, per dimension of the tensor, where it starts and by how much each axis moves it.
+"""
+
+# libcst names its visitor methods after node classes.
+# ruff: noqa: N802, D102
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import libcst as cst
+
+from nmm_compiler.codegen.beta1.expressions import (
+    Expression,
+    elements,
+    integer,
+    method,
+    minus,
+    number,
+    parsed,
+    plus,
+    same,
+    span,
+    subscript,
+    text,
+    times,
+)
+from nmm_compiler.codegen.trees import Editor
+from nmm_compiler.errors import DialectError
+
+METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
+_NAMES = {1: ("i_f",), 2: ("i_p", "i_f"), 3: ("i_p", "i_t", "i_f"), 4: ("i_p", "i_t", "i_s", "i_f")}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Axis:
+    """An axis of a view."""
+
+    size: Expression
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """A dimension of the tensor: start + sum(factor * axis).
+
+    spelled: the slice or index that the source has for it, as long as nothing changed it.
+    """
+
+    start: Expression
+    terms: tuple[tuple[Axis, Expression], ...]
+    spelled: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A view of `base`: its dimensions, and its axes in their order.
+
+    flat: the base has one dimension. spread: the shape that it is broadcast to, along partitions.
+    """
+
+    base: Expression
+    dimensions: tuple[Dimension, ...]
+    axes: tuple[Axis, ...]
+    flat: bool = False
+    spread: Expression | None = None
+
+    @staticmethod
+    def of(base: Expression, indices: Sequence[Any]) -> View:
+        """Return base[indices]."""
+        dimensions, axes = [], []
+        for index in indices:
+            if isinstance(index, cst.Index):
+                dimensions.append(Dimension(index.value, (), index))
+                continue
+            if index.lower is None or index.upper is None or index.step is not None:
+                raise DialectError(f"a view of {text(base)} with slice {text(index)!r}")
+            axes.append(Axis(minus(index.upper, index.lower)))
+            dimensions.append(Dimension(index.lower, ((axes[-1], integer(1)),), index))
+        return View(base, tuple(dimensions), tuple(axes), flat=len(indices) == 1)
+
+    def at(self, indices: Sequence[Any]) -> View:
+        """Return view[indices]."""
+        view = self
+        kept = []
+        for axis, index in zip(self.axes, indices, strict=True):
+            if isinstance(index, cst.Index):
+                view = view._moved(axis, index.value, None)
+                continue
+            size = minus(index.upper, index.lower)
+            if number(index.lower) == 0 and same(size, axis.size):
+                kept.append(axis)
+                continue
+            kept.append(Axis(size))
+            view = view._moved(axis, index.lower, kept[-1])
+        return dataclasses.replace(view, axes=tuple(kept))
+
+    def _moved(self, axis: Axis, start: Expression, other: Axis | None) -> View:
+        """Return the view with `axis` starting at `start`, and called `other`."""
+        dimensions = []
+        for dimension in self.dimensions:
+            factors = dict(dimension.terms)
+            if axis in factors:
+                terms = [(other if a is axis else a, f) for a, f in dimension.terms]
+                dimension = Dimension(
+                    plus(dimension.start, times(factors[axis], start)),
+                    tuple((a, f) for a, f in terms if a is not None),
+                )
+            dimensions.append(dimension)
+        return dataclasses.replace(self, dimensions=tuple(dimensions))
+
+    def split(self, place: int, sizes: Sequence[Expression]) -> View:
+        """Return the view with an axis as two, the second of them consecutive."""
+        axis = self.axes[place]
+        outer, inner = (Axis(size) for size in sizes)
+        dimensions = []
+        for dimension in self.dimensions:
+            terms: list[tuple[Axis, Expression]] = []
+            for a, factor in dimension.terms:
+                if a is not axis:
+                    terms.append((a, factor))
+                    continue
+                # an axis of one element moves nothing
+                if number(outer.size) != 1:
+                    terms.append((outer, times(factor, inner.size)))
+                if number(inner.size) != 1:
+                    terms.append((inner, factor))
+            changed = any(a is axis for a, _ in dimension.terms)
+            dimensions.append(
+                Dimension(dimension.start, tuple(terms)) if changed else dimension
+            )
+        axes = (*self.axes[:place], outer, inner, *self.axes[place + 1 :])
+        return dataclasses.replace(self, dimensions=tuple(dimensions), axes=axes)
+
+    def permuted(self, order: Sequence[int]) -> View:
+        """Return the view with its axes in another order."""
+        return dataclasses.replace(self, axes=tuple(self.axes[place] for place in order))
+
+    @property
+    def plain(self) -> bool:
+        """Whether slices say it: the axes are those of the dimensions, in their order."""
+        axes = [a for d in self.dimensions for a, _ in d.terms]
+        return axes == list(self.axes) and all(
+            len(d.terms) < 2 and all(number(f) == 1 for _, f in d.terms) for d in self.dimensions
+        )
+
+    def spelled(self) -> tuple[Expression, dict[str, Expression]]:
+        """Return the tensor indexed, and the index names that this needs, with their values."""
+        if self.plain:
+            slices = [
+                d.spelled or (span(d.start, plus(d.start, d.terms[0][0].size)) if d.terms
+                              else cst.Index(d.start))
+                for d in self.dimensions
+            ]  # fmt: skip
+            return subscript(self.base, slices), {}
+        names = dict(zip(self.axes, _NAMES[len(self.axes)], strict=True))
+        used: dict[str, Expression] = {}
+        indices: list[cst.BaseSlice] = []
+        for dimension in self.dimensions:
+            total = dimension.start
+            for axis in self.axes:
+                for a, factor in dimension.terms:
+                    if a is axis:
+                        used[names[a]] = self._arange(axis)
+                        total = plus(total, times(factor, cst.Name(names[a])))
+            indices.append(cst.Index(total))
+        base = self.base
+        if self.flat:  # a tensor of one dimension is indexed as one row
+            indices = [cst.Index(integer(0)), *indices]
+            base = _row(base)
+        ordered = {name: used[name] for name in names.values() if name in used}
+        return subscript(base, indices), ordered
+
+    def _arange(self, axis: Axis) -> Expression:
+        """Return `nl.arange(size)[:, None, None]`, the colon in the place of the axis."""
+        indices: list[cst.BaseSlice] = [
+            cst.Slice(None, None) if a is axis else cst.Index(cst.Name("None")) for a in self.axes
+        ]
+        return subscript(cst.Call(parsed("nl.arange"), [cst.Arg(axis.size)]), indices)
+
+
+def _row(base: Expression) -> Expression:
+    """Return `base.reshape((1, base.shape[0]))`."""
+    length = subscript(cst.Attribute(base, cst.Name("shape")), [cst.Index(integer(0))])
+    shape = cst.Tuple([cst.Element(integer(1)), cst.Element(length)])
+    return cst.Call(cst.Attribute(base, cst.Name("reshape")), [cst.Arg(shape)])
+
+
+@dataclasses.dataclass
+class Scope:
+    """What a function knows of its names while its statements are read in order.
+
+    views: names that stand for views. constants: names of integers. helpers: functions that return
+    a view of an argument.
+    """
+
+    helpers: Mapping[str, cst.FunctionDef]
+    views: dict[str, View] = dataclasses.field(default_factory=dict)
+    constants: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def view(self, node: Expression) -> View | None:
+        """Return the view that an expression is, None for one that is no view."""
+        if isinstance(node, cst.Name):
+            return self.views.get(node.value)
+        if isinstance(node, cst.Subscript):
+            indices = [element.slice for element in node.slice]
+            view = self.view(node.value)
+            if view is not None:
+                return view.at(indices)
+            sliced = any(isinstance(index, cst.Slice) for index in indices)
+            return View.of(node.value, indices) if sliced else None
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
+            helper = self.helpers.get(node.func.value)
+            return self.view(_inlined(node, helper)) if helper is not None else None
+        called = method(node)
+        if called is None or called[1] not in METHODS:
+            return None
+        receiver, name, arguments = called
+        view = self.view(receiver)
+        if view is not None:
+            return self._step(view, name, arguments)
+        if name != "reshape":
+            return None
+        # a whole tensor of one dimension as two
+        return View.of(node, [span(integer(0), size) for size in elements(arguments[0])])
+
+    def _step(self, view: View, name: str, arguments: Sequence[Expression]) -> View:
+        if name == "reshape_dim":
+            return view.split(self._constant(arguments[0]), elements(arguments[1]))
+        if name == "permute":
+            return view.permuted([self._constant(place) for place in elements(arguments[0])])
+        if name == "select":
+            indices: list[Any] = [cst.Slice(integer(0), axis.size) for axis in view.axes]
+            indices[self._constant(arguments[0])] = cst.Index(arguments[1])
+            return view.at(indices)
+        if name == "reshape" and len(view.axes) == 1:
+            return view.split(0, elements(arguments[0]))
+        if name == "broadcast" and self._constant(arguments[0]) == 0:
+            sizes = [arguments[1], *(axis.size for axis in view.axes[1:])]
+            shape = cst.Tuple([cst.Element(size) for size in sizes])
+            return dataclasses.replace(view, spread=shape)
+        raise DialectError(f"the view .{name}({', '.join(map(text, arguments))})")
+
+    def _constant(self, node: Expression) -> int:
+        found = number(node)
+        if found is None and isinstance(node, cst.Name):
+            found = self.constants.get(node.value)
+        if found is None:
+            raise DialectError(f"a view along dimension {text(node)}, which is no constant")
+        return found
+
+
+def _inlined(node: cst.Call, helper: cst.FunctionDef) -> Expression:
+    """Return what a helper of one `return` statement returns, its parameters written out."""
+    names = [p.name.value for p in helper.params.params]
+    last: Any = helper.body.body[-1]
+    given = {name: arg.value for name, arg in zip(names, node.args, strict=True)}
+    replaced: Expression = Names(given).edit(last.body[0].value)
+    return replaced
+
+
+class Names(Editor):
+    """Writes expressions for names."""
+
+    def __init__(self, given: Mapping[str, Expression]) -> None:
+        self.given = given
+
+    def leave_Name(self, original: cst.Name, updated: cst.Name) -> Expression:
+        return self.given.get(original.value, updated)
