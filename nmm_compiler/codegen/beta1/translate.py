@@ -37,7 +37,7 @@ from nmm_compiler.codegen.beta1.expressions import (
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, keyword
 from nmm_compiler.codegen.beta1.layout import laid_out
 from nmm_compiler.codegen.beta1.loops import with_iterators
-from nmm_compiler.codegen.beta1.views import METHODS, Names, Scope, View
+from nmm_compiler.codegen.beta1.views import METHODS, Names, Scope, View, returned_view
 from nmm_compiler.codegen.fold_constants import BodyFolder, assigned_names
 from nmm_compiler.codegen.trees import Editor, nodes
 from nmm_compiler.codegen.unused import names_used, remove_unused
@@ -52,7 +52,7 @@ def to_beta_1(source: str) -> str:
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
     functions[kernel] = _with_body(functions[kernel], _unrolled(_body(functions[kernel])))
-    views = {name: f for name, f in functions.items() if _is_view_helper(f)}
+    views = {name: f for name, f in functions.items() if returned_view(f) is not None}
     counters = {name for name, f in functions.items() if _is_counter(f)}
     facts = Facts(functions, kernel)
     made = {
@@ -86,22 +86,6 @@ def _import(statement: Any) -> Any:
     name = alias.asname.name.value if alias.asname else alias.name.value
     made: Any = cst.parse_statement(table.IMPORTS[name])
     return statement.with_changes(body=made.body)
-
-
-def _is_view_helper(function: cst.FunctionDef) -> bool:
-    """Return whether all that a function does is to return a view of an argument."""
-    last: Any = function.body.body[-1]
-    small = last.body[0] if isinstance(last, cst.SimpleStatementLine) else None
-    if not isinstance(small, cst.Return) or not isinstance(small.value, cst.Call):
-        return False
-    only = all(_is_docstring(s) for s in function.body.body[:-1])
-    called = small.value.func
-    return only and isinstance(called, cst.Attribute) and called.attr.value in METHODS
-
-
-def _is_docstring(statement: Any) -> bool:
-    small = statement.body[0]
-    return isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
 
 
 def _is_counter(function: cst.FunctionDef) -> bool:

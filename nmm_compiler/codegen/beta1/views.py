@@ -258,10 +258,21 @@ class Scope:
 def _inlined(node: cst.Call, helper: cst.FunctionDef) -> Expression:
     """Return what a helper of one `return` statement returns, its parameters written out."""
     names = [p.name.value for p in helper.params.params]
-    last: Any = helper.body.body[-1]
     given = {name: arg.value for name, arg in zip(names, node.args, strict=True)}
-    replaced: Expression = Names(given).edit(last.body[0].value)
+    replaced: Expression = Names(given).edit(returned_view(helper))
     return replaced
+
+
+def returned_view(function: cst.FunctionDef) -> Expression | None:
+    """Return the view of an argument that is all that a function returns, else None."""
+    for statement in function.body.body:
+        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+        if isinstance(small, cst.Return):
+            called = method(small.value) if small.value is not None else None
+            return small.value if called is not None and called[1] in METHODS else None
+        if not (isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)):
+            return None
+    return None
 
 
 class Names(Editor):
