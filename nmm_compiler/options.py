@@ -1,8 +1,8 @@
 """Every option of the package, in one frozen record, and the only place that reads the environment.
 
 `Options.make` accepts what users pass (a dict, an Options, keywords), refuses unknown names with
-the closest known one, and checks each value. Target and instruction
-budget can change an emitted kernel, and so belong to the cache key; all others must not.
+the closest known one, and checks each value. Target, dialect and instruction budget can change an
+emitted kernel, and so belong to the cache key; all others must not.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ KERNEL_EXECUTORS = ("simulator", "nki_simulate", "neuron")
 """Executors that run a kernel or raise; the others may compute a call in PyTorch."""
 INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
 KERNELS = ("build", "lazy")
+DIALECTS = ("auto", "nki", "neuronxcc")
 CACHE_MODES = ("off", "ro", "rw", "require")
 LARGEST_BUCKET = 4096
 """The last power of two of the default ladder of token counts; multiples of it follow."""
@@ -42,6 +43,8 @@ class Options:
     """How a model is compiled. Options compare equal by value, as torch.compile wants.
 
     target: hardware that kernels are written for.
+    dialect: NKI that kernels are written in, "nki" or "neuronxcc" (NKI Beta 1); "auto" is the second
+        where no other is installed.
     executor: what runs a rewritten call; "auto" is the Neuron device when the tensors are on
         one, else "reference" (PyTorch).
     inner: torch.compile backend for the rest of the graph, by name; "auto" picks it.
@@ -64,6 +67,7 @@ class Options:
     """
 
     target: str = "trn2"
+    dialect: str = "auto"
     executor: str = "auto"
     inner: str = "auto"
     kernels: str = "build"
@@ -84,6 +88,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("target", self.target, TARGETS)
+        _one_of("dialect", self.dialect, DIALECTS)
         _one_of("executor", self.executor, EXECUTORS)
         _one_of("kernels", self.kernels, KERNELS)
         if self.cache is not None:
@@ -139,7 +144,7 @@ class Options:
 
     def call_options(self) -> dict[str, Any]:
         """Return the options that a rewritten call needs when it runs, where not the default."""
-        names = ("buckets", "freeze", "strict", "instruction_budget", *CACHE_OPTIONS)
+        names = ("dialect", "buckets", "freeze", "strict", "instruction_budget", *CACHE_OPTIONS)
         fields = {f.name: f.default for f in dataclasses.fields(self)}
         return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
 

@@ -104,11 +104,14 @@ class AheadOfTime(SerializableCallable):
 
 
 def _saved(kernel: Any, options: Options) -> dict[str, Any]:
-    key = kernel_key(kernel.spec, kernel.target, None, options.instruction_budget)
+    key = kernel_key(
+        kernel.spec, kernel.target, None, options.instruction_budget, kernel.dialect
+    )
     return {
         "family": kernel.spec.family,
         "spec": kernel.spec.to_dict(),
         "digest": key.digest,
+        "dialect": kernel.dialect,
         "source": kernel.source,
         "meta": dict(kernel.meta),
     }
@@ -121,7 +124,8 @@ def _options(header: dict[str, Any]) -> Options:
 def _restore(saved: dict[str, Any], options: Options) -> None:
     """Put a kernel into the cache, unless this version of the package would emit another one."""
     spec = FAMILIES[saved["family"]].spec_class.from_dict(saved["spec"])
-    key = kernel_key(spec, get(options.target), None, options.instruction_budget)
+    told = (options.instruction_budget, saved["dialect"])
+    key = kernel_key(spec, get(options.target), None, *told)
     if key.digest != saved["digest"]:
         return
     check_shape(SOURCE_FILE, saved["source"])

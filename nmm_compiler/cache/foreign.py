@@ -28,7 +28,11 @@ BUILTINS = frozenset(
         "sum", "tuple", "zip", "AssertionError", "NotImplementedError", "TypeError", "ValueError",
     }
 )  # fmt: skip
-MODULES = frozenset({"nki", "nki.isa", "nki.language", "nki.collectives"})
+BETA_1 = "neuronxcc."  # before the modules of NKI Beta 1, which have the same names
+MODULES = frozenset(
+    {"nki", "nki.isa", "nki.language", "nki.collectives"}
+    | {BETA_1 + name for name in ("nki", "nki.isa", "nki.language")}
+)
 _TOP_NAMES = frozenset({"jit", "isa", "language", "collectives"})
 _RECORDS = frozenset(
     {
@@ -42,11 +46,12 @@ ATTRIBUTES = frozenset(
         # of tensors
         "shape", "dtype", "ndim", "size", "itemsize", "buffer", "reshape", "permute", "broadcast",
         "expand_dim", "squeeze_dim", "reshape_dim", "flatten_dims", "rearrange", "slice", "select",
-        "vector_select", "ap", "view", "indirect",
+        "vector_select", "ap", "view", "indirect", "broadcast_to",
         # of lists and dicts
         "append", "pop", "index", "count", "items", "keys", "values", "get",
     }
 )  # fmt: skip
+_RANGES = ("range", "static_range", "affine_range", "sequential_range", "arange")
 MAX_SOURCE_BYTES = 1 << 20
 MAX_RANGE = 1 << 20
 _MAX_INTEGER = 1 << 62
@@ -101,13 +106,15 @@ def _faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield line, f"{type(node).__name__}"
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name not in MODULES:
+                unnamed = alias.name.startswith(BETA_1) and not alias.asname
+                if alias.name not in MODULES or unnamed:
                     yield line, f"import of {alias.name}"
         elif isinstance(node, ast.ImportFrom):
             if node.level or node.module not in MODULES:
                 yield line, f"import from {node.module or '.'}"
             for alias in node.names:
-                known = alias.name in _TOP_NAMES if node.module == "nki" else alias.name != "*"
+                top = (node.module or "").removeprefix(BETA_1) == "nki"
+                known = alias.name in _TOP_NAMES if top else alias.name != "*"
                 if alias.name.startswith("_") or not known:
                     yield line, f"import of {alias.name}"
         elif isinstance(node, ast.Attribute):
@@ -171,7 +178,7 @@ def _is_known(node: ast.Attribute, modules: dict[str, str]) -> bool:
     if node.attr.startswith(("_", *_FRAMES)):
         return False
     owner = _full_name(node.value, modules)
-    if owner == "nki":
+    if owner in ("nki", BETA_1 + "nki"):
         return node.attr in _TOP_NAMES
     return owner in MODULES or owner in _RECORDS or node.attr in ATTRIBUTES
 
@@ -191,11 +198,18 @@ def _too_much(node: ast.AST) -> Iterator[str]:
             yield "an integer of over 62 bits"
     elif isinstance(node, ast.FormattedValue) and node.format_spec is not None:
         yield "a format in a string"
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+    elif isinstance(node, ast.Call) and _called(node.func) in _RANGES:
         for argument in node.args:
             value = argument.value if isinstance(argument, ast.Constant) else 0
             if isinstance(value, int) and value > MAX_RANGE:
                 yield f"a range of {value}"
+
+
+def _called(function: ast.expr) -> str | None:
+    """Return the last name of what is called."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else None
 
 
 def _run_by_definition(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:

@@ -309,13 +309,15 @@ def _rebuild(entry: Entry) -> dict[str, str] | None:
         fixed = isinstance(key["schedule"], dict)
         schedule = family.schedule_class.from_dict(key["schedule"]) if fixed else None
         budget = int(key["instruction_budget"])
-        now = kernel_key(spec, target, schedule, budget)
+        dialect = str(key["dialect"])
+        now = kernel_key(spec, target, schedule, budget, dialect)
     except (KeyError, TypeError, NmmError):
         return None  # families, fields and targets that this version does not have
     if now != entry.key:
         return None
     options = Options(cache="off", instruction_budget=budget)
-    return {SOURCE_FILE: build_kernel(spec, target, schedule, options=options).source}
+    built = build_kernel(spec, target, schedule, dialect=dialect, options=options)
+    return {SOURCE_FILE: built.source}
 
 
 def _plain(info: Info) -> dict[str, Any]:

@@ -57,6 +57,10 @@ def kernel(
         str | None, typer.Option(help="kept between products as: operand, float32 or float8_e4m3")
     ] = None,
     target: values.Target = "trn2",
+    dialect: Annotated[
+        str | None,
+        typer.Option(help="nki, or neuronxcc for NKI Beta 1; default: what is installed, else nki"),
+    ] = None,
     x_layout: Annotated[str | None, typer.Option(help=r"row \[m, k] or col \[k, m]")] = None,
     out_layout: Annotated[str | None, typer.Option(help=r"row \[m, n] or col \[n, m]")] = None,
     bias: Annotated[bool | None, typer.Option("--bias/--no-bias")] = None,
@@ -85,9 +89,12 @@ def kernel(
 
     Example: nmm kernel lowrank --m 512 --k 2048 --r 1280 --n 8192 --target trn2 --check
 
+    Example: nmm kernel lowrank --m 512 --k 2048 --r 256 --n 1024 --target trn1 --dialect neuronxcc
+
     Example: nmm kernel lowrank_shared --m 16 --k 2048 --pairs 256:2048 --pairs 128:512,512
     """
     from nmm_compiler.codegen.build import build_kernel
+    from nmm_compiler.codegen.dialects import TITLES
 
     given: dict[str, Any] = {
         "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
@@ -96,7 +103,7 @@ def kernel(
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, [])}
     spec = make_spec(family, given, field or [])
-    built = build_kernel(spec, target)
+    built = build_kernel(spec, target, dialect=dialect)
     profile = built.profile()
     proof = _prove(built, seed) if check else None
     choices = _choices(spec, target) if schedules or html is not None or as_json else ()
@@ -112,6 +119,8 @@ def kernel(
         show([Line(f"spec      {built.spec}", hang=10),
               Line(f"schedule  {built.schedule}", hang=10)])  # fmt: skip
         show(f"source    {_path(built)}")
+        if built.dialect != "nki":
+            show(f"dialect   {TITLES[built.dialect]}")
         show([Line(f"predicted {profile.summary()}", hang=10)])
         for note in spec.notes():
             show([Line(f"note      {note}", hang=10)], style="yellow")
@@ -146,6 +155,7 @@ def _plain(built: Kernel, choices: tuple[Choice, ...], proof: Proof | None) -> d
     """Return the kernel as JSON data."""
     return {
         "name": built.name,
+        "dialect": built.dialect,
         "spec": built.spec.to_dict(),
         "schedule": built.schedule.to_dict(),
         "path": str(built.path) if built.path.is_file() else None,

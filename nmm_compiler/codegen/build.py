@@ -1,6 +1,6 @@
 """build_kernel: a spec in, one NKI kernel out: source on disk, schedule, predicted profile.
 
-The flow: choose -> specialize -> lint -> cache. The result is the same object for the same
+The flow: choose -> specialize -> dialect -> lint -> cache. The result is the same object for the same
 spec, target and schedule while the process lives.
 """
 
@@ -20,6 +20,7 @@ from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.codegen.code_digests import code_fields, printer_version
+from nmm_compiler.codegen.dialects import dialect_for
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
@@ -48,6 +49,7 @@ class Kernel:
     source: str
     path: Path
     meta: Mapping[str, Any] = dataclasses.field(repr=False)
+    dialect: str = "nki"
 
     def reference(self, *arrays: Array) -> Any:
         """Return the exact result in float64."""
@@ -71,7 +73,8 @@ class Kernel:
             family=type(self.spec).__module__.rpartition(".")[0], spec=self.spec.to_json(),
             schedule_class=type(self.schedule).__name__,
             schedule_module=type(self.schedule).__module__, schedule=self.schedule.to_json(),
-            target=self.target.name, seed=seed, command=_command(self.spec, self.target),
+            target=self.target.name, seed=seed, dialect=self.dialect,
+            command=_command(self.spec, self.target, self.dialect),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -89,7 +92,7 @@ from {schedule_module} import {schedule_class}
 
 spec = {spec_class}.from_json({spec!r})
 schedule = {schedule_class}.from_json({schedule!r})
-kernel = build_kernel(spec, {target!r}, schedule)
+kernel = build_kernel(spec, {target!r}, schedule, dialect={dialect!r})
 print(kernel)
 print(kernel.profile())
 proof = prove(kernel, seed={seed})
@@ -110,7 +113,7 @@ def _run_timing(kernel: Kernel) -> Profile:
     return profile
 
 
-def _command(spec: KernelSpec, target: Target) -> str:
+def _command(spec: KernelSpec, target: Target, dialect: str = "nki") -> str:
     """Return the command line that builds the kernel of `spec`."""
     sizes, others = [], []
     for f in dataclasses.fields(spec):
@@ -122,6 +125,8 @@ def _command(spec: KernelSpec, target: Target) -> str:
         elif value != f.default:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else value
             others.append(f"--set {f.name}={text}")
+    if dialect != "nki":
+        others.append(f"--dialect {dialect}")
     return " ".join(["nmm kernel", spec.family, *sizes, *others, f"--target {target.name}"])
 
 
@@ -130,32 +135,36 @@ def build_kernel(
     target: str | Target = "trn2",
     schedule: KernelSchedule | None = None,
     *,
+    dialect: str | None = None,
     options: Options | None = None,
 ) -> Kernel:
     """Return the kernel of `spec` for `target`, from the cache when it is there.
 
-    schedule: how to run; None chooses it. options: which cache, and how many instructions at most.
-    Raises SpecError or CapacityError, with the numbers, when nothing legal exists, LintError if the
-    emitted source breaks a rule of the NKI compiler, and CacheTrustError if one from the cache is
-    more than a kernel.
+    schedule: how to run; None chooses it. dialect: "nki", "neuronxcc" (NKI Beta 1) or "auto"; None
+    is that of the options. options: which cache, and how many instructions at most. Raises SpecError
+    or CapacityError, with the numbers, when nothing legal exists, DialectError for what the dialect
+    has no form for, LintError if the emitted source breaks a rule of the NKI compiler, and
+    CacheTrustError if one from the cache is more than a kernel.
     """
     chip = get(target)
     store = Store.for_kernels(options, check=check_foreign)
     budget = options.instruction_budget if options else INSTRUCTION_BUDGET
-    key = kernel_key(spec, chip, schedule, budget)
+    asked = dialect or (options.dialect if options else "auto")
+    spoken = dialect_for(chip, asked)
+    key = kernel_key(spec, chip, schedule, budget, spoken)
     made: dict[str, Any] = {}
 
     def build() -> Mapping[str, str]:
         chosen = _legal(spec, chip, schedule, budget)
-        name, source = kernel_source(spec, chosen, chip)
+        name, source = kernel_source(spec, chosen, chip, spoken)
         check_source(source, nki=API_VERSION, filename=f"{name}.py")
         made.update(name=name, family=spec.family, spec=spec.to_dict(), target=chip.name)
-        made.update(schedule=chosen.to_dict())
-        written = Kernel(name, spec, chosen, chip, source, Path(f"{name}.py"), made)
+        made.update(schedule=chosen.to_dict(), dialect=spoken)
+        written = Kernel(name, spec, chosen, chip, source, Path(f"{name}.py"), made, spoken)
         made.update(predicted=_run_timing(written).to_dict())
         return {SOURCE_FILE: source}
 
-    entry = store.get_or_build(key, build, lambda: made, command=lambda: _command(spec, chip))
+    entry = store.get_or_build(key, build, lambda: made, command=lambda: _command(spec, chip, spoken))
     held = _KERNELS.get(key.digest)
     if held is not None and held[0] is entry:
         return held[1]
@@ -169,6 +178,7 @@ def build_kernel(
         source=entry.files[SOURCE_FILE],
         path=_path(entry, entry.meta["name"]),
         meta=entry.meta,
+        dialect=spoken,
     )
     origin = "built" if "predicted" in made else "from the cache"
     _log.info("%s: %s, schedule %s", kernel.name, origin, kernel.schedule.short())
@@ -217,6 +227,7 @@ def kernel_key(
     target: Target,
     schedule: KernelSchedule | None,
     budget: int = INSTRUCTION_BUDGET,
+    dialect: str = "nki",
 ) -> Key:
     """Return everything that can change the emitted source, by name."""
     family = FAMILIES[spec.family]
@@ -228,6 +239,7 @@ def kernel_key(
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
             "instruction_budget": budget,
             "libcst": printer_version(),
+            "dialect": dialect,
             "nki": API_VERSION,
             **code_fields(),
         }

@@ -18,6 +18,7 @@ from typing import Any
 
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import Kernel, build_kernel, check_foreign, kernel_key
+from nmm_compiler.codegen.dialects import dialect_for
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
@@ -64,7 +65,8 @@ def fill_cache(
     if store.mode != "rw":
         return 0
     chip = get(target)
-    keys = {spec: kernel_key(spec, chip, None, made.instruction_budget) for spec in specs}
+    told = (made.instruction_budget, dialect_for(chip, made.dialect))
+    keys = {spec: kernel_key(spec, chip, None, *told) for spec in specs}
     digests = {key.digest for key in store.missing(list(keys.values()))}
     missing = [spec for spec, key in keys.items() if key.digest in digests]
     count = min(len(missing), jobs or len(os.sched_getaffinity(0)))
@@ -72,8 +74,8 @@ def fill_cache(
         return 0
     queue: SimpleQueue[str] = SimpleQueue()
     for spec in missing:
-        told = {"family": spec.family, "spec": spec.to_dict(), "target": target}
-        queue.put(json.dumps({**told, "options": made.call_options()}))
+        wanted = {"family": spec.family, "spec": spec.to_dict(), "target": target}
+        queue.put(json.dumps({**wanted, "options": made.call_options()}))
     done: list[str] = []
     threads = [threading.Thread(target=_feed, args=(queue, done)) for _ in range(count)]
     for thread in threads:

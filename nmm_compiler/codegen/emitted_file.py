@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from nmm_compiler.codegen.dialects import TITLES, in_dialect
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
@@ -13,18 +14,22 @@ from nmm_compiler.targets import Target
 _WIDTH = 98
 
 
-def kernel_name(spec: KernelSpec, schedule: Any, target: Target) -> str:
-    """Return a Python name that differs whenever spec, schedule or target do."""
-    words = spec.short().replace(".", "_").split()
-    return "_".join([*words, target.name, (spec.digest(6) + schedule.digest(6))])
+def kernel_name(spec: KernelSpec, schedule: Any, target: Target, dialect: str = "nki") -> str:
+    """Return a Python name that differs whenever spec, schedule, target or dialect do."""
+    words = [*spec.short().replace(".", "_").split(), target.name]
+    if dialect != "nki":
+        words.append(dialect)
+    return "_".join([*words, (spec.digest(6) + schedule.digest(6))])
 
 
-def kernel_source(spec: KernelSpec, schedule: Any, target: Target) -> tuple[str, str]:
+def kernel_source(
+    spec: KernelSpec, schedule: Any, target: Target, dialect: str = "nki"
+) -> tuple[str, str]:
     """Return (function name, source text); the same input always gives the same bytes."""
     family = FAMILIES[spec.family]
-    name = kernel_name(spec, schedule, target)
-    header = _header(spec, schedule, target, family.data_flow(spec, schedule))
-    return name, specialize(
+    name = kernel_name(spec, schedule, target, dialect)
+    header = _header(spec, schedule, target, TITLES[dialect], family.data_flow(spec, schedule))
+    source = specialize(
         family.path,
         family.folder,
         family.arguments(spec, schedule),
@@ -32,9 +37,12 @@ def kernel_source(spec: KernelSpec, schedule: Any, target: Target) -> tuple[str,
         name=name,
         header=header,
     )
+    return name, in_dialect(source, dialect)
 
 
-def _header(spec: KernelSpec, schedule: Any, target: Target, flow: tuple[str, ...]) -> list[str]:
+def _header(
+    spec: KernelSpec, schedule: Any, target: Target, dialect: str, flow: tuple[str, ...]
+) -> list[str]:
     arguments = ", ".join(str(tensor) for tensor in spec.inputs())
     results = ", ".join(str(tensor) for tensor in spec.outputs())
     lines = [f"{spec.short()} for {target.name}.", ""]
@@ -42,9 +50,12 @@ def _header(spec: KernelSpec, schedule: Any, target: Target, flow: tuple[str, ..
         ("spec", str(spec)),
         ("schedule", str(schedule)),
         ("target", str(target)),
+        ("dialect", dialect),
         ("arguments", arguments),
         ("result", results),
     ):
+        if not text:
+            continue
         lines += textwrap.wrap(
             f"{title}: {text}", _WIDTH, subsequent_indent="    ", break_on_hyphens=False
         )

@@ -79,12 +79,13 @@ class Kernels:
         from nmm_compiler import targets
         from nmm_compiler.cache.store import Store
         from nmm_compiler.codegen.build import kernel_key
+        from nmm_compiler.codegen.dialects import dialect_for
 
         store = Store.for_kernels(options)
         chip = targets.get(target)
-        budget = options.instruction_budget
+        told = (options.instruction_budget, dialect_for(chip, options.dialect))
         new = [spec for spec in specs if not self.has(spec, target)]
-        keys = {spec: kernel_key(spec, chip, None, budget) for spec in new}
+        keys = {spec: kernel_key(spec, chip, None, *told) for spec in new}
         if store.mode == "require":
             store.require(list(keys.values()))
         missing = {key.digest for key in store.missing(list(keys.values()))}

@@ -55,6 +55,7 @@ class Target:
     summary: str
     instances: tuple[str, ...]  # families of EC2 instances that hold such cores
     physical_cores_per_logical_core: int  # by default; the runtime can be set otherwise
+    nki_beta_1: bool  # NKI Beta 1, neuronxcc.nki, compiles for it
 
     # Memories
     partitions: int

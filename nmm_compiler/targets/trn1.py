@@ -1,7 +1,8 @@
-"""Trainium 1 (NeuronCore-v2): a simulation and timing target.
+"""Trainium 1 (NeuronCore-v2).
 
-NKI 0.3 and later no longer run on this hardware (its pages name trn2 and trn3 only), so kernels for
-trn1 are simulated and timed here and are not meant to be deployed. What is not said is as on trn2.
+Kernels for it run as NKI Beta 1 (`dialect="neuronxcc"`), under Neuron SDK 2.27 and older. The pages
+of NKI 0.3 and later name trn2 and trn3 as supported, though `nki.jit` and the simulator of NKI 0.6
+still take trn1. What is not said is as on trn2.
 """
 
 from nmm_compiler.targets.base import assumed, documented, measured
@@ -10,9 +11,10 @@ from nmm_compiler.targets.trn2 import TARGET as TRN2
 TARGET = TRN2.variant(
     "trn1",
     generation="gen2",
-    summary="Trainium 1, NeuronCore-v2, simulation and timing only",
+    summary="Trainium 1, NeuronCore-v2",
     instances=("trn1", "inf2"),
     physical_cores_per_logical_core=documented(1, "NeuronCore-v2 has no logical cores of several"),
+    nki_beta_1=documented(True, "NKI FAQ of SDK 2.26: Inf2, Trn1, Trn1n and Trn2"),
     # Memories
     partitions=documented(128, "trainium_inferentia2_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(

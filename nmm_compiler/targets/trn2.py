@@ -10,6 +10,7 @@ TARGET = Target.of(
     physical_cores_per_logical_core=documented(
         2, "logical-neuroncore-config: LNC 2 is the default"
     ),
+    nki_beta_1=documented(True, "NKI FAQ of SDK 2.26: Inf2, Trn1, Trn1n and Trn2"),
     # Memories
     partitions=documented(128, "trainium2_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(

@@ -11,6 +11,7 @@ TARGET = TRN2.variant(
     summary="Trainium 3, NeuronCore-v4",
     instances=("trn3",),
     physical_cores_per_logical_core=documented(2, "trainium3: logical cores as on Trainium2"),
+    nki_beta_1=documented(False, "NKI FAQ of SDK 2.26: Inf2, Trn1, Trn1n and Trn2"),
     # Memories
     partitions=documented(128, "trainium3_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(
