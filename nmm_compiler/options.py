@@ -28,6 +28,7 @@ KERNEL_EXECUTORS = ("simulator", "nki_simulate", "neuron")
 INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
 KERNELS = ("build", "lazy")
 DIALECTS = ("auto", "nki", "neuronxcc")
+PRICES = ("closed_form", "simulated")
 CACHE_MODES = ("off", "ro", "rw", "require")
 LARGEST_BUCKET = 4096
 """The last power of two of the default ladder of token counts; multiples of it follow."""
@@ -51,6 +52,9 @@ class Options:
     kernels: "build" writes every kernel while compiling, "lazy" when a call first needs it.
     freeze: weights never change after compilation, so packed copies need no checks.
     buckets: increasing token counts that kernels are built for; None uses the default ladder.
+    price: what the passes weigh one call against its products and a dense product with:
+        "closed_form" takes no time, "simulated" runs each kernel in the simulator once, which takes
+        up to seconds a shape, and keeps the figures in the kernel cache.
     reassociate: permit rewrites that change where the intermediate result is rounded.
     strict: raise on an internal failure where the default is a warning and the plain graph.
     verify: run each graph before and after the rewrite on its inputs and raise where they differ.
@@ -73,6 +77,7 @@ class Options:
     kernels: str = "build"
     freeze: bool = False
     buckets: tuple[int, ...] | None = None
+    price: str = "closed_form"
     reassociate: bool = False
     strict: bool = False
     verify: bool = False
@@ -91,6 +96,7 @@ class Options:
         _one_of("dialect", self.dialect, DIALECTS)
         _one_of("executor", self.executor, EXECUTORS)
         _one_of("kernels", self.kernels, KERNELS)
+        _one_of("price", self.price, PRICES)
         if self.cache is not None:
             _one_of("cache", self.cache, CACHE_MODES)
         if not isinstance(self.inner, str):
@@ -100,7 +106,7 @@ class Options:
                 raise OptionTypeError(name, getattr(self, name), "True or False")
         if not (isinstance(self.disable, tuple) and all(isinstance(n, str) for n in self.disable)):
             raise OptionTypeError("disable", self.disable, "a list of names of rewrite rules")
-        if not isinstance(self.rules, tuple):
+        if not isinstance(self.rules, tuple) or not _hashable(self.rules):
             raise OptionTypeError("rules", self.rules, "a list of rules")
         for name in ("cache_dir", "remote_cache", "dump"):
             if not isinstance(getattr(self, name), (str, type(None))):
@@ -147,6 +153,14 @@ class Options:
         names = ("dialect", "buckets", "freeze", "strict", "instruction_budget", *CACHE_OPTIONS)
         fields = {f.name: f.default for f in dataclasses.fields(self)}
         return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:

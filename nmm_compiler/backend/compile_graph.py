@@ -159,6 +159,7 @@ def _rewrite(work: _Work) -> fx.GraphModule:
     """Return the rewritten graph, or the graph itself when nothing was found or passes failed."""
     from nmm_compiler.passes import pipeline
     from nmm_compiler.passes.graph_view import graph_parts
+    from nmm_compiler.passes.result import pays_from
     from nmm_compiler.passes.verify import is_real
 
     try:
@@ -172,7 +173,7 @@ def _rewrite(work: _Work) -> fx.GraphModule:
     found = [match for match in result.matches if match.rewritten]
     work.chains = sum(int(match.info.get("chains", 0)) for match in found)
     work.matches = tuple(_match_line(match) for match in found)
-    work.notes += [note for match in found for note in match.notes]
+    work.notes += [note for match in found for note in (*match.notes, pays_from(match)) if note]
     work.rules = tuple(str(count) for count in result.rules.values() if not count.built_in)
     work.declined = tuple(
         Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy) for d in result.declined
@@ -226,7 +227,16 @@ def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:
 
 def _match_line(match: Any) -> str:
     where = match.module or match.name
-    return f"{str(match).partition(' at ')[0]} {_sizes(match)} at {where}"
+    return f"{str(match).partition(' at ')[0]} {_sizes(match)}{_predicted(match)} at {where}"
+
+
+def _predicted(match: Any) -> str:
+    found = match.info.get("predicted")
+    if found is None:
+        return ""
+    dense = "" if found["dense"] is None else f", dense {found['dense']:,.1f}"
+    products = f"products {found['products']:,.1f}{dense}"
+    return f", {found['call']:,.1f} us predicted ({products}, {found['price']})"
 
 
 def _sizes(match: Any) -> str:

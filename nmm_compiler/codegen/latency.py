@@ -1,11 +1,11 @@
 """What a kernel is predicted to cost on a target, before anybody builds it.
 
 `kernel_cost` is what `compress(budget="latency")` spends: the closed-form cost of the schedule that
-the search would take, with the factors in HBM as `nn.Linear` stores them. `predicted_us` is what
-the passes weigh one kernel against two with: the closed form alone, so that it simulates nothing.
-`simulated_us` is what whole-model predictions add up: one simulation per spec and target.
-`ways_us` weighs one call against two products and one dense product; `pays_from` says at how many
-tokens low rank begins to pay.
+the search would take, with the factors in HBM as `nn.Linear` stores them. `ways_us` is what every
+decision asks: one call against two products and one dense product; `pays_from` says at how many
+tokens low rank begins to pay. Both take a price of one kernel, PRICES by name: "closed_form", from
+the spec alone, is what the passes ask unless told otherwise; "simulated" is what whole-model
+predictions add up: one simulation per spec and target.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_fields
+from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -46,16 +47,6 @@ def kernel_cost(target: str, tokens: int, dtype: str) -> Callable[[int, int, int
     return cost
 
 
-def predicted_us(spec: KernelSpec, target: str) -> float:
-    """Return the closed-form microseconds of the best schedule, with starting and ending a kernel.
-
-    Raises CapacityError, with the numbers of the nearest miss, when no schedule is legal.
-    """
-    chip = get(target)
-    spec.check(chip)
-    return rank(spec, chip)[0].cost_us + 1e6 * chip.kernel_start_stop_seconds
-
-
 LAUNCH_GAP_US = 2.0
 """From one kernel to the next in one program; chosen on published decodes (docs/latency.md)."""
 
@@ -77,22 +68,31 @@ class Ways(Record):
 Price = Callable[[KernelSpec, str], float]
 
 
+def calls_us(specs: Iterable[KernelSpec], target: str, price: Price) -> float:
+    """Return what kernels take one after the other, with a gap for each.
+
+    Forever where one of them has no legal schedule.
+    """
+    try:
+        return sum(price(spec, target) + LAUNCH_GAP_US for spec in specs)
+    except (CapacityError, SpecError):
+        return math.inf
+
+
 def ways_us(spec: KernelSpec, target: str, price: Price | None = None) -> Ways:
     """Return what `spec` takes as one call, as separate products, and dense, gaps included.
+
+    dense: the faster one of one product for each result and one kernel for all.
 
     price: microseconds of one kernel; default `simulated_us`. A way that has no legal schedule
     takes forever.
     """
     one = price or simulated_us
-
-    def total(specs: tuple[KernelSpec, ...]) -> float:
-        try:
-            return sum(one(each, target) + LAUNCH_GAP_US for each in specs)
-        except (CapacityError, SpecError):
-            return math.inf
-
     separate, dense = spec.as_products()
-    return Ways(fused=total((spec,)), separate=total(separate), dense=total(dense))
+    whole = spec.as_one_dense()
+    kinds = ((spec,), separate, dense, *(() if whole is None else ((whole,),)))
+    fused, products, *denses = (calls_us(specs, target, one) for specs in kinds)
+    return Ways(fused=fused, separate=products, dense=min(denses))
 
 
 BREAK_EVEN_TOKENS = (1, 4, 16, 64, 128, 256, 512)
@@ -149,6 +149,9 @@ def simulated_us(spec: KernelSpec, target: str) -> float:
     )
     entry = store.get_or_build(key, lambda: {_PRICE: repr(_simulate(spec, chip))})
     return float(entry.files[_PRICE])
+
+
+PRICES: dict[str, Price] = {"closed_form": estimate_us, "simulated": simulated_us}
 
 
 def _simulate(spec: KernelSpec, chip: Target) -> float:

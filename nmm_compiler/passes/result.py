@@ -254,6 +254,7 @@ def _matches(result: RewriteResult) -> list[Part]:
                 m.kind if m.rewritten else f"({m.kind})",
                 *(str(m.info.get(key, "-")) for key in ("m", "k", "r", "n")),
                 f"{m.info['x_layout']}>{m.info['out_layout']}" if "x_layout" in m.info else "-",
+                *_figures(m),
                 m.notes,
             ),
             m.module or m.name,
@@ -261,12 +262,54 @@ def _matches(result: RewriteResult) -> list[Part]:
         for m in result.matches
     )
     rows = [(len(where), *key[:-1], _places(where)) for key, where in groups.items()]
-    head = ("calls", "fused", "m", "k", "r", "n", "layout", "where")
+    head = ("calls", "fused", "m", "k", "r", "n", "layout", "us", "products", "dense", "where")
     parts: list[Part] = [Grid.of(head, rows)] if rows else []
     if any(not m.rewritten for m in result.matches):
         parts.append(Line("(in brackets: reported, no kernel computes it yet)", "note"))
+    parts += [Line(text, "note") for text in _prices(result.matches)]
     notes = Counter(note for m in result.matches for note in m.notes)
     return [*parts, *(Line(f"note, {n} x: {note}", "note") for note, n in notes.items())]
+
+
+def _figures(match: Match) -> tuple[str, str, str]:
+    """Return microseconds of one call, of its products one by one, and dense."""
+    found = match.info.get("predicted")
+    if found is None:
+        return ("-", "-", "-")
+    ways = (found["call"], found["products"], found["dense"])
+    return tuple("-" if us is None else f"{us:,.1f}" for us in ways)  # type: ignore[return-value]
+
+
+def _prices(matches: list[Match]) -> list[str]:
+    """Say what the figures are, and from how many tokens chains near break-even pay."""
+    priced = [m for m in matches if "predicted" in m.info]
+    if not priced:
+        return []
+    targets = {m.info["predicted"]["target"] for m in priced}
+    how = {m.info["predicted"]["price"] for m in priced}
+    lines = [
+        f"us, products, dense: predicted microseconds on {', '.join(sorted(targets))} "
+        f"({', '.join(sorted(how))}) of one call, of its products one by one, and of the dense "
+        "products that low rank is in place of"
+    ]
+    even = {text: None for m in priced if (text := pays_from(m))}
+    return [*lines, *even]
+
+
+def pays_from(match: Match) -> str:
+    """Say from how many tokens a match near break-even pays; "" for any other."""
+    found = match.info.get("predicted")
+    if found is None or found["pays_from"] in (0, 1):
+        return ""
+    what = str(match).replace(f" at {match.name}", "")
+    if found["pays_from"] is not None:
+        return f"near break-even: {what} pays from {found['pays_from']} tokens"
+    if found["dense"] < found["call"]:
+        return (
+            f"near break-even: {what} does not pay for {found['tokens']} tokens: one dense "
+            "product is predicted to be faster; use a smaller rank or keep the layer dense"
+        )
+    return ""
 
 
 def _layouts(result: RewriteResult) -> list[Part]:

@@ -130,6 +130,11 @@ class GatedMLPUpSpec(ProductSpec):
             separate += products_of(self, (first, rank, last), layouts, **ends) if rank else whole
         return tuple(separate), tuple(dense)
 
+    def as_one_dense(self) -> KernelSpec | None:
+        """Return the gated MLP of three dense weights."""
+        ranks: dict[str, Any] = {f"{branch}_r": 0 for branch in self.branches}
+        return dataclasses.replace(self, **ranks)
+
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
         x = operands["x"], 0.0
         gate, gate_error = activated(self._branch("gate", x, operands, typical), self.activation)

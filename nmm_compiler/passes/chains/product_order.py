@@ -3,17 +3,17 @@
 A kernel takes two factors, so the row of matrices is cut once: u is the product of what stands
 left of the cut, v of what stands right, and both are made in the graph at each call. Per token the
 cut at the smallest inner dimension is best; making u and v costs the same for any number of
-tokens, so few tokens want fewer products of weights. Seconds are those of a roofline: FLOPs at the
-peak rate plus bytes at the rate of memory, each product reading and writing all that it touches.
+tokens, so few tokens want fewer products of weights. Each product is priced as its own kernel.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nmm_compiler import targets
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
 
 # Tokens that a symbolic count stands for: a short prefill.
 TYPICAL_TOKENS = 128
@@ -21,55 +21,61 @@ TYPICAL_TOKENS = 128
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of products of matrices on a target, for one dtype."""
+    """What products of matrices take, in microseconds.
 
-    flops_per_second: float
-    bytes_per_second: float
-    itemsize: int
+    product(m, k, n): [m, k] times [k, n]. fused(m, k, r, n): ([m, k] times [k, r]) times [r, n],
+    the middle kept on chip.
+    """
 
-    @classmethod
-    def on(cls, target: str, dtype: str, itemsize: int) -> Cost:
-        """Return the cost on a target by name; dtype is torch's name of it."""
-        found = targets.get(target)
-        return cls(found.peak_flops_per_second(dtype), found.memory_bytes_per_second, itemsize)
+    product: Callable[[int, int, int], float]
+    fused: Callable[[int, int, int, int], float]
 
-    def product(self, m: int, k: int, n: int) -> float:
-        """Return the seconds of [m, k] times [k, n]."""
-        touched = self.itemsize * (m * k + k * n + m * n)
-        return 2 * m * k * n / self.flops_per_second + touched / self.bytes_per_second
+    @staticmethod
+    @functools.cache
+    def on(target: str, dtype: str, price: str) -> Cost:
+        """Return the predicted cost on a target by name; price: as in Options.
 
-    def fused(self, m: int, k: int, r: int, n: int) -> float:
-        """Return the seconds of ([m, k] times [k, r]) times [r, n], the middle kept on chip."""
-        touched = self.itemsize * (m * k + k * r + r * n + m * n)
-        return 2 * m * r * (k + n) / self.flops_per_second + touched / self.bytes_per_second
+        A dtype that no kernel computes in costs what float32 does.
+        """
+        from nmm_compiler.codegen.latency import PRICES, calls_us
+
+        known = dtype if dtype in LowRankSpec.dtypes else "float32"
+
+        def product(m: int, k: int, n: int) -> float:
+            return calls_us((MatmulSpec(m=m, k=k, n=n, dtype=known),), target, PRICES[price])
+
+        def fused(m: int, k: int, r: int, n: int) -> float:
+            return calls_us((LowRankSpec(m=m, k=k, r=r, n=n, dtype=known),), target, PRICES[price])
+
+        return Cost(product, fused)
 
     def of_row(self, sizes: Sequence[int]) -> float:
-        """Return the seconds of multiplying a row of matrices in the best order."""
+        """Return the cost of multiplying a row of matrices in the best order."""
         return _best(self, tuple(sizes))[0]
 
     def as_written(self, m: int, groups: Sequence[Sequence[int]]) -> float:
-        """Return the seconds of x times the groups from left to right.
+        """Return the cost of x times the groups from left to right.
 
         A group [k, ..., n] is a product of constants that the graph makes first. Two neighbours
         that are single matrices are fused where that is cheaper than their product would be.
         """
-        seconds = sum(self.of_row(group) for group in groups)
+        total = sum(self.of_row(group) for group in groups)
         ends = [(group[0], group[-1], len(group) == 2) for group in groups]
         index = 0
         while index < len(ends):
             k, r, single = ends[index]
             if index + 1 < len(ends) and single and ends[index + 1][2]:
                 n = ends[index + 1][1]
-                if r * (k + n) < k * n:
-                    seconds += self.fused(m, k, r, n)
+                if r * (k + n) < k * n:  # what rule `lowrank` will find there
+                    total += self.fused(m, k, r, n)
                     index += 2
                     continue
-            seconds += self.product(m, k, r)
+            total += self.product(m, k, r)
             index += 1
-        return seconds
+        return total
 
     def best_cut(self, m: int, sizes: Sequence[int]) -> tuple[float, int]:
-        """Return the seconds of the best (x u) v and how many matrices make u.
+        """Return the cost of the best (x u) v and how many matrices make u.
 
         sizes are the n + 1 dimensions of a row of n matrices.
         """
@@ -105,7 +111,7 @@ def order(cost: Cost, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
 
 @functools.lru_cache(maxsize=1024)
 def _best(cost: Cost, sizes: tuple[int, ...]) -> tuple[float, int]:
-    """Return seconds and first cut of the cheapest order (the matrix chain problem)."""
+    """Return cost and first cut of the cheapest order (the matrix chain problem)."""
     count = len(sizes) - 1
     best: dict[tuple[int, int], tuple[float, int]] = {(i, i + 1): (0.0, 0) for i in range(count)}
     for width in range(2, count + 1):

@@ -20,7 +20,7 @@ from nmm_compiler.passes.chains.linear_map import (
     path_nodes,
     read_stage,
 )
-from nmm_compiler.passes.chains.safety import too_wide
+from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.steps import Step, trace_back
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -79,7 +79,7 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection 
     chain = read_chain(c, walk.key, form, inputs)
     if isinstance(chain, Chain) and chain.per_token:
         return None
-    if isinstance(chain, Chain) and too_wide(chain.u.k, chain.u.n, chain.v.n, walk.key) is None:
+    if isinstance(chain, Chain) and not too_wide(c, chain.first, chain.u.n, chain.v.n, walk.key):
         stage, middle = chain.first, chain.middle
         weights: tuple[Weight, ...] = (chain.u, chain.v)
         inner_dims, nodes = chain.out_dims, chain.nodes

@@ -2,7 +2,7 @@
 
 `unsafe` is every reason that holds for any replacement: other users of inner values, devices,
 tensor subclasses, and what the move would cross (`crossed`: writes, edges of regions). `refuse`
-adds the dtypes of kernels, `too_wide` is the reason of cost.
+adds the dtypes of kernels. `prices.too_wide` is the reason of cost.
 """
 
 from __future__ import annotations
@@ -215,15 +215,3 @@ def crossed(
 
 def _is_plain(value: torch.Tensor) -> bool:
     return type(value) in PLAIN and value.layout == torch.strided
-
-
-def too_wide(k: int, r: int, n: int, key: Key) -> Refusal | None:
-    """Return a refusal when the dense product would be cheaper than the chain."""
-    if r * (k + n) < k * n:
-        return None
-    return Refusal(
-        "rank_too_large",
-        f"r (k + n) >= k n: {r} * ({k} + {n}) >= {k} * {n}, so one dense product is cheaper",
-        key,
-        f"use a rank of at most {(k * n - 1) // (k + n)}",
-    )

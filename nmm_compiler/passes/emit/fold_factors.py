@@ -99,7 +99,7 @@ def _product(editor: Editor, weight: Weight) -> fx.Node:
     value = editor.c.values[made[0, 1]]
     sizes = [weight.factors[0].k, *(factor.n for factor in weight.factors)]
     name = str(value.dtype).removeprefix("torch.")
-    cost = Cost.on(editor.options.target, name, value.dtype.itemsize)
+    cost = Cost.on(editor.options.target, name, editor.options.price)
     for first, cut, end in order(cost, sizes):
         node = editor.call(aten.mm.default, made[first, cut], made[cut, end])
         node.meta[WEIGHT_ONLY] = True

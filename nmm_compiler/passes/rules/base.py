@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.emit.call_prices import predicted
 
 if TYPE_CHECKING:
     from nmm_compiler.passes.emit.editor import Editor
@@ -159,10 +160,21 @@ class Rule:
 class KernelRule(Rule):
     """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
 
-    def matched(self, node: fx.Node, nodes: frozenset[fx.Node], call: Any) -> Match:
-        """Return the match of a call that takes the place of `node` and covers `nodes`."""
-        return Match(
-            rule=self.name, node=node, nodes=nodes, data=call, info=call.info(), notes=call.notes()
+    def matched(
+        self, graph: Canonical, node: fx.Node, nodes: frozenset[fx.Node], call: Any
+    ) -> Match | Refusal:
+        """Return the match of a call that takes the place of `node` and covers `nodes`.
+
+        Return a refusal where the products of the call, one by one, are predicted to be faster.
+        """
+        prices = predicted(graph, call)
+        return prices.slower(node) or Match(
+            rule=self.name,
+            node=node,
+            nodes=nodes,
+            data=call,
+            info=call.info() | prices.info(),
+            notes=call.notes(),
         )
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:

@@ -5,8 +5,7 @@
 
 h stays in SBUF. The rule declines, with the numbers, where h does not fit the target beside what
 else the kernel holds, and where two kernels are predicted to be faster: keeping h leaves room for
-fewer tokens at a time, so weights may be read more often. The prediction is the closed form by
-which schedules are ranked, plus one start of a kernel each. A symbolic token count is judged by the
+fewer tokens at a time, so weights may be read more often. A symbolic token count is judged by the
 largest bucket.
 """
 
@@ -19,7 +18,10 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.errors import CapacityError, ShapeError, SpecError
+from nmm_compiler import targets
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.passes.chains.linear_map import Refusal, is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.projections import (
@@ -75,7 +77,7 @@ class GatedMLP(KernelRule):
             pair = gated.gate.low_rank or gated.up.low_rank
             return dataclasses.replace(why, report_even_if_superseded=True) if pair else None
         call = GatedCall.of(graph, gated)
-        return self.matched(gated.node, nodes, call)
+        return self.matched(graph, gated.node, nodes, call)
 
 
 def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
@@ -138,10 +140,8 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
     ranks = tuple(p.weights[0].n if p.low_rank else 0 for p in (gate, up, down))
     dtype = c.dtype(gated.node)
     name = str(dtype).removeprefix("torch.")
-    layouts = [w.layout for p in (gate, up, down) for w in p.weights]
-    stored = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
     sizes = (max(1, m), gate.k, gate.n)
-    why = decide(*sizes, ranks, name, stored, c.options.target)
+    why = decide(*sizes, ranks, name, c.options.target, c.options.price)
     if why is None:
         return None
     code, reason, remedy = why
@@ -150,39 +150,33 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
 
 @functools.lru_cache(maxsize=1024)
 def decide(
-    m: int, k: int, n: int, ranks: tuple[int, ...], dtype: str, stored: str, target: str
+    m: int, k: int, n: int, ranks: tuple[int, ...], dtype: str, target: str, price: str
 ) -> tuple[str, str, str] | None:
     """Return (code, reason, remedy) against one kernel for the whole MLP, None for it.
 
-    ranks: of gate, up and down, 0 for a dense one. stored: layout of the weights.
+    ranks: of gate, up and down, 0 for a dense one. price: as in Options.
     """
-    from nmm_compiler.codegen.latency import predicted_us
-    from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-    from nmm_compiler.kernels.lowrank import LowRankSpec
-    from nmm_compiler.kernels.matmul import MatmulSpec
+    from nmm_compiler.codegen.choose import refusal
+    from nmm_compiler.codegen.latency import PRICES, calls_us
 
     gate, up, down = ranks
     common: dict[str, Any] = {"m": m, "dtype": dtype}
-    gates: dict[str, Any] = {"k": k, "n": n, "gate_r": gate, "up_r": up, "weight_layout": stored}
-    last: LowRankSpec | MatmulSpec
-    if down:
-        turned: dict[str, Any] = {"u_layout": stored, "v_layout": stored}
-        last = LowRankSpec(**common, **turned, k=n, r=down, n=k, x_layout="col")
-    else:
-        last = MatmulSpec(**common, k=n, n=k, x_layout="col", w_layout=stored)
-    try:
-        whole = predicted_us(GatedMLPSpec(**common, **gates, down_r=down), target)
-    except (CapacityError, SpecError, ShapeError) as error:
-        return "sbuf", f"the whole MLP has no kernel: {error}", "nothing: it runs as two kernels"
+    gates: dict[str, Any] = {"k": k, "n": n, "gate_r": gate, "up_r": up}
     first = GatedMLPUpSpec(**common, **gates, out_layout="col")
-    try:
-        pair = [predicted_us(spec, target) for spec in (first, last)]
-    except (CapacityError, SpecError, ShapeError):
+    last: LowRankSpec | MatmulSpec = MatmulSpec(**common, k=n, n=k, x_layout="col")
+    if down:
+        last = LowRankSpec(**common, k=n, r=down, n=k, x_layout="col")
+    whole, chip = GatedMLPSpec(**common, **gates, down_r=down), targets.get(target)
+    why = refusal(whole, chip)
+    if why is not None:
+        return "sbuf", f"the whole MLP has no kernel: {why}", "nothing: it runs as two kernels"
+    if any(refusal(spec, chip) for spec in (first, last)):
         return None  # there is no pair to compare with
-    if whole <= sum(pair):
+    one, *two = (calls_us((spec,), target, PRICES[price]) for spec in (whole, first, last))
+    if one <= sum(two):
         return None
     reason = (
-        f"one kernel for {m} tokens is predicted to take {whole:,.1f} us on {target}, "
-        f"two take {pair[0]:,.1f} + {pair[1]:,.1f} us"
+        f"one kernel for {m} tokens is predicted to take {one:,.1f} us on {target}, "
+        f"two take {two[0]:,.1f} + {two[1]:,.1f} us ({price})"
     )
     return "slower", reason, "nothing: it runs as two kernels"

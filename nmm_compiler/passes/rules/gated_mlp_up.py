@@ -166,4 +166,4 @@ class GatedMLPUp(KernelRule):
         if why is not None:
             return why
         call = GatedCall.of(graph, gated)
-        return self.matched(gated.node, gated.nodes, call)
+        return self.matched(graph, gated.node, gated.nodes, call)

@@ -25,8 +25,9 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, path_nodes
+from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.projections import Projection, read_projection, same_tokens
-from nmm_compiler.passes.chains.safety import real_users, refuse, too_wide
+from nmm_compiler.passes.chains.safety import real_users, refuse
 from nmm_compiler.passes.chains.steps import Step
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
@@ -84,7 +85,7 @@ class LoRA(KernelRule):
                     "feed base and adapter the same tensor, in one dtype",
                 )
         chains = [_chain_of(branch) for branch in branches]
-        wide = too_wide(first.k, sum(c.r for c in chains), first.n, chains[0].second.key)
+        wide = too_wide(graph, first.first, sum(c.r for c in chains), first.n, chains[0].second.key)
         if wide is not None:
             return wide if base is not None else None
         nodes = frozenset(added.nodes | {node}).union(*(c.nodes for c in chains))
@@ -113,7 +114,7 @@ class LoRA(KernelRule):
             )
             if why is None:
                 call = LowRankCall.of(graph, final)
-                return self.matched(owner_of(final.out), final.nodes, call)
+                return self.matched(graph, owner_of(final.out), final.nodes, call)
         assert why is not None
         return why
 

@@ -14,7 +14,8 @@ from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
 from nmm_compiler.passes.chains.near_misses import CONVOLUTIONS, near_miss
-from nmm_compiler.passes.chains.safety import refuse, too_wide
+from nmm_compiler.passes.chains.prices import too_wide
+from nmm_compiler.passes.chains.safety import refuse
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -37,8 +38,7 @@ def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
 
 def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
     """Return the chain with its epilogue, or why it may not be fused."""
-    u, v = chain.u, chain.v
-    wide = too_wide(u.k, u.n, v.n, chain.second.key)
+    wide = too_wide(c, chain.first, chain.u.n, chain.v.n, chain.second.key)
     if wide is not None:
         return wide
     plain = chain if isinstance(chain.out, fx.Node) else extend(c, chain, activations=False)
@@ -89,4 +89,4 @@ class LowRank(KernelRule):
         if isinstance(found, Refusal):
             return found
         call = LowRankCall.of(graph, found)
-        return self.matched(owner_of(found.out), found.nodes, call)
+        return self.matched(graph, owner_of(found.out), found.nodes, call)

@@ -11,6 +11,7 @@ r1 (k + r2) < k r2 asks for r1 < r2, and the next pair for r2 < r1.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,9 @@ from nmm_compiler.passes.chains.linear_map import (
     path_nodes,
     read_stage,
 )
-from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS, Cost
-from nmm_compiler.passes.chains.safety import real_users, refuse, too_wide
+from nmm_compiler.passes.chains.prices import tokens_to_judge, too_wide
+from nmm_compiler.passes.chains.product_order import Cost
+from nmm_compiler.passes.chains.safety import real_users, refuse
 from nmm_compiler.passes.chains.steps import trace_back
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph import views
@@ -83,7 +85,7 @@ def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Matc
     if not permitted and not inside:
         return None
     chain, cheaper = _cut(c, row, weights)
-    wide = too_wide(chain.u.k, chain.u.n, chain.v.n, key)
+    wide = too_wide(c, chain.first, chain.u.n, chain.v.n, key)
     if wide is not None:
         return wide
     if not cheaper:
@@ -94,26 +96,20 @@ def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Matc
         return why
     call = LowRankCall.of(c, found)
     moved = () if inside else ("reassociated: the products are rounded in other places",)
-    return Match(
-        rule=Association.name,
-        kind="lowrank",
-        node=owner_of(found.out),
-        nodes=found.nodes,
-        data=call,
-        info=call.info(),
-        notes=(*call.notes(), *moved),
-    )
+    match = Association().matched(c, owner_of(found.out), found.nodes, call)
+    if isinstance(match, Refusal):
+        return match
+    return dataclasses.replace(match, kind="lowrank", notes=(*match.notes, *moved))
 
 
 def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
     """Return the row as a chain cut at the best place, and whether that is cheaper than now."""
     dtype = c.dtype(row.stage.key)
     assert dtype is not None
-    cost = Cost.on(c.options.target, str(dtype).removeprefix("torch."), dtype.itemsize)
-    tokens = views.product(list(row.stage.tokens.values()))
-    m = tokens if isinstance(tokens, int) else TYPICAL_TOKENS
+    cost = Cost.on(c.options.target, str(dtype).removeprefix("torch."), c.options.price)
+    m = tokens_to_judge(views.product(list(row.stage.tokens.values())))
     sizes = [weights[0].k, *(weight.n for weight in weights)]
-    seconds, cut = cost.best_cut(m, sizes)
+    total, cut = cost.best_cut(m, sizes)
     written = cost.as_written(m, [[g[0].k, *(w.n for w in g)] for g in row.groups])
     stage = row.stage
     u, v = _joined(weights[:cut]), _joined(weights[cut:])
@@ -122,7 +118,7 @@ def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
         for w in (u, v)
     )
     chain = Chain(first, second, (), stage.key, stage.out_dims, stage.nodes)
-    return chain, seconds < written
+    return chain, total < written
 
 
 def _joined(weights: list[Weight]) -> Weight:

@@ -16,6 +16,7 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.safety import crossed, refuse
+from nmm_compiler.passes.emit.call_prices import predicted
 from nmm_compiler.passes.emit.fused_calls import LowRankCall, SharedCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Virtual, owner_of
@@ -56,12 +57,16 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
     if crossed(c, set(nodes), finals[-1], keys) is not None:
         return None
     call = SharedCall.of(rule, calls)
+    prices = predicted(c, call)
+    alone = sum(predicted(c, one).call for one in calls)
+    if prices.call > min(prices.products, alone):
+        return None
     return Match(
         rule=rule,
         node=finals[0],
         nodes=nodes,
         data=call,
-        info=call.info(),
+        info=call.info() | prices.info(),
         notes=tuple(dict.fromkeys(note for one in calls for note in one.notes())),
     )
 

@@ -1,0 +1,183 @@
+"""One call, its products or one dense product: predicted at the call's token count, and told."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nmm_compiler import backend
+from nmm_compiler.codegen import latency
+from nmm_compiler.codegen.estimate import estimate_us
+from nmm_compiler.codegen.latency import LAUNCH_GAP_US, simulated_us, ways_us
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.passes.chains import prices
+from nmm_compiler.passes.pipeline import explain, run
+
+
+class Pair(nn.Module):
+    def __init__(self, k, r, n):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=False)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def rewritten(model, tokens, **options):
+    k = model.a.in_features
+    model = model.to(torch.bfloat16)
+    return run(fx.symbolic_trace(model), (torch.randn(tokens, k).to(torch.bfloat16),), options)
+
+
+@pytest.fixture
+def priced(monkeypatch):
+    """Set the price of kernels by a function of (spec, target)."""
+
+    def use(price):
+        monkeypatch.setitem(latency.PRICES, "closed_form", price)
+        prices._prices.cache_clear()
+
+    yield use
+    prices._prices.cache_clear()
+
+
+def test_every_match_has_the_figures_of_the_one_function():
+    result = rewritten(Pair(256, 32, 512), 96)
+    (match,) = result.matches
+    want = ways_us(LowRankSpec(m=96, k=256, r=32, n=512), "trn2", estimate_us)
+    found = match.info["predicted"]
+    assert (found["call"], found["products"], found["dense"]) == (
+        want.fused,
+        want.separate,
+        want.dense,
+    )
+    assert (found["tokens"], found["target"], found["price"]) == (96, "trn2", "closed_form")
+    assert f"{want.fused:,.1f}" in str(result)
+    assert "(closed_form)" in str(result)
+    assert json.loads(result.to_json())["matches"][0]["predicted"] == found
+
+
+def test_products_that_are_faster_stay_as_they_are_written(priced):
+    slow = {"lowrank": 9.0, "matmul": 1.0}
+    priced(lambda spec, target: slow[spec.family])
+    result = rewritten(Pair(256, 32, 512), 96)
+    assert not result.matches
+    (declined,) = result.declined
+    assert declined.code == "slower"
+    assert "one call for 96 tokens: 11.0 us on trn2" in declined.reason
+    assert "one by one 6.0 us" in declined.reason
+
+
+def test_the_token_count_decides(priced):
+    """A kernel that is slow for many tokens is taken for few."""
+    priced(lambda spec, target: 50.0 if spec.family == "lowrank" and spec.m > 64 else 1.0)
+    assert len(rewritten(Pair(256, 32, 512), 64).matches) == 1
+    assert [d.code for d in rewritten(Pair(256, 32, 512), 65).declined] == ["slower"]
+
+
+def test_a_group_is_one_call_only_where_that_is_faster(priced):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p, self.q = Pair(64, 4, 48), Pair(64, 4, 48)
+
+        def forward(self, x):
+            return self.p(x), self.q(x)
+
+    for shared, kinds in ((1.0, ["shared_x"]), (90.0, ["lowrank", "lowrank"])):
+        cost = {"lowrank_shared": shared, "lowrank": 2.0, "matmul": 3.0}
+        priced(lambda spec, target, cost=cost: cost[spec.family])
+        result = run(fx.symbolic_trace(Two()), (torch.randn(8, 64),))
+        assert [m.kind for m in result.matches] == kinds
+
+
+def test_a_rank_that_is_too_large_is_told_with_the_times_of_all_ways():
+    (declined,) = rewritten(Pair(512, 400, 512), 128).declined
+    assert declined.code == "rank_too_large"
+    want = ways_us(LowRankSpec(m=128, k=512, r=400, n=512), "trn2", estimate_us)
+    for us in (want.dense, want.fused, want.separate):
+        assert f"{us:,.1f}" in declined.reason
+    assert "for 128 tokens on trn2" in declined.reason
+
+
+def test_near_break_even_says_from_how_many_tokens_it_pays(priced):
+    def price(spec, target):
+        return (3.0 if spec.m < 64 else 2.4) if spec.family == "lowrank" else 2.9 - 1e-4 * spec.m
+
+    priced(price)
+    result = rewritten(Pair(512, 250, 512), 16)
+    assert result.matches[0].info["predicted"]["pays_from"] == 64
+    told = "near break-even: lowrank (m=16, k=512, r=250, n=512) pays from 64 tokens"
+    assert told in " ".join(str(result).split())
+    priced(lambda spec, target: 3.0 if spec.family == "lowrank" else 2.9)
+    assert "does not pay for 16 tokens" in str(rewritten(Pair(512, 250, 512), 16))
+    priced(lambda spec, target: 3.0 if spec.family == "lowrank" else 9.0)
+    assert "break-even:" not in str(rewritten(Pair(512, 250, 512), 16))
+
+
+def test_the_compile_report_has_the_figures():
+    torch._dynamo.reset()
+    options = {"inner": "eager", "kernels": "lazy"}
+    torch.compile(Pair(256, 32, 512), backend="nmm", options=options)(torch.randn(96, 256))
+    assert "us predicted (products" in str(backend.last_report())
+
+
+def test_the_simulated_price_is_asked_for_by_an_option():
+    model, x = Pair(64, 8, 64), torch.randn(4, 64)
+    found = explain(model, x, options={"price": "simulated"}).matches[0].info["predicted"]
+    want = simulated_us(LowRankSpec(m=4, k=64, r=8, n=64, dtype="float32"), "trn2")
+    assert found["call"] == want + LAUNCH_GAP_US
+    assert found["price"] == "simulated"
+
+
+def test_dense_is_the_strongest_dense_kernel():
+    """Three separate dense products are no rival of a gated MLP in one kernel."""
+    gated = GatedMLPSpec(m=64, k=256, n=512, gate_r=32, up_r=32, down_r=32)
+    dense = GatedMLPSpec(m=64, k=256, n=512, gate_r=0, up_r=0, down_r=0)
+    assert ways_us(gated, "trn2", estimate_us).dense == estimate_us(dense, "trn2") + LAUNCH_GAP_US
+    shared = LowRankSharedSpec(m=64, k=256, pairs=((8, (64,)), (8, (32, 32))))
+    joined = estimate_us(MatmulSpec(m=64, k=256, n=128), "trn2") + LAUNCH_GAP_US
+    assert ways_us(shared, "trn2", estimate_us).dense == joined
+
+
+ESTIMATED = [
+    LowRankSpec(m=1, k=512, r=128, n=512), MatmulSpec(m=1, k=512, n=512),
+    LowRankSpec(m=128, k=768, r=192, n=768), MatmulSpec(m=128, k=768, n=768),
+    GatedMLPSpec(m=16, k=256, n=704, gate_r=64, up_r=64, down_r=64),
+    LowRankSharedSpec(m=128, k=512, pairs=((64, (512,)), (32, (128,)), (32, (128,)))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", ESTIMATED, ids=lambda spec: spec.short())
+def test_the_closed_form_follows_the_simulator(spec):
+    assert 0.6 <= estimate_us(spec, "trn2") / simulated_us(spec, "trn2") <= 1.1
+
+
+def test_weights_are_read_again_where_tokens_do_not_fit():
+    def us(m, **more):
+        sizes = {"k": 8192, "n": 28672, "gate_r": 2048, "up_r": 2048, "down_r": 0}
+        return estimate_us(GatedMLPSpec(m=m, **sizes, **more), "trn2")
+
+    assert us(512) > 2.5 * us(128)
+    assert math.isfinite(us(1))
+
+
+def test_a_lora_is_not_compared_with_its_merged_weight():
+    class Adapted(Pair):
+        def __init__(self):
+            super().__init__(64, 4, 64)
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return F.linear(x, self.w) + super().forward(x)
+
+    result = run(fx.symbolic_trace(Adapted()), (torch.randn(8, 64),))
+    assert [m.kind for m in result.matches] == ["lora"]
+    assert result.matches[0].info["predicted"]["dense"] is None
