@@ -30,11 +30,20 @@ def explain(
         Path | None, values.output_option(help_="also write the report as JSON here")
     ] = None,
     html: values.Html = None,
+    repro: Annotated[
+        Path | None,
+        values.output_option("--repro", help_="write a script that rewrites one match and checks"),
+    ] = None,
+    match: Annotated[
+        str | None, typer.Option(help="of --repro: the match's node or module; default: the first")
+    ] = None,
 ) -> None:
     """Dry run of the passes over every graph of a model; nothing is compiled.
 
     Example: nmm explain all-MiniLM-L6-v2
     """
+    if match is not None and repro is None:
+        raise OptionTypeError("match", match, "it with --repro FILE, which it is for")
     from nmm_compiler.cli import models
     from nmm_compiler.passes.pipeline import explain as run
 
@@ -61,5 +70,8 @@ def explain(
     if json is not None:
         write_text(json, report.to_json(indent=2))
         show(f"report: {json}")
+    if repro is not None:
+        write_text(repro, report.reproducer(match, target=target))
+        show(f"script: {repro}")
     if html is not None:
         write_html(f"{model} on {target}", report.page_parts(), html)

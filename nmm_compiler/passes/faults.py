@@ -138,7 +138,7 @@ def program_text(module: fx.GraphModule, inputs: Sequence[Any] | None, target: s
     holders = [n for n in module.graph.nodes if n.op == "placeholder"]
     if inputs is None:
         inputs = [n.meta.get("example_value", n.meta.get("val")) for n in holders]
-    lines = ",\n    ".join(_literal(value) for value in inputs)
+    lines = ",\n    ".join(literal(value) for value in inputs)
     return (
         '"""A fault of nmm_compiler: running this shows it. Written by nmm_compiler."""\n'
         "import torch\nimport torch.fx\nfrom torch import device, inf, nan, tensor\n\n"
@@ -151,12 +151,14 @@ def program_text(module: fx.GraphModule, inputs: Sequence[Any] | None, target: s
     )
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """Return Python that makes an input like this one: its shape and dtype, random numbers."""
     if isinstance(value, torch.Tensor):
         size, stride = ([_number(n) for n in part] for part in (value.shape, value.stride()))
-        made = f"torch.empty_strided({size}, {stride}, dtype={value.dtype})"
-        return f"{made}.normal_()" if value.is_floating_point() else f"{made}.zero_()"
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        held = last + 1 if all(size) else 0  # elements of the memory below; a view may repeat them
+        make = "randn" if value.is_floating_point() else "zeros"
+        return f"torch.{make}({held}).to({value.dtype}).as_strided({size}, {stride})"
     return repr(_number(value) if isinstance(value, torch.SymInt) else value)
 
 

@@ -10,15 +10,17 @@ import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.passes import verify
 from nmm_compiler.passes.chains.refusal_codes import distance
 from nmm_compiler.passes.graph_view import graph_parts
+from nmm_compiler.passes.reproduce import reproducer
 from nmm_compiler.passes.rule_counts import RuleCount, merged
 from nmm_compiler.passes.rules.base import Declined, Match
 from nmm_compiler.report.parts import Grid, Line, Part, Section
@@ -120,6 +122,18 @@ class RewriteResult(Shown):
             )
         )
 
+    def reproducer(
+        self, match: Match | str | None = None, inputs: Any = None, *, target: str = "trn2"
+    ) -> str:
+        """Return a Python script that rewrites one match alone and checks it, for an issue.
+
+        match: one of `matches`, or the name of its node or module; None is the first. Its nodes
+        become a function of tensors like those that it read, with random numbers. inputs: example
+        inputs in order, for a graph without shapes. Raises UnknownNameError and NoShapesError.
+        """
+        found = match if isinstance(match, Match) else named_match(self.matches, match)
+        return reproducer(self.original, found, inputs, target)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         return {
@@ -165,6 +179,18 @@ class RewriteResult(Shown):
         return f"<RewriteResult: {self.summary()}>"
 
 
+def named_match(matches: Sequence[Match], name: str | None) -> Match:
+    """Return the match whose node or module has this name; the first for None.
+
+    Raises UnknownNameError where there is none.
+    """
+    for match in matches:
+        if name is None or name in (match.name, match.module):
+            return match
+    names = [name for match in matches for name in (match.name, match.module) if name]
+    raise UnknownNameError("match", name, list(dict.fromkeys(names)))
+
+
 def readable(module: Any) -> str:
     """Return the code of a graph and of the graphs inside it."""
     parts: list[str] = []
@@ -196,6 +222,12 @@ class Explanation(Shown):
     def opportunities(self) -> list[Opportunity]:
         """Return the dense products that could be factorized, of all graphs."""
         return [o for r in self.results for o in r.opportunities]
+
+    def reproducer(self, match: Match | str | None = None, *, target: str = "trn2") -> str:
+        """Return a script of one match of any graph, see `RewriteResult.reproducer`."""
+        found = match if isinstance(match, Match) else named_match(self.matches, match)
+        (result,) = (r for r in self.results if any(found is one for one in r.matches))
+        return result.reproducer(found, target=target)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data, one entry per graph."""
