@@ -4,11 +4,10 @@
     ...
     end.json      how many entries, and the sha256 of every byte before it; then two zero blocks
 
-Any tar program can unpack an archive, and only `pack` writes one that is taken here: each header
-must be, byte for byte, the one that `pack` writes for that name and size. So there are no links,
-devices, long names, sparse maps or paths that lead elsewhere to think about; a file is as large as
-its manifest, read before it, says; a cut or a flipped bit anywhere is seen. Equal entries give
-equal bytes.
+Any tar program can unpack an archive. Reading one is stricter: each header must be, byte for byte,
+the one that `pack` writes for that name and size. So an archive can hold no links, devices, long
+names, sparse maps or paths that lead elsewhere. A file must be as large as its manifest, which is
+read first, says. A cut or a flipped bit anywhere is detected. Equal entries give equal bytes.
 """
 
 from __future__ import annotations
@@ -93,9 +92,9 @@ def pack_one(entry: Entry, signer: Signer | None = None) -> bytes:
 def unpack(source: BinaryIO, name: str, trusted: Trusted | None = None) -> Iterator[Entry]:
     """Yield the verified entries of an archive, plain or gzip; `name` is for messages.
 
-    trusted: the public keys of which one must have signed each entry; None asks for none.
-    The archive as a whole is verified when the iterator ends, so look at all before using any.
-    Raises CacheTrustError for a member that has no business there, DamagedEntryError for bytes
+    trusted: public keys, of which one must have signed each entry; None requires no signature. The
+    whole archive is verified only when the iterator ends: use no entry before. Raises
+    CacheTrustError for a member that no export writes, DamagedEntryError for bytes
     that do not match their sha256 or an archive that is cut short or changed.
     """
     head = source.read(2)
@@ -208,7 +207,7 @@ def _name(block: bytes) -> str:
 def write(path: Path, entries: Iterable[Entry], signer: Signer | None = None) -> int:
     """Write an archive file, compressed when its name ends in .gz or .tgz; return the count.
 
-    It appears under its name when it is complete. Raises OSError.
+    The file gets its name when it is complete. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -5,8 +5,9 @@
     <cache directory>/v1/.locks/    see locks        .checked/ see checked
 
 An entry is staged beside its final place, each file fsynced, the manifest last, and then renamed.
-The rename is the only thing that publishes; who finds the place taken discards the own copy and
-reads the winner's. Deletion renames first too, so nobody sees half an entry. Locks save work only.
+Only the rename publishes. A process that finds the place taken discards its own copy and reads the
+published one. Deletion renames first too, so no reader sees half an entry. Locks only save work:
+nothing here relies on them.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ class Disk:
         try:
             os.utime(self.folder / digest)
         except OSError:
-            return  # gone, or not ours: its place in the order of eviction is all that is lost
+            return  # gone, or not ours: only its place in the order of eviction is lost
 
     def publish(self, entry: Entry) -> Entry:
-        """Put an entry on disk; return it with its directory, or the one that was quicker.
+        """Put an entry on disk; return it with its directory, or the one that another process put.
 
         Raises OSError when the directory cannot be written; nothing is left behind then.
         """
@@ -188,7 +189,7 @@ class Disk:
 
 
 class NoDisk(Disk):
-    """A first level that is not there: nothing is found, and nothing is looked at."""
+    """A disk level without a directory: it finds nothing and reads nothing."""
 
     def check(self) -> bool:
         """Return False: there is no directory."""
@@ -196,7 +197,7 @@ class NoDisk(Disk):
 
 
 def leftover_name(kind: str) -> str:
-    """Return a name for something unfinished that says whose it is: host, process, nonce."""
+    """Return the name of an unfinished directory: its kind, host, process id, random digits."""
     return f"{kind}{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -238,7 +239,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def delete_tree(path: Path) -> None:
-    """Delete a tree or a file that is already out of sight; what stays is cleared by `prune`."""
+    """Delete a tree or file that was renamed away; `prune` deletes what remains of it."""
     try:
         if stat.S_ISDIR(os.lstat(path).st_mode):
             os.chmod(path, 0o700)

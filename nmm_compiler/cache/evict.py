@@ -1,6 +1,7 @@
-"""The size bound: entries used least recently go first; and what killed processes left behind.
+"""Keeps a cache within its size, and deletes what killed processes left behind.
 
-The time of last use is the modification time of an entry's directory. A clock that went back leaves
+The least recently used entries go first. The time of last use is the modification time of an
+entry's directory. A clock that went back leaves
 times in the future, which would shield old entries for ever: such times count as a moment ago and
 are written again, in the same order.
 """
@@ -78,14 +79,14 @@ def evict(disk: Disk, max_bytes: int, keep: str | None = None) -> tuple[list[Usa
 
 
 class Bound:
-    """Keeps a cache within `max_bytes` from one publication to the next, at a small price.
+    """Keeps a cache within `max_bytes`, without reading all of it at each publication.
 
     Up to SAMPLE entries all are looked at. In larger caches each look takes the names, the last use
     of SAMPLE random entries, and the sizes of those among them that it does not know yet. The known
-    sizes give an estimate of the total, with a margin of three standard errors; sizes never change,
-    so it becomes exact while a process lives. The least recently used of the sample go until the
-    estimate leaves SLACK free, but no more than OLDEST of them where the margin alone says that the
-    cache is too large: more would not be old.
+    sizes give an estimate of the total, with a margin of three standard errors. Sizes never change,
+    so the estimate becomes exact while a process lives. The least recently used of the sample are
+    deleted until the estimate leaves SLACK free. Where only the margin exceeds the bound, at most
+    OLDEST of them are deleted, since the others may be in use.
     """
 
     def __init__(self, disk: Disk, max_bytes: int) -> None:
@@ -166,7 +167,7 @@ def clear_leftovers(
     """Delete stages and trash of processes that are gone (or of all), and locks that nobody holds;
     return how many stages and trash. `names` are those of the directory, where they are known.
 
-    A live process whose stage is deleted stages again, so an error of judgement costs time only.
+    A live process whose stage is deleted by mistake stages again: that costs time only.
     """
     count = 0
     for path in leftovers(disk.folder, names) if disk.check() else ():

@@ -1,4 +1,5 @@
-"""What people ask a cache: why did this miss, what is in it, is it still what would be built."""
+"""Answers about a cache: why a key missed, what is stored, and whether it is still what would be
+built."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ class VerifyReport:
 
 
 def compare(entry: Entry, rebuilt: Mapping[str, str] | None) -> Verified:
-    """Compare an entry with what was built again; None means that it could not be asked for."""
+    """Compare an entry with what was built again; None: this version could not build it."""
     digest = entry.key.digest
     if rebuilt is None:
         return Verified(digest, "skipped", f"made by {entry.created.get('by', 'another version')}")

@@ -1,7 +1,7 @@
-"""What a kernel source that this process did not write may contain at all.
+"""What a kernel source that this process did not write may contain.
 
-A file from the remote level, an archive or an older process is run later. Lint asks whether the NKI
-compiler takes a kernel; this asks whether the file is a kernel and nothing else:
+A file from the remote level, an archive or an older process is run later. Lint decides whether the
+NKI compiler takes a kernel. This check decides whether the file is a kernel and nothing else:
 - imports of nki, constants and functions at the top; nothing runs when the file is imported;
 - the builtins listed here, and no name that the file does not bind;
 - names of the nki modules, and for everything else the attributes listed here: those of tensors
@@ -9,8 +9,8 @@ compiler takes a kernel; this asks whether the file is a kernel and nothing else
 - nothing that a few characters make huge: no `while`, no powers or shifts, no repeated or formatted
   strings, no range over a constant past MAX_RANGE.
 
-It is a second wall and no sandbox: loops over shapes can still be long, and the simulator's limits
-are what ends them. Take entries only from people you trust, or have them signed.
+This check is no sandbox: loops over shapes can still be long, and only the simulator's limits end
+them. Take entries only from people you trust, or have them signed.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def _faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _nodes(tree: ast.Module) -> list[ast.AST]:
-    """Return every node but those of contexts (Load, Store), which are most and say nothing.
+    """Return every node except contexts (Load, Store), which no check reads.
 
-    One list serves all checks: walking is what they cost, and each kernel from disk is checked.
+    All checks share this list, because walking the tree is most of their time.
     """
     found: list[ast.AST] = [tree]
     for node in found:  # grows while it is read
@@ -184,7 +184,7 @@ def _is_known(node: ast.Attribute, modules: dict[str, str]) -> bool:
 
 
 def _too_much(node: ast.AST) -> Iterator[str]:
-    """Yield what makes much work or data out of little text."""
+    """Yield the short expressions that make much work or data."""
     if isinstance(node, (ast.BinOp, ast.AugAssign)):
         operands = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]
         if isinstance(node.op, _POWERS):

@@ -1,9 +1,9 @@
-"""The cache key: a list of named entries, so that a miss can say which name made it.
+"""The cache key: a list of named entries, so that a miss can name the entry that differs.
 
 In: a mapping of names to plain data (numbers, text, booleans, None, lists, dicts, Records).
 Out: a frozen Key with a sha256 digest of its canonical JSON. Two keys can be compared name by name
-and field by field. Values that differ between processes or machines for reasons of no interest
-(sets, paths, objects, NaN) are refused rather than hashed.
+and field by field. Values that are not the same in every process and on every machine (sets, paths,
+objects, NaN) are refused.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class Change:
 class Key:
     """What can change an emitted kernel, by name. Keys are equal when their digests are.
 
-    entries: (name, plain data) in the order given, which is the order of printing; the order
-        does not reach the digest.
+    entries: (name, plain data) in the order of printing, which does not change the digest.
     """
 
     entries: tuple[tuple[str, Any], ...]

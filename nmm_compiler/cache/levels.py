@@ -1,8 +1,8 @@
 """Where an entry is found and kept: memory, then disk, then the declared remote level.
 
-Here is decided what happens when a level fails: what is damaged is absent, with a warning; what
-cannot be read is absent, with a warning; what cannot be written is kept in memory, with a warning.
-Directories that others could write raise CacheTrustError instead.
+This module decides what happens when a level fails. An entry that is damaged or cannot be read
+counts as absent, with a warning. An entry that cannot be written is kept in memory, with a warning.
+A directory that others could write raises CacheTrustError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nmm_compiler.cache.remote import Check, Remote, check_sources
 from nmm_compiler.errors import CacheError, CacheWarning, DamagedEntryError
 
 REMOTE_FAILURES = 3  # in a row, after which this process stops asking
-REMOTE_SECONDS = 60.0  # that entries may take in all, each beyond its first second
+REMOTE_SECONDS = 60.0  # that all entries together may take, the first second of each not counted
 
 
 class Levels:
@@ -107,7 +107,7 @@ class Levels:
         finally:
             self._spend_on_remote(time.monotonic() - start, origin)
         if self._remote_failures < REMOTE_FAILURES:
-            self._remote_failures = 0  # it answers: that there is no such entry is an answer too
+            self._remote_failures = 0  # it answers: "no such entry" is an answer too
         return self._keep(entry) if entry is not None else None
 
     def _spend_on_remote(self, seconds: float, origin: str) -> None:

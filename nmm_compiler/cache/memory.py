@@ -1,4 +1,4 @@
-"""The entries this process has verified. A hit costs one `stat` per file: do they still stand?"""
+"""The entries that this process has verified. A hit calls `stat` once per file, to see changes."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The second level: entries at a declared fsspec URL, one tar object `v1/<digest>.tar` each.
 
-Reading is part of every miss; writing is only ever asked for (`Store.push`). Nothing that comes
-from here is handed out before its sha256s agree, it is the entry that was asked for, it is signed
-where the URL names a key, and the caller's check of each source (lint, for kernels) has passed.
+Every miss reads here; only `Store.push` writes. An entry is returned only when its sha256s agree,
+it is the entry that was asked for, it is signed where the URL names a key, and the caller's check
+of each source (lint, for kernels) passes.
 
-"No such entry" and "no such remote" look alike to fsspec, and its HTTP files answer every fault
-with FileNotFoundError. So http(s) is read here, and for the others a miss asks once whether the
-bucket or the directory of the URL is there at all.
+fsspec does not tell "no such entry" from "no such remote", and its HTTP files answer every fault
+with FileNotFoundError. So this module reads http(s) itself. For other URLs, the first miss asks
+whether the bucket or the directory exists.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _read_http(url: str, end: float) -> bytes | None:
 
 
 class _AsItComes(io.RawIOBase):
-    """An HTTP answer read by what is there, so that a dripping server meets the deadline."""
+    """Reads an HTTP answer in the pieces that arrive, so that a slow server meets the deadline."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

@@ -1,6 +1,6 @@
-"""Signatures of entries, as minisign makes them: who wrote an entry, where a sha256 cannot say.
+"""Signatures of entries, as minisign makes them. They say who wrote an entry; a sha256 does not.
 
-What is signed is the manifest, which holds the key and the sha256 of every file. A remote level
+The manifest is signed, which holds the key and the sha256 of every file. A remote level
 requires signatures when its URL names a public key, `s3://bucket/kernels#minisign=RWQ...`, as the
 second line of a `minisign.pub` gives it; several are separated by commas. Needs py-minisign.
 """

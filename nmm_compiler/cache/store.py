@@ -1,9 +1,9 @@
 """The kernel cache: `Store.get_or_build(key, build)` returns a verified entry or builds one.
 
-Looked up in this order: memory, disk, the remote level if one is declared. Modes: "rw"; "ro" reads
+A lookup asks memory, then disk, then the remote level if one is declared. Modes: "rw"; "ro" reads
 and keeps what it builds in memory; "require" reads and raises on a miss; "off" builds every time.
-What cannot be written is kept in memory, with one warning; what is damaged is built again, with a
-warning; what others could have written is refused.
+An entry that cannot be written is kept in memory, with one warning. A damaged entry is built again,
+with a warning. An entry that others could have written is refused.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Store(Levels):
             ) from None
 
     def _look_again(self) -> None:
-        """Look where the directory itself is another one, or has other rights, than last time.
+        """Check the directory again if it was replaced or its rights changed.
 
-        Every use of the disk looks in full; this is for kernels that memory holds.
+        Reading and writing the disk check it in full; this is for kernels found in memory.
         """
         seen: tuple[int, ...] = ()
         with suppress(OSError):
@@ -116,7 +116,7 @@ class Store(Levels):
     def for_kernels(
         cls, options: options_module.Options | None = None, *, check: Check | None = None
     ) -> Store:
-        """`open`, but where the directory may not be used, a store in memory and one warning.
+        """Return `open`'s store, or one in memory, with one warning, if its directory is refused.
 
         Mode "require" raises what `open` raises: such a process must not build.
         """
@@ -423,7 +423,7 @@ _LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Locks held by threads that do not exist in a forked child would never be released."""
+    """Make new locks in a forked child, where the threads that held the old ones are gone."""
     global _OPEN_LOCK
     _OPEN_LOCK = threading.Lock()
     for store in list(_LIVE):

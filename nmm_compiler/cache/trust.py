@@ -1,9 +1,9 @@
-"""Which directories and files the cache believes. Entries are Python source that will be executed.
+"""Which directories and files the cache trusts. Entries are Python source that will be executed.
 
 A directory that is written must belong to the user and be closed to everybody else (0700). One
 that is only read may also belong to root, as in a container image, when nobody else can write it.
 No symlink is followed at or below the cache directory, and every directory above it must belong to
-us or root and let nobody else rename things. Each refusal ends with the mend.
+us or root and let nobody else rename things. Each refusal says how to mend it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 64 << 20
 
 
 def owners(writing: bool) -> frozenset[int]:
-    """Return the user ids whose files are believed: ours, and root's where we only read."""
+    """Return the user ids whose files are trusted: ours, and root's where we only read."""
     return frozenset({os.geteuid()} if writing else {os.geteuid(), ROOT_UID})
 
 
@@ -121,7 +121,7 @@ def create_directory(path: Path) -> None:
 def open_entry(path: Path, believed: frozenset[int]) -> int:
     """Open an entry's directory without following a symlink; return the descriptor.
 
-    Raises FileNotFoundError when there is none, DamagedEntryError when it is not to be believed.
+    Raises FileNotFoundError when there is none, DamagedEntryError when it is not to be trusted.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
