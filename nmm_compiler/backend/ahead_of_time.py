@@ -1,4 +1,4 @@
-"""A graph compiled ahead of time: what `aot_compile` saves, and what another process loads.
+"""A graph compiled ahead of time: `aot_compile` saves it, and another process loads it.
 
     compiled = torch.compile(f, fullgraph=True, backend="nmm").aot_compile((args, kwargs))
     compiled.save_compiled_function(path)
@@ -6,7 +6,8 @@
 
 The file holds the inner compiler's artifact, as that compiler writes it, behind a JSON header: the
 options that calls look up when they run, the report, and each kernel with its source. Loading puts
-kernels that the cache lacks into it, if this version of the package would have emitted the same.
+kernels into the cache that it lacks, if this version of the package would have emitted the same
+source.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _LENGTH_BYTES = 8
 
 
 def is_wanted() -> bool:
-    """Say whether torch compiles ahead of time now: it asks for what can be written to a file."""
+    """Return whether torch compiles ahead of time now, so that the result must be writable."""
     config: Any = torch._functorch.config
     return bool(config.bundled_autograd_cache and config.force_non_lazy_backward_lowering)
 
@@ -65,7 +66,7 @@ class AheadOfTime(SerializableCallable):
         inner: SerializableCallable
         if getattr(compiled, "serialize", None) is not None:
             kind, inner = "aot", BundledAOTAutogradSerializableCallable(compiled)
-        elif report.inner == "eager":  # it runs the graph as it is
+        elif report.inner == "eager":  # "eager" runs the graph itself
             kind, inner = "graph", GraphModuleSerializableCallable(graph)
         else:
             raise AheadOfTimeError(report.inner)
@@ -86,7 +87,7 @@ class AheadOfTime(SerializableCallable):
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTime:
-        """Return the callable; its options, kernels and report are this process's from now on."""
+        """Return the callable; register its options, kernels and report in this process."""
         start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
         header = json.loads(data[_LENGTH_BYTES:start])
         kind = header.pop("kind")

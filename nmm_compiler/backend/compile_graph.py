@@ -4,9 +4,9 @@
 
 `torch.compile(model, backend="nmm", options={...})` calls `nmm` once per graph, before autograd. It
 works without importing this package, through the entry point group `torch_dynamo_backends`. The
-graph's low-rank chains become calls of `torch.ops.nmm.*`; the inner backend compiles the result. A
-graph without chains goes to it untouched, and so does one that our passes fail on, with a warning
-(`strict` raises instead).
+graph's low-rank chains become calls of `torch.ops.nmm.*`; the inner backend compiles the result.
+The inner backend gets the original graph where there are no chains and, with a warning, where our
+passes fail (`strict` raises instead).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Work:
         )
 
     def report(self) -> CompileReport:
-        """Return the record of it all."""
+        """Return the report of the compilation."""
         return CompileReport(
             graph=self.graph,
             nodes=self.nodes,
@@ -165,7 +165,7 @@ def _rewrite(work: _Work) -> fx.GraphModule:
     try:
         options = dataclasses.replace(work.options, verify=False)
         result = pipeline.run(work.gm, work.example_inputs, options)
-    except (BrokenRuleError, OptionTypeError, UnknownNameError):  # the user's to mend
+    except (BrokenRuleError, OptionTypeError, UnknownNameError):  # the user has to mend it
         raise
     except Exception as error:  # a fault in a pass must not break the user's model
         work.give_up("the passes", error)
@@ -183,7 +183,7 @@ def _rewrite(work: _Work) -> fx.GraphModule:
     rewritten: fx.GraphModule = result.graph_module
     try:
         work.pictures = tuple(graph_parts(work.gm, rewritten, found))
-    except Exception as error:  # a picture is no reason to lose a compilation
+    except Exception as error:  # a fault in a picture must not fail the compilation
         if work.options.strict:
             raise
         work.notes.append(f"no pictures of the graph: {type(error).__name__}: {error}")
@@ -215,7 +215,7 @@ def _verified_at_first_call(result: Any, compiled: Callable[..., Any]) -> Callab
 
 
 def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:
-    """Give a copied graph what Dynamo hung on the module and on its placeholders."""
+    """Copy the attributes that Dynamo set on the module and on its placeholders."""
     for name, value in vars(old).items():
         if name not in vars(new):
             setattr(new, name, value)
@@ -258,10 +258,11 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _build_all(work: _Work, rewritten: fx.GraphModule) -> None:
-    """Build the graph's kernels; a fault of ours leaves the calls to PyTorch, with a warning."""
+    """Build the graph's kernels; where this package fails, PyTorch computes the calls, with a
+    warning."""
     try:
         _build_kernels(work, rewritten)
-    except (CacheMissError, NeuronSetupError):  # the user's to mend: say it, and do not go on
+    except (CacheMissError, NeuronSetupError):  # the user has to mend it
         raise
     except Exception as error:
         if work.options.strict:
@@ -313,7 +314,7 @@ def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
 def _kernel_device(work: _Work) -> torch.device | None:
     """Return the Neuron device that the graph's kernels will run on, if any.
 
-    They are checked there now: while the inner backend traces the graph, nothing can be run.
+    The kernels are checked on that device now, because nothing runs while the inner backend traces.
     """
     if work.options.executor not in ("auto", "neuron"):
         return None
@@ -362,7 +363,7 @@ def _compile_inner(work: _Work, rewritten: fx.GraphModule, mode: str | None) -> 
         work.compiled_graph = rewritten
         try:
             return compile_inner(work.inner, rewritten, work.example_inputs, mode)
-        except Exception as error:  # perhaps our ops' fault: the untouched graph tells
+        except Exception as error:  # our ops may be the cause: compile the original graph
             work.give_up(f"inner backend {work.inner!r} on the rewritten graph", error)
     work.compiled_graph = work.gm
     return compile_inner(work.inner, work.gm, work.example_inputs, mode)

@@ -1,9 +1,9 @@
-"""The inner backend: who compiles the rest of the graph, and how it is called.
+"""The inner backend: it compiles the rest of the graph.
 
-Chosen by name through torch's own registry. "auto" follows the device of the inputs: "neuron" for
-TorchNeuron, "openxla" for torch-xla, inductor where it can compile, else eager with one warning.
-Inductor gets decompositions of our ops for calls that PyTorch computes, so that it sees the plain
-products and fuses around them: nothing is lost where no Neuron device is.
+It is chosen by name through torch's own registry. "auto" follows the device of the inputs: "neuron"
+for TorchNeuron, "openxla" for torch-xla, inductor where it can compile, else eager with one
+warning. For calls that PyTorch computes, inductor gets decompositions of our ops: it sees plain
+products and fuses around them, so nothing is lost where there is no Neuron device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.products import layouts_of
 
-# Raise the number when a reference's meaning to inductor changes: its caches do not look inside.
+# Raise the number when a decomposition changes: inductor's caches do not look inside of it.
 _CACHE_TAG = "nmm-decompositions-2"
 _INNER_OF_DEVICE = {"neuron": "neuron", "xla": "openxla"}
 
@@ -46,7 +46,7 @@ def inner_name(inner: str, example_inputs: Sequence[Any]) -> str:
 
 @functools.cache
 def _inductor_compiles() -> bool:
-    """Say if inductor finds a C++ compiler that runs."""
+    """Return whether inductor finds a C++ compiler that runs."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -93,7 +93,7 @@ def compile_inner(
 
 
 def _calls_ops(gm: torch.fx.GraphModule) -> bool:
-    """Say if the graph, or one nested in it, calls an op of this package."""
+    """Return whether the graph, or one nested in it, calls an op of this package."""
     return any(
         node.op == "call_function" and str(node.target).startswith("nmm.")
         for child in gm.modules()
@@ -109,10 +109,10 @@ def _as_col(y: Tensor) -> Tensor:
 
 @functools.cache
 def _decompose_in_inductor() -> None:
-    """Tell inductor, once, what to put in place of our ops.
+    """Register, once, what inductor puts in place of our ops.
 
-    Registered globally: a table handed to one compilation would turn its caches off. Layouts are
-    there for kernels; here a "col" result is a view, which the view of its reader undoes.
+    The table is global, because a table given to one compilation would turn inductor's caches off.
+    A "col" result is a view here, which the view of its reader undoes.
     """
     from torch._inductor import decomposition, lowering
 

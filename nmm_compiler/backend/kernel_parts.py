@@ -1,4 +1,4 @@
-"""What a page shows of the kernels of a model: one roofline, then each kernel for itself."""
+"""The part of a page on a model's kernels: one roofline, then a section for each kernel."""
 
 from __future__ import annotations
 

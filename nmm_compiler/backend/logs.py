@@ -1,7 +1,7 @@
-"""What compiling a graph says to logs and to torch's structured trace, which tlparse shows.
+"""Writes each compiled graph to logs and to torch's structured trace, which tlparse shows.
 
-TORCH_LOGS="nmm" gives a line a graph, "+nmm" the whole report; nmm_graphs, nmm_kernels and
-nmm_schedules the artefacts. TORCH_TRACE=DIRECTORY gets all of them and the HTML report.
+TORCH_LOGS="nmm" writes one line for each graph and "+nmm" the whole report; nmm_graphs, nmm_kernels
+and nmm_schedules write these artefacts. TORCH_TRACE=DIRECTORY gets all of them and the HTML report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _artifacts = {name: getArtifactLogger("nmm_compiler.backend", name) for name in 
 
 
 def log_report(report: CompileReport, before: Callable[[], str], after: Callable[[], str]) -> None:
-    """Say what was done to one graph. before, after: return the graph's code."""
+    """Log what was done to one graph. before, after: functions that return the graph's code."""
     _log.info("%s", report.summary())
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s", report)

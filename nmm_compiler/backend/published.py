@@ -1,4 +1,4 @@
-"""The reports of this process: kept, handed to the user, and told to logs and torch's trace."""
+"""Keeps the reports of this process, and hands each to the user, to logs and to torch's trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def publish(
 ) -> None:
     """Keep the report, hand it to the user, and put it into logs and torch's structured trace.
 
-    before, after: the graph as it came and as it was compiled, where they are still there.
+    before, after: the graph before and after the passes, if both are still in memory.
     """
     _reports.append(report)
     log_report(report, lambda: _code(before), lambda: _code(after))

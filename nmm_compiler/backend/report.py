@@ -1,4 +1,4 @@
-"""What compiling one graph did: chains found and left alone, kernels, cache, time per phase.
+"""The report of one compiled graph: chains found and left alone, kernels, cache, time per phase.
 
 The record goes to Options.report, to `nmm_compiler.backend.reports()`, and as JSON into torch's
 structured trace, where tlparse shows it. `str(report)` is the table people read. Latencies are the
@@ -50,9 +50,9 @@ class CompileReport(Shown):
     """What happened to one graph.
 
     chains: low-rank chains that were rewritten. matches: one line per call they became, fewer where
-    chains share an input. fallback: why the graph went to the inner
-    backend as it was, or None. notes: what a reader should know besides. phases_ms: wall time of
-    "passes", "kernels" and "inner". built: the Kernel objects, in the order of `kernels`.
+    chains share an input. fallback: why the inner backend got the original graph, or None. notes:
+    further remarks. phases_ms: wall time of "passes", "kernels" and "inner". built: the Kernel
+    objects, in the order of `kernels`.
     pictures: the graph before and after, for a page.
     """
 

@@ -1,6 +1,6 @@
-"""`options={"report": "out.html"}`: one page of all the graphs that were compiled into it.
+"""`options={"report": "out.html"}`: one page of all graphs that were compiled with this option.
 
-It is written anew after each graph, whole or not at all, so that it can be read at any time.
+The page is written again after each graph, whole or not at all, so it can be read at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_to_page(path: str, report: CompileReport) -> Path:
 
 
 def forget_pages() -> None:
-    """Begin the pages anew; torch._dynamo.reset() calls this."""
+    """Forget the graphs of all pages; torch._dynamo.reset() calls this."""
     _pages.clear()
 
 

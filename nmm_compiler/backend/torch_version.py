@@ -1,4 +1,4 @@
-"""Warns once where the torch that is installed is not one that this package is tested with."""
+"""Warns once if this package is not tested with the installed torch."""
 
 from __future__ import annotations
 
