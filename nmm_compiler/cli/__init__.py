@@ -1,1 +1,1 @@
-"""See docs/layout.md for what this room does."""
+"""The command `nmm`: start at `main.py`; each command has a file."""

@@ -1,7 +1,7 @@
-"""`nmm cache`: what is in the kernel cache, why a kernel missed, is it still what would be built.
+"""`nmm cache`: shows, explains, verifies and cleans the kernel cache.
 
-Looking (list, show, explain, verify) never changes an entry, whatever NMM_CACHE says; prune, clear
-and import need mode "rw".
+list, show, explain and verify never change an entry, whatever NMM_CACHE says; prune, clear and
+import need mode "rw".
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def explain(
     directory: Directory = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which named entry of a key made the miss: the differences from the nearest entry.
+    """Say why a kernel missed the cache: how its key differs from the nearest entry's.
 
-    For an entry that is there, this is why it had to be built beside the others. With --key, it is
+    For an entry in the cache, this is why it had to be built beside the others. With --key, it is
     why that kernel would be built; `nmm cache show ENTRY --json` prints a key to start from.
     """
     from nmm_compiler.cache.key import Key
@@ -243,7 +243,7 @@ def export(
         else:
             written = store.export(path, prefix, signer=signer)
             said = f"{counted(written, 'entry', 'entries')} written to {path}"
-    except (OSError, ImportError, ValueError) as error:  # as filesystems and fsspec raise
+    except (OSError, ImportError, ValueError) as error:  # what filesystems and fsspec raise
         raise CacheError(f"cannot write to {path or store.remote}: {error}") from error
     say(said)
 
@@ -278,7 +278,7 @@ def _shared(leaves: list[dict[str, str]]) -> dict[str, str]:
 
 
 def _store(directory: Path | None, mode: str | None = None) -> Store:
-    """Return the store that the options and the environment name, with lint as its check."""
+    """Return the store of the options and the environment, with lint as its check."""
     from nmm_compiler import options
     from nmm_compiler.cache.store import Store
 

@@ -1,4 +1,4 @@
-"""The commands of `nmm`, one thin file each, mounted here."""
+"""Registers the commands of `nmm`, each from a file of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nmm_compiler.version import VERSION
 
 
 class Stopped(BaseException):
-    """Carries to `main` what typer would answer itself: Ctrl-C, SystemExit, a closed pipe."""
+    """Carries exceptions past typer to `main`: Ctrl-C, SystemExit, a closed pipe."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -34,7 +34,7 @@ class Stopped(BaseException):
 
 
 class Commands(TyperGroup):
-    """The top group: leaves every way of ending but typer's own to `main`."""
+    """The top group: every exception but typer's own goes to `main`."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the context names."""

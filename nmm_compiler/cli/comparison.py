@@ -14,9 +14,10 @@ from nmm_compiler.simulator.timing.shares import by_instruction, by_line
 
 
 def comparison_parts(found: Mapping[str, Profile], most_lines: int | None) -> list[Part]:
-    """Return the comparison of profiles by name; the first is what the others are held against.
+    """Return the comparison of named profiles with the first of them.
 
-    most_lines: lines of the table of differences, None for a page, which has all and the timelines.
+    most_lines: most lines of the table of differences; None is for a page, which has all lines and
+    the timelines.
     """
     first, *_ = found.values()
     best = min(found, key=lambda name: found[name].latency_us)
@@ -57,13 +58,13 @@ def _figures(found: Mapping[str, Profile], first: Profile) -> Grid:
 
 
 def _lines(found: Mapping[str, Profile], most: int | None) -> Grid:
-    """Return the time of lines that read alike; of one file, of the same number."""
+    """Return the time of lines with equal text, or, within one file, with equal numbers."""
     table: dict[tuple[str, int], dict[str, float]] = {}
     for name, profile in found.items():
         seen: dict[str, int] = {}
         for share in sorted(by_line(profile.timeline), key=lambda one: (one.file, one.line)):
             text = linecache.getline(share.file, share.line).strip() or share.name
-            seen[text] = seen.get(text, 0) + 1  # two lines of one text stay apart
+            seen[text] = seen.get(text, 0) + 1  # two lines with the same text stay apart
             row = table.setdefault((text, seen[text]), {})
             row[name] = share.path_us
             row.setdefault("", float(share.line))

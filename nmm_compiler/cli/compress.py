@@ -1,4 +1,4 @@
-"""`nmm compress`: a transformers model in, a low-rank one out, with a report, a plot and JSON."""
+"""`nmm compress`: makes a transformers model low-rank; writes it, a report, a plot and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nmm demo`: the main job on a real model, every step checked.
+"""`nmm demo`: compresses and compiles a real model, and checks every step.
 
 A trained sentence encoder is factorized and compiled with backend "nmm"; every kernel that was
 built is run from its source in the simulator against float64, and the compiled model's embeddings
@@ -68,7 +68,7 @@ def demo(
     if json is not None:
         write_text(json, json_module.dumps(runs, indent=2))
         show(f"figures: {json}")
-    if not all(run["passed"] for run in runs):  # no kernel, a fallback, a proof, an embedding
+    if not all(run["passed"] for run in runs):  # a kernel, a proof, an embedding
         show("a check FAILED; see above", style="red")
         raise typer.Exit(1)
     show("every kernel and every embedding passed its check", style="green")

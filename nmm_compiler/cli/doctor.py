@@ -1,4 +1,4 @@
-"""`nmm doctor`: what this machine has, and what will therefore happen."""
+"""`nmm doctor`: what is installed, and which executor and inner backend follow from it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def doctor(
 
 
 def _climb(executor: str | None, target: str | None, as_json: bool) -> None:
-    """Run the ladder with progress and print it; exit code 1 when a rung does not pass."""
+    """Run the device checks with progress and print them; exit code 1 when one does not pass."""
     from rich.console import Console
     from rich.progress import Progress
 

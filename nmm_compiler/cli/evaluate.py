@@ -1,4 +1,4 @@
-"""`nmm eval`: how good a saved model is, beside the dense one it was made of."""
+"""`nmm eval`: the quality of a saved model, beside that of its dense original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nmm explain`: what would be fused in a model, what not and why, what factorizing would save."""
+"""`nmm explain`: what would be fused in a model, what not and why, what low rank would save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nmm export`: a model as an MLIR module, each fused kernel as one call, sources beside it."""
+"""`nmm export`: writes a model as MLIR, each fused kernel as one call with its source beside it."""
 
 from __future__ import annotations
 

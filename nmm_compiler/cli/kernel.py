@@ -1,4 +1,4 @@
-"""`nmm kernel`: one specialized kernel, its schedule, its predicted profile, its proof."""
+"""`nmm kernel`: writes one kernel; prints its schedule, predicted profile and check."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class KernelCommand(TyperCommand):
-    """The command of `kernel`, whose help names the families that there are."""
+    """The command `kernel`: its help lists the kernel families."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help; the families are loaded for it alone."""
+        """Write the help; only the help loads the families."""
         from nmm_compiler.kernels import FAMILIES
 
         for parameter in self.params:
@@ -147,7 +147,7 @@ def kernel(
 
 
 def _path(built: Kernel) -> str:
-    """Return where the source is, which is nowhere when no cache directory can be written."""
+    """Return where the source is, or that it is nowhere, as no cache directory can be written."""
     return str(built.path) if built.path.is_file() else "in memory only: use --print or --out"
 
 
@@ -217,7 +217,8 @@ def _choices(spec: KernelSpec, target: str) -> tuple[Choice, ...]:
 
 
 def schedule_table(choices: tuple[Choice, ...]) -> Grid:
-    """Return the schedules that were tried: the chosen one whole, of the others what differs."""
+    """Return the schedules that were tried: of the chosen one all fields, of others what
+    differs."""
     rows = []
     chosen = _flat(choices[0].schedule.to_dict()) if choices else {}
     for i, choice in enumerate(choices):

@@ -1,8 +1,8 @@
-"""Runs work on a file that a user names in a process of its own, with limits of time and memory.
+"""Runs work on a user's file in a process of its own, with limits on time and memory.
 
 A kernel file is Python: it may loop for ever, fill the memory, end the process or crash it. The
-work runs in a forked child that answers with one line of JSON; whatever else happens to the child
-becomes one error line here. This keeps accidents apart. It is no sandbox: the child may do
+work runs in a forked child that answers with one line of JSON. Whatever else happens to the child
+becomes one error line here. This protects from accidents. It is no sandbox: the child may do
 everything that the user may do.
 """
 
@@ -72,7 +72,7 @@ def run_limited(
 def _end(child: int, *, gently: bool) -> int:
     """Kill the child and what it has started; return the child's wait status.
 
-    gently: the child has answered or closed its pipe, and gets a second to end by itself.
+    gently: the child has answered or closed its pipe, so it gets a second to end by itself.
     """
     found, status = 0, 0
     until = time.monotonic() + 1
@@ -143,7 +143,7 @@ def _printable(value: Any) -> Any:
 def _answer(
     work: Callable[[], Any], end: int, what: str, gigabytes: float, modules: tuple[str, ...]
 ) -> NoReturn:
-    """Be the child: do the work, write one line, leave without any cleaning up."""
+    """Run in the child: do the work, write one line, exit without cleaning up."""
     code = 1
     try:
 
@@ -177,7 +177,7 @@ def _outcome(
         return {"kind": "error", "value": str(error)}
     except MemoryError:
         return {"kind": "memory", "value": ""}
-    except BaseException as error:  # nothing of the child may reach the user as a traceback
+    except BaseException as error:  # a traceback of the child must not reach the user
         place = "".join(traceback.format_tb(error.__traceback__)[-1:]).split("\n")[0].strip()
         return {
             "kind": "error",
@@ -192,7 +192,7 @@ def _limit(which: int, most: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of address space that this process has mapped; 0 where nothing says so."""
+    """Return the bytes of address space that this process has mapped; 0 where that is unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):

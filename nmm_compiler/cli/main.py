@@ -1,15 +1,14 @@
-"""`nmm`: the one guard between the commands and the user; the commands are in commands.py.
+"""`nmm`: runs a command and turns every way it can end into an exit code and one line.
 
-Every way in which a command can end is answered here, so that no command needs a handler and no
-traceback reaches a user:
+No command needs a handler, and no traceback reaches a user:
 
     0    done                         1    done, and a check failed (or the question was declined)
-    2    something that was asked for is wrong: one line that names it and the way out
+    2    an argument or a file is wrong: one line that names it and the way out
     70   a fault of nmm itself: one line that asks to report it
     130  Ctrl-C                       141  the reader of the output went away (nmm ... | head)
 
-NMM_TRACEBACK=1 shows the traceback of whatever ended a command. Nothing but the standard library is
-imported when this file loads, so that a fault of any import is answered too.
+NMM_TRACEBACK=1 shows the traceback. This file imports only the standard library when it loads, so
+that a failing import is handled too.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _prepare()
         code = _run(given)
         _flush()
-    except BaseException as error:  # whatever it is, it is said in one line
+    except BaseException as error:  # every exception becomes one line
         code = _answer(error, given)
     sys.exit(code)
 
 
 def _run(given: list[str]) -> int:
-    """Run the commands; return typer's exit code, raise what else ended them."""
+    """Run the commands; return typer's exit code, raise every other exception."""
     from nmm_compiler.cli.commands import Stopped, app
 
     error: BaseException | None = None
@@ -54,19 +53,19 @@ def _run(given: list[str]) -> int:
         error = stopped.error
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    if error is not None:  # raised here, where its own __context__ stays what it was
+    if error is not None:  # raised here, so that its __context__ stays unchanged
         raise error
     return 0
 
 
 def _answer(error: BaseException, given: list[str]) -> int:
-    """Say in one line what ended the command; return the exit code."""
+    """Print one line about the exception that ended the command; return the exit code."""
     if options.traceback_wanted():
         _say("".join(traceback.format_exception(error)).rstrip())
     code, said = _verdict(error, given)
     if said:
         _say(said)
-    with contextlib.suppress(OSError, ValueError):  # the first error is the one that is reported
+    with contextlib.suppress(OSError, ValueError):  # only the first error is reported
         _flush()
     return code
 
@@ -100,7 +99,7 @@ def _verdict(error: BaseException, given: list[str]) -> tuple[int, str]:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
-    # SystemExit and classes beside Exception are of a user's file too, wherever they come from.
+    # A user's file may also raise SystemExit and other classes that are no Exception.
     if not isinstance(error, Exception) or (frames and _is_the_users(frames[-1].filename)):
         return REFUSED, f"error: a file that this command ran raised {text}; mend it there"
     again = shlex.join(["nmm", *given])
@@ -135,7 +134,7 @@ def _say(text: str) -> None:
 
 
 def _prepare() -> None:
-    """Make the standard streams and the environment ones that every command can work with.
+    """Prepare the standard streams and the environment for every command.
 
     A closed stream becomes the null device; text that the terminal's encoding lacks is escaped.
     """
@@ -150,12 +149,12 @@ def _prepare() -> None:
 
 
 def _flush() -> None:
-    """Write what is buffered now: at the interpreter's end a full disk has nobody to tell."""
+    """Write what is buffered now: the interpreter's exit does not report a full disk."""
     sys.stdout.flush()
 
 
 def _drop_output() -> None:
-    """Point standard output at the null device, where what is still buffered may go."""
+    """Point standard output at the null device, which takes what is still buffered."""
     with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

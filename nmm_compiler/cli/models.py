@@ -49,7 +49,7 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
 
 @contextlib.contextmanager
 def foreign(path: str, what: str) -> Iterator[None]:
-    """Turn whatever the user's code or a library that reads the user's files raises into one error.
+    """Turn any exception of a user's file, or of a library that reads it, into one error.
 
     Ctrl-C and errors of the catalogue pass. The UserFileError names the last line of `path` itself.
     """
@@ -57,7 +57,7 @@ def foreign(path: str, what: str) -> Iterator[None]:
         yield
     except (NmmError, KeyboardInterrupt, MemoryError):
         raise
-    except BaseException as error:  # a file that runs may raise SystemExit, and classes of its own
+    except BaseException as error:  # a user's file may raise SystemExit and its own classes
         frames = traceback.extract_tb(error.__traceback__)
         own = [
             f.lineno or 0 for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)

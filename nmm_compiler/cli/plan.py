@@ -1,4 +1,4 @@
-"""`nmm plan`: what a model will take, dense and low-rank, before a device is rented."""
+"""`nmm plan`: a model's predicted latency, dense and low-rank, before a device is rented."""
 
 from __future__ import annotations
 

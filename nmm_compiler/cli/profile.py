@@ -48,9 +48,9 @@ def profile(
 ) -> None:
     """Say where the time of FILE.py:kernel goes: by engine, source line and instruction.
 
-    The kernel runs without data, so arrays need shape and type only. "critical us" is the part of
-    the latency that hangs on a line; these figures add up to the latency. Each advice is the same
-    run timed again with one thing changed. All figures are simulated.
+    The kernel runs without data, so arrays need shape and type only. "critical us" is a line's
+    share of the critical path; these figures add up to the latency. Each advice is the same run
+    timed again with one thing changed. All figures are simulated.
 
     Example: nmm profile add.py:add_kernel --arg a=128x4096:bf16 --arg b=128x4096:bf16
     """

@@ -1,4 +1,4 @@
-"""Progress on standard error: what is being done now, with a bar only where a count is known."""
+"""Progress on standard error: the current step, with a bar only where a count is known."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _Counted(MofNCompleteColumn):
 
 @contextlib.contextmanager
 def steps() -> Iterator[Step]:
-    """Yield a function step(words, done, total): names what begins now and how far it is.
+    """Yield a function step(words, done, total), which shows the current step and its progress.
 
-    It writes to standard error, and nothing where that is no terminal.
+    The function writes to standard error, and nothing if that is no terminal.
     """
     console = Console(stderr=True, markup=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Counted(),

@@ -1,4 +1,4 @@
-"""Compares what a kernel gave with a function of the user: `nmm simulate --reference FILE:fn`."""
+"""Compares a kernel's outputs with a user's function: `nmm simulate --reference FILE:fn`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Agreement(Record):
 
 
 def default_rtol(outputs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> float:
-    """Return what rounding explains: eps of the coarsest type times sqrt of the longest dimension.
+    """Return eps of the coarsest type times sqrt of the longest dimension, the tolerance.
 
     A sum of K products of independent rounding errors is off by about eps sqrt(K); the longest
     dimension of an input is the longest sum that a kernel can make of it.
@@ -68,7 +68,7 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
     if not (colon and file.endswith(".py")):
         raise UnknownNameError("reference", name, ["FILE.py:function"])
     with foreign(file, "it raised"):
-        module = vars(load_file(Path(file)))  # under stand-ins: it may be the kernel's own file
+        module = vars(load_file(Path(file)))  # stand-ins: it may be in the kernel's file
     found = module.get(function)
     if not callable(found):
         known = [name for name, value in module.items() if inspect.isfunction(value)]

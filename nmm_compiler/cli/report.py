@@ -1,4 +1,4 @@
-"""`nmm report`: compile a model for a target and write all there is to see as one HTML file."""
+"""`nmm report`: compiles a model for a target and writes everything about it as one HTML file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def report(
 
 
 def _phases(kernel: Kernel, calls: int, target: str) -> dict[str, Any]:
-    """Return what a kernel is predicted to take, for its tokens and for one token."""
+    """Return a kernel's predicted latency, for its tokens and for one token."""
     from nmm_compiler.errors import NmmError
     from nmm_compiler.prediction.comparison import compare
 

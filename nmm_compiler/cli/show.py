@@ -1,4 +1,4 @@
-"""How commands print: text that is wrapped already, JSON for scripts, pages for browsers."""
+"""How commands print: wrapped text, JSON for scripts, pages for browsers."""
 
 from __future__ import annotations
 

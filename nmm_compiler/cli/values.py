@@ -1,7 +1,7 @@
-"""The kinds of values that commands take, each checked where the argument is read.
+"""Types of command arguments, which check each value when it is read.
 
-A value that cannot be right is refused before any work, with the option's name, the value and what
-would be right. Commands annotate their arguments with these types and check nothing again.
+A wrong value is refused before any work, with the option's name, the value and what would be right.
+Commands annotate their arguments with these types and do not check again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def output_option(*names: str, help_: str, make_parents: bool = False) -> Any:
 
 
 def output_argument(help_: str) -> Any:
-    """Return an argument that names a file to write whole, so no device or pipe."""
+    """Return an argument that names a file to write, which must be no device or pipe."""
     return typer.Argument(help=help_, parser=_refusing(_whole_file), metavar="FILE")
 
 
