@@ -1,1 +1,1 @@
-"""See docs/layout.md for what this room does."""
+"""Shows records as text, HTML pages, charts and traces; it knows no record itself."""

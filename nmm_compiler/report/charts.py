@@ -1,4 +1,4 @@
-"""Charts as SVG text, in the colours of the page that they stand on (`page.STYLE`).
+"""Charts as SVG text, in the colours of the page around them (`page.STYLE`).
 
 Every mark has a `<title>`, which browsers show on hover and read aloud. Nothing is drawn by script.
 """
@@ -171,7 +171,7 @@ def _frame(x: Axis, y: Axis, x_title: str, y_title: str) -> list[str]:
 
 
 def _legend(names: Sequence[str], top: float) -> tuple[list[str], float]:
-    """Return the names beside their colours, in rows from `top` on, and where they end."""
+    """Return the legend, in rows from `top` on, and the vertical position where it ends."""
     body, left = [], float(_LEFT + 8)
     for name, colour in zip(names, colours(len(names)), strict=True):
         wide = 30 + 7 * len(name)
@@ -189,7 +189,7 @@ def rule(x1: float, x2: float, y1: float, y2: float) -> str:
 
 
 def label(x: float, y: float, text: str, anchor: str = "start") -> str:
-    """Return a text; anchor: which of its ends is at x."""
+    """Return a text; anchor: the end of it that is at x."""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 

@@ -102,7 +102,7 @@ document.querySelectorAll("svg.timeline:not([data-ready])").forEach(picture => {
   picture.dataset.ready = "yes";
 });
 """
-"""Zoom, pan and spoken hints for the timelines of a page; a page is whole without it."""
+"""Zoom, pan and spoken hints for the timelines of a page, which also works without them."""
 
 _WIDE = '<div class="wide" tabindex="0">'  # scrolls sideways, by keyboard too
 

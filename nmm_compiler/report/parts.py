@@ -1,7 +1,7 @@
 """What a record shows: a list of parts, drawn as text by `text.py` and as HTML by `page.py`.
 
-A record that people meet inherits `Shown` (shown.py) and has one method, `parts()`. The two
-renderers do the rest, so that a terminal, a notebook and a page say the same.
+A record that users see inherits `Shown` (shown.py) and has one method, `parts()`. The two renderers
+do the rest, so that a terminal, a notebook and a page show the same.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart: `svg` on a page, `text` (a line that says what it shows) in a terminal."""
+    """A chart: `svg` on a page, `text` (a line that describes it) in a terminal."""
 
     svg: str
     text: str

@@ -1,4 +1,4 @@
-"""The base of every record that people meet: it says its parts, and is shown everywhere."""
+"""The base of every record that users see: from its parts come text, HTML and pages."""
 
 from __future__ import annotations
 

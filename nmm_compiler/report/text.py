@@ -1,8 +1,8 @@
 """Parts as plain text for a given width.
 
-Sentences are wrapped between words. Only the last column of a table wraps; a table that is wider
-than the page loses the second blank between its columns before anything else. A path, a URL or any
-other word is never broken: such a line is longer than the page.
+Sentences are wrapped between words. Only the last column of a table wraps. A table that is too wide
+first loses the second blank between its columns. A path, a URL or any other word is never broken:
+such a line is longer than the page.
 """
 
 from __future__ import annotations

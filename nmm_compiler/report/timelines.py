@@ -1,7 +1,7 @@
 """A timeline as SVG: a row of slices for each engine, below them levels over time.
 
-The picture is whole without a script. The page's script (`page.SCRIPT`) widens the inner picture of
-an element with the class `timeline`, which makes zooming and panning; it reads the end of the time
+The picture needs no script. The page's script (`page.SCRIPT`) widens the inner picture of an
+element with the class `timeline`, which makes zooming and panning; it reads the end of the time
 from `data-end`. Slices too thin to see are drawn as one, so that a picture has a bounded size.
 """
 
@@ -38,7 +38,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Level:
-    """A quantity over time: (moment, value from then on), in order; full: its largest possible."""
+    """A quantity over time: (moment, value from then on), in order; full: its largest possible
+    value."""
 
     name: str
     points: tuple[tuple[float, float], ...]
