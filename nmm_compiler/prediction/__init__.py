@@ -1,1 +1,1 @@
-"""What a model is predicted to take: fused, as separate products, and dense."""
+"""Predicts the latency of kernels and whole models: fused, as separate products, and dense."""

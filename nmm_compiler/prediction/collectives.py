@@ -1,7 +1,7 @@
-"""What exchanging data between cores takes, by published laws.
+"""Latencies of collectives between cores, by published laws.
 
 Isolated latencies come from the target (`collective_points`). In a running model the cores do not
-arrive at the same time, and the wait is most of a small collective.
+arrive at the same time, and waiting is most of a small collective.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ WAIT_RANKS = 64
 
 
 def collective_us(kind: str, size: int, ranks: int, target: Target) -> float:
-    """Return microseconds of a collective over `size` bytes, the whole of what it makes.
+    """Return microseconds of a collective; size: bytes of its whole result.
 
-    kind: all_reduce, all_gather or reduce_scatter; the last two move half of what the first does.
+    kind: all_reduce, all_gather or reduce_scatter; the last two move half as much as the first.
     """
     if ranks == 1:
         return 0.0

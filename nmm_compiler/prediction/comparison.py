@@ -1,7 +1,7 @@
-"""What fusing one chain is predicted to save: fused, as separate products, and dense.
+"""Predicted cost of one chain in three ways: fused, as separate products, and dense.
 
-The separate products hand the intermediate through HBM in the layout that the second one wants, so
-that the comparison is against the best unfused pair and not against its transposes.
+The separate products pass the intermediate through HBM in the layout that the second product reads
+best, so that fusion is compared with the best unfused pair.
 All figures are predictions of the simulator's timing model; none is measured.
 """
 
@@ -55,7 +55,7 @@ def cost_of(spec: KernelSpec, target: str) -> Cost:
 def compare(spec: KernelSpec, target: str) -> Comparison:
     """Return the predicted costs of `spec` fused, as separate matmuls, and dense.
 
-    A family that has no separate or dense form here (a plain matmul) is compared with itself.
+    A family without a separate or dense form (a plain matmul) is compared with itself.
     """
     separate, dense = spec.as_products()
     return Comparison(

@@ -25,7 +25,7 @@ _NAMES = Path(__file__).parent / "public_models.json"
 
 @dataclass
 class MetaModel:
-    """A model on the meta device, and what tracing it needs to know.
+    """A model on the meta device, and which layers its traced layers stand for.
 
     layers: {"model.layers.0": 16}: how many layers of the model the traced one stands for.
     """
@@ -35,7 +35,7 @@ class MetaModel:
     layers: dict[str, int] = field(default_factory=dict)
 
     def count(self, path: str) -> int:
-        """Return how many equal places of the model a traced place stands for."""
+        """Return how many equal modules of the model a traced module stands for."""
         for layer, times in self.layers.items():
             if path == layer or path.startswith(f"{layer}."):
                 return times
@@ -169,8 +169,8 @@ def shorten(model: MetaModel) -> None:
     """Keep the first layer of each kind in a transformers model, in place.
 
     Layers are of a kind when their parameters have the same names and shapes and their settings are
-    the same. What stands between two layers, the addition to the residual, is then counted as it is
-    after the last one. Models whose config does not give the layers as one list stay whole.
+    the same. The addition to the residual between two layers is then counted as the one after the
+    last layer. Models whose config does not give the layers as one list keep all layers.
     """
     config = getattr(model.module, "config", None)
     count = getattr(config, "num_hidden_layers", None)

@@ -1,7 +1,7 @@
-"""What a model is predicted to take: the record that `predict` returns.
+"""The predicted latency of a model: the record that `predict` returns.
 
-Times are sums of lines, one a kind of piece and module; a line says how its figure was got and how
-wrong such figures have been.
+Times are sums of lines, one for each kind of piece and module. A line says how its figure was found
+and how wrong such figures have been.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BANDS = {"decode": (-0.25, 0.2), "prefill": (-0.1, 1.5), "pass": (-0.1, 1.5)}
 
 @dataclass(frozen=True, kw_only=True)
 class Line(Record):
-    """What equal places of a model take: calls, and microseconds of each.
+    """The predicted time of one kind of work in equal modules: calls, and microseconds of each.
 
     source: "simulated", "bound", "published law" or "fitted". error_band: how much less and more a
     device may take, as shares of the figure.
@@ -71,7 +71,7 @@ class Phase(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Record):
-    """HBM bytes of one logical core."""
+    """HBM bytes that one logical core needs and has."""
 
     weight_bytes: int
     cache_bytes: int
@@ -80,12 +80,12 @@ class Memory(Record):
 
     @property
     def needed_bytes(self) -> int:
-        """Everything that the core holds."""
+        """All bytes that the core needs."""
         return self.weight_bytes + self.cache_bytes + self.activation_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the core holds it."""
+        """Whether the core's HBM holds them."""
         return self.needed_bytes <= self.capacity_bytes
 
 
@@ -131,7 +131,7 @@ class ModelPrediction(Shown, Record):
 
     @property
     def step_us(self) -> float:
-        """What is minimized: the time per token, else the pass."""
+        """The time that a plan minimizes: the time per token, else that of the pass."""
         return self.phases[-1].us
 
     @property

@@ -1,4 +1,4 @@
-"""`plan`: one model over many settings, and what they say: which ratio, layers and target pay."""
+"""`plan`: predictions of one model in many settings, and which ratio, layers and target pay."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nmm_compiler.report.charts import Bar, bars
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 
-# A gain that a prediction cannot tell from none: errors of two predictions of one model largely
-# cancel, those of the kernels that differ do not.
+# A smaller gain cannot be told from none. Errors of two predictions of one model largely cancel;
+# those of the kernels that differ do not.
 WORTH = 1.03
 
 
@@ -45,7 +45,8 @@ class Plan(Shown, Record):
         return best if best is not None and _gain(best) >= WORTH else None
 
     def verdict(self) -> list[str]:
-        """Return sentences: what pays most, which layers, which targets, or that nothing does."""
+        """Return sentences: which setting pays most, in which layers, on which targets, or that
+        none pays."""
         best = self.best
         low = [p for p in self.predictions if p.gain]
         if not low:
@@ -101,7 +102,7 @@ class Plan(Shown, Record):
         return made
 
     def table(self, width: int | None = None) -> str:
-        """Return verdict and table as text; the detail of the best setting is for the page."""
+        """Return verdict and table as text; only the page has the lines of the best setting."""
         from nmm_compiler.report.text import as_text
 
         short = [p for p in self.parts() if not isinstance(p, Section)]
@@ -181,7 +182,7 @@ def _by_layer(phase: Phase) -> dict[str, float]:
 
 
 def _gain(prediction: ModelPrediction) -> float:
-    """Return the gain of what matters: a token, else the pass."""
+    """Return the gain of a token, or of the pass of a model that does not generate."""
     return prediction.gain.get(prediction.phases[-1].name, 0.0)
 
 

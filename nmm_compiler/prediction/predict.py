@@ -58,7 +58,7 @@ def predict(
     inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     dense: Any = None,
 ) -> ModelPrediction:
-    """Return what a model is predicted to take on `target`, and what it would take dense.
+    """Return the predicted latency of a model on `target`, and that of the dense model.
 
     model_or_config: an nn.Module (low-rank or not), a transformers config or a dict of its fields,
         a directory that `save_pretrained` wrote, low-rank or not, or the name of a public model
@@ -122,7 +122,7 @@ def _dtype_of(model: Any) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """A config's model on one core: what `_prepare` keeps, and `_traced` keeps the phases of."""
+    """A config's model on one core: `_prepare` caches it, and `_traced` caches its phases."""
 
     config: str
     low: str
@@ -220,7 +220,7 @@ _KEPT_MOST = 64
 
 
 def _kept(key: Any, make: Callable[[], Any]) -> Any:
-    """Return what was made for this key before; a plan asks for the same phases many times."""
+    """Return the value made for this key before; a plan asks for the same phases many times."""
     if key is None:
         return make()
     if key not in _KEPT:
@@ -257,7 +257,7 @@ def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _PhaseInputs:
-    """One phase: its inputs, made when they are needed, and the cache that they hold."""
+    """One phase: a function that makes its inputs, and the key-value cache among them."""
 
     name: str
     batch: int
@@ -316,7 +316,7 @@ def _generates(module: nn.Module) -> bool:
 
 
 def _cache_bytes(model: MetaModel, cache: Any) -> int:
-    """Return the bytes of a cache, of all layers that the traced ones stand for."""
+    """Return the bytes of a key-value cache, of all layers that the traced ones stand for."""
     times = list(model.layers.values()) or [1] * len(cache.layers)
     total = 0
     for layer, count in zip(cache.layers, times, strict=False):

@@ -50,7 +50,7 @@ MANY_TOKENS = 256
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs the model: a target, physical cores per logical one, logical cores that share it.
+    """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
     weights: the format of stored matrices: a dtype, or "int8" where no kernel here takes it.
     """
@@ -68,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Price:
-    """Microseconds of one piece, once; where from; and which specs they are of."""
+    """Microseconds of one piece, computed once; their source; the specs that were priced."""
 
     us: float
     source: str
@@ -77,7 +77,7 @@ class Price:
 
 
 def price(piece: Piece, machine: Machine) -> Price:
-    """Return what one piece takes, once."""
+    """Return the price of one piece, computed once."""
     if piece.kind == "kernel":
         return min((_row(way, machine) for way in piece.ways), key=lambda p: p.us)
     if piece.kind in COLLECTIVES:
@@ -99,7 +99,8 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
 
 @functools.lru_cache(maxsize=8192)
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
-    """Return what a kernel takes on one logical core, shared by its physical ones the best way."""
+    """Return the price of a kernel on one logical core, in the best split over its physical
+    cores."""
     stored = with_weights(spec, machine.weights)
     if machine.lnc == 1:
         us, source = _simulated(stored, machine)
@@ -137,9 +138,9 @@ def with_weights(spec: Any, weights: str) -> Any:
 
 
 def halves(spec: Any) -> list[tuple[Any, int]]:
-    """Return (one core's half, exchanges within it) for each way to share a kernel by two cores.
+    """Return (one core's half, exchanges within it) for each way to split a kernel over two cores.
 
-    Both cores read shared HBM, so what one makes the other can read after a barrier.
+    Both cores share HBM, so after a barrier one reads what the other wrote.
     """
     if spec.m >= MANY_TOKENS:
         return [(dataclasses.replace(spec, m=-(-spec.m // 2)), 0)]

@@ -1,8 +1,8 @@
-"""What one pass of a model computes, as pieces to price: kernels, attention, pointwise regions.
+"""Lists what one pass of a model computes: kernels, attention, pointwise regions.
 
-Weights are stored as the kernels read them best: they are laid out once, when a model is loaded.
-The graph is the one that the backend would rewrite: Dynamo's, on the meta device, after `rewrite`.
-A piece is priced elsewhere (`prices.py`) and knows only sizes. Pointwise operations that feed each
+Weights are in the layout that the kernels read best, since loading a model can change it once. The
+graph is the one that the backend would rewrite: Dynamo's, on the meta device, after `rewrite`. A
+piece is priced elsewhere (`prices.py`) and knows only sizes. Pointwise operations that feed each
 other are one region, as an inner compiler fuses them: it reads from HBM what other pieces made and
 writes what other pieces read.
 """
@@ -40,7 +40,7 @@ Row = tuple[KernelSpec, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """One thing to price, and how often the whole model does it.
+    """One piece of work to price, and how often the whole model does it.
 
     kind: kernel, attention, pointwise, copy, product (of two activations) or a collective.
     module: where, with equal layers as one. weights: names of the parameters that it multiplies by.
@@ -72,7 +72,7 @@ def walk(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any], target: st
         graphs = all_graphs(model.module, args, kwargs)
     except NmmError:
         raise
-    except Exception as error:  # whatever of the model's own code does not run without data
+    except Exception as error:  # the model's own code may not run without data
         text = " ".join(str(error).split())[:300]
         raise PredictionError(
             f"{model.name} cannot be traced without data: {type(error).__name__}: {text}"
@@ -135,7 +135,7 @@ class _Walk:
     # -- one node -----------------------------------------------------------------------------
 
     def _visit(self, node: fx.Node) -> bool:
-        """Note what a node computes; return whether it is a kernel of its own."""
+        """Add the pieces of a node; return whether the node is a kernel of its own."""
         c = self.c
         if c.tensor(node) is None and op_name(node.target) is None:
             return False
@@ -247,7 +247,7 @@ class _Walk:
         return not hasattr(self.model.module, "lm_head") and config is not None
 
     def _read_size(self, node: fx.Node) -> int:
-        """Return elements that lie behind a view: heads that are repeated are stored once."""
+        """Return the elements stored behind a view: repeated heads are stored once."""
         base = owner_of(self.c.base(node)[0])
         return min(self._size(node), self._size(base))
 
