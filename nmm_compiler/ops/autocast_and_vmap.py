@@ -2,8 +2,8 @@
 
 Autocast: floating operands are cast to the autocast dtype before the op, as for `linear`; without
 this rule an eager call would return bf16 (its body autocasts) and a compiled one fp32.
-Vmap: a batch of inputs with shared weights is the same call with one more token dimension; a batch
-of weights is one call for each of them.
+Vmap: a batch of inputs with shared weights is one call with one more token dimension; a batch of
+weights is one call for each weight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """First-order gradients of the `torch.ops.nmm.*` ops when a kernel computes the forward pass.
 
-The kernel keeps its middle on chip, so only the operands are saved and the backward pass makes the
-middle again: for y = (x u) v that is one product more, and no [m, r] tensor held in between.
-Each op brings the formula of its backward pass.
+The kernel keeps its intermediate on chip, so autograd saves only the operands, and the backward
+pass computes the intermediate again. For y = (x u) v that costs one more product and saves an [m,
+r] tensor. Each op has the formula of its backward pass.
 """
 
 from __future__ import annotations

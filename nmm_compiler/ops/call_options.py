@@ -1,7 +1,7 @@
 """How a rewritten call finds the options it was compiled with.
 
-An op call carries an executor name and nothing else of the options. Options that matter when the
-call runs (buckets, freeze, strict, the cache) are named in that string, as "simulator#1f0c2a9b":
+Of the options, an op call carries only the executor's name. Options that matter when the call runs
+(buckets, freeze, strict, the cache) are named in that string, as "simulator#1f0c2a9b":
 a digest of the options that differ from the default. It is the same in every process, so that
 inner compilers find their cached code again; the options themselves are registered by the
 backend, which runs in each process before its graph does.
@@ -34,8 +34,7 @@ def executor_name(options: Options) -> str:
 def options_of(executor: str) -> Options:
     """Return the call's options; for a digest of another process, the defaults with a warning.
 
-    Only what a call does with its weights' copies and token counts depends on these options, never
-    its values.
+    These options decide about copies of weights and token counts, and never about values.
     """
     _, _, tag = executor.partition("#")
     if not tag:

@@ -1,8 +1,8 @@
-"""What an op is made of. A family's op.py fills these in; registration.py reads them.
+"""The record that defines an op. A family's op.py fills it in; registration.py reads it.
 
-A call says all: layouts ("row" x is [..., k], "col" x is [k, m]; "row" u is [k, r], "col" u is what
-`nn.Linear` stores, [r, k]; a "col" result is [n, m]; out_layouts says it result by result), the
-target, and the executor.
+The arguments of a call hold everything: layouts ("row" x is [..., k], "col" x is [k, m]; "row" u is
+[k, r], "col" u is what `nn.Linear` stores, [r, k]; a "col" result is [n, m]; out_layouts has one
+layout for each result), the target, and the executor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHERE = "str target='trn2', str executor='reference'"
 ROW = dict.fromkeys(
     ("x_layout", "out_layout", "u_layout", "v_layout", "w_layout", "weight_layout"), "row"
 )
-"""The layouts of a call that says none."""
+"""The layouts of a call that gives none."""
 
 
 @dataclass(frozen=True, kw_only=True)

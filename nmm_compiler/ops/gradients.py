@@ -1,7 +1,7 @@
-"""What the ops' gradients are made of: a chain of products, forward again and backward.
+"""Gradients shared by the ops: a chain of products, recomputed forward and differentiated.
 
-Every formula is made of differentiable PyTorch ops on saved operands. Gradients that nobody asked
-for are not computed: frozen weights under LoRA cost nothing.
+Every formula uses differentiable PyTorch ops on saved operands. A gradient that is not needed is
+not computed, so frozen weights under LoRA cost nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def activation_grad(grad: Tensor, y: Tensor, activation: str) -> Tensor:
 
 
 class Chain:
-    """A chain x w_1 ... w_j + bias on matrices: the forward pass again, and its gradients."""
+    """A chain x w_1 ... w_j + bias on matrices: its recomputed forward pass and its gradients."""
 
     def __init__(self, x: Tensor, weights: Sequence[Tensor], layouts: Sequence[str]) -> None:
         self.layouts = layouts

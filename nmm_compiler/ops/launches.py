@@ -1,7 +1,7 @@
-"""One kernel launch, and what an op's lowering makes it of.
+"""One kernel launch, and the helpers that lowerings make it with.
 
-A weight stored [outputs, inputs] is handed over transposed when a `transpose` function is given,
-and as it is when not.
+A weight stored [outputs, inputs] is passed transposed if a `transpose` function is given, else in
+its stored layout.
 """
 
 from __future__ import annotations

@@ -72,13 +72,13 @@ def lower(
 
 
 def too_large(spec: Any, target: str) -> str | None:
-    """Return why a spec has to be launched as its parts on a target, None where it need not be."""
+    """Return why a target must launch a spec as several kernels, or None."""
     error = refusal(spec, targets.get(target)) if spec.parts() else None
     return None if error is None else f"{error}; a kernel for each result"
 
 
 def fitting(launches: Sequence[Launch], target: str) -> tuple[Launch, ...]:
-    """Return the launches, those that do not fit the target as their parts."""
+    """Return the launches; one that does not fit the target becomes several."""
     return tuple(
         part
         for launch in launches

@@ -1,8 +1,7 @@
 """Checks of an op's operands, and the shapes of its results.
 
-The fake (meta) implementations of the ops are made of these: they run while a graph is traced, on
-tensors without data, and say in the words of the operand what does not chain. Sizes may be
-symbolic.
+The fake (meta) implementations of the ops use these functions. They run while a graph is traced, on
+tensors without data, and their errors name the operand that does not fit. Sizes may be symbolic.
 """
 
 from __future__ import annotations

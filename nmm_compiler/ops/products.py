@@ -1,9 +1,9 @@
-"""What the ops are made of, in plain PyTorch: their products and their epilogues.
+"""Products and epilogues in plain PyTorch, of which the ops' references consist.
 
-An op's reference is its meaning and its CPU path. It differentiates, batches and casts like any
-PyTorch code, because it is made of `linear`, `matmul` and activations only. `x u v` is two products
-with the middle rounded once to the operands' dtype, as in the model that was rewritten. Written for
-few microseconds: no checks here, PyTorch's own products make them.
+An op's reference defines what the op computes, and it is the CPU path. It differentiates, batches
+and casts like any PyTorch code, because it calls only `linear`, `matmul` and activations. `x u v`
+is two products with the intermediate rounded once to the operands' dtype, as in the original model.
+There are no checks here, to save microseconds; PyTorch's own products check.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ NEURON_DEVICES = ("neuron", "xla")
 
 
 def is_reference(executor: str, x: Tensor) -> bool:
-    """Say if a call with this executor and input is PyTorch's to compute."""
+    """Return whether PyTorch computes a call with this executor and input."""
     return executor == "reference" or (
         executor.startswith("auto") and x.device.type not in NEURON_DEVICES
     )

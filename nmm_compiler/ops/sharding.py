@@ -9,8 +9,8 @@ Five rows for y = (x u) v, with what moves between devices afterwards:
     rank        u cut by outputs, v by inputs              y is Partial: a sum of width n
 
 A bias, an activation or a gate is not linear, so a call that has one refuses the Partial rows.
-Row parallelism that sums at width r wants the collective between the two products: leave those
-unfused. Cuts are given in the stored layout of each operand.
+Row parallelism that sums at width r needs the collective between the two products, so such a model
+must stay unfused. Cuts are dimensions of each operand as it is stored.
 """
 
 from __future__ import annotations
