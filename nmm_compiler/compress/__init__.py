@@ -1,8 +1,8 @@
 """Makes models low-rank: see docs/compress.md. Start reading at `apply.py`.
 
-`nmm_compiler.compress` is the function `apply.compress` (the package door keeps it so), while
-`import nmm_compiler.compress.apply` names this package. So that both spellings reach the modules of
-the room, the function carries them as attributes too.
+`nmm_compiler.compress` is the function `apply.compress`, while `import nmm_compiler.compress.apply`
+names this package. The function has the modules of this package as attributes, so that both
+spellings reach them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _Room(types.ModuleType):
-    """This package: a module that is bound here is bound on the function as well."""
+    """This package: an attribute that is set here is set on the function as well."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

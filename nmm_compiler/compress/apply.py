@@ -88,7 +88,7 @@ def compress(
     calibration: batches to run through the model (dicts of arguments, tuples, or tensors), or what
         `calibrate` returned for this model.
     include, exclude: name patterns ("mlp", "layers.0.*", "re:..."); each must match something.
-    filter_fn: (module, name) -> bool, a last word on each layer.
+    filter_fn: (module, name) -> bool: whether a selected layer is factorized.
     method, align, allocation, budget, sensitivity, sequential: see CompressionConfig, which has
         their defaults.
     dtype: of the factors; default is the weight's. device: where to compute; default the weight's.
@@ -98,12 +98,13 @@ def compress(
         the logits, else the last hidden state.
     resume: a directory that finished layers are kept in; the same call continues from it. Another
         model, other data or other arguments are refused.
-    memory: what the moments and the work on them may take beside the model, like "8GiB"; where they
-        would take more, calibration goes block by block, and gives the same. None: what is free.
+    memory: bytes that the moments and the work on them may take beside the model, like "8GiB".
+        Where they need more, calibration goes block by block, with the same result. None: all free
+        memory.
 
     A layer is left dense where low rank would not save anything. Ctrl-C leaves a working model,
     part of it low-rank. Nothing is changed when an error is raised before the first factorization.
-    A transformers model gets a config object of its own, as others may share the one it has.
+    A transformers model gets a config object of its own, since other models may share its old one.
 
     Raises OptionTypeError and UnknownNameError for bad arguments, NoMatchingModulesError when there
     is nothing to factorize, RankError when no legal ranks meet the ratio, CalibrationError for
@@ -145,7 +146,7 @@ def compress(
 def _compress(model: nn.Module, request: Request, journal: Journal | None) -> CompressionReport:
     """Do what `compress` says, to a model whose stacked experts are split.
 
-    The report lacks what was known before: the parameters of the model and when it began.
+    The report lacks the model's parameters before, and the seconds, which the caller knows.
     """
     config, calibration = request.config, request.calibration
     output, memory = request.output, request.memory
@@ -202,7 +203,7 @@ def _compress(model: nn.Module, request: Request, journal: Journal | None) -> Co
 
     work = _Work(model, request, ways, source, statistics, journal)
     by_name = {site.name: site for site in sites}
-    del sites, left, site  # or they keep every dense weight alive until the end
+    del sites, left, site  # else they keep every dense weight in memory until the end
     layers = work.run(plan, by_name)
     return CompressionReport(
         method=plan.method,
@@ -226,7 +227,8 @@ def _measured(
     request: Request,
     ways: Ways,
 ) -> Measured:
-    """Return what the plan needs to know of the sites, with one part's statistics at a time."""
+    """Return what the plan needs to know of the sites; only one part's statistics exist at a
+    time."""
     known = Measured()
     if source is None:
         measure_losses(known, sites, request.config, ways, given, request.progress)
@@ -279,7 +281,7 @@ def calibrate(
     output: OutputFn | None = None,
     progress: bool = True,
 ) -> Statistics:
-    """Return what `compress(calibration=...)` needs to know of the data, to use more than once.
+    """Return the statistics for `compress(calibration=...)`, which can be used more than once.
 
     One pass over the data then serves any number of ratios and methods. Arguments are those of
     `compress`; gradients: also sample the gradients that global allocation compares matrices by.
@@ -375,9 +377,10 @@ class _Work:
     ) -> Iterator[list[tuple[int, Decision]]]:
         """Yield (index, decision) in groups, with the statistics in place that each needs.
 
-        Part after part of the calibration; in sequential mode, by layers that read the same tensor,
-        in the order of execution. Layers that need no statistics (any more) come first where others
-        are fitted behind them, else last, when no block has to be as it was.
+        The groups are the parts of the calibration; in sequential mode, layers that read the same
+        tensor, in the order of execution. Layers that need no statistics (any more) come first in
+        sequential mode, because later layers are fitted behind them; else they come last, when no
+        block has to be the original.
         """
         parts = [] if self.source is None else self.source.parts
         calibrated = {name for part in parts for name in part.sites}

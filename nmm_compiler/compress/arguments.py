@@ -1,4 +1,4 @@
-"""The arguments of `compress`: checked, and made into one config and one list of settings."""
+"""The arguments of `compress`: their checks, and the records made of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nmm_compiler.errors import OptionTypeError
 
 
 def check_arguments(model: object, dtype: object, cost: object) -> None:
-    """Raise OptionTypeError for a model, dtype or cost function that is none."""
+    """Raise OptionTypeError for a wrong type of model, dtype or cost function."""
     if not isinstance(model, nn.Module):
         raise OptionTypeError("model", type(model).__name__, "a torch.nn.Module")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -26,7 +26,7 @@ def check_arguments(model: object, dtype: object, cost: object) -> None:
 
 
 def make_config(ratio: float | CompressionConfig | None, **keywords: Any) -> CompressionConfig:
-    """Return the config that a call means; raise for keywords beside a config."""
+    """Return the config of a call; raise for keywords beside a config."""
     given = {name: value for name, value in keywords.items() if value is not None}
     if not isinstance(ratio, CompressionConfig):
         return CompressionConfig(ratio=ratio, **given)

@@ -1,11 +1,12 @@
-"""The blocks of a model, and what went in and out of each one: calibration one block at a time.
+"""The blocks of a model and their recorded inputs, for calibration one block at a time.
 
-A model is mostly a list of equal blocks. One pass over the data notes, per batch, what every block
-was called with and the gradient at its output. From these a block can be run again by itself: its
-layers' moments come out as in a pass of the whole model (`calibrate.collect`), while those of other
-blocks need not exist. That bounds the memory, and makes sequential calibration linear in depth.
+A model is mostly a list of equal blocks. One pass over the data records, per batch, the arguments
+of every block and the gradient at its output. With these, a block can run again by itself: its
+layers' moments are those of a pass of the whole model (`calibrate.collect`), and no moments of
+other blocks are in memory. That bounds the memory, and makes sequential calibration linear in
+depth.
 
-`find_blocks` says which layers lie in which block, `trace` notes the passages through them.
+`find_blocks` finds the layers of each block, `trace` records the passages through them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Passage:
-    """One batch at one block: what the block was called with, detached.
+    """One batch at one block: the arguments of the block's call, detached.
 
     hidden: the first tensor of its arguments, [.., width]; at `key`, a position or a keyword.
     mask: the padding of the batch, as `calibrate.padding_mask` gives it.
-    gradient: of the loss, at the block's output; None where it was not asked for.
+    gradient: of the loss, at the block's output, or None.
     original: the same passage in the original model, where `hidden` is of a compressed one.
     """
 
@@ -108,7 +109,8 @@ def _member(container: str, name: str) -> str | None:
 
 
 class Tracer:
-    """Notes the passages of one batch after the other; `chained` says if blocks feed each other."""
+    """Records the passages of each batch; `chained`: each block's input is the output of the
+    last."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], gradients: bool) -> None:
         self.model, self.blocks, self.gradients = model, blocks, gradients
@@ -120,7 +122,7 @@ class Tracer:
 
     @contextmanager
     def batch(self, mask: torch.Tensor | None) -> Iterator[None]:
-        """Listen while one batch runs."""
+        """Record while one batch runs."""
         self._mask, self._batch, self._output = mask, {}, None
         with ExitStack() as stack:
             stack.enter_context(_no_cache(self.model))
@@ -157,7 +159,7 @@ class Tracer:
             )
             if not self.gradients or hidden.requires_grad or not hidden.is_floating_point():
                 return None
-            wanted = hidden.detach().requires_grad_()  # here the graph begins
+            wanted = hidden.detach().requires_grad_()  # the autograd graph begins here
             if isinstance(key, int):
                 return (*arguments[:key], wanted, *arguments[key + 1 :]), keywords
             return arguments, {**keywords, str(key): wanted}
@@ -191,7 +193,7 @@ def _detached(value: Any) -> Any:
 
 @contextmanager
 def _no_cache(model: nn.Module) -> Iterator[None]:
-    """Keep transformers models from filling a key-value cache, to which a second run would add."""
+    """Keep transformers models from filling a key-value cache, which a second run would extend."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     known = [(c, c.use_cache) for c in configs.values() if hasattr(c, "use_cache")]
     try:

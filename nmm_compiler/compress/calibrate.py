@@ -1,13 +1,13 @@
-"""What calibration data says about each layer: second moments of its inputs and of its gradients.
+"""Collects second moments of each layer's inputs and gradients over the calibration data.
 
-Goes in: the model, the layers, and batches to run through it. Comes out, per layer and in float64:
-A = E[x x^T] over the tokens x that reach it, and on request G = E[g g^T] over sampled gradients g
-at its output. Of the two, that of the longer side is kept as the shorter side sees it
-(`moments.py`): E[(W x)(W x)^T] where W [n, k] has n < k, E[(W^T g)(W^T g)^T] where n > k. Layers
-that read the same tensor (query, key and value; gate and up) share one A.
+In: the model, the layers, and batches to run through it. Out, per layer and in float64: A = E[x
+x^T] over the tokens x that reach it, and on request G = E[g g^T] over sampled gradients g at its
+output. The moment of the longer side is kept multiplied onto the shorter side (`moments.py`): E[(W
+x)(W x)^T] where W [n, k] has n < k, E[(W^T g)(W^T g)^T] where n > k. Layers that read the same
+tensor (query, key and value; gate and up) share one A.
 Padding, as the batch's `attention_mask` declares it, is not counted.
 
-The gradients estimate what the loss is sensitive to. For logits, labels are drawn from the model's
+The gradients estimate the sensitivity of the loss. For logits, labels are drawn from the model's
 own distribution, so that E[g g^T] is the Fisher information; for features (no logits) the loss is
 half their squared distance to the original, and random signs over the features give the
 Gauss-Newton matrix (Hutchinson's estimator). Either way half of g^T (dW x) squared, summed over
@@ -39,10 +39,10 @@ MakeCollector = Callable[[Sequence[Site], bool, bool], "Collector"]
 
 @dataclass
 class Statistics:
-    """What one pass over the calibration data collected, by layer name.
+    """The moments of one pass over the calibration data, by layer name.
 
-    only_read: layers whose weight the model read while it never called them; nothing is known of
-    their inputs, and factors would only be multiplied back.
+    only_read: layers whose weight the model reads while it never calls them. Their inputs are
+    unknown, and the model would multiply their factors back.
     reads: per layer, the first layer that reads the same tensor (itself, where none did before).
     """
 
@@ -107,7 +107,7 @@ def collect(
 ) -> Statistics:
     """Run the batches through the model in eval mode and return the layers' statistics.
 
-    `inputs` is in the order of execution. collector: makes what listens, in place of `Collector`.
+    `inputs` is in the order of execution. collector: a class to use in place of `Collector`.
 
     Raises CalibrationError, naming the layer, for activations or gradients that are not finite,
     and listing them, for layers that no token reached.
@@ -124,7 +124,7 @@ def collect(
                         steps.advance()
             break
         except _NotSharedError:
-            continue  # two layers read one tensor in one batch but not in the next: once more
+            continue  # two layers read one tensor in one batch but not in the next: start again
     for moments in (listener.inputs, listener.gradients):
         for moment in moments.values():
             moment.finish()
@@ -148,7 +148,7 @@ class Collector:
     leader: per layer, the first that read the same tensor.
     """
 
-    # Whether moments of the longer side are kept as the shorter side sees them.
+    # Whether moments of the longer side are kept multiplied onto the shorter side.
     carries = True
 
     def __init__(self, sites: Sequence[Site], gradients: bool, share: bool) -> None:
@@ -309,7 +309,7 @@ def trace(
     room: int | None = None,
     seed: int = 0,
 ) -> Tracer:
-    """Run the batches through the model in eval mode, noting what goes through each block.
+    """Run the batches through the model in eval mode; record the passages through each block.
 
     The gradients are those of the same sampled losses as in `collect`. room: bytes that the
     passages of all batches may take.
@@ -401,7 +401,7 @@ def sensitivity_loss(
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no parameter gradients while calibrating; everything is put back after."""
+    """Set eval mode and no parameter gradients inside the block; restore both after it."""
     modes = {module: module.training for module in model.modules()}
     wants = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:

@@ -7,8 +7,8 @@ Known styles, `down` being the factor that is applied first:
     "svd-llm"   STEM_v_proj     STEM_u_proj     SVD-LLM; NeuronMM (u(v(x)), the v factor first)
     "uv"        NAME.V          NAME.U          AA-SVD
 
-Weights are [r, k] and [n, r], as `nn.Linear` stores them. Only safetensors files are opened; a
-pickled state dict is the caller's to read, with `torch.load(path, weights_only=True)`.
+Weights are [r, k] and [n, r], as `nn.Linear` stores them. This module opens only safetensors files;
+the caller reads a pickled state dict, with `torch.load(path, weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _rest(
     prefix: str,
     where: str,
 ) -> dict[str, torch.Tensor]:
-    """Return the other tensors under the model's names; raise for those without a place."""
+    """Return the other tensors under the model's names; raise for names that the model lacks."""
     own = model.state_dict()
     renamed: dict[str, torch.Tensor] = {}
     for key, tensor in rest.items():
@@ -176,7 +176,7 @@ def _rest(
                 "it into the architecture it was made from, or leave that key out"
             )
         if name.rpartition(".")[0] in lowrank:
-            continue  # also the guard of a saved low-rank layer
+            continue  # such as the guard of a saved low-rank layer
         if own[name].shape != tensor.shape:
             raise FactorsFileError(
                 f"{where} has {key!r} as {list(tensor.shape)}, the model as "

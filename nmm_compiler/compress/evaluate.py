@@ -1,9 +1,9 @@
-"""How good a model is: a dense and a compressed one side by side, on tasks of lm-eval.
+"""The quality of a dense and a compressed model, side by side, on tasks of lm-eval.
 
 `evaluate` runs EleutherAI's evaluation harness (package `lm_eval`, extra `eval`) and returns its
 figures with their standard errors. Tasks are names that lm-eval knows, whose data it downloads, or
 one of the presets below. The preset "local" needs no network: its two tasks are made from Python's
-manual, which every Python brings along (`pydoc_data`).
+manual, which is part of every Python (`pydoc_data`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "hellaswag", "piqa",
     ),
 }  # fmt: skip
-# Among a task's metrics, the one that people quote.
+# The metric of a task that is usually quoted.
 _QUOTED = ("acc_norm", "acc", "word_perplexity", "perplexity", "exact_match")
 _LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
 
@@ -69,7 +69,7 @@ class Score(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport(Shown, Record):
-    """What `evaluate` measured. limit: items per task, None for all of them."""
+    """The scores that `evaluate` measured. limit: items per task, None for all of them."""
 
     model: str
     dense: str | None
@@ -78,7 +78,7 @@ class EvaluationReport(Shown, Record):
     versions: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """Return one line: what was compared, on how much."""
+        """Return one line: the models, the tasks and the number of items."""
         against = f" against {self.dense}" if self.dense else ""
         items = "all items" if self.limit is None else f"at most {self.limit} items"
         tasks = len({score.task for score in self.scores})
@@ -214,7 +214,7 @@ def _run(
 def _quoted(
     metrics: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, tuple[float, float | None]]]:
-    """Return [(metric, (value, error))] of the metrics that people quote; else of all of them.
+    """Return [(metric, (value, error))] of the usually quoted metrics; else of all of them.
 
     items: the task's items with each metric's figures, for errors that lm-eval does not give.
     """
@@ -248,8 +248,8 @@ def perplexity_error(pairs: Sequence[tuple[float, float]]) -> float | None:
 def local_tasks(directory: Path, seed: int = 0) -> dict[str, dict[str, Any]]:
     """Write the data of the local tasks into a directory; return lm-eval's descriptions of them.
 
-    manual_perplexity: of paragraphs of Python's manual. manual_next_sentence: which of four
-    sentences follows two others; three are of other chapters.
+    manual_perplexity: perplexity of paragraphs of Python's manual. manual_next_sentence: choose
+    which of four sentences follows two others; the three wrong ones are of other chapters.
     """
     from pydoc_data import topics as manual
 

@@ -3,11 +3,12 @@
 transformers 5 keeps the experts of a layer in two parameters, `gate_up_proj` (or `up_proj`) and
 `down_proj`. `split` puts a `SplitExperts` in the place of such a layer, with an `nn.Linear` per
 expert that is a view of its slice, so that experts are selected, calibrated and factorized as any
-linear. `join` stacks what came out: the layer keeps its name and its biases, its weights become
+linear. `join` stacks the factors again: the layer keeps its name and its biases, its weights become
 `StackedFactors` [experts, r, k] and [experts, n, r], and its forward a chain of batched products.
 
-Tokens are laid out by expert, [experts, capacity, k], padded with zeros. The capacity is what the
-busiest expert has; in a traced graph, where shapes are fixed, every expert has room for all tokens.
+Tokens are laid out by expert, [experts, capacity, k], padded with zeros. The capacity is the token
+count of the busiest expert. In a traced graph, where shapes are fixed, it is the count of all
+tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SplitExperts(nn.Module):
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self._base = [base]  # in a list: its parameters are the ones below, not more
+        self._base = [base]  # in a list, so that its parameters are not registered a second time
         for name in _projections(base):
             self.add_module(name, nn.ModuleList(_slices(base, name)))
 
@@ -100,7 +101,7 @@ def split(model: nn.Module) -> None:
 def join(model: nn.Module) -> None:
     """Put the layers back, with stacked factors where all experts are low-rank now.
 
-    A layer in which only some are, after an interrupt, stays split: it works as it is.
+    A layer with only some low-rank experts, after an interrupt, stays split, and works.
     """
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -126,7 +127,7 @@ def install(base: nn.Module, name: str, down: torch.Tensor, up: torch.Tensor) ->
     base.add_module(factors_name(name), StackedFactors(down, up))
     if not isinstance(base, LowRankExperts):
         cast(Any, base).dense_class = type(base)
-        base.__class__ = LowRankExperts  # its attributes, and what is left of its weights, stay
+        base.__class__ = LowRankExperts  # its attributes and its remaining weights stay
 
 
 def install_empty(base: nn.Module, name: str, rank: int) -> None:
@@ -170,8 +171,8 @@ def factors_name(weight: str) -> str:
 class LowRankExperts(nn.Module):
     """A layer of experts with stacked factors, made of a dense one by `install`.
 
-    dense_class: what it was, whose gate it uses. It is no subclass of that: transformers would
-    initialize weights that are not there.
+    dense_class: the original class, whose gate it uses. It is no subclass of it, since transformers
+    would then initialize the removed weights.
     """
 
     def forward(

@@ -1,18 +1,18 @@
-"""One matrix into two factors: the best rank-r approximation in the norm of the data.
+"""Factorizes one matrix: the best rank-r approximation in the norm of the data.
 
-Goes in: W [n, k], the second moment A = E[x x^T] [k, k] of its inputs, and optionally the second
-moment G [n, n] of the loss gradients at its outputs; that of the longer side may come carried
-through W to the shorter one (`moments.py`), which is all that is needed of it. Comes out:
-up [n, r] and down [r, k] that minimize |G^1/2 (W - up down) A^1/2|_F. Without A and G this is the
-plain SVD; with A alone it is activation-aware ("whitened") SVD, whose norm is the mean squared
-error of the layer's output; with both it is, to second order and with G and A taken as independent,
-what the loss gains (the K-FAC approximation, Martens and Grosse, 2015).
+In: W [n, k], the second moment A = E[x x^T] [k, k] of its inputs, and optionally the second moment
+G [n, n] of the loss gradients at its outputs; that of the longer side may be multiplied onto the
+shorter one (`moments.py`), which is enough here. Out: up [n, r] and down [r, k] that minimize
+|G^1/2 (W - up down) A^1/2|_F. Without A and G this is the plain SVD; with A alone it is
+activation-aware ("whitened") SVD, whose norm is the mean squared error of the layer's output; with
+both it is the increase of the loss, to second order and with G and A taken as independent (the
+K-FAC approximation, Martens and Grosse, 2015).
 
-The one idea: with M = G^1/2 W A^1/2 and U the leading left singular vectors of M, the optimum is
-G^-1/2 U U^T G^1/2 W. So the eigenvectors of the small Gram matrix M M^T are all that is needed: no
-Cholesky factor that fails on singular moments, and no inverse of A^1/2. Where n > k the same is
-done to W^T, with A and G in each other's place. Everything is float64 until the factors are stored,
-but W is widened a block at a time, and the eigenvectors take the place of the Gram matrix.
+The idea: with M = G^1/2 W A^1/2 and U the leading left singular vectors of M, the optimum is G^-1/2
+U U^T G^1/2 W. So the eigenvectors of the small Gram matrix M M^T are enough: no Cholesky factor
+that fails on singular moments, and no inverse of A^1/2. Where n > k, W^T is factorized with A and G
+exchanged. All arithmetic is float64 until the factors are stored, but W is widened one block at a
+time, and the eigenvectors overwrite the Gram matrix.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class _Problem:
-    """min |S^1/2 (W - P R) L^1/2| for W [s, l] with s <= l: the given one, or its transpose.
+    """min |S^1/2 (W - P R) L^1/2| for W [s, l] with s <= l: the given matrix, or its transpose.
 
     basis, roots: eigenvectors of S and square roots of its eigenvalues, those below
         s * eps * the largest set to zero; None where S is the identity.
@@ -213,7 +213,7 @@ def _squared_norm(matrix: torch.Tensor) -> float:
 
 
 def _randomized(weight: torch.Tensor, rank: int, seed: int = 0) -> Factors | None:
-    """Return factors from a randomized range finder, or None where they are not provably enough.
+    """Return factors from a randomized range finder, or None where their error has no proof.
 
     Halko, Martinsson and Tropp (2011), with one power iteration. The proof is a posteriori: with
     Q the sketch, B = Q^T W and E = W - Q B, the Gram matrix of W is B^T B + E^T E, so by Ky Fan no

@@ -1,4 +1,4 @@
-"""Which weights, data and settings a compression was made of, as short digests.
+"""Digests of the weights, data and settings that a compression was made of.
 
 A resumed run installs factors that were computed before. They are right only for the same weights,
 the same calibration data and the same settings, so `journal.py` keeps an `Identity` beside the plan
@@ -32,7 +32,7 @@ class _Hash:
             self._hash.update(f"{len(part)}:{part}".encode())
 
     def tensor(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's dtype, shape and bytes; of one without plain memory, what it is."""
+        """Add a tensor's dtype, shape and bytes; of one without plain memory, its description."""
         self.text(tensor.dtype, tuple(tensor.shape))
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
         if not plain or tensor.layout is not torch.strided or tensor.is_quantized:

@@ -115,7 +115,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Give the two classes that `register` makes, registering first; what unpickling asks for."""
+    """Register, then return one of the two classes that `register` makes; unpickling calls this."""
     if name not in ("LowRankConfig", "LowRankQuantizer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register()
@@ -224,7 +224,7 @@ def _is_stored_as_is(model: nn.Module, guard: dict[str, torch.Tensor]) -> bool:
 
 
 def _check_loaded(model: nn.Module) -> None:
-    """Raise FactorsFileError when transformers has not found a factor, and so made one up.
+    """Raise FactorsFileError when transformers has not found a factor and has initialized it.
 
     transformers 5 marks each parameter that it has loaded; earlier ones leave no trace.
     """
@@ -355,7 +355,8 @@ def _own_config(model: Any) -> None:
 
 
 def _call_unquantized(model: Any) -> None:
-    """Undo the mark of a quantized model: these weights are floats, free to be cast and trained."""
+    """Remove the mark of a quantized model, since these weights are floats that can be cast and
+    trained."""
     model.is_quantized = False
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -391,7 +392,7 @@ def save_pretrained(
 
     try:
         replace_directory(Path(directory), write, stale=("model*.safetensors*",))
-    except (OSError, SafetensorError) as error:  # the latter is a failed write of weights
+    except (OSError, SafetensorError) as error:  # safetensors raises the latter for a failed write
         if isinstance(error, OutputError):
             raise
         raise OutputError(

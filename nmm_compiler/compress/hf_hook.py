@@ -1,10 +1,11 @@
-"""Tells transformers and PEFT of low-rank layers when they are imported, before or after us.
+"""Registers low-rank layers with transformers and PEFT, whenever those are imported.
 
 `import nmm_compiler` calls `watch()`, so that `from_pretrained` knows a saved low-rank model, and
-PEFT its layers, with no further call. Neither is imported here: if it is there, it is told now; if
-not, an import hook waits for the module that has to be told. Programs that do not import this
-package get it from `startup/_nmm_compiler_startup.py`, which is installed beside it. So nothing
-here may raise: a transformers that the quantizer does not fit has to work for all other models.
+PEFT its layers, with no further call. This module imports neither: it registers with a library that
+is loaded already, and else waits for its import with an import hook. Programs that do not import
+this package get it from `startup/_nmm_compiler_startup.py`, which is installed beside it. So
+nothing here may raise: a transformers version that the quantizer does not fit has to work for all
+other models.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# The module that is waited for: (ours that tells it, the function there, what else is lost).
+# Module to wait for: (our module, its function that registers, what is lost without it).
 _TOLD = {
     "transformers.quantizers.auto": ("hf", "register", "from_pretrained will refuse them"),
     "peft.tuners.lora.model": ("lora", "install", "LoraConfig has to name their factors"),
@@ -26,7 +27,7 @@ _TOLD = {
 
 
 class _Loader(Loader):
-    """Runs a module with its own loader, then tells it."""
+    """Runs a module with its own loader, then registers with it."""
 
     def __init__(self, inner: Loader, name: str) -> None:
         self._inner, self._name = inner, name
@@ -60,7 +61,7 @@ class _Finder(MetaPathFinder):
 
 
 def watch() -> None:
-    """Tell now what is loaded, else as soon as it is; calling it again is free."""
+    """Register with each library now, or when it is imported; calling it again does nothing."""
     waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Finder)}
     for name in _TOLD:
         if name in sys.modules:
@@ -73,7 +74,7 @@ def _tell(name: str) -> None:
     ours, function, lost = _TOLD[name]
     try:
         getattr(importlib.import_module(f"nmm_compiler.compress.{ours}"), function)()
-    except Exception as error:  # a library that does not fit must still work for all else
+    except Exception as error:  # a library that does not fit must still work for other models
         warnings.warn(
             f"nmm_compiler could not make {name.partition('.')[0]} know low-rank models "
             f"({error}); {lost}",

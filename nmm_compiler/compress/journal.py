@@ -3,7 +3,7 @@
 A journal is a directory: `plan.json` (the config, the matrices, the ranks, and which weights, data
 and settings they were made of), then one safetensors file per finished layer with `up` and `down`,
 its `LayerReport` in the file's metadata. Each file is written under another name and moved into
-place, so that what is there is always whole.
+place, so every file is whole.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Journal:
         return plan
 
     def check(self, identity: Identity, done: Mapping[str, LowRankLinear]) -> None:
-        """Raise FactorsFileError unless the run is of these weights, data and settings.
+        """Raise FactorsFileError unless the journal is of these weights, data and settings.
 
         done: the model's layers that are low-rank already; they must hold the journal's factors.
         """

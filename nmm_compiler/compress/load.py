@@ -1,9 +1,9 @@
-"""Loads a directory that may be incomplete, damaged or hostile: a model, or one line that says why.
+"""Loads a model from a directory that may be incomplete, damaged or hostile, or raises one line.
 
-`from_pretrained` raises whatever the damaged part makes it raise, and where weights are missing it
-warns and makes them up. Commands read directories through `load_directory`, which first looks at
-the files (sizes, JSON, names in the index, safetensors headers), then lets transformers load them,
-and refuses a model with weights that are missing or of another shape. Nothing in the directory is
+`from_pretrained` raises all kinds of exceptions for damaged files, and initializes missing weights
+with a warning. Commands read directories through `load_directory`, which first looks at the files
+(sizes, JSON, names in the index, safetensors headers), then lets transformers load them, and
+refuses a model with weights that are missing or of another shape. Nothing in the directory is
 executed: no remote code, and pickled weights go through torch's `weights_only` reader.
 """
 
@@ -127,7 +127,7 @@ def _load(directory: Path) -> Any:
     kind = _model_class(config)
     _check_size(kind, config, directory)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # what it would warn of is an error here
+    transformers.logging.set_verbosity_error()  # its warnings are errors here
     try:
         model, info = kind.from_pretrained(directory, output_loading_info=True, **here)
     finally:
@@ -177,7 +177,7 @@ def _check_size(kind: Any, config: Any, directory: Path) -> None:
     try:
         with torch.device("meta"):
             dense = sum(p.numel() for p in build(copy.deepcopy(config)).parameters())
-    except Exception:  # from_pretrained, which builds it otherwise, loads it or says what is wrong
+    except Exception:  # from_pretrained builds it in another way, and loads it or raises
         return
     if dense > _MOST_DENSE * max(stored, 1 << 10):
         raise FactorsFileError(

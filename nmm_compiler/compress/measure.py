@@ -1,4 +1,4 @@
-"""The errors of factors as they are stored: of the matrix, and of its output over the data."""
+"""The errors of stored factors: of the matrix, and of its output over the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 def scaled_coefficients(factors: Factors, down: torch.Tensor) -> torch.Tensor:
-    """Return C [r, n] of down = C W, for the stored `down`: balanced, and maybe rounded."""
+    """Return C [r, n] of down = C W, for the stored `down`, which is balanced and perhaps
+    rounded."""
     assert factors.coefficients is not None
     norms = factors.down.norm(dim=1)
     scale = down.double().norm(dim=1) / norms.clamp_min(torch.finfo(norms.dtype).tiny)

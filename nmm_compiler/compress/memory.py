@@ -1,8 +1,8 @@
-"""How much memory a calibration will hold, and whether that fits, before it starts.
+"""Estimates, before a calibration starts, how much memory it needs and whether that fits.
 
-Counted are the moments (`moments.py`), what goes through the blocks where calibration goes block by
-block (`blocks.py`), and the work of one factorization. The model, the batches and the activations
-of one batch are the caller's own and not counted.
+The estimate counts the moments (`moments.py`), the recorded passages where calibration goes block
+by block (`blocks.py`), and the work of one factorization. It does not count the model, the batches
+and the activations of one batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse_bytes(memory: str | int) -> int:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes of memory that processes can still get here; None where nobody says."""
+    """Return the bytes of memory that processes can still get here; None where that is unknown."""
     limits = []
     try:
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -53,7 +53,7 @@ def moments_need(
 ) -> int:
     """Return the bytes of the sites' moments.
 
-    reads: which layers read the same tensor (`Statistics.reads`); without it no two are taken to.
+    reads: which layers read the same tensor (`Statistics.reads`); without it, none share one.
     """
     total, shared = 0, set()
     for site in sites:

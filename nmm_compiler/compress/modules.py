@@ -2,7 +2,7 @@
 
 y = up(down(x)), where `down` is [r, k] (no bias) and `up` is [n, r] (with the layer's bias). The
 factors are two child `nn.Linear`s, so that tools which look for linears (PEFT, torchao, the passes
-of this package) find them, and the layer answers to the names that callers read off an `nn.Linear`
+of this package) find them. The layer has the attributes that callers read from an `nn.Linear`
 (`weight`, `bias`, `in_features`, `out_features`).
 """
 
@@ -49,7 +49,8 @@ class LowRankLinear(nn.Module):
     ) -> LowRankLinear:
         """Return the layer whose factors are `down` [r, k] and `up` [n, r], not copied.
 
-        Raises ShapeError when the shapes do not chain, or the dtypes are not one of floats.
+        Raises ShapeError when the shapes do not fit, or the dtypes are not one floating-point
+        dtype.
         """
         if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
             raise ShapeError(

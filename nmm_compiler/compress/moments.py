@@ -1,7 +1,7 @@
-"""Second moments of what calibration saw, and what they are regularized to.
+"""Second moments of calibration data, and their regularization.
 
-`SecondMoment` is a running sum in float64, one per distinct input of a model; at widths of
-thousands it is the largest thing a compression holds. So nothing here copies one: `regularize`
+`SecondMoment` is a running sum in float64, one per distinct input of a model. At widths of
+thousands it takes the most memory of a compression, so nothing here copies one: `regularize`
 returns a `Moment`, which is the sum with a factor and a multiple of the identity beside it.
 
 A matrix W [n, k] has a short side and a long one, and `factorize.py` reads the moment of the long
@@ -74,7 +74,8 @@ class SecondMoment:
         self.tokens += rows.shape[0]
 
     def finish(self) -> None:
-        """Let go of M, a weight of the model: nothing can be added to a carried moment after."""
+        """Release M, a weight of the model; no vector can be added to a carried moment after
+        this."""
         self.through = None
 
     @property
@@ -160,7 +161,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Moments:
-    """What calibration knows of one layer: the moments that its error is weighed with.
+    """The moments that weigh the error of one layer.
 
     inputs: A [k, k], already regularized, or None for the identity. gradients: G [n, n], likewise.
     """
@@ -194,7 +195,7 @@ def regularize(
 ) -> Moment:
     """Return the mean moment, pulled to mean(diag) * I by the shrinkage and damped.
 
-    A moment that is all zero (a layer that only ever sees zeros) gives the identity.
+    A moment of zeros (of a layer whose inputs are all zero) gives the identity.
     """
     count = max(moment.tokens, 1)
     scale = moment.trace / count / moment.size

@@ -19,8 +19,8 @@ SMALL_ELEMENTS = 1 << 21
 def one_thread(elements: int = 0) -> Iterator[None]:
     """Set PyTorch's intra-op threads to one inside the block, and back after it.
 
-    elements: size of the matrix at work; nothing is set above SMALL_ELEMENTS, where even the
-    products are worth sharing.
+    elements: size of the matrix. Above SMALL_ELEMENTS nothing is set, since the products are then
+    faster on several threads.
     """
     if elements > SMALL_ELEMENTS:
         yield
@@ -36,8 +36,8 @@ def one_thread(elements: int = 0) -> Iterator[None]:
 def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return eigenvalues, ascending, and eigenvectors of a symmetric matrix, which is overwritten.
 
-    The eigenvectors take the matrix's place, column by column as LAPACK wants them: a copy would be
-    a third of all the memory that a decomposition needs.
+    The eigenvectors overwrite the matrix, in LAPACK's column order: a copy would be a third of all
+    the memory that a decomposition needs.
     """
     columns = matrix.T if matrix.is_contiguous() else matrix.clone().T
     values = torch.empty(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)

@@ -1,9 +1,9 @@
-"""In which parts a model is calibrated and factorized, and where each part's statistics come from.
+"""Chooses the parts in which a model is calibrated, and collects each part's statistics.
 
-One part, the whole model, where its moments fit into memory at once. Else one part per block
-(`blocks.py`): the passages of the original model through every block are noted first, so that a
-block can be calibrated by itself, at any time, whatever has become of the others. Sequential
-calibration goes through the blocks too, and carries the compressed model's hidden states along.
+Where all moments fit into memory, the whole model is one part. Else each block is one
+(`blocks.py`): the passages of the original model through every block are recorded first, so that a
+block can be calibrated by itself after other blocks were changed. Sequential calibration also goes
+through the blocks, with the compressed model's hidden states.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Calibration:
                         f"{type(model).__name__} cannot be calibrated block by block, as memory="
                         f"{limit!r} asks: {reason}; pass more, or include= some layers at a time"
                     ) from reason
-        if not self.limited:  # now, as the model does not stay as it is
+        if not self.limited:  # now, because the model is changed later
             self._held[self.whole.sites] = self._collect(model, sites, batches)
 
     def _room_by_blocks(self, sites: Sequence[Site], limit: str | int | None) -> int | None:
@@ -138,14 +138,14 @@ class Calibration:
     def statistics(self, part: Part, sites: Sequence[Site]) -> Statistics:
         """Return the statistics of a part's sites in the original model, maybe of others too.
 
-        Where not all are held at once, a block's are collected on each call.
+        Where they do not all fit into memory, each call collects those of its block.
         """
         part = part if self.limited else self.whole
         if part.sites in self._held:
             return self._held[part.sites]
         with self.originals.restored():
             found = self._collect(self.model.get_submodule(part.name), sites, part.batches)
-        if not part.name:  # the model does not stay as it is
+        if not part.name:  # the model is changed later
             self._held[part.sites] = found
         return found
 
@@ -173,7 +173,7 @@ class Calibration:
         return self._hidden
 
     def finish(self, part: Part) -> None:
-        """Go on from a part whose sites are done: the next block reads what this one gives now."""
+        """Finish a part whose sites are done: its outputs are the next block's inputs."""
         if not self.sequential or not part.name:
             return
         module = self.model.get_submodule(part.name)

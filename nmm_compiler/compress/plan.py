@@ -1,7 +1,7 @@
 """Which rank every matrix gets, from a config and what calibration collected.
 
 `make_plan` is the only caller of the allocators in `ranks.py`. A `Plan` is a record, so that an
-interrupted run finds it again (`journal.py`).
+interrupted run can read it again (`journal.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Decision(Record):
 class Plan(Record):
     """All decisions, and how they were reached ("auto" resolved).
 
-    only_read: layers that calibration found to be read and never called; no decision is about them.
+    only_read: layers that the model reads and never calls; there is no decision for them.
     """
 
     method: str
@@ -56,7 +56,7 @@ class Plan(Record):
 
 @dataclass
 class Measured:
-    """What the plan needs of the statistics, which may be of one part of the model at a time.
+    """What the plan needs of the statistics, collected part by part of the model.
 
     losses: per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all; empty where
     ranks are not allocated globally. unused: layers that the output does not depend on.
@@ -83,7 +83,7 @@ class Ways:
 
 
 def resolve(config: CompressionConfig, calibrated: bool, meta: bool) -> Ways:
-    """Return which method and allocation a config means, given what there is to go by.
+    """Return the method and allocation of a config for the given calibration.
 
     Raises OptionTypeError for a method that needs calibration when there is none, and for
     combinations that contradict each other.
@@ -125,7 +125,7 @@ def resolve(config: CompressionConfig, calibrated: bool, meta: bool) -> Ways:
 def check_statistics(
     statistics: Statistics, sites: Sequence[Site], config: CompressionConfig, ways: Ways
 ) -> Statistics:
-    """Return statistics collected beforehand, if they fit the sites and what is to be done.
+    """Return statistics collected beforehand, if they fit the sites and the config.
 
     Raises CalibrationError naming the layers they lack, OptionTypeError with sequential=True.
     """
@@ -174,7 +174,7 @@ def measure(
     statistics: Statistics | None,
     progress: bool,
 ) -> None:
-    """Add to `known` what the statistics say of these sites, a part of the model or all of it.
+    """Add the losses of these sites to `known`; they are a part of the model or all of it.
 
     A loss is, with sensitivity="gradient", half the expected g^T (dW x) squared, summed over the
     tokens; else the squared relative error of the matrix (weighted by its inputs when there is
@@ -219,8 +219,8 @@ def make_plan(
 ) -> Plan:
     """Return the plan. Raises RankError when no legal ranks meet the ratio.
 
-    Layers without gradients (the output does not depend on them, so nothing is known of what an
-    error in them does) stay dense.
+    Layers without gradients stay dense: the output does not depend on them, so the effect of an
+    error in them is unknown.
     """
     aside = [_aside(s) for s in sites if s.name in known.unused]
     sites = [s for s in sites if s.name not in known.unused]

@@ -1,13 +1,13 @@
-"""What a layer computes and how a model uses it, found out by running or reading the code.
+"""Finds out, by running or reading code, what a layer computes and how a model uses it.
 
 Does a subclass of `nn.Linear` compute what `nn.Linear` computes? Some models spell x W^T + b
-themselves (transformers' FalconLinear); others add a router, a scale or an activation. The name
-cannot tell, so a few random rows are sent through a float64 copy of the module, in eval and in
-training mode, and compared with the product of its weight.
+themselves (transformers' FalconLinear); others add a router, a scale or an activation. The class
+name does not say, so a few random rows go through a float64 copy of the module, in eval and in
+training mode, and the result is compared with the product of its weight.
 
 Is a linear called, or is its weight only read? Callers of `F.multi_head_attention_forward` (WavLM)
 pass `self.q_proj.weight`, and factors would be multiplied back on every call. `only_reads` looks
-for it in the code of the parent's methods; `watch_reads` notes it while calibration runs.
+for this in the code of the parent's methods; `watch_reads` records it while calibration runs.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def difference_from_linear(module: nn.Linear) -> str | None:
                 return "gives something else than one tensor [..., n]"
             if not bool(((y - expected).abs() <= bound).all()):
                 return "computes something else than x W^T + b"
-    except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
+    except Exception as error:  # a forward that raises is a reason to leave the layer alone
         return f"cannot be called like an nn.Linear ({type(error).__name__}: {error})"
     return None
 
 
 def _bound_and_product(linear: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how far rounding can part two orders of summation, and x W^T + b.
+    """Return the bound on the rounding difference of two orders of summation, and x W^T + b.
 
     (k + 2) eps (|x| |W|^T + |b|): k products, the bias, and the result (Higham, 2002, section 3.1),
     for either of the two.
@@ -64,7 +64,7 @@ def _bound_and_product(linear: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor
     return 2 * (weight.shape[1] + 2) * torch.finfo(torch.float64).eps * size, expected
 
 
-# Methods that run once: what they read says nothing about a forward pass.
+# Methods that run once and are no part of a forward pass.
 _ONCE = ("__", "_init", "init", "reset", "_reset", "load", "_load", "save", "_save", "tie", "_tie")
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "NOP")
@@ -116,7 +116,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class _Watched(dict[str, "nn.Parameter | None"]):
-    """A module's parameters, noting which of them are asked for by name."""
+    """A module's parameters; records the names of those that are read."""
 
     def __init__(self, inner: dict[str, nn.Parameter | None]) -> None:
         super().__init__(inner)

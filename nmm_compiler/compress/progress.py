@@ -1,4 +1,4 @@
-"""A progress bar of named steps, silent when it is not wanted or there is no terminal."""
+"""A progress bar of named steps, which prints nothing if it is off or there is no terminal."""
 
 from __future__ import annotations
 

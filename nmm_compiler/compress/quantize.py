@@ -1,8 +1,8 @@
-"""Factors of eight bits: `quantize_factors` after `compress`, saved and loaded as they are.
+"""Factors of eight bits: call `quantize_factors` after `compress`.
 
 Each factor becomes a `QuantizedLinear`: one byte an element, one scale a row (an output feature),
-so that a row's largest element is exact. Its forward multiplies out the weight and calls `linear`,
-the spelling that passes over graphs recognize as a constant weight with scales.
+so that a row's largest element is exact. Its forward multiplies out the weight and calls `linear`;
+graph passes recognize this as a constant weight with scales.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, format: str) -> QuantizedLinear:
-        """Return a linear's elements rounded to a format, its bias as it is."""
+        """Return a linear's elements rounded to a format, with its original bias."""
         weight = linear.weight.detach()
         made = cls(
             linear.in_features, linear.out_features, linear.bias is not None, format,
@@ -92,8 +92,8 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
 
     format: "int8", or "fp8" (float8_e4m3 with scales, which trn2 multiplies at twice the rate).
 
-    Such a model is saved and loaded as any low-rank one; it cannot be recovered, or have adapters
-    merged, any more. Raises NoMatchingModulesError for a model without low-rank layers.
+    Such a model is saved and loaded as any low-rank one, but `recover` and merging adapters refuse
+    it. Raises NoMatchingModulesError for a model without low-rank layers.
     """
     if format not in FORMATS:
         raise UnknownNameError("factor format", format, tuple(FORMATS))

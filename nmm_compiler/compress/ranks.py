@@ -1,14 +1,14 @@
 """Ranks for all matrices at once, under one budget.
 
-Goes in: the shapes of the matrices, a budget, the tile `align` that every rank must be a multiple
-of, and for global allocation the spectrum of each matrix in one common unit of loss. Comes out: a
-rank, or None (dense), per matrix. The tile is a constraint of the allocation, never a rounding
-after it, and a rank is only ever considered below break-even, r (k + n) < k n.
+In: the shapes of the matrices, a budget, the tile `align` that every rank must be a multiple of,
+and for global allocation the spectrum of each matrix in one common unit of loss. Out: a rank, or
+None (dense), per matrix. The allocation considers only multiples of the tile below break-even, r (k
++ n) < k n; it rounds no rank afterwards.
 
 Global allocation is a multiple-choice knapsack: each matrix offers its ranks and "dense", each with
 a cost (elements, or predicted microseconds) and a loss (the sum of discarded squared singular
 values). The steps of each matrix's lower convex hull are taken in the order of loss saved per cost,
-which is optimal up to the last step; what is left of the budget is then spent on single upgrades.
+which is optimal up to the last step; the rest of the budget is then spent on single upgrades.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def allocate_uniform(shapes: Sequence[Shape], ratio: float, align: int) -> dict[
     """Return ranks that remove about the same share of every matrix, equal for equal shapes.
 
     At least `ratio` of the parameters of the matrices that have a legal rank is removed in all:
-    every rank starts at the multiple below its ideal value (1 - ratio) k n / (k + n), and what that
-    leaves of the budget goes to the shapes that were rounded down most.
+    every rank starts at the multiple below its ideal value (1 - ratio) k n / (k + n), and the rest
+    of the budget goes to the shapes that were rounded down most.
 
     Raises RankError when no legal ranks remove that much.
     """
@@ -135,7 +135,7 @@ def allocate_global(
 
     losses: per name, the loss of keeping rank 0, 1, 2, ... (what remains of the squared singular
         values), in a unit common to all matrices; dense loses 0.
-    cost: what the budget is counted in; `parameter_cost` or a prediction of the kernels' latency.
+    cost: the unit of the budget: `parameter_cost` or a prediction of the kernels' latency.
 
     Raises RankError when no legal ranks fit the budget.
     """
@@ -220,7 +220,7 @@ def _unreachable(what: str, asked: float, reachable: float, align: int) -> RankE
 
 
 def _choices(shape: Shape, losses: Sequence[float], align: int, cost: Cost) -> list[_Choice]:
-    """Return every choice of a matrix by rising cost, without those that another one beats."""
+    """Return the choices of a matrix by rising cost, each with less loss than the one before."""
     table = [
         _Choice(
             rank,
@@ -254,7 +254,7 @@ def _hull(table: Sequence[_Choice]) -> list[_Choice]:
 def _spend_rest(
     tables: Mapping[str, Sequence[_Choice]], picked: dict[str, _Choice], left: float
 ) -> None:
-    """Upgrade single matrices, best loss saved per cost first, until nothing fits any more."""
+    """Upgrade single matrices, best loss saved per cost first, until no upgrade fits."""
     while True:
         best: tuple[float, str, _Choice] | None = None
         for name, table in tables.items():

@@ -1,15 +1,15 @@
 """`recover`: fine-tune a low-rank model's factors against the original model.
 
-Goes in: the compressed model, the original (the teacher) or what it said (`teacher.py`), and
-batches of text without labels. The loss is what the two disagree in: the Kullback-Leibler
-divergence of their logits, or for models without logits the relative squared error of their
-features; or the next token, where there is no teacher. Either all elements of the factors are
-trained, or a small correction to each factor (LoRA style), which is multiplied in at the end; both
-factors together, or one after the other (SVD-LLM, arXiv 2403.07378).
+In: the compressed model, the original (the teacher) or its recorded outputs (`teacher.py`), and
+batches of text without labels. The loss is the difference of the two models: the Kullback-Leibler
+divergence of their logits, or, for models without logits, the relative squared error of their
+features. Without a teacher it is the cross entropy of the next token. Either all elements of the
+factors are trained, or a small correction to each factor (LoRA style), which is multiplied in at
+the end; both factors together, or one after the other (SVD-LLM, arXiv 2403.07378).
 
-Some batches are held out. The factors that come out are the best seen on those, the initial ones
-included, so recovery never makes that figure worse. Weights of half precision are trained as
-float32 copies, since their own steps would be rounded away.
+Some batches are held out. The final factors are the best on those batches, the initial ones
+included, so recovery never makes that loss larger. Weights of half precision are trained as float32
+copies, since their own steps would be rounded away.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BACKOFF = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport(Record):
-    """What `recover` did; losses are means over the held-out batches.
+    """The result of `recover`; losses are means over the held-out batches.
 
     kept_step: the step whose factors were kept, 0 for the initial ones.
     """
@@ -94,8 +94,8 @@ def recover(
     data, validation: batches as for calibration; without validation, a tenth of data (at least one
         batch) is held out. Of an iterator, which may be endless, no more batches are taken than
         there are steps and held-out ones.
-    teacher: the original model; or what `remember(original, batches)` noted before it was
-        compressed, so that only one model is in memory; or None with objective="labels".
+    teacher: the original model; or the outputs that `remember(original, batches)` returned before
+        it was compressed, so that only one model is in memory; or None with objective="labels".
     steps: optimizer steps, one batch each. lr: peak learning rate of AdamW (10 % warm-up, then
         cosine), cut whenever one of the `evaluations` of the held-out loss finds it no lower.
     trainable: "full" (every factor element) or "lora" (a rank `lora_rank` correction per factor).
@@ -148,7 +148,7 @@ def recover(
 
 
 class _Run:
-    """The training loop, and the best factors it has seen."""
+    """The training loop, and the best factors so far."""
 
     def __init__(
         self,
@@ -176,9 +176,9 @@ class _Run:
     ) -> None:
         """Train a turn's parameters, evaluating `evaluations` times; end with the best factors.
 
-        Where an evaluation is no better than the best, training goes on from the best factors with
-        a fresh optimizer and smaller steps: a model that is already close needs a small rate, and
-        nobody should have to search for it.
+        Where an evaluation is no better than the best, training continues from the best factors
+        with a fresh optimizer and smaller steps. So a model that is close to its teacher gets a
+        small rate without a search.
         """
         optimizer = torch.optim.AdamW(turn, lr=lr, weight_decay=0.0)
         first, checks = (
@@ -307,9 +307,9 @@ def _training(
     lora_rank: int,
     generator: torch.Generator,
 ) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
-    """Make the factors trainable and all else not, in eval mode; put everything back after.
+    """Make only the factors trainable, in eval mode; restore the model after the block.
 
-    Yields what is trained for every `up`, and for every `down`.
+    Yields the trained parameters of every `up`, and of every `down`.
 
     Corrections and float32 copies are multiplied or rounded into the factors at the end.
     """

@@ -2,8 +2,8 @@
 
 The new files are written into a staging directory beside the old one. When all are on disk, the two
 directories are exchanged by one system call (renameat2 on Linux, renamex_np on macOS), and the old
-one is removed. Tools that read the directory need to know nothing of it. What was in the directory
-and is not replaced is carried over as hard links before the exchange.
+one is removed. Tools that read the directory need to know nothing of it. Old files that are not
+replaced are hard-linked into the new directory before the exchange.
 
     PARENT/.NAME.nmm-save-XXXX/lock     held by the process that saves, for as long as it lives
     PARENT/.NAME.nmm-save-XXXX/files/   the new files; after the exchange, the old ones
@@ -40,7 +40,7 @@ _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP,
 def replace_directory(
     directory: Path, write: Callable[[Path], None], stale: Sequence[str] = ()
 ) -> None:
-    """Call write(empty directory), then let what it wrote be the files of `directory`.
+    """Call write(empty directory), then make what it wrote the files of `directory`.
 
     stale: patterns of file names that an older version left and that must not stay; all other files
     and folders in `directory` are kept.
@@ -115,10 +115,10 @@ def _restore(root: Path, target: Path) -> None:
 
 
 def _remove(root: Path) -> None:
-    """Remove a staging directory, its lock last: without it nobody could tell it is abandoned."""
+    """Remove a staging directory, its lock last, since the lock shows that it is abandoned."""
     for part in ("files", "files.old"):
         shutil.rmtree(root / part, ignore_errors=True)
-    with contextlib.suppress(OSError):  # something in it resists; a later save tries again
+    with contextlib.suppress(OSError):  # a file cannot be removed; a later save tries again
         if not any((root / part).exists() for part in ("files", "files.old")):
             (root / "lock").unlink(missing_ok=True)
             root.rmdir()
@@ -131,7 +131,7 @@ def _match_mode(new: Path, target: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, stale: Sequence[str]) -> None:
-    """Link into `new` what `old` has and `new` has not; what cannot be linked is copied."""
+    """Link into `new` the files that only `old` has; copy those that cannot be linked."""
     device = old.stat().st_dev
     for entry in os.scandir(old):
         place = new / entry.name

@@ -1,6 +1,6 @@
-"""What a compression did, as frozen records: per layer, and in total.
+"""The result of a compression as frozen records: per layer, and in total.
 
-`CompressionReport` prints as the table people read, turns into JSON, and is what `plot.py` draws.
+`CompressionReport` prints as a table, turns into JSON, and is drawn by `plot.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LayerReport(Record):
     weight_error: |W - W_r|_F / |W|_F of the factors as stored (rounded to their dtype).
     output_error: the same in the calibration's norm, |(W - W_r) X|_F / |W X|_F: the relative error
         of the layer's output over the calibration tokens; None without calibration.
-    theory_error: what the method's theorem says the minimized error is, before rounding.
+    theory_error: the minimized error by the method's theorem, before rounding.
     solver: "eigh", or "randomized" where a sketch was proved to be enough; excess is the proved
         bound on the share by which its squared error exceeds the optimum.
     counted: whether the ratio is over this matrix, too; not where it had to stay dense.
@@ -74,7 +74,7 @@ class LayerReport(Record):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompressionReport(Shown, Record):
-    """What `compress` did.
+    """The result of `compress`.
 
     ratio: the share of parameters (or of predicted time, by `budget`) asked to be removed, None
         when ranks were given;
@@ -121,7 +121,7 @@ class CompressionReport(Shown, Record):
         return {layer.name: layer.rank for layer in self.layers if layer.rank is not None}
 
     def summary(self) -> str:
-        """Return one line: what was asked, what came out."""
+        """Return one line: the ratio asked for and reached, ranks and errors."""
         asked = "explicit ranks" if self.ratio is None else f"ratio {self.ratio:g} asked"
         if self.budget == "latency":
             asked = f"{self.ratio:g} of the predicted time asked"
@@ -169,7 +169,7 @@ class CompressionReport(Shown, Record):
         return f"<CompressionReport: {self.summary()}>"
 
     def parts(self) -> list[Part]:
-        """Return the summary, then the table of layers and of what was left alone."""
+        """Return the summary, then the tables of layers and of skipped layers."""
         rows = [
             (
                 layer.name,

@@ -2,8 +2,8 @@
 
 A file of factors holds `NAME.down`, `NAME.up` and maybe `NAME.bias` for each low-rank layer, and in
 its metadata the format's version and each layer's [k, r, n]. It is written under another name and
-moved into place, so a full disk leaves an older file as it was. Everything else of the model is
-saved by whatever saves the model.
+moved into place, so a full disk leaves an older file as it was. The rest of the model is saved by
+its own library.
 """
 
 from __future__ import annotations

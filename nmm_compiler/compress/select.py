@@ -1,8 +1,8 @@
 """Which layers of a model are factorized: found, or skipped with the reason.
 
-Goes in: any `nn.Module` and what the user includes and excludes. Comes out: one `Site` per distinct
-linear (with all the names it is reachable by) and a `Skipped` per layer that is left alone. Nothing
-is changed here. A skip is a value with a reason; only when nothing is left is it an error.
+In: any `nn.Module` and the user's patterns. Out: one `Site` per distinct linear (with all its names
+in the model) and a `Skipped`, with the reason, per layer that is left alone. Nothing is changed
+here. It is an error only if no site is left.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Site:
 
     @property
     def group(self) -> str:
-        """What gets one rank together: the experts that are stacked in a weight, else the name."""
+        """The group that gets one rank: the experts stacked in one weight, else the name."""
         return self.name.rpartition(".")[0] if isinstance(self.module, ExpertLinear) else self.name
 
     @property
@@ -110,7 +110,8 @@ def find_sites(
     """Return (sites, skipped) of a model, in the order of `named_modules`.
 
     include: only names that match one of these patterns; it also brings in the output head, which
-    is left alone otherwise. exclude: never these. filter_fn(module, name): a last word for each.
+    is left alone otherwise. exclude: never these. filter_fn(module, name): whether a selected one
+    stays.
 
     Raises NoMatchingModulesError when no site is left, when an include pattern matches no linear,
     or when an exclude pattern matches no module at all; OptionTypeError for what is no pattern.
@@ -178,7 +179,7 @@ def _output_head(model: nn.Module) -> nn.Module | None:
 
 
 def _shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the weight's stored shape for what looks like linears (experts too), else None."""
+    """Return the stored shape of a linear's weight (stacked experts too), else None."""
     if isinstance(module, LowRankLinear):
         return (module.out_features, module.in_features)
     if isinstance(module, nn.Linear) or is_conv1d(module):
@@ -207,9 +208,9 @@ def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _foreign_weight(module: nn.Module) -> list[torch.Tensor]:
-    """Return the weight of what is called a linear and is not an nn.Linear.
+    """Return the weight of a module that is named a linear and is no nn.Linear.
 
-    Integer linears of quantizers, and routers and the like that multiply by a parameter of theirs.
+    Such are quantizers' integer linears, and routers that multiply by a parameter of their own.
     """
     if isinstance(module, nn.MultiheadAttention):
         return [p for p in (module.in_proj_weight,) if isinstance(p, torch.Tensor)]

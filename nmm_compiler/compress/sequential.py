@@ -1,18 +1,17 @@
 """Sequential calibration: each layer is fitted to its original outputs, on the inputs it will get.
 
-Behind compressed layers a layer sees x' instead of x. Weighing its error with E[x' x'^T] alone
-keeps the error that x' brings along; here W' is chosen to give W x again, as far as its rank
-allows:
+Behind compressed layers a layer gets x' instead of x. Weighing its error with E[x' x'^T] alone
+keeps the error of x'. Here W' is chosen to approximate W x itself:
 
     min E|W x - W' x'|^2 = min |(W* - W') B^1/2|^2 + const,   W* = W C B^-1,
     B = E[x' x'^T], C = E[x x'^T],
 
 so the factorization is the one of `factorize.py`, applied to the least-squares solution W*. Pulling
 both C and B to the same multiple of the identity (`moments.regularize`) pulls W* to W: with few
-tokens, or where x' = x, nothing is changed. The originals are kept, and put back in
-their places for one pass per stage: a group of layers that read the same tensor. `parts.py` says
-what a pass is of: one block at a time where the model is a chain of blocks, so that the work is
-linear in depth and the originals of one block are kept, else the whole model.
+tokens, or where x' = x, nothing is changed. The original modules are kept and put back for one pass
+per stage, a group of layers that read the same tensor. Where the model is a chain of blocks
+(`parts.py`), a pass runs one block, so the work is linear in depth and only one block's originals
+are kept; else a pass runs the whole model.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from nmm_compiler.compress.select import Site
 
 
 class Originals:
-    """The dense modules that were replaced so far, and a way to have them back for a pass."""
+    """The dense modules that were replaced so far; `restored` puts them back for a pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._kept: list[Site] = []
 
     def forget(self) -> None:
-        """Let go of the originals: no pass will need them again."""
+        """Release the originals, which no later pass needs."""
         self._kept.clear()
 
     def keep(self, site: Site) -> None:
@@ -73,7 +72,7 @@ def collect_pairs(
 ) -> tuple[Statistics, dict[str, Pairs]]:
     """Return the statistics of x', as `collect` does, and the pairs by layer name.
 
-    module: what the batches are run through: the model, or the block that they are passages of.
+    module: the module that runs the batches: the model, or the block of the passages.
 
     A layer has no pairs where other tokens reach it than in the original model (experts).
     """
@@ -151,7 +150,7 @@ def least_squares(weight: torch.Tensor, inputs: Moment, pairs: Pairs) -> torch.T
     triangle, failed = torch.linalg.cholesky_ex(b)
     if not failed:
         return torch.cholesky_solve(right.T, triangle).T
-    # Without damping B may be singular: what x' does not span cannot be used.
+    # Without damping B may be singular; directions that x' does not span are left out.
     return torch.linalg.lstsq(b, right.T, driver="gelsd").solution.T
 
 

@@ -1,8 +1,8 @@
-"""What recovery follows: the original model, what it said before it was compressed, or labels.
+"""The targets of recovery: the original model, its recorded outputs, or labels.
 
-`Distance` is the loss of one batch. `remember` notes a model's outputs before `compress` changes
-it, so that no second copy of the model is needed: of logits only the most likely tokens are kept,
-with the probability of all others in one number. The divergence over these classes is at most the
+`Distance` is the loss of one batch. `remember` records a model's outputs before `compress` changes
+it, so that no second copy of the model is needed. Of logits it keeps only the most likely tokens,
+and the probability of all others in one number. The divergence over these classes is at most the
 one over all tokens, and is zero with it.
 """
 
@@ -51,7 +51,7 @@ class Remembered:
     targets: dict[str, Target]
 
     def of(self, batch: Any) -> Target:
-        """Return the output for a batch; raise RecoveryError for one that was not asked then."""
+        """Return the output for a batch; raise RecoveryError for a batch that was not recorded."""
         try:
             return self.targets[digest_of(batch)]
         except KeyError:
