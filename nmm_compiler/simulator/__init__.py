@@ -1,1 +1,1 @@
-"""See docs/layout.md for what this room does."""
+"""Runs and times NKI kernels on a CPU: start at `run.py`."""

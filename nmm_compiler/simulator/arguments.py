@@ -1,4 +1,4 @@
-"""A kernel's arguments: arrays become tensors in HBM, and what the kernel wrote goes back."""
+"""A kernel's arguments: arrays become tensors in HBM, and changed tensors are copied back."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A collective waits until every rank of its replica group has come with its sources; then each rank
 computes its own destinations from all of them, in float32 where it reduces. It takes the time that
-is published for its bytes and ranks (`collective_alone_us`); what a rank waits for late ones is
-not in it. Of a rank's two programs (LNC 2) each exchanges with its like on the other ranks.
+is published for its bytes and ranks (`collective_alone_us`), without the time to wait for late
+ranks. Of a rank's two programs (LNC 2), each exchanges with the same program of the other ranks.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def all_to_all(
 def collective_permute(
     srcs: Any, dsts: Any, source_target_pairs: Any, priority: Any = None, name: Any = None
 ) -> Instruction | None:
-    """Send src of each source to dst of its target; a dst that nobody sends to stays."""
+    """Send src of each source to dst of its target; a dst that gets nothing is unchanged."""
     machine = current()
     routes = [(int(a), int(b)) for a, b in source_target_pairs]
     sources, targets = [a for a, _ in routes], [b for _, b in routes]

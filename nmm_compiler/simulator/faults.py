@@ -1,4 +1,4 @@
-"""Whose code raised: the kernel's own, or the simulator's inside an NKI call."""
+"""Decides whose code raised: the kernel's own, or the simulator's inside an NKI call."""
 
 from __future__ import annotations
 

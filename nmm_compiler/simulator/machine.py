@@ -46,7 +46,7 @@ def running() -> Machine | None:
 
 
 def set_current(machine: Machine | None) -> None:
-    """Make `machine` the one that NKI calls of this thread go to."""
+    """Direct the NKI calls of this thread to `machine`."""
     _current.machine = machine
 
 
@@ -88,7 +88,7 @@ def place_instructions(machine: Machine, place: tuple[str, int]) -> Iterator[Non
 
 
 class Grid(Protocol):
-    """What a program needs of the other programs of its grid."""
+    """Exchange of a program with the other programs of its grid."""
 
     def shared(
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
@@ -99,7 +99,7 @@ class Grid(Protocol):
         """Wait until every program is here."""
 
     def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
-        """Return what each rank of a group brought to the same collective, when all have."""
+        """Wait for all ranks of a group; return what each one sent to the same collective."""
 
     def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
         """Leave `sent` for ranks[0] and return what ranks[1] left."""
@@ -110,7 +110,7 @@ class Seat:
     """Which program of which rank a machine runs.
 
     grid: programs of each rank. ranks: cores that exchange data by nki.collectives.
-    programs: what the programs of all ranks share, None where there is one program.
+    programs: the exchange with the other programs, None where there is one program.
     """
 
     program_id: int = 0
@@ -124,12 +124,12 @@ class Machine:
     """One program on one core.
 
     absent: instructions that the target lacks.
-    assign: what `tensor[key] = value` does, as a function of the three; the language's copy.
-    dialect: what another dialect of NKI keeps for this program.
+    assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: state of
+    another dialect of NKI for this program.
     program_id, grid, rank, ranks, programs: as in `Seat`.
     poison_spreads: unwritten elements may be read; what depends on them is marked.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
-    kept: where the running instruction takes its inputs at all, None for everywhere.
+    kept: mask of the inputs that the running instruction reads, None for all of them.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
-"""The programs of a grid (LNC=2) and of all ranks, run one at a time, switched where they wait.
+"""Runs the programs of a grid (LNC=2) and of all ranks one at a time; switches where they wait.
 
-Each program is a thread that holds the only baton; it passes the baton on at a barrier, at an
-exchange and at its end. So a run is the same every time, and a program that waits for what never
-comes is an error and no hang.
+Each program is a thread, and only the holder of the baton runs. It passes the baton on at a
+barrier, at an exchange and at its end. So every run is the same, and a program that waits for ever
+is an error and no hang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Stopped(BaseException):
 
 
 class Programs:
-    """The baton and what programs share."""
+    """The baton and the tensors that programs share."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -75,7 +75,7 @@ class Programs:
                 raise Stopped
 
     def _wait_for(self, machine: Machine, ready: Callable[[], bool], what: str) -> None:
-        """Let the others run until `ready`; an error when a whole round of them moves nothing."""
+        """Let the others run until `ready`; raise when a round of all programs changes nothing."""
         self.events += 1
         seen = -1
         while not ready():

@@ -1,4 +1,4 @@
-"""`simulate`: run one NKI kernel on NumPy arrays, check it strictly, record what it did.
+"""`simulate`: runs one NKI kernel on NumPy arrays, checks it strictly, records a trace.
 
 Start here: arguments become HBM tensors, the kernel runs as Python under the stand-in modules,
 the capacity of SBUF and PSUM is checked over the recorded live ranges, and the timing pass
@@ -54,7 +54,7 @@ UNINITIALIZED = ("poison", "error")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulation(Shown):
-    """What a run gave.
+    """The result of a run.
 
     outputs: tuple of NumPy arrays; None in timing mode. single: the kernel returned one tensor.
     profile: predicted timing, of the slower program; None in functional mode.
@@ -157,16 +157,16 @@ def simulate(
     arrays, kwargs: the kernel's arguments. NumPy arrays (ml_dtypes too) and torch CPU tensors
         become HBM tensors, and are updated in place when the kernel writes them, as in AWS's
         simulator; everything else passes through. `ArraySpec` stands for an array in timing mode.
-    named: more arguments of the kernel by name, also such as this function has parameters of.
+    named: more arguments of the kernel by name, for names that are parameters of this function.
     grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
     loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still hold,
         as the Beta 1 compiler did (timing/load_reuse.py). Default: "reused" for Beta 1 kernels.
     reorder: whether the compiler's scheduler may move independent instructions and DMAs across each
         other, as AWS documents outside of nl.no_reorder (the default), or keeps program order.
-    strict: False records rules as warnings where a result exists.
-    uninitialized: "poison" lets a kernel read what was never written, and refuses it when that
-        reaches an output, an index or a comparison; "error" refuses the read.
-    Raises: SimulationError and its kin, each with the kernel's own file and line.
+    strict: False turns broken rules into warnings where a result exists. uninitialized: "poison"
+    lets a kernel read unwritten elements, and refuses it when they reach an output, an index or a
+    comparison; "error" refuses the read. Raises SimulationError and its subclasses, each with the
+    kernel's own file and line.
     """
     options = _Options(target, grid, mode, strict, uninitialized, max_instructions, loads, reorder)
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
@@ -310,7 +310,7 @@ def _load(kernel: Any) -> tuple[Any, str]:
 
 
 def _check_dependencies(trace: Trace) -> None:
-    """Refuse a `depends_on` whose semaphore would fire once a turn for one wait, or never."""
+    """Refuse a `depends_on` whose semaphore fires once a turn for one wait, or never."""
     found = trace.dependency_out_of_a_loop()
     if found is not None:
         consumer, producer = found

@@ -1,4 +1,4 @@
-"""What the simulator writes down while it runs a kernel, and what the timing pass reads.
+"""The trace: the simulator records it while it runs a kernel, and the timing pass reads it.
 
 A trace is the list of executed instructions in program order, with the exact regions each one
 reads and writes, plus the on-chip allocations. It holds no data, so a trace made without data
@@ -133,7 +133,7 @@ class Trace:
     def dependency_out_of_a_loop(self) -> tuple[Instruction, Instruction] | None:
         """Return (consumer, producer) where `depends_on` reaches into a turn of a device loop.
 
-        Both must be in the same turn, or the producer around the consumer's.
+        Both must be in the same turn, or the producer outside of the consumer's loop.
         """
         if not self.turns:
             return None

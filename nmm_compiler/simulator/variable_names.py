@@ -1,4 +1,4 @@
-"""The name of the variable that a kernel's line assigns to, for tensors that were given no name."""
+"""Names tensors without a name after the variable that the kernel's line assigns to."""
 
 from __future__ import annotations
 

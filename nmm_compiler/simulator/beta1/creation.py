@@ -51,7 +51,7 @@ class par_dim(int):  # noqa: N801  (the name NKI gives it)
 
 
 class Allocator:
-    """Where the tiles of a tensor go: `ncc.sbuf.alloc(f)`, `ncc.psum.mod_alloc(...)` and kin.
+    """Where the tiles of a tensor go: `ncc.sbuf.alloc(f)`, `ncc.psum.mod_alloc(...)` and so on.
 
     place: takes (block index, partitions, bytes per partition), returns (partition, byte).
     """

@@ -1,7 +1,7 @@
 """Index expressions of Beta 1, `nl.arange` and `nl.mgrid`, and the masks made of them.
 
-An `Index` is an affine function of the positions in its own shape, const + sum(coeffs[k] * i_k);
-that is all a strided view needs. A comparison of two makes a `Mask`. A mask that restricts an
+An `Index` is an affine function of the positions in its own shape, const + sum(coeffs[k] * i_k),
+which is enough for a strided view. A comparison of two makes a `Mask`. A mask that restricts an
 instruction is a box: each comparison cuts one axis.
 """
 
@@ -17,7 +17,7 @@ from nmm_compiler.simulator.machine import current
 
 Box = tuple[tuple[int, int], ...]
 Part = Box | bool
-"""What a mask leaves of a tile: (start, stop) per axis, True for all, False for nothing."""
+"""The part of a tile inside a mask: (start, stop) per axis, True for all, False for nothing."""
 
 
 def whole(value: Any) -> int | None:
@@ -330,7 +330,8 @@ def arange(start: Any, stop: Any = None, step: Any = None) -> Index:
 
 
 class Grid(tuple):
-    """What `nl.mgrid[...]` gives: one dense index per axis, also as .p (partitions), .x, .y, .z."""
+    """The result of `nl.mgrid[...]`: one dense index per axis, also as .p (partitions), .x, .y,
+    .z."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """`tensor[key]` in Beta 1: slices and integers, or index expressions, never both.
 
-What leaves the tensor is noted with the view (`Tensor.outside`), because a mask that comes with the
-instruction may cut it off.
+The view records which elements lie outside of the tensor (`Tensor.outside`), because the
+instruction's mask may exclude them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`neuronxcc.nki.isa`: each function issues the current instruction of the same name.
 
 The table (`nki_api/beta1_table.py`) has a line per function: its parameters, and the rule
-(`rules.py`) for the tile that it returns. An instruction without a rule writes where it is told.
+(`rules.py`) for the tile that it returns. An instruction without a rule writes to the destination
+that is passed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Kernels of Beta 1: `nki.jit` and its kin, launch grids, and how arguments become tensors.
+"""Kernels of Beta 1: `nki.jit` and similar decorators, launch grids, arguments as tensors.
 
-A launch grid is any number of programs that share what is in shared HBM. Programs of one core run
+A launch grid is any number of programs that share tensors in shared HBM. Programs of one core run
 one after the other; `nl.nc(2)` spreads a dimension over two cores, which run at once as the
 current dialect's LNC programs do.
 """
@@ -145,7 +145,7 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
 
 
 def _leave_rest_undefined(output: Tensor) -> None:
-    """Let the unwritten part of an output be undefined; one that nothing has written is refused."""
+    """Let the unwritten part of an output be undefined; refuse an output that was never written."""
     storage = output.storage
     if storage.unwritten is None or storage.missing == storage.unwritten.size:
         return
@@ -156,7 +156,7 @@ def _leave_rest_undefined(output: Tensor) -> None:
 
 
 class Kernel(JitKernel):
-    """What `nki.jit` returns in Beta 1: launched as kernel(...) or kernel[grid](...).
+    """The result of `nki.jit` in Beta 1: launched as kernel(...) or kernel[grid](...).
 
     checked: parameters are read-only unless annotated as mutable; kernels of the older convention,
         which fill their last parameters, are launched unchecked.
@@ -217,7 +217,7 @@ class Result:
 
 
 class Benchmark(Kernel):
-    """What `nki.benchmark` returns: a call simulates the timing; `benchmark_result` holds it."""
+    """The result of `nki.benchmark`: a call simulates the timing; `benchmark_result` holds it."""
 
     benchmark_result: Result | None = None
 

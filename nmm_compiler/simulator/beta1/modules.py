@@ -1,8 +1,8 @@
-"""The stand-in modules of Beta 1: `neuronxcc.nki`, what lies in it, and torch_neuronx's nki_jit.
+"""The stand-in modules of Beta 1: `neuronxcc.nki`, its submodules, and torch_neuronx's nki_jit.
 
-A name of the dialect that is missing raises an error when it is used. Private modules of the
-compiler and packages of the frameworks load as placeholders, which are refused by name once a
-kernel calls them: files of kernels import more than the kernel needs.
+A name of the dialect that is missing raises an error when it is used. Kernel files import more than
+the kernel needs. So private modules of the compiler and packages of the frameworks load as
+placeholders, and only a call of one is refused, by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FRAMEWORKS = frozenset(
 
 
 class Placeholder:
-    """Something that is not here: it may be imported and passed on, not called or asked."""
+    """An absent object: it may be imported and passed on, but not called or read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class Placeholder:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a decorated function as it is; refuse any other call."""
+        """Return a decorated function unchanged; refuse any other call."""
         if len(args) == 1 and not kwargs and callable(args[0]):
             return args[0]  # a decorator
         raise self._refused()
@@ -78,7 +78,7 @@ class Placeholder:
 
 
 class PlaceholderModule(ModuleType):
-    """A module that is not here; its names are placeholders."""
+    """An absent module; its names are placeholders."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Stand-in for a module that the simulator does not have.")

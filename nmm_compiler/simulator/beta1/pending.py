@@ -1,10 +1,10 @@
-"""Tiles that instructions return: issued where the kernel puts them, once.
+"""Tiles that instructions return: each is issued once, with its assignment as destination.
 
 `dst[...] = nisa.f(...)` is one instruction that writes dst, `psum[...] += nisa.nc_matmul(...)` one
-accumulation. So what an instruction returns is pending until the next thing happens: an assignment
-takes it as its destination, anything else gives it a tile of its own first. At most one tile is
-pending, so instructions stay in program order. The masked-out part of a tile that nothing has
-written holds undefined values: reading them is legal, they are NaN.
+accumulation. So the result of an instruction is pending until the kernel's next operation. An
+assignment becomes its destination; any other operation gives it a tile of its own first. At most
+one tile is pending, so instructions stay in program order. The masked-out part of an unwritten tile
+holds undefined values: reading them is legal, they are NaN.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Destination = Callable[[Any], NkiTensor]
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """How to issue what a tile is the result of.
+    """How to issue the instruction whose result a tile is.
 
     issue: takes the simulator's view of the destination, cut to `box`.
-    box: the part that the mask leaves; True for all of it, False for nothing.
+    box: the part inside the mask; True for all of it, False for nothing.
     only: memories that the instruction can write. exact: no rounding to the tile's dtype, the
         destination's dtype alone counts (copies, transposes, products).
     accumulate: adds into PSUM, for a product. updates: reads its destination as well, so that it
@@ -51,7 +51,7 @@ class Pending:
 
 
 class Session:
-    """What one program of a Beta 1 kernel keeps beyond the machine.
+    """State of one program of a Beta 1 kernel, beside the machine's.
 
     zeroed: PSUM tensors of nl.zeros by storage, with the elements per partition that something has
         written: the first product overwrites, so zeros are written only where something reads them.
@@ -102,7 +102,7 @@ def result(
     exact: bool = False,
     accumulate: Callable[[NkiTensor], Any] | None = None,
 ) -> Tensor:
-    """Return a pending tile, after what was pending before is issued."""
+    """Issue the pending tile; return a new pending tile."""
     now = session()
     now.flush()
     tile = Tensor(None, only[0], kind, shape, (0,) * len(shape))
@@ -366,7 +366,7 @@ def no_broadcast(tile: Tensor, shape: tuple[int, ...], what: str) -> Any:
 
 @contextmanager
 def nothing_pending() -> Iterator[Session]:
-    """Issue what is pending, then run instructions that write where they are told."""
+    """Issue the pending tile, then run instructions that have a destination."""
     now = session()
     now.flush()
     yield now

@@ -1,8 +1,9 @@
 """Dtypes of Beta 1 results: how tiles and numbers of different dtypes promote.
 
 The rules are the type promotion table of the NKI documentation (aws-neuron-sdk 2.26,
-`nki.api.shared`): a float wins over an integer, the wider of two floats or integers wins, and pairs
-that neither holds widen. A Python number counts as the widest of its kind.
+`nki.api.shared`): a float wins over an integer, the wider of two floats or integers wins, and a
+pair of which neither holds the other becomes a wider dtype. A Python number counts as the widest of
+its kind.
 """
 
 from __future__ import annotations

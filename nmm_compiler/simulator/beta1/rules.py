@@ -1,8 +1,8 @@
-"""What tile an instruction of Beta 1 returns: the rules that its table names, `RULES`.
+"""The rules for the tile that an instruction of Beta 1 returns, by the names in its table.
 
-A rule takes the bound arguments, gives the tile's shape and dtype, and says which instruction of
-the simulator fills it. What a mask leaves of an instruction is a box, and the instruction runs on
-that box of all its operands.
+A rule takes the bound arguments and returns the tile's shape and dtype, and which instruction of
+the simulator fills it. A mask cuts an instruction to a box, and the instruction runs on that box of
+all its operands.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def in_sbuf(view: NkiTensor) -> NkiTensor:
 
 
 def in_float32(view: NkiTensor) -> NkiTensor:
-    """Return the view, or its float32 copy: what an engine takes one number per partition from."""
+    """Return the view, or its float32 copy, from which an engine reads one number per partition."""
     if view.dtype in ("float32", "tfloat32", "int32", "uint32"):
         return view
     copied = ndarray(view.shape, dtypes.float32, sbuf)
@@ -79,7 +79,7 @@ def _rows(box: Part) -> tuple[int, int] | None:
 
 
 def operand(name: str, role: str, value: Any, box: Part) -> Any:
-    """Return an argument as the current instructions take it; of a tile, the rows of the box."""
+    """Return an argument for the current instructions; of a tile, the rows of the box."""
     number = as_number(value)
     if number is not None and not isinstance(value, (bool, int, float)):
         return number
@@ -455,7 +455,7 @@ def _filled(name: str, rule: list[str], given: Arguments) -> Tensor:
 
 
 def no_mask(name: str, given: Arguments) -> None:
-    """Refuse a mask that an instruction cannot be cut by."""
+    """Refuse a mask that the instruction does not support."""
     mask = given.pop("mask")
     if mask is not None and mask is not True:
         raise fail(UnsupportedInstructionError, f"{name} with a mask; index the part that is meant")

@@ -31,7 +31,7 @@ from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.tensor import Indirection, NkiTensor
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
-"""What operators and methods of a tensor do; the language layer fills it in."""
+"""The functions behind operators and methods of a tensor; the language layer fills it in."""
 
 
 def fail(kind: type[SimulationError], message: str) -> NmmError:
@@ -129,7 +129,7 @@ class Tensor:
         made._view = view
         return made
 
-    # What a kernel may ask
+    # Attributes that a kernel may read
 
     @property
     def dtype(self) -> Any:
@@ -307,7 +307,7 @@ class Tensor:
 
 
 def kind_of(dtype: Any) -> DType:
-    """Return the dtype of what a kernel gives as one."""
+    """Return the dtype that a kernel's argument names."""
     kind = dtypes.find(dtype)
     if kind is None:
         raise fail(TensorDtypeError, f"unknown dtype {dtype!r}; use those of nki.language")

@@ -1,4 +1,4 @@
-"""The accumulator registers of ScalarE and VectorE, which reductions on the way go through."""
+"""The accumulator registers of ScalarE and VectorE, which reductions of other instructions use."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def write_sum(
 ) -> None:
     """Update the accumulators by a reduce_cmd; read them out into `result` if it is a tile.
 
-    VectorE's idle may still modify them: what they hold is unknown afterwards.
+    VectorE's idle may still modify them, so their value is unknown afterwards.
     """
     idle = command is None or command.name == "idle"
     if idle and result is None:

@@ -1,12 +1,12 @@
-"""`@instruction`: what all instructions of `nki.isa` share, done once.
+"""`@instruction`: the checks and the record that all instructions of `nki.isa` share.
 
-An instruction is one decorated generator. Before it runs, its declared tensors are checked: each is
-a tensor, in a memory that the instruction reaches, at a legal partition, of a dtype and rank that
-it takes, as large as dst where `like_dst` says so. Then it runs to its `yield`: its own checks, and
-what it yields are the attributes that its cost depends on. Then dst may be no constant, no element
-may be overwritten before it is read (`hazards`), the engine is chosen, runtime addresses are
-checked, and the instruction is recorded: a refused one is never in the trace. With data, the rest
-of the generator computes.
+An instruction is one decorated generator. First, its declared tensors are checked: each is a
+tensor, in a memory that the instruction reaches, at a legal partition, of a dtype and rank that it
+takes, as large as dst where `like_dst` says so. Then the generator runs to its `yield`: it makes
+its own checks and yields the attributes that its cost depends on. Then dst must not be a constant,
+no element may be overwritten before it is read (`hazards`), the engine is chosen, and runtime
+addresses are checked. Then the instruction is recorded, so a refused one is never in the trace.
+With data, the rest of the generator computes.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         text += _choice("engine" if several else "None", (*self.writes, *self.reads))
         text += _indirections((*self.reads, *self.writes))
         text += _record(self, names)
-        # its own path in the simulator's folder: no error is said to be on a line of it
+        # a path in the simulator's folder: errors then name the kernel's line, not one of this text
         exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
         made: Callable[P, Any] = known[op]
         made.__doc__, made.__module__ = body.__doc__, body.__module__
@@ -238,9 +238,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
         return made
 
 
-# The text of an instruction's function, as the standard library writes that of a dataclass: calls
-# are bound by Python itself and every check stands in line. Loops over roles, `*args` and
-# `**kwargs` would make an instruction twice as slow.
+# The text of an instruction's function is generated, as the standard library does for a dataclass:
+# Python binds the arguments, and every check is inline. Loops over roles, `*args` and `**kwargs`
+# would make an instruction twice as slow.
 
 
 def _signature(op: str, parameters: list[inspect.Parameter]) -> str:

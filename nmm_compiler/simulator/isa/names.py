@@ -25,7 +25,7 @@ FAMILIES = (
     activation, dma, elementwise, gather, microscaling, random_numbers, reductions,
     registers_and_programs, selection, tensor_engine,
 )  # fmt: skip
-"""The files of instructions; to load them is what fills INSTRUCTIONS."""
+"""The files of instructions; loading them fills INSTRUCTIONS."""
 
 ENUMS = (
     "engine", "reduce_cmd", "dge_mode", "oob_mode", "matmul_perf_mode", "nc_version", "dma_engine",

@@ -36,7 +36,7 @@ MOVES_PACKED = frozenset(
         "tensor_copy_predicated",
     }
 )  # fmt: skip
-"""Instructions that take x4-packed operands: they move them as they are, or are made for them."""
+"""Instructions that take x4-packed operands: they only move them, or are made for them."""
 
 
 def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str, ...]) -> Access:

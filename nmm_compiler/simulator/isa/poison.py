@@ -1,11 +1,11 @@
-"""How unwritten memory spreads: which elements of a result depend on elements never written.
+"""Tracks unwritten memory: which elements of a result depend on elements that were never written.
 
-A read of such elements is noted by the tensor (`TensorData.load`), with the mask of those that it
-met. After the instruction has computed, `spread` marks what depends on them in its results: exactly
-for elementwise work, copies, transposes, products and reductions, by whole partitions where an
-instruction mixes a partition's elements, everywhere where it mixes partitions. A comparison, a
-predicate and an index need known values: there the kernel is refused, as it is when a marked
-element reaches an output.
+The tensor records a read of such elements with their mask (`TensorData.load`). After the
+instruction has computed, `spread` marks the dependent elements of its results: exactly for
+elementwise work, copies, transposes, products and reductions; by whole partitions where an
+instruction mixes a partition's elements; all of them where it mixes partitions. A comparison, a
+predicate and an index need known values: the kernel is refused there, and where a marked element
+reaches an output.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ _FLOWS: dict[str, Flow] = {
 
 
 def _needs_values(op: str, arguments: Arguments, view: Any) -> str:
-    """Return for what the instruction needs known values of a view, or ""."""
+    """Return why the instruction needs known values of a view, or ""."""
     if op in _NEED_VALUES:
         return f"a comparison, nisa.{op}"
     for role in ("predicate", "indices", "index", "src_seeds"):

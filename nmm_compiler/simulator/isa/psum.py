@@ -1,4 +1,4 @@
-"""How TensorE writes PSUM: within its banks, over or onto what is there."""
+"""How TensorE writes PSUM: within banks, by overwriting or by accumulating."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def check_bank(machine: Machine, op: str, dst: NkiTensor, banks: int = 1) -> Non
 def accumulate_product(
     machine: Machine, dst: NkiTensor, product: np.ndarray, accumulate: Any
 ) -> None:
-    """Write a product to dst, or add it to what matmuls wrote there; None: as PSUM remembers."""
+    """Write a product to dst, or add it to earlier products there; None: PSUM's state decides."""
     if product.shape != dst.shape:
         product = product.reshape(dst.shape)
     storage = dst.storage
     key = (dst.offset, dst.shape, dst.strides)
     if storage.products == key and accumulate is not False and dst.dtype == "float32":
-        target = dst.array()  # the same region as the matmul before: nothing to find out
+        target = dst.array()  # the same region as the matmul before has the same state
         target += product
         return
     state = matmul_state(dst)

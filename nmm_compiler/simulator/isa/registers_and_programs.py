@@ -1,4 +1,4 @@
-"""Registers, versions, and what connects two programs: core_barrier and sendrecv."""
+"""Registers, versions, and the exchange of two programs: core_barrier and sendrecv."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _NONE = matmul_perf_mode.none
 def matmul_attributes(
     k: int, m: int, n: int, is_transpose: bool, mode: str, dtype: str, tile: Any, onezero: bool
 ) -> dict[str, Any]:
-    """Return what the cost of a pass through TensorE depends on, in a shared dictionary."""
+    """Return the attributes that the cost of a pass through TensorE depends on, shared."""
     key = (k, m, n, is_transpose, mode, dtype, tile, onezero)
     known = _ATTRIBUTES.get(key)
     if known is None:

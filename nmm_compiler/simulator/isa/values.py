@@ -1,6 +1,6 @@
-"""How instructions read, compute and write values: float32 in between, a cast on the way in.
+"""How instructions read, compute and write values: in float32, with a cast on the write.
 
-PSUM also remembers what wrote each element, because a matmul adds to what a matmul wrote.
+PSUM also remembers which engine wrote each element, because a matmul adds to what a matmul wrote.
 """
 
 from __future__ import annotations

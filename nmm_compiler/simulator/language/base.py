@@ -109,7 +109,7 @@ tile_size = TileSize()
 
 
 def dtype_of(machine: Machine, dtype: Any) -> DType:
-    """Return the DType of what a kernel gives as dtype."""
+    """Return the DType that a kernel's argument names."""
     found = dtypes.find(dtype)
     if found is None:
         raise machine.error(
@@ -241,7 +241,7 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
 
 @contextlib.contextmanager
 def _iteration(machine: Machine, count: int) -> Iterator[None]:
-    """Note which instructions a turn of a loop on the device runs."""
+    """Record which instructions a turn of a loop on the device runs."""
     trace, first = machine.trace, len(machine.instructions)
     trace.loop_edges.append(first)
     yield

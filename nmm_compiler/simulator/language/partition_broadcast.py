@@ -1,4 +1,4 @@
-"""One row into all partitions, as the NKI compiler does it: TensorE multiplies it by ones.
+"""Copies one row to all partitions as the NKI compiler does: TensorE multiplies it by ones.
 
 The products are exact (one term each, in float32), so the values are the row's, bit for bit.
 Source: the profile and the text of the fused_mamba tutorial (aws-neuron-sdk).

@@ -1,4 +1,4 @@
-"""What `@nki.jit` returns, and how a kernel runs that is called outside of a simulation."""
+"""The result of `@nki.jit`, and how a kernel runs when it is called outside of a simulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nmm_compiler.simulator.machine import running
 
 
 class JitKernel:
-    """What `@nki.jit` returns: callable inside a simulation, launchable with a grid.
+    """The result of `@nki.jit`: callable inside a simulation, launchable with a grid.
 
     loads: what the compiler of the kernel's dialect does to repeated loads; see `simulate`.
     """
@@ -59,7 +59,7 @@ _RUNNERS: list[Callable[..., Any]] = []
 
 
 def run_kernels_with(simulate: Callable[..., Any]) -> None:
-    """Hand in what a kernel runs with that is called outside of a simulation."""
+    """Set the function that runs a kernel called outside of a simulation."""
     _RUNNERS[:] = [simulate]
 
 

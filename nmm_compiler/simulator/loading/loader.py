@@ -1,7 +1,7 @@
 """Finds the kernel that a path, a text, a function or an object names, and loads its file.
 
-`resolve` is the door: out comes a callable whose `nki` is the stand-ins'. A file is loaded once
-until it, or a file that it imports, changes.
+`resolve` is the entry point: it returns a callable whose `nki` is the stand-in. A file is loaded
+again only when it, or a file that it imports, changes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_file(path: Path) -> types.ModuleType:
 def load_text(text: str, path: Path) -> types.ModuleType:
     """Return the private module of a kernel's verified text; loaded once.
 
-    path: where people find the text; neither it nor a file beside it is read.
+    path: the file's name in messages; neither it nor a file beside it is read.
     """
     known = _VERIFIED.get((path, text))
     if known is None:

@@ -87,7 +87,7 @@ class PrivateModules:
         if path is None:
             return None
         if name.partition(".")[0] == "nmm_compiler" and path.name == "__init__.py":
-            path = path.parent  # our own rooms: their doors import what no kernel needs
+            path = path.parent  # our own `__init__.py` imports too much
         module = self.execute(path, name)
         if parent and parent in self.modules:
             setattr(self.modules[parent], leaf, module)

@@ -1,7 +1,7 @@
-"""Runs the source text of a kernel as the bytes that were read or verified.
+"""Runs the source text of a kernel from the bytes that were read or verified.
 
-Whoever asks for the source of an executed function later (`inspect.getsource`, tracebacks, the NKI
-compiler) gets the same bytes from `linecache`, whatever has become of the file meanwhile.
+`inspect.getsource`, tracebacks and the NKI compiler later get the same bytes from `linecache`, even
+if the file has changed since.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_source(text: str, filename: str, namespace: dict[str, Any]) -> None:
-    """Execute `text` in `namespace`, and keep it as the source that `filename` is shown with.
+    """Execute `text` in `namespace`, and keep it as the source of `filename`.
 
     filename: stands in tracebacks and `co_filename`; nothing is read from it.
     """

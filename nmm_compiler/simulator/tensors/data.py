@@ -1,7 +1,7 @@
-"""What instructions use of a tensor: the record of its region, its NumPy view, what was written.
+"""The region record, the NumPy view and the written elements of a tensor, for instructions.
 
-Goes in: a storage with shape, strides and offset. Comes out: `Access` for the trace, an array over
-the storage's bytes, and the check that no element is read before it was written.
+In: a storage with shape, strides and offset. Out: `Access` for the trace, an array over the
+storage's bytes, and the check that no element is read before it is written.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from nmm_compiler.simulator.trace import Access
 _PATTERNS: dict[tuple[Any, ...], tuple[tuple[tuple[int, int], ...], int]] = {}
 _OUT_OF_REACH: set[tuple[Any, ...]] = set()
 MAX_FREE_DIMS, MAX_SIZE, MIN_STRIDE, MAX_STRIDE = 4, 0xFFFF, -0x8000, 0x7FFF
-"""What an engine's access pattern can say: dimensions, uint16 sizes, int16 strides in elements."""
+"""Limits of an engine's access pattern: dimensions, uint16 sizes, int16 strides in elements."""
 
 
 def out_of_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
-    """Return what no engine's access pattern can say of some free dimensions, or ""."""
+    """Return which of these free dimensions no engine's access pattern can express, or ""."""
     walked = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
     if len(walked) > MAX_FREE_DIMS:
         return f"{len(walked)} free dimensions {shape}, at most {MAX_FREE_DIMS}; merge some"
@@ -81,7 +81,7 @@ class TensorData(Reshaping):
     _access: Access | None
     _array: np.ndarray | None
     special: bool
-    """An engine cannot reach the view without a closer look; known after `access()`."""
+    """Whether `operand` must check the view in detail; known after `access()`."""
 
     def get_pattern(self) -> list[list[int]]:
         """Return [[stride, count], ...] of all dimensions."""
@@ -249,7 +249,7 @@ class TensorData(Reshaping):
 
 
 FILL = {"float": np.nan, "int": 4}
-"""What unwritten elements read as, by the kind of the dtype; it shows in no accepted result."""
+"""The value of unwritten elements, by the kind of the dtype; no accepted result shows it."""
 _WAY_OUT = "write them first (memset, dma_copy)"
 
 

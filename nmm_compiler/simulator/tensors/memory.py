@@ -4,9 +4,9 @@ A `Storage` is one allocation. Its data is a flat byte array, so that any view, 
 another dtype, is a NumPy array over the same bytes. Elements that were never written are
 tracked one by one until all are written; from then on the tracking costs nothing.
 
-The NKI compiler places on-chip tensors itself, so what has to fit is the sum over the tensors
-that are live at the same time; a tensor is live from the first to the last instruction that
-touches it. `check_capacity` is that sum, run once after the program.
+The NKI compiler places on-chip tensors itself, so the tensors that are live at the same time must
+fit together. A tensor is live from the first to the last instruction that touches it.
+`check_capacity` computes that sum once, after the program.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Storage:
     """One allocation in HBM, SBUF or PSUM.
 
     raw: the bytes (None in timing mode).
-    unwritten: bool per `granule` bytes, of what was never written or depends on what was not; None
-        when there is none. origin: of the latter, which unwritten elements were read first, where.
+    unwritten: bool per `granule` bytes: never written, or dependent on unwritten elements; None
+        when there are none. origin: of dependent elements, which unwritten elements were read
+        first, and where.
     """
 
     __slots__ = (
@@ -90,7 +91,7 @@ class Storage:
 
 
 def check_allocation(machine: Machine, storage: Storage) -> None:
-    """Refuse at once what can never fit, and manual addresses outside their memory."""
+    """Refuse at once an allocation that can never fit, or a manual address outside its memory."""
     target = machine.target
     partitions, size = storage.shape[0], storage.bytes_per_partition
     if (

@@ -1,7 +1,7 @@
 """Views that reorder, split, merge, repeat or drop whole dimensions of a tensor.
 
-In and out are shapes and strides; nothing moves. What has no strides of its own over the same
-elements (a reshape of a permuted view, a change of the partition dimension) is refused.
+Only shapes and strides change; no data moves. A view that strides cannot express (a reshape of a
+permuted view, a change of the partition dimension) is refused.
 """
 
 from __future__ import annotations

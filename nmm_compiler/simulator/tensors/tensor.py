@@ -42,10 +42,10 @@ class DynamicSlice:
 
 
 class Indirection:
-    """What makes a view indirect.
+    """The runtime index of an indirect view.
 
-    kind: "vector" (one index per row of dim 0), "scalar" (resolved already; kept so that views
-        know), or "columns" (tensor indirection of trn3).
+    kind: "vector" (one index per row of dim 0), "scalar" (resolved already, and kept for the checks
+        of views), or "columns" (tensor indirection of trn3).
     """
 
     __slots__ = ("column_count", "dim", "index", "kind", "step")
@@ -79,7 +79,7 @@ class NkiTensor(TensorData):
         self._array: np.ndarray | None = None
         self.special = False
 
-    # What a kernel may ask
+    # Attributes that a kernel may read
 
     @property
     def name(self) -> str:

@@ -1,9 +1,9 @@
-"""What could make a kernel faster, and by how much: computed, not guessed.
+"""Computes which changes make a kernel faster, and by how much.
 
-Each advice is an experiment. The trace of the kernel is timed again with one thing changed, as if
-its rows were 1 KiB long or its products bfloat16, and the difference of the two latencies is the
-gain. A change that no kernel can make whole (issuing without cost) gives an upper bound, and the
-advice says "at most". An experiment runs only where the timeline shows the thing at all.
+Each advice is an experiment. The trace of the kernel is timed again with one change, for example
+with rows of 1 KiB or products in bfloat16, and the difference of the two latencies is the gain. A
+change that no kernel can make completely (issuing without cost) gives an upper bound, and the
+advice says "at most". An experiment runs only where the timeline shows what it changes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
-_MOST_JOINED = 16  # DMAs: more would take long to time, for rows that nobody has
+_MOST_JOINED = 16  # DMAs: more would take long to time, and kernels have fewer
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice(Record):
-    """One thing to change. gain_us: latency that the change saves; at_most: it is a bound.
+    """One change. gain_us: latency that it saves; at_most: the gain is an upper bound.
 
     lines: the source lines that it is about.
     """
@@ -76,10 +76,11 @@ class _WideRows(DmaCosts):
 
 
 class _Joining:
-    """DMAs of one line that become one with wide rows: rows of 256 B are joined by fours.
+    """DMAs of one source line, joined to wide rows: four rows of 256 B become one.
 
-    A load takes the place of the first, a store that of the last. DMAs are not joined where that
-    would move one across another use of its memory, a barrier, or the edge of a loop.
+    A joined load has the place of the first one, a joined store that of the last. DMAs are not
+    joined where that would move one across another use of its memory, a barrier, or the edge of a
+    loop.
     """
 
     def __init__(self, trace: Trace, costs: DmaCosts) -> None:
@@ -137,7 +138,8 @@ class _Joining:
             self._join(self.open.pop(key))
 
     def _free(self, group: list[int], instruction: Instruction) -> bool:
-        """Tell whether nothing since the group began stands between it and the instruction."""
+        """Return whether the instruction can join the group: nothing since its start prevents
+        it."""
         first = group[0]
         if _is_store(instruction):
             sources = [(a.storage, at) for at in group for a in self.instructions[at].reads]
@@ -326,7 +328,7 @@ def _changed(
 
 
 def _without_work(instruction: Instruction) -> Instruction:
-    """Return an instruction with the same operands that takes no engine of the four any time."""
+    """Return an instruction with the same operands that takes no time on a compute engine."""
     return dataclasses.replace(instruction, engine="sync", op="removed", attributes={})
 
 

@@ -1,9 +1,9 @@
-"""Why each instruction of a timeline started when it did, and the chain of causes behind the end.
+"""Finds why each instruction of a timeline started at its time, and the critical path.
 
-The timing pass keeps times and no reasons. They are found again from the times: an instruction that
-did not start when its engine became free started when something else ended, plus the signal between
-the two; that something touches the same memory, or is in front of it in a queue. Nothing here
-changes a figure of the timeline.
+The timing pass keeps times and no reasons, so this module derives the reasons from the times. An
+instruction that did not start when its engine became free started when another instruction ended,
+plus the signal between the two. The other one uses the same memory, or is in front of it in a
+queue. Nothing here changes a figure of the timeline.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ WHY = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cause:
-    """What decided when an instruction started.
+    """The cause of an instruction's start time.
 
-    kind: a key of `WHY`. index: the instruction that it waited for, -1 for none. ended_us: when
-    that one was done with what was waited for. waited_us: how long the engine stood idle for it.
+    kind: a key of `WHY`. index: the instruction that it waited for, -1 for none. ended_us: when the
+    waited-for part of that one ended. waited_us: how long the engine stood idle for it.
     """
 
     kind: str
@@ -54,11 +54,12 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """A stretch of the critical path: from start_us to stop_us the end hung on this instruction.
+    """A stretch of the critical path: from start_us to stop_us the latency depends on this
+    instruction.
 
     what: "compute", "issue", "start" (a DMA's latency before bytes move), "move", "signal" (the
     semaphore from the instruction to the next), "table" or "other".
-    why: a key of `WHY`: what the instruction had waited for.
+    why: a key of `WHY`: what the instruction waited for before it started.
     """
 
     index: int
@@ -86,7 +87,7 @@ _KNOWN: dict[int, Causes] = {}  # of the timeline asked about last
 
 
 class _Ends:
-    """Instructions by the moment at which something of theirs ended."""
+    """Instructions by the moments at which a part of them ended."""
 
     __slots__ = ("pairs",)
 
@@ -165,7 +166,7 @@ class Causes:
         return self.timeline.placed.get(index, self.instructions[index].engine)
 
     def of(self, index: int) -> Cause:
-        """Return what decided when the instruction started (a DMA: when it was issued)."""
+        """Return the cause of the instruction's start (of a DMA: of its issue)."""
         instruction = self.instructions[index]
         start = self.timeline.start[index]
         if instruction.engine == "dma":
@@ -237,7 +238,8 @@ class Causes:
         index: int,
         written: bool,
     ) -> tuple[int, float] | None:
-        """Return who used the memory of `access` until just before `start`, and until when."""
+        """Return the instruction that used the memory of `access` last before `start`, and until
+        when."""
         users = ends.get(access.storage)
         if users is None:
             return None
@@ -312,7 +314,7 @@ class Causes:
             if abs(part[2] - until) < _SAME_US:
                 return part
         last = max(transfer.parts, key=lambda part: part[2])
-        if last[0] < 0:  # all engines alike: the last one runs a whole stagger later
+        if last[0] < 0:  # all engines have the same work: the last one runs a whole stagger later
             late = (self.timeline.target.dma_engines - 1) * step
             return last[0], last[1] + (late if until > last[2] + _SAME_US else 0.0), until
         return last

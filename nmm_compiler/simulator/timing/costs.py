@@ -1,4 +1,4 @@
-"""What one compute instruction costs: how long it holds its engine, and when its result is there.
+"""The cost of a compute instruction: how long it holds its engine, and when its result is ready.
 
 `(interval, latency)` in microseconds: the engine can start the next instruction after `interval`;
 a consumer waits for `latency`. The difference is the fixed pipeline overhead, which back-to-back

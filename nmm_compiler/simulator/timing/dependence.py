@@ -1,9 +1,10 @@
 """When the operands of an instruction are ready: data dependences and on-chip capacity.
 
-Every storage that is written in the trace has a `Storage`: the recent writes and reads with their
-end times. RAW, WAR and WAW wait for the other instruction on exactly overlapping regions, plus the
-time a semaphore takes when the two are on different engines. On the same engine program order
-already gives WAR and WAW: so TensorE, which reads SBUF and writes PSUM, never waits for itself.
+Every allocation that is written in the trace has a `Storage`: its recent writes and reads with
+their end times. RAW, WAR and WAW wait for the other instruction on exactly overlapping regions,
+plus the time a semaphore takes when the two are on different engines. On the same engine program
+order already gives WAR and WAW: so TensorE, which reads SBUF and writes PSUM, never waits for
+itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def wake_table(target: Target) -> list[list[float]]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Store:
-    """A DMA to HBM that was put off: nothing needs its end yet, and others can be issued first."""
+    """A DMA to HBM that is not booked yet: nothing needs its end, so other DMAs can be issued
+    first."""
 
     index: int
     instruction: Instruction
@@ -75,7 +77,7 @@ _NEVER_READ = Records()  # shared by all storages until one is read before a lat
 
 
 class Storage:
-    """What the dependence check knows of one allocation.
+    """The state of one allocation for the dependence check.
 
     end: end of the last access so far; floor: when its memory is free, negative before first use.
     """
@@ -139,7 +141,7 @@ class Dependences:
         storages, repeated = self.storages, self.repeated
         for index, instruction in enumerate(trace.instructions):
             if index in repeated:
-                if repeated[index] == index:  # dead: nobody sees its result
+                if repeated[index] == index:  # dead: nothing reads its result
                     continue
                 # the result of the earlier instruction is used instead, so it lives longer
                 earlier = trace.instructions[repeated[index]].writes[0].storage
@@ -197,7 +199,7 @@ class Dependences:
                 self._book_users(storage, access)
             when = storage.floor
             if when > 0.0:
-                # the compiler reuses memory in the order in which it dies; engines signal as ever
+                # the compiler reuses memory in the order of last uses; engines signal as usual
                 when += wake[VECTOR if engine == TENSOR else TENSOR][engine]
                 if when > ready:
                     ready = when
@@ -212,7 +214,7 @@ class Dependences:
         return ready
 
     def put_off(self, store: Store) -> None:
-        """Remember that `store` still has to be booked before its operands are touched again."""
+        """Remember that `store` has to be booked before its operands are used again."""
         for access in (*store.instruction.reads, *store.instruction.writes):
             storage = self.storages.get(access.storage)
             if storage is not None:

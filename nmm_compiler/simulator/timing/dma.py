@@ -1,9 +1,9 @@
-"""What one DMA costs: how long its queue needs to issue it, and each DMA engine to carry it.
+"""The cost of a DMA: the time its queue takes to issue it, and each DMA engine to move it.
 
 A transfer is split over the 16 DMA engines by SBUF partition, eight to an engine. Each engine
 walks its descriptors, one per contiguous run: a fixed time each plus bytes over rate, so short
-rows waste the engine. Issuing is paid per instruction by the queue that triggers it, and where the
-device itself writes the descriptors also per descriptor. Both are per instruction, however large.
+rows waste the engine. The queue that triggers a DMA takes time for each instruction and, where the
+device itself writes the descriptors, for each descriptor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DmaCost:
 
     shares: (engine, microseconds) of every engine that carries a part.
     uniform_us: the share of each engine when all carry the same, else 0.
-    tail_us: from the end of the last engine's work to the data being there, free of occupancy.
-    gpsimd_us: what writing the descriptors takes of GpSimd.
+    tail_us: from the end of the last engine's work until the data is there; no engine is busy then.
+    gpsimd_us: the time of GpSimd to write the descriptors.
     """
 
     read_bytes: int
@@ -63,7 +63,7 @@ class DmaCosts:
         self._memory: dict[tuple[object, ...], DmaCost] = {}
 
     def cost(self, instruction: Instruction) -> DmaCost:
-        """Return what `instruction` (any op of engine "dma") costs."""
+        """Return the cost of `instruction` (any op of engine "dma")."""
         attributes = instruction.attributes
         mode = attributes.get("dge_mode")
         transpose = bool(attributes.get("transpose"))
@@ -80,7 +80,7 @@ class DmaCosts:
         known = self._memory.get(key)
         if known is None:
             known = self._compute(instruction, _plain(mode), transpose, _plain(issuer))
-            if together is not None:  # a queue of its own, for as long as is published
+            if together is not None:  # a queue of its own, for the published time
                 known = dataclasses.replace(
                     known, queue="collectives", issue_us=float(str(together)), shares=((0, 0.0),),
                     uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,

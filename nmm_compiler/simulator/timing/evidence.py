@@ -1,8 +1,8 @@
-"""How far off predictions are: the errors on kernels that were held out, and what they hold for.
+"""The errors of predictions on held-out kernels, and the constants for which they are valid.
 
 `held_out.json` beside this file is written by `benchmarks/timing_points.py --write` together with
 the tables of docs/timing.md: the errors by class, and the hash of the constants that they were
-printed with. A constant changed since makes the figures stale; a test recomputes the hash.
+printed with. If a constant has changed since, the figures are stale; a test recomputes the hash.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CONSTANTS = {
     "repeats": ("_DISTANCE",),
 }
 
-# Numbers of a target that no prediction of one kernel on one core depends on: what instructions
-# may do, and what sizes of tiles, models and groups of cores are checked against. A field that is
-# not named here counts.
+# Fields of a target that no prediction of one kernel on one core depends on: rules for
+# instructions, and limits for tiles, models and groups of cores. The hash covers every field that
+# is not named here.
 NOT_OF_TIMING = frozenset({
     "absent_forms", "absent_instructions", "collective_points", "dma_queues_per_engine",
     "dma_transposes", "hbm_bytes", "matmul_adds_to_written_psum", "matmul_bfloat16_sums",

@@ -1,22 +1,21 @@
-"""Loads that the NKI Beta 1 compiler dropped: a tile that holds what an earlier tile holds.
+"""Finds loads that the NKI Beta 1 compiler dropped, because an earlier tile has the same data.
 
-Beta 1 kernels load inside of their innermost loops and leave the rest to the compiler, which
-hoisted and deduplicated loads as far as SBUF allowed. How far is not documented; this rule stands
-for it:
+Beta 1 kernels load inside of their innermost loops. Their compiler hoisted and deduplicated loads
+as far as SBUF allowed. How far is not documented; this rule approximates it:
 
 1. A tile is reusable when nothing fills it but loads of kernel inputs (and constants before them),
    and nothing writes it after its first reader.
 2. A later tile with the same loads takes the earlier one's data, if SBUF can hold the earlier tile
-   until then: at no instruction may the live tiles together pass half of it. The other half is
-   what loads need to run ahead of their readers; kept tiles that fill it cost more than they save.
+   until then: at no instruction may the live tiles together pass half of it. Loads need the other
+   half to run ahead of their readers; kept tiles that fill it cost more than they save.
 3. A fill whose every byte is loaded over before a reader comes is dropped as dead.
 
 Evidence: trn1 times of a bf16 product, K 8192, M 4096, N 8192, published with ucb-bar/autocomp.
 With both loads innermost it took 20,990 us; this simulator says 23,160 as written and 16,795
 reused. In groups of 4 x 2 it took 8,070 us; 6,590 and 6,232 here. A group of 1 x 2 took longer
 (28,680 us) than none: the compiler lost a reuse. Over further bf16 points charging each load as it
-is written misses by up to +364 %, charging each tile once by -6 to +29 %. So the compiler stood
-between "as_written" and "reused", and `simulate(..., loads=...)` shows either.
+is written misses by up to +364 %, charging each tile once by -6 to +29 %. So the compiler was
+between "as_written" and "reused", and `simulate(..., loads=...)` takes either.
 """
 
 from __future__ import annotations

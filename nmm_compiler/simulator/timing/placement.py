@@ -1,7 +1,7 @@
-"""Where the compiler puts what a kernel leaves open: engines, and tiles that pass through PSUM.
+"""The compiler's choices: engines that a kernel leaves open, and tiles that it puts into PSUM.
 
-Neither is documented beyond "the compiler selects the best engine"; both rules are what public
-device profiles show of kernels that leave the choice to it.
+The documentation says only "the compiler selects the best engine". Both rules are taken from public
+device profiles of kernels that leave the choice to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SCALAR_PAIRS = frozenset({("multiply", "add"), ("multiply", None), ("add", None
 
 
 def scalar_can(instruction: Instruction) -> bool:
-    """Tell whether the kernel left the engine open and ScalarE can do it.
+    """Return whether the kernel left the engine open and ScalarE can run the instruction.
 
     ScalarE copies, multiplies by a number or a column, adds one, or does both.
     """

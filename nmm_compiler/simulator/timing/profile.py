@@ -1,4 +1,4 @@
-"""Profile: what a simulated run cost, in one record with the figures of AWS's profiler.
+"""Profile: the cost of a simulated run, in one record with the figures of AWS's profiler.
 
 Made from a timeline, or straight from a trace. A profile is a plain record (JSON both ways); the
 timeline behind it stays attached in memory for `to_chrome_trace`. Every figure is simulated.
@@ -58,7 +58,7 @@ class Profile(Shown, Record):
         ones on the device, whose body counts once.
     loads: "as_written", or "reused" when repeated loads were dropped (timing/load_reuse.py).
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
-    unmodelled: effects that this run has and the model does not know, one sentence each.
+    unmodelled: effects in this run that the model does not include, one sentence each.
 
     Raises ImpossibleProfileError for a latency that TensorE's peak, or the bandwidth of HBM, does
     not allow: neither mfu nor mbu can be above the limit of what was multiplied and moved.
@@ -107,7 +107,7 @@ class Profile(Shown, Record):
 
     @property
     def error_band(self) -> ErrorBand:
-        """How far off predictions of this class were on published kernels that were held out."""
+        """The errors of predictions for published kernels of this class that were held out."""
         return bands()[kernel_class(self.engine_busy_us)]
 
     @property
@@ -123,14 +123,15 @@ class Profile(Shown, Record):
         return write_chrome_trace(self.timeline, path)
 
     def by_line(self) -> tuple[shares.Share, ...]:
-        """Return the source lines, the one on which most of the latency hangs first.
+        """Return the source lines, the one with the largest part of the critical path first.
 
         Raises TimelineMissingError, as do the methods below.
         """
         return shares.by_line(self.timeline)
 
     def by_instruction(self) -> tuple[shares.Share, ...]:
-        """Return the kinds of instructions, the one on which most of the latency hangs first."""
+        """Return the kinds of instructions, the one with the largest part of the critical path
+        first."""
         return shares.by_instruction(self.timeline)
 
     def critical_path(self) -> tuple[Step, ...]:
@@ -146,7 +147,7 @@ class Profile(Shown, Record):
         return advise(self.timeline)
 
     def summary(self) -> str:
-        """Return one line: latency, roofline, utilization, bytes, memory, how far off it may be."""
+        """Return one line: latency, roofline, utilization, bytes, memory, likely error."""
         share = self.roofline_us / self.latency_us if self.latency_us else 1.0
         loads = f", loads {self.loads}" if self.loads != "as_written" else ""
         return (
@@ -229,7 +230,7 @@ class Profile(Shown, Record):
         return [*self.parts(), *([Section("source", self.source())] if found else [])]
 
     def report(self) -> list[Part]:
-        """Return all there is to see: `parts_with_advice` and the source lines."""
+        """Return everything for a page: `parts_with_advice` and the source lines."""
         return [*self.parts_with_advice(), Section("source", self.source())]
 
     def __repr__(self) -> str:
@@ -318,7 +319,7 @@ def profile_timeline(timeline: Timeline) -> Profile:
 
 
 def _unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Yield what could matter to this run and is not modelled."""
+    """Yield the effects that may matter to this run and are not modelled."""
     trace, target = timeline.trace, timeline.target
     if timeline.sbuf_overflow_bytes:
         yield (

@@ -1,4 +1,5 @@
-"""What a profile shows: figures, why engines wait, the roofline, the timeline, the source lines."""
+"""The parts of a profile: figures, why engines wait, the roofline, the timeline, the source
+lines."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _LEAST_SHARE = 0.005
 
 
 def engine_table(found: Timeline) -> Grid:
-    """Return how long each engine works, and what it waits for when it does not."""
+    """Return how long each engine works, and what it waits for."""
     waiting = waits(found)
     total = found.latency_us or 1.0
     rows = []
@@ -50,7 +51,7 @@ def _why(kind: str) -> str:
 
 
 def instruction_table(found: Timeline) -> Grid:
-    """Return the kinds of instructions, those on which most of the latency hangs first."""
+    """Return the kinds of instructions, those with the largest part of the critical path first."""
     shares = [s for s in by_instruction(found) if s.path_us or s.engine_us]
     rows = [
         (s.name, ENGINE_NAMES[s.engine], f"{s.instructions:,}", f"{s.engine_us:.2f}",
@@ -62,7 +63,7 @@ def instruction_table(found: Timeline) -> Grid:
 
 
 def advice_table(advice: Sequence[Advice]) -> Part:
-    """Return what would save time, the largest gain first."""
+    """Return the advice, the largest gain first."""
     if not advice:
         return Line("none of the changes that were tried saves half a percent", "note")
     rows = [
@@ -130,7 +131,7 @@ def _figures(share: Share) -> tuple[str, ...]:
 
 
 def line_table(found: Timeline) -> Grid:
-    """Return the source lines on which most of the latency hangs."""
+    """Return the source lines with the largest parts of the critical path."""
     rows = []
     for share in by_line(found)[:_LINES_IN_TEXT]:
         text = linecache.getline(share.file, share.line).strip() or share.name

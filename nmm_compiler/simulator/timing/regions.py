@@ -1,10 +1,10 @@
-"""Which earlier accesses does a region touch: exact overlap of strided regions, per storage.
+"""Finds the earlier accesses that a region overlaps: exact overlap of strided regions.
 
 An access is a set of bytes: a partition range, a byte range and a strided pattern inside it.
 Bounding ranges are compared first; only when they intersect and one side has holes are the
-patterns themselves compared. The hard idea: a kernel that tiles one HBM tensor writes thousands of
-interleaved regions, so the records of a storage are kept in a grid of its rows and columns, and a
-comparison of two patterns at one distance is remembered.
+patterns themselves compared. A kernel that tiles one HBM tensor writes thousands of interleaved
+regions. So the records of a storage are kept in a grid of its rows and columns, and the comparison
+of two patterns at one distance is cached.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def overlaps(first: Access, second: Access) -> bool:
 
 
 def _covers(new: Access, new_dense: bool, old: Access) -> bool:
-    """Tell whether `new` surely touches every byte that `old` touches."""
+    """Return whether `new` surely touches every byte that `old` touches."""
     if new.partition_start > old.partition_start or new.partition_stop < old.partition_stop:
         return False
     if new_dense:

@@ -1,11 +1,10 @@
-"""Things that are used by one at a time: a slot list with gaps, and the on-chip memory pools.
+"""Exclusive resources: slot lists with gaps, and the on-chip memory pools.
 
-The NKI compiler reorders instructions within their dependences, above all it hoists loads. A
-`Slots` models that for DMA queues and DMA engines: work is offered in program order, and work that
-is ready early takes a gap which earlier work, still waiting for its operands, left open.
-A `Pool` bounds how far loads can run ahead: a tensor allocated afresh has storage of its own, so
-nothing but the capacity of its memory makes its first write wait, namely until the oldest dead
-tensors that free enough bytes have really been used for the last time.
+The NKI compiler reorders instructions within their dependences; above all it hoists loads. A
+`Slots` models that for DMA queues and DMA engines: it gets work in program order, and work that is
+ready early takes a gap that earlier work, which waits for its operands, has left open. A `Pool`
+limits how far loads can run ahead. A new tensor has storage of its own, so only the capacity of the
+memory delays its first write: until the last use of the oldest dead tensors that free enough bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Slots:
         return twin
 
     def close(self, when: float) -> None:
-        """Let nothing be booked before `when`: neither in a gap nor at the end."""
+        """Forbid bookings before `when`, in a gap or at the end."""
         self.gaps.clear()
         if when > self.tail:
             self.tail = when
@@ -43,9 +42,9 @@ class Slots:
     def squeeze(self, ready: float, duration: float) -> float:
         """Book as `place` does, but in pieces if no gap is long enough; return the start.
 
-        A scheduler that fills a stall with independent work moves what follows by the difference.
-        What follows is booked already, so the work takes the idle time before it and only the
-        rest lengthens the engine's time. A stall that nothing fills stays.
+        A scheduler that fills a stall with independent work delays the instructions behind it by
+        the difference. They are booked already, so the work takes the idle time before them, and
+        only the rest lengthens the engine's time. A stall that nothing fills stays.
         """
         gaps, left = self.gaps, duration
         if not gaps or gaps[-1][1] <= ready:
@@ -97,7 +96,8 @@ class Slots:
 class Pool:
     """The bytes (per partition) of SBUF or PSUM, handed out in program order.
 
-    settle: books one store that was put off, so that it gives its source back; False if none is.
+    settle: books one store that was put off, which frees its source; returns False if there is
+    none.
     """
 
     __slots__ = ("capacity", "dead", "free", "overflow", "peak", "settle", "used")
@@ -114,8 +114,8 @@ class Pool:
     def take(self, size: int) -> float:
         """Allocate `size` bytes; return the time from which they are free (0 if never used).
 
-        A kernel whose live tensors exceed the memory gets what it asks for; `overflow` says by
-        how much. The compiler would spill or load again.
+        A kernel whose live tensors exceed the memory still gets its bytes; `overflow` counts the
+        excess. The compiler would spill or load again.
         """
         self.used += size
         self.peak = max(self.peak, self.used)

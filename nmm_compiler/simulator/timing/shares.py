@@ -12,12 +12,12 @@ from nmm_compiler.simulator.timing.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share(Record):
-    """What one source line, or one kind of instruction, takes.
+    """The time of one source line, or of one kind of instruction.
 
     name: the op; the ops of a line. engine: of its instructions, the busiest first. engine_us: time
     for which they hold their engines; a DMA counts its transfer time on one of the 16 engines, the
-    mean. path_us: the part of the latency that hangs on them, signals and waits included; over all
-    shares these add up to the latency. hbm_bytes: read and written.
+    mean. path_us: their part of the critical path, with signals and waits; the parts of all shares
+    add up to the latency. hbm_bytes: read and written.
     """
 
     file: str = ""
@@ -51,12 +51,13 @@ class _Sum:
 
 
 def by_line(timeline: Timeline) -> tuple[Share, ...]:
-    """Return the source lines, the one on which most of the latency hangs first."""
+    """Return the source lines, the one with the largest part of the critical path first."""
     return _shares(timeline, lines=True)
 
 
 def by_instruction(timeline: Timeline) -> tuple[Share, ...]:
-    """Return the kinds of instructions, the one on which most of the latency hangs first."""
+    """Return the kinds of instructions, the one with the largest part of the critical path
+    first."""
     return _shares(timeline, lines=False)
 
 
@@ -110,7 +111,8 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
 
 
 def on_the_path(timeline: Timeline, kinds: Iterable[str]) -> float:
-    """Return the microseconds of the critical path whose steps are `what`, or waited, so."""
+    """Return the microseconds of the critical path in steps of kind `what`, or that waited for
+    it."""
     wanted = set(kinds)
     path = causes_of(timeline).path()
     return sum(step.us for step in path if {step.what, step.why} & wanted)

@@ -3,9 +3,9 @@
 Engines (tensor, vector, scalar, gpsimd, sync), DMA queues and the 16 DMA engines are resources.
 Compute engines run in program order and wait for true data dependences; DMAs are issued as early
 as their operands, their queue and on-chip capacity allow, because the NKI compiler hoists loads.
-One walk over the trace in program order books every instruction; nothing iterates. Which constants
-are documented, measured or assumed is in `nmm_compiler.targets`; docs/timing.md says what is not
-modelled.
+One walk over the trace in program order books every instruction, without iterations.
+`nmm_compiler.targets` says which constants are documented, measured or assumed; docs/timing.md says
+what is not modelled.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Transfer:
 
 @dataclasses.dataclass(slots=True)
 class Timeline:
-    """When everything happened, in microseconds from the first instruction.
+    """The times of all instructions and transfers, in microseconds from the first instruction.
 
     start, end: per instruction of the trace; `end` is when its result can be used.
     interval_end: when its engine could take the next one.
@@ -107,8 +107,8 @@ def time_trace(
         order on each engine and on each queue.
     dma_costs: what DMAs cost, for experiments; by default what they cost on the target.
 
-    The garbage collector is held off meanwhile: the pass makes no cycles that matter, and scanning
-    a trace of 100,000 instructions takes longer than timing it.
+    The garbage collector is off meanwhile: the pass makes few cycles, and scanning a trace of
+    100,000 instructions takes longer than timing it.
     """
     return time_traces([trace], target, reorder=reorder, dma_costs=dma_costs)[0]
 
@@ -233,7 +233,7 @@ class _Pass:
             pass
 
     def _meet(self, index: int) -> None:
-        """Let everything wait where a turn of a loop on the device begins or ends.
+        """Make all engines wait where a turn of a loop on the device begins or ends.
 
         The hardware runs one copy of the body again, on the same tensors, and the compiler cannot
         move instructions across its edge (nki-dynamic-loops: allocated once and reused).
@@ -245,7 +245,7 @@ class _Pass:
         self._release()
 
     def _release(self) -> None:
-        """Let nothing start before the floor."""
+        """Forbid starts before the floor."""
         for slots in self.engines:
             slots.close(self.floor)
 
@@ -381,7 +381,7 @@ class _Pass:
             self._issue(store)
 
     def _settle(self) -> bool:
-        """Book the first store that was put off; tell whether there was one."""
+        """Book the first store that was put off; return whether there was one."""
         if not self.waiting:
             return False
         self._book(self.waiting[0])
@@ -436,7 +436,7 @@ class _Pass:
         return {name: _covered(found) for name, found in spans.items()}
 
     def timeline(self) -> Timeline:
-        """Sum up the walk."""
+        """Return the timeline of the walk."""
         dependences = self.dependences
         parts = [part for transfer in self.transfers for part in transfer.parts]
         moving = self.dma_engines.spans
