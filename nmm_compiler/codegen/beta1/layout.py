@@ -37,7 +37,7 @@ class _Spread(Editor):
         small = updated.body[0]
         if not isinstance(small, (cst.Assign, cst.AugAssign, cst.Expr)):
             return updated
-        if not isinstance(small.value, cst.Call):
+        if not isinstance(small.value, (cst.Call, cst.ListComp)):
             return updated
         joined = on_one_line(small)
         if 4 * self.depth + len(text(joined)) <= WIDTH:
@@ -45,9 +45,16 @@ class _Spread(Editor):
         return updated.with_changes(body=[joined.with_changes(value=_spread(joined.value))])
 
 
-def _spread(call: cst.Call) -> cst.Call:
+def _spread(call: Any) -> Any:
+    """Return a call with a line for each argument, a list comprehension with one for its `for`."""
     inner = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace("    "))
     outer = cst.ParenthesizedWhitespace(indent=True)
+    if isinstance(call, cst.ListComp):
+        return call.with_changes(
+            lbracket=cst.LeftSquareBracket(whitespace_after=inner),
+            for_in=call.for_in.with_changes(whitespace_before=inner),
+            rbracket=cst.RightSquareBracket(whitespace_before=outer),
+        )
     last = len(call.args) - 1
     args = [
         arg.with_changes(comma=cst.Comma(whitespace_after=outer if place == last else inner))

@@ -172,6 +172,8 @@ def _small_statements(body: Any) -> Iterator[Any]:
             yield from statement.body
         else:
             yield from _small_statements(statement.body)
+        if isinstance(statement, cst.If) and statement.orelse is not None:
+            yield from _small_statements(cst.IndentedBlock([statement.orelse]))
 
 
 def _step(node: Any, steps: dict[str, int]) -> int | None:

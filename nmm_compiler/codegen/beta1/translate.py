@@ -30,7 +30,6 @@ from nmm_compiler.codegen.beta1.expressions import (
     number,
     parsed,
     root,
-    same,
     subscript,
     text,
 )
@@ -447,19 +446,25 @@ def _appended(statement: Any, name: str) -> Expression | None:
 
 
 def _chosen(test: Expression, body: Any, other: Any) -> Any:
-    """Return `t = a if test else b` for an `if` whose branches make one tile each."""
-    found = []
+    """Return one tile of a shape that `test` chooses, for an `if` that makes one in each branch."""
+    made = []
     for block in (body, other):
-        small = block.body[0].body[0] if len(block.body) == 1 else None
-        if not isinstance(small, cst.Assign) or "nl.ndarray" not in text(small.value):
+        only = block.body[0] if len(block.body) == 1 else None
+        small = only.body[0] if isinstance(only, cst.SimpleStatementLine) else None
+        if not isinstance(small, cst.Assign) or not isinstance(small.value, cst.Call):
             return None
-        found.append(small)
-    one, two = found
-    if not same(one.targets[0].target, two.targets[0].target):
+        if text(small.value.func) not in ("nl.ndarray", "nl.zeros"):
+            return None
+        made.append(small)
+    one, two = made
+    shapes = [small.value.args[0] for small in made]
+    two_as_one = two.value.with_changes(args=[shapes[0], *two.value.args[1:]])
+    if text(one.with_changes(value=two_as_one)) != text(one):
         return None
-    return cst.SimpleStatementLine(
-        [one.with_changes(value=cst.IfExp(test=test, body=one.value, orelse=two.value))]
-    )
+    shape = cst.IfExp(test=test, body=shapes[0].value, orelse=shapes[1].value)
+    arguments = [shapes[0].with_changes(value=shape), *one.value.args[1:]]
+    call = one.value.with_changes(args=arguments)
+    return cst.SimpleStatementLine([one.with_changes(value=call)])
 
 
 def _without_counters(statements: Iterable[Any], counters: set[str]) -> list[Statement]:
