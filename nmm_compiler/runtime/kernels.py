@@ -19,16 +19,16 @@ from nmm_compiler.runtime import buckets
 
 _WORTH_SPLITTING_TOKENS = 128
 
-Key = tuple[Any, str]
+Key = tuple[Any, str, str]
 
 
 class Kernels:
-    """Kernels by (spec, target). Safe for several threads; each spec is built once."""
+    """Kernels by (spec, target, dialect asked for). Safe for several threads; each spec is built once."""
 
     def __init__(self) -> None:
         self._kernels: dict[Key, Any] = {}
         self._failures: dict[Key, Exception] = {}
-        self._static: set[Key] = set()
+        self._static: set[tuple[Any, str]] = set()
         self._plans: dict[Any, tuple[int, ...]] = {}
         self._lock = threading.RLock()
 
@@ -36,7 +36,7 @@ class Kernels:
         """Return the kernel of `spec`; raises what building it raised, the first time and after."""
         from nmm_compiler.codegen.build import build_kernel
 
-        key = (spec, target)
+        key = (spec, target, options.dialect)
         found = self._kernels.get(key)
         if found is not None:
             return found
@@ -55,7 +55,7 @@ class Kernels:
 
     def get_or_warn(self, spec: Any, target: str, options: Options) -> Any | None:
         """Return the kernel, or None with one warning when it cannot be built (strict raises)."""
-        known = (spec, target) in self._failures
+        known = (spec, target, options.dialect) in self._failures
         try:
             return self.get(spec, target, options)
         except CacheMissError:  # mode "require": the user wants to know, not to go on
@@ -84,7 +84,7 @@ class Kernels:
         store = Store.for_kernels(options)
         chip = targets.get(target)
         told = (options.instruction_budget, dialect_for(chip, options.dialect))
-        new = [spec for spec in specs if not self.has(spec, target)]
+        new = [spec for spec in specs if (spec, target, options.dialect) not in self._kernels]
         keys = {spec: kernel_key(spec, chip, None, *told) for spec in new}
         if store.mode == "require":
             store.require(list(keys.values()))
@@ -92,10 +92,6 @@ class Kernels:
         found = dict.fromkeys(specs, "memory")
         found.update({s: "built" if k.digest in missing else "cache" for s, k in keys.items()})
         return found
-
-    def has(self, spec: Any, target: str) -> bool:
-        """Say if the kernel is already in this process."""
-        return (spec, target) in self._kernels
 
     def keep_static(self, spec: Any, target: str) -> None:
         """Remember that a graph with exactly these shapes was compiled."""
@@ -109,7 +105,7 @@ class Kernels:
         """
         if options.buckets is None and (spec, target) in self._static:
             return (spec.m,)
-        key = (spec, target, options.buckets)
+        key = (spec, target, options.buckets, options.dialect)
         found = self._plans.get(key)
         if found is None:
             whole = buckets.bucket(spec.m, options.buckets)

@@ -235,6 +235,8 @@ class _Results:
 def best_executor() -> str:
     """Return the closest to a device that this machine has: one of EXECUTORS."""
     found = machine.probe()
+    if found.dialect == "neuronxcc":  # the rungs are written in nki
+        return "simulator"
     if found.devices and found.path in ("torchneuron", "torch-xla"):
         return "neuron"
     return "simulator" if found.nki is None or found.path == "none" else "nki_simulate"
@@ -257,6 +259,8 @@ def climb(
     executor = executor or best_executor()
     if executor not in EXECUTORS:
         raise UnknownNameError("executor", executor, EXECUTORS)
+    if executor != "simulator" and found.dialect == "neuronxcc":
+        raise NeuronSetupError(str(machine.nki_problem()))
     if executor == "neuron" and (not found.devices or found.problem):
         raise NeuronSetupError(found.problem or "no /dev/neuron* device")
     if executor == "nki_simulate" and found.path == "none":

@@ -7,13 +7,13 @@ instance type from the driver's files under /sys, the rest from the environment.
 from __future__ import annotations
 
 import glob
-import importlib.metadata
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler import targets
 from nmm_compiler.errors import NeuronSetupError
+from nmm_compiler.nki_api.installed import beta_1_version, version
 from nmm_compiler.options import logical_core_setting, platform_override
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
@@ -23,6 +23,8 @@ MINIMUM_NKI = "0.5"
 FIRST_NATIVE_TORCH_NEURONX = (2, 13)
 """TorchNeuron, with its device "neuron" and `nki_op`; before it torch-neuronx runs on torch-xla."""
 INSTALL = "pip install nki neuronx-cc torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com"
+INSTALL_BETA_1 = 'pip install "neuronx-cc==2.22.*" torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com'
+"""The last neuronx-cc with NKI Beta 1 in it, that of Neuron SDK 2.27."""
 PACKAGES = ("nki", "neuronx-cc", "torch-neuronx", "torch-xla")
 INSTANCE_TYPE = "/sys/devices/virtual/neuron_device/neuron0/info/architecture/instance_type"
 
@@ -32,7 +34,8 @@ class NeuronProbe(Record):
     """What of Neuron this machine has. Versions are None where a package is not installed.
 
     path: "torchneuron", "torch-xla", "simulate" (only nki) or "none": what executor "neuron" or
-    "nki_simulate" would use. instance: the type of the machine, as the driver spells it.
+    "nki_simulate" would use. dialect: "nki", "neuronxcc" where NKI Beta 1 is all there is, or None:
+    what kernels have to be written in to run here. instance: the type of the machine, as the driver spells it.
     target: the target that its devices are, logical_cores: physical cores of one logical core; None
     without a device. problem: what stands in the way, with the way out, or None.
     """
@@ -46,6 +49,7 @@ class NeuronProbe(Record):
     target: str | None
     logical_cores: int | None
     path: str
+    dialect: str | None
     problem: str | None
 
     def rows(self) -> list[tuple[str, str]]:
@@ -60,8 +64,16 @@ class NeuronProbe(Record):
             ("Neuron devices", found),
             *cores,
             ("Neuron path", self.path),
+            ("NKI dialect", _DIALECTS[self.dialect]),
             *([("Neuron problem", self.problem)] if self.problem else []),
         ]
+
+
+_DIALECTS = {
+    "nki": "nki",
+    "neuronxcc": "neuronxcc (NKI Beta 1, in neuronx-cc): kernels are written in it by default",
+    None: "none installed: kernels are written in nki and run in the own simulator",
+}
 
 
 def probe() -> NeuronProbe:
@@ -70,8 +82,14 @@ def probe() -> NeuronProbe:
     devices = len(glob.glob("/dev/neuron[0-9]*"))
     problem = nki_problem()
     native = _numbers(versions["torch-neuronx"]) >= FIRST_NATIVE_TORCH_NEURONX
-    if problem is not None:
+    dialect = "nki" if problem is None else None
+    if versions["nki"] is None and beta_1_version() is not None:
+        dialect = "neuronxcc"
+        problem = NATIVE_PROBLEM if native else None
+    if dialect is None:
         path = "none"
+    elif native and problem is not None:
+        path = "simulate"
     elif native:
         path = "torchneuron"
     elif versions["torch-neuronx"] is not None:
@@ -101,27 +119,42 @@ def probe() -> NeuronProbe:
         target=target.name if target else None,
         logical_cores=logical_cores(target) if devices else None,
         path=path,
+        dialect=dialect,
         problem=problem,
     )
-
-
-def version(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def nki_problem(wanted: str = MINIMUM_NKI) -> str | None:
     """Return why no kernel of NKI `wanted` can run with the installed nki, and the way out."""
     nki, neuronx_cc = version("nki"), version("neuronx-cc")
     if nki is None:
-        older = ", only the neuronxcc.nki inside neuronx-cc" if neuronx_cc else ""
-        return f"package nki is not installed{older}; run: {INSTALL}"
+        if beta_1_version() is not None:
+            return (
+                f"package nki is not installed, only NKI Beta 1 inside neuronx-cc {neuronx_cc}; "
+                f"pass options={{'dialect': 'neuronxcc'}}, or run: {INSTALL}"
+            )
+        return f"package nki is not installed; run: {INSTALL}"
     if _numbers(nki) < _numbers(wanted):
         return f"nki {nki} is installed, kernels need {wanted} or newer; run: {INSTALL} --upgrade"
     return None
+
+
+def beta_1_problem() -> str | None:
+    """Return why no kernel of NKI Beta 1 can run here, and the way out."""
+    if beta_1_version() is not None:
+        return None
+    found = version("neuronx-cc")
+    without = f"neuronx-cc {found} has no neuronxcc.nki" if found else "neuronx-cc is not installed"
+    return (
+        f"{without}, and the kernel is in dialect 'neuronxcc' (NKI Beta 1, Neuron SDK 2.27 and "
+        f"older); pass options={{'dialect': 'nki'}}, or run: {INSTALL_BETA_1}"
+    )
+
+
+NATIVE_PROBLEM = (
+    "TorchNeuron takes no kernels of NKI Beta 1, and package nki is not installed; run: "
+    f"{INSTALL}"
+)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -6,6 +6,11 @@ The only file that imports nki, torch_neuronx or torch_xla, and only when a call
     tensors on "neuron"   TorchNeuron (torch 2.13, 2.14): the kernel is registered with `nki_op`
     tensors on the CPU    `nki.simulate`, for executor "nki_simulate"
 
+A kernel in dialect "neuronxcc", NKI Beta 1, needs `neuronxcc.nki` and no package nki. On "xla" its
+`nki.jit` function is called with the tensors, as AWS has asked since it ended
+`torch_neuronx.nki_jit` (Neuron SDK 2.24); on the CPU `neuronxcc.nki.simulate_kernel` takes and gives
+NumPy arrays. TorchNeuron has no way to launch it and is refused.
+
 NKI before 0.5 lacks the views that kernels use and is refused, as is one that lacks what the kernel
 at hand needs. The first time a kernel meets a
 device it runs on random operands and is compared with the float64 reference (first_run.py); one
@@ -24,11 +29,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nmm_compiler.errors import ChangedFileError, NeuronSetupError
+from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.options import neuron_environment
@@ -42,6 +49,18 @@ def _nki(wanted: str = machine.MINIMUM_NKI) -> Any:
     if problem is not None:
         raise NeuronSetupError(problem)
     return importlib.import_module("nki")
+
+
+def _beta_1() -> Any:
+    """Import neuronxcc.nki, or raise NeuronSetupError with what to install."""
+    problem = machine.beta_1_problem()
+    if problem is not None:
+        raise NeuronSetupError(problem)
+    return importlib.import_module("neuronxcc.nki")
+
+
+def _is_beta_1(kernel: Any) -> bool:
+    return getattr(kernel, "dialect", "nki") == "neuronxcc"
 
 
 CORES = 1
@@ -62,7 +81,10 @@ def load(kernel: Any) -> Any:
     with _lock:
         found = _loaded.get(_identity(kernel))
         if found is None:
-            _nki(oldest_version(kernel.source))
+            if _is_beta_1(kernel):
+                _beta_1()
+            else:
+                _nki(oldest_version(kernel.source))
             if path.exists() and read_source(path) != kernel.source:
                 raise ChangedFileError(
                     f"{path} was changed after kernel {kernel.name} was verified; nothing of it "
@@ -82,9 +104,31 @@ def _identity(kernel: Any) -> tuple[str, str]:
 
 def simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a kernel in AWS's simulator on CPU tensors; return its results."""
+    if _is_beta_1(kernel):
+        return _simulate_beta_1(kernel, operands)
     nki = _nki()
     with _lock, neuron_environment(_target_name(kernel)):
         return _results(nki.simulate(load(kernel))(*operands))
+
+
+def _simulate_beta_1(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run a kernel of Beta 1 in its simulator, which takes NumPy arrays and gives them back.
+
+    It computes bfloat16 and fp8 in float32 (NKI known issues, SDK 2.26).
+    """
+    spec = kernel.spec
+    arrays = [
+        tensor.detach().to(torch.float32).numpy().astype(numpy_dtype(operand.dtype))
+        for tensor, operand in zip(operands, spec.inputs(), strict=True)
+    ]
+    nki = _beta_1()
+    with _lock, neuron_environment(_target_name(kernel)):
+        results = nki.simulate_kernel(load(kernel), *arrays)
+    several = results if isinstance(results, (tuple, list)) else (results,)
+    return tuple(
+        first_run.tensor(np.asarray(array).astype(numpy_dtype(result.dtype)))
+        for array, result in zip(several, spec.outputs(), strict=True)
+    )
 
 
 def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
@@ -121,6 +165,11 @@ def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def _launch_on_torchneuron(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if _is_beta_1(kernel):
+        raise NeuronSetupError(
+            f"kernel {kernel.name} is in dialect 'neuronxcc' (NKI Beta 1), which runs on torch-xla "
+            "tensors; for tensors on 'neuron' pass options={'dialect': 'nki'}"
+        )
     return _results(registered_op(kernel, len(operands))(*operands))
 
 

@@ -2,6 +2,8 @@
 
     nki.jit(fn=None, **kwargs) -> Kernel, called with tensors, `kernel[lnc](...)` for a grid
     nki.simulate(kernel) -> callable on NumPy arrays or torch tensors, same kind back
+    neuronxcc.nki.jit(func=None, mode="auto", **kwargs) -> Kernel, called with tensors (NKI Beta 1)
+    neuronxcc.nki.simulate_kernel(kernel, *args, **kwargs) -> results; NumPy arrays in and out
     torch_neuronx.nki_op(name, mutates_args) -> decorator of a typed function, a custom op back:
         while a graph is traced the function itself runs, on fake and functional tensors
     torch_neuronx.nki_hop.wrap_nki(kernel) -> callable that is a higher-order operator in a trace
@@ -114,14 +116,19 @@ class StandIns:
     simulated_for: list = field(default_factory=list)
 
 
-def install(monkeypatch, *, nki="0.6.0", torch_neuronx=None, torch_xla=None, nki_op=True):
+def install(
+    monkeypatch, *, nki="0.6.0", neuronx_cc=None, torch_neuronx=None, torch_xla=None, nki_op=True
+):
     """Put the stand-ins into sys.modules with these versions; None leaves one out."""
     seen = StandIns()
-    versions = {"nki": nki, "torch-neuronx": torch_neuronx, "torch-xla": torch_xla}
+    versions = {
+        "nki": nki, "neuronx-cc": neuronx_cc, "torch-neuronx": torch_neuronx,
+        "torch-xla": torch_xla,
+    }  # fmt: skip
     real = importlib.metadata.version
 
     def version(name):
-        if name in (*versions, "neuronx-cc"):
+        if name in versions:
             if versions.get(name) is None:
                 raise importlib.metadata.PackageNotFoundError(name)
             return versions[name]
@@ -143,6 +150,8 @@ def install(monkeypatch, *, nki="0.6.0", torch_neuronx=None, torch_xla=None, nki
 
         module.jit, module.simulate = jit, simulate
         monkeypatch.setitem(sys.modules, "nki", module)
+    if neuronx_cc is not None:
+        _install_beta_1(monkeypatch, seen)
     if torch_neuronx is not None:
         module = types.ModuleType("torch_neuronx")
         if nki_op:
@@ -171,6 +180,23 @@ def install(monkeypatch, *, nki="0.6.0", torch_neuronx=None, torch_xla=None, nki
     return seen
 
 
+def _install_beta_1(monkeypatch, seen):
+    module = types.ModuleType("neuronxcc.nki")
+
+    def jit(func=None, mode="auto", **kwargs):
+        return JitKernel(func, kwargs) if func is not None else lambda f: JitKernel(f, kwargs)
+
+    def simulate_kernel(kernel, *args, **kwargs):
+        assert all(isinstance(a, np.ndarray) for a in args), "NumPy arrays only"
+        seen.simulated_for.append(os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE"))
+        return kernel(*args, **kwargs)
+
+    module.jit, module.simulate_kernel = jit, simulate_kernel
+    monkeypatch.setitem(sys.modules, "neuronxcc", types.ModuleType("neuronxcc"))
+    monkeypatch.setitem(sys.modules, "neuronxcc.nki", module)
+    sys.modules["neuronxcc"].nki = module
+
+
 @dataclass(frozen=True)
 class StandInKernel:
     """A kernel as the build hands it over, with a file that the test wrote."""
@@ -180,14 +206,16 @@ class StandInKernel:
     target: str
     source: str
     path: Path
+    dialect: str = "nki"
 
 
 RIGHT = "(x @ u) @ v"
 
 
-def write_kernel(tmp_path, spec, body=RIGHT, name="tiny"):
+def write_kernel(tmp_path, spec, body=RIGHT, name="tiny", dialect="nki"):
     """Return a kernel of three operands whose file returns `body`."""
-    source = f"import nki\n\n\n@nki.jit\ndef {name}(x, u, v):\n    return {body}\n"
+    line = "import nki" if dialect == "nki" else "import neuronxcc.nki as nki"
+    source = f"{line}\n\n\n@nki.jit\ndef {name}(x, u, v):\n    return {body}\n"
     path = tmp_path / f"{name}.py"
     path.write_text(source)
-    return StandInKernel(name, spec, "trn2", source, path)
+    return StandInKernel(name, spec, "trn2", source, path, dialect)
