@@ -1,4 +1,4 @@
-"""DTensor: each placement row gives the full result without moving an operand first."""
+"""DTensor: each placement row of every op gives the full result without moving an operand first."""
 
 import os
 import socket
@@ -7,6 +7,69 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nmm_compiler.ops.registration import DEFINITIONS, OPS
+
+K, R, N, TOKENS = 8, 4, 12, 6
+
+
+def weight(*shape):
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    )
+
+
+def calls():
+    """Yield (op, operands, keywords): all layouts, with and without what may be left out."""
+    x, u, v, w, bias = weight(TOKENS, K), weight(K, R), weight(R, N), weight(K, N), weight(N)
+    back, deep, gate = weight(N, K), weight(2, TOKENS, K), [u, v]
+    stored = {"u_layout": "col", "v_layout": "col"}
+    ut, vt = u.t().contiguous(), v.t().contiguous()
+    yield "lowrank_matmul", (deep, u, vt), {"v_layout": "col"}
+    yield "lowrank_matmul", (deep, ut, vt, bias, w), {**stored, "scale": 0.5}
+    yield "lowrank_matmul", (x, u, v, bias), {"activation": "silu"}
+    yield "lowrank_matmul", (x.t().contiguous(), u, v), {"x_layout": "col", "out_layout": "col"}
+    yield "matmul", (x, w, bias), {}
+    yield "matmul", (deep, back), {"w_layout": "col", "out_layout": "col"}
+    both = {"activations": ["identity", "relu"]}
+    yield "lowrank_matmul_shared_x", (x, [u, u], [v, v], [None, bias]), {}
+    yield "lowrank_matmul_shared_x", (x, [u, u], [v, v], [bias, None]), both
+    layouts = {"out_layouts": ["row", "col"], **stored}
+    yield "lowrank_matmul_shared_u", (x, ut, [vt, vt], [None, bias]), layouts
+    yield "gated_mlp_up", (deep, gate, [w]), {}
+    yield "gated_mlp_up", (x, gate, gate, bias, None), {"activation": "gelu"}
+    yield "gated_mlp", (x, gate, gate, [back]), {}
+    yield "gated_mlp", (x, [w], gate, [weight(N, R), u.t().contiguous()], bias, bias, weight(K)), {}
+
+
+def problems(name, operands, keywords, mesh):
+    """Run a call at each of its rows; return what is not as the row says."""
+    from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    op, found = OPS[name], []
+    want = tree_leaves(op(*operands, **keywords))
+    rows = DEFINITIONS[name].sharding(*operands, **keywords)
+    assert len({str(row) for row in rows}) == len(rows)
+    for outs, ins in rows:
+        given = iter(p for p in ins if p is not None)
+        placed = tree_map_only(
+            torch.Tensor,
+            lambda t, given=given: distribute_tensor(
+                t, mesh, [Replicate() if isinstance(p := next(given), Partial) else p]
+            ),
+            operands,
+        )
+        with torch.no_grad(), CommDebugMode() as comm:
+            got = tree_leaves(op(*placed, **keywords))
+        said = [y.placements for y in got]
+        if said != [(out,) for out in outs] or comm.get_total_counts():
+            found.append(f"{name} {keywords} {ins}: {said}, {comm.get_total_counts()} collectives")
+        for y, right in zip(got, want, strict=True):
+            if not torch.allclose(y.full_tensor(), right, rtol=1e-12, atol=1e-11):
+                found.append(f"{name} {keywords} {ins} -> {outs}: wrong values")
+    return found
 
 
 def _worker(rank, port, results):
@@ -16,49 +79,10 @@ def _worker(rank, port, results):
     failures = []
     try:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-        from torch.distributed.tensor.debug import CommDebugMode
-
-        import nmm_compiler.ops.registration  # noqa: F401
 
         mesh = init_device_mesh("cpu", (2,))
-        torch.manual_seed(0)
-        x = torch.randn(6, 8, dtype=torch.float64)
-        u = torch.randn(8, 4, dtype=torch.float64)
-        v_stored = torch.randn(10, 4, dtype=torch.float64)
-        want = x @ u @ v_stored.t()
-        whole = Replicate()
-        rows = {
-            "replicate": (whole, whole, whole, whole),
-            "token": (Shard(0), whole, whole, Shard(0)),
-            "column": (whole, whole, Shard(0), Shard(1)),
-            "row": (Shard(1), Shard(0), whole, Partial()),
-            "rank": (whole, Shard(1), Shard(1), Partial()),
-        }
-        for name, (px, pu, pv, pout) in rows.items():
-            placed = [
-                distribute_tensor(t, mesh, [p])
-                for t, p in zip((x, u, v_stored), (px, pu, pv), strict=True)
-            ]
-            with torch.inference_mode(), CommDebugMode() as comm:
-                got = torch.ops.nmm.lowrank_matmul(*placed, v_layout="col")
-            if tuple(got.placements) != (pout,) or comm.get_total_counts():
-                failures.append(f"{name}: {got.placements}, {comm.get_total_counts()} collectives")
-            if not torch.allclose(got.full_tensor(), want, rtol=1e-12, atol=1e-12):
-                failures.append(f"{name}: wrong values")
-        bias = distribute_tensor(torch.ones(10, dtype=torch.float64), mesh, [whole])
-        placed = [
-            distribute_tensor(t, mesh, [p])
-            for t, p in zip((x, u, v_stored), (Shard(1), Shard(0), whole), strict=True)
-        ]
-        with torch.inference_mode():
-            got = torch.ops.nmm.lowrank_matmul(*placed, bias, v_layout="col")
-        if not torch.allclose(got.full_tensor(), want + 1, rtol=1e-12, atol=1e-12):
-            failures.append("a bias was added once per device")
-        with torch.inference_mode():
-            got = torch.ops.nmm.matmul(placed[0], placed[1])
-        if tuple(got.placements) != (Partial(),):
-            failures.append(f"matmul: {got.placements}")
+        for call in calls():
+            failures += problems(*call, mesh)
         dist.barrier()
     except Exception as error:  # reported to the parent, which fails the test with it
         failures.append(repr(error))
@@ -67,7 +91,7 @@ def _worker(rank, port, results):
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not built in")
-def test_five_placement_rows_on_two_ranks():
+def test_every_placement_row_of_every_op_on_two_ranks():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -80,3 +104,26 @@ def test_five_placement_rows_on_two_ranks():
     assert sorted(results.get(timeout=60) for _ in workers) == [(0, []), (1, [])]
     for worker in workers:
         worker.join(20)
+
+
+def test_every_op_has_rules_and_a_call_here():
+    assert all(op.sharding is not None for op in DEFINITIONS.values())
+    assert {name for name, *_ in calls()} == set(DEFINITIONS)
+
+
+def rows(name, *operands, **keywords):
+    return [
+        (str(outs), str(ins)) for outs, ins in DEFINITIONS[name].sharding(*operands, **keywords)
+    ]
+
+
+def test_what_is_not_linear_is_never_summed_over_devices():
+    x, u, v, w = weight(TOKENS, K), weight(K, R), weight(R, N), weight(K, N)
+    plain = rows("lowrank_matmul", x, u, v)
+    assert sum("Partial" in out for out, _ in plain) == 2
+    assert not any(
+        "Partial" in out for out, _ in rows("lowrank_matmul", x, u, v, activation="silu")
+    )
+    assert not any("Partial" in out for out, _ in rows("gated_mlp_up", x, [u, v], [w]))
+    # A base has no rank to be cut along: its x w would be added once per device.
+    assert sum("Partial" in out for out, _ in rows("lowrank_matmul", x, u, v, None, w)) == 1

@@ -23,6 +23,7 @@ from nmm_compiler.ops.operands import (
     tokens_of,
 )
 from nmm_compiler.ops.products import activate, chain
+from nmm_compiler.ops.sharding import GATED_MLP, GATED_UP, Placements, factors, placements
 
 tracing = torch._C._len_torch_dispatch_stack
 
@@ -223,6 +224,28 @@ def _lower(
     return _launches(rows, projections, biases, kw, m, transpose)
 
 
+def _placements_up(
+    x: Any, gate: Any, up: Any, gate_bias: Any = None, up_bias: Any = None, **kw: Any
+) -> Placements:
+    biases = [("bias", gate_bias, ""), ("bias", up_bias, "")]
+    return placements(x, [*factors("", gate), *factors("", up), *biases], kw, GATED_UP)
+
+
+def _placements(
+    x: Any,
+    gate: Any,
+    up: Any,
+    down: Any,
+    gate_bias: Any = None,
+    up_bias: Any = None,
+    down_bias: Any = None,
+    **kw: Any,
+) -> Placements:
+    weights = [*factors("", gate), *factors("", up), *factors("down_", down)]
+    biases = [("bias", gate_bias, ""), ("bias", up_bias, ""), ("down_bias", down_bias, "")]
+    return placements(x, [*weights, *biases], kw, GATED_MLP)
+
+
 OPS = (
     Op(
         schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor? gate_bias=None, "
@@ -231,6 +254,7 @@ OPS = (
         fake=_fake_up,
         gradient=_gradient_up,
         lower=_lower_up,
+        sharding=_placements_up,
     ),
     Op(
         schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor[] down, Tensor? gate_bias=None, "
@@ -239,5 +263,6 @@ OPS = (
         fake=_fake,
         gradient=_gradient,
         lower=_lower,
+        sharding=_placements,
     ),
 )

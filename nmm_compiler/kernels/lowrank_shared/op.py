@@ -15,6 +15,7 @@ from nmm_compiler.ops.gradients import Chain, Grads, add, back_to, inputs_first,
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.operands import check_same
 from nmm_compiler.ops.products import activate, layouts_of, linear, product
+from nmm_compiler.ops.sharding import Operand, Placements, placements
 
 
 def lowrank_matmul_shared_x(
@@ -199,6 +200,19 @@ def _launch(
     return Launch(spec, (rows, *(u for u, _ in laid_us), *(v for v, _ in flat), *given))
 
 
+def _placements_shared_x(x: Any, us: Any, vs: Any, biases: Any, **kw: Any) -> Placements:
+    firsts = [("first", u, "u_layout") for u in us]
+    return placements(x, [*firsts, *_lasts(vs, biases)], kw, results=len(vs))
+
+
+def _placements_shared_u(x: Any, u: Any, vs: Any, biases: Any, **kw: Any) -> Placements:
+    return placements(x, [("first", u, "u_layout"), *_lasts(vs, biases)], kw, results=len(vs))
+
+
+def _lasts(vs: Any, biases: Any) -> list[Operand]:
+    return [*(("last", v, "v_layout") for v in vs), *(("bias", b, "") for b in biases)]
+
+
 OPS = (
     Op(
         schema="(Tensor x, Tensor[] us, Tensor[] vs, Tensor?[] biases, *, "
@@ -207,6 +221,7 @@ OPS = (
         fake=_fake_shared_x,
         gradient=_gradient_shared_x,
         lower=_lower_shared_x,
+        sharding=_placements_shared_x,
     ),
     Op(
         schema="(Tensor x, Tensor u, Tensor[] vs, Tensor?[] biases, *, "
@@ -215,5 +230,6 @@ OPS = (
         fake=_fake_shared_u,
         gradient=_gradient_shared_u,
         lower=_lower_shared_u,
+        sharding=_placements_shared_u,
     ),
 )
