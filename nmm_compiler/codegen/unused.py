@@ -61,7 +61,7 @@ class _Sweep(Editor):
 
 
 def _is_pure(node: cst.BaseExpression) -> bool:
-    """Say whether every call is one of a function, or an allocation, without effects."""
+    """Return whether every call is one of a function, or an allocation, without effects."""
     return all(
         get_full_name_for_node(call.func) in _PURE_CALLS
         for call in nodes(node)

@@ -66,7 +66,7 @@ class Site:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a dotted module name matches a pattern.
+    """Return whether a dotted module name matches a pattern.
 
     pattern: "re:..." is a regular expression for the whole name (as in torchao); anything else is
     a glob for consecutive parts of the name: "mlp", "layers.0.*", "q_proj", "*.attention".
@@ -96,7 +96,7 @@ def as_patterns(patterns: Patterns) -> tuple[str, ...]:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Tell whether a module is transformers' Conv1D, a linear whose weight is stored [k, n]."""
+    """Return whether a module is transformers' Conv1D, a linear whose weight is stored [k, n]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 

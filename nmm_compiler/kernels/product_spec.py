@@ -83,7 +83,7 @@ class ProductSpec(KernelSpec):
         return ()
 
     def multiplies_kept(self, weight: str) -> bool:
-        """Say whether the left factor of a weight is an intermediate; else it is x."""
+        """Return whether the left factor of a weight is an intermediate; else it is x."""
         return weight.endswith("v")
 
     @property

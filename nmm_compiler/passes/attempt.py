@@ -1,8 +1,8 @@
-"""One attempt at a graph, step by step. A place that fails is dropped, and tried without.
+"""One attempt at a graph, step by step. After a fault, the next attempt leaves its place alone.
 
-A half-made emission is never mended in place: the attempt's copy of the graph is thrown away, and
-the next attempt leaves alone what failed. `careful` attempts, which follow a fault that no single
-place can be blamed for, check the graph after each emission and keep every stride where it stands.
+A half-made emission is never repaired: the attempt's copy of the graph is discarded, and the next
+attempt skips the place that failed. A `careful` attempt follows a fault that has no single place.
+It checks the graph after each emission and keeps every stride.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from nmm_compiler.passes.rules.base import Declined, Match, Rule
 
 @dataclasses.dataclass
 class Attempt:
-    """A copy of a graph being rewritten; result collects what is found in it.
+    """A copy of a graph that is being rewritten; `result` collects the findings.
 
-    path: of the graph among the graphs of higher-order operators. sources: what its placeholders
-    hold, for such a graph. odd: inputs that are tensor subclasses. mode: "quick" or "careful".
-    refused: what this and earlier attempts could not emit. rules: those at work; later: rules of a
-    user that follow, and taken_before what the rules before took of theirs. The methods are the
-    steps of `pipeline.PASSES`; what they hand on stands in the fields after `taken_before`.
-    findings: what the last step found, as lines for a dump.
+    path: of the graph among the graphs of higher-order operators. sources: the values of its
+    placeholders, for such a graph. odd: inputs that are tensor subclasses. mode: "quick" or
+    "careful". refused: what this and earlier attempts could not emit. rules: those of this attempt;
+    later: rules of a user that run after them; taken_before: places of these rules that earlier
+    rules took. The methods are the steps of `pipeline.PASSES`; the fields after `taken_before` pass
+    their results on. findings: of the last step, as lines for a dump.
     """
 
     module: fx.GraphModule
@@ -71,7 +71,7 @@ class Attempt:
 
     @property
     def built_in(self) -> bool:
-        """Say whether the rules at work are the package's own."""
+        """Return whether the rules at work are the package's own."""
         return self.faults.is_built_in(self.rules[0])
 
     def read(self) -> None:
@@ -101,7 +101,7 @@ class Attempt:
         self.findings = [*map(str, self.matches), *(f"declined: {d}" for d in declined)]
 
     def _count(self, rule: Rule) -> RuleCount:
-        """Return the count of a rule at work, begun with what rules before it took."""
+        """Return the count of a rule; it starts with the places that earlier rules took."""
         count = self.result.rules.get(rule.name)
         if count is None:
             count = RuleCount(rule.name, self.built_in)
@@ -112,7 +112,7 @@ class Attempt:
         return count
 
     def combine(self) -> None:
-        """Let rules join matches into groups, and note what is found for the report."""
+        """Let rules join matches into groups, and add the findings to the report."""
         last = next(iter(reversed(self.c.graph.nodes)))
         for rule in self.rules:
             with self.faults.guard("joining matches of the graph that ends at", last, rule):
@@ -141,7 +141,8 @@ class Attempt:
             self._note_multiplied_back(self.c, taken, self.path.rstrip("."))
 
     def emit(self) -> None:
-        """Change the graph once, and erase what nothing reads; `dropped` where a place failed."""
+        """Change the graph once, and erase nodes without readers; set `dropped` if a place
+        failed."""
         c = self.c
         read = {n for n in c.graph.nodes if n.users and is_pure(n, c.effects)}
         self.editor = Editor(c, value_key(self.module.graph), self.options)
@@ -156,7 +157,7 @@ class Attempt:
         self.findings = [f"{old.name} -> {new.name}" for old, new in replaced]
 
     def settle_strides(self) -> None:
-        """Give results the strides that the original graph gave them, where readers see them."""
+        """Restore the original strides of results whose readers depend on strides."""
         restrided = [node.name for node in self.editor.restrided]
         settle_strides(self.editor)
         self.findings = restrided
@@ -176,7 +177,7 @@ class Attempt:
         self.findings = []
 
     def _note_multiplied_back(self, c: Canonical, taken: set[fx.Node], graph: str) -> None:
-        """Say where factors are multiplied back; of their use there is nothing else to say."""
+        """Report where factors are multiplied back, instead of other refusals of their use."""
         with self.faults.guard("looking for products of factors", next(iter(c.graph.nodes))):
             found = [dataclasses.replace(d, graph=graph) for d in multiplied_back(c, taken)]
             told = {(d.at, graph) for d in found}
@@ -224,7 +225,8 @@ class Attempt:
 
 
 def _place(step: Match | Pointwise) -> tuple[str, ...]:
-    """Return the rule of a step and the names of the nodes at which it would be met again."""
+    """Return the rule of a step and the names of the nodes at which the next attempt would meet
+    it."""
     if isinstance(step, Pointwise):
         return (LAYOUT, step.node.name)
     call = step.data
@@ -248,7 +250,7 @@ def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     """Let a rule emit what replaces its match."""
     call = match.data
     new = rule.rewrite(c, match, editor)
-    if not isinstance(call, Call) or not call.unread:  # else nothing reads it in this order
+    if not isinstance(call, Call) or not call.unread:  # else it has no reader in this order
         _check_replacement(c, match.node, new)
         editor.replace(match.node, new)
     finals = [one.final for one in call.results()] if isinstance(call, Call) else [match.node]
@@ -275,7 +277,7 @@ def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:
 
 
 class _Search:
-    """What the rules have found so far, and the nodes that are taken by it."""
+    """The matches so far, and the nodes that they take over."""
 
     def __init__(self, c: Canonical) -> None:
         self.c = c
@@ -325,9 +327,10 @@ class _Search:
         return next(self.taken[n] for n in self.c.graph.nodes if n in nodes and n in self.taken)
 
     def ask_who_took(self, rule: Rule, nodes: list[fx.Node], count: RuleCount) -> None:
-        """Count the places of a rule that works later, which the rules at work have taken.
+        """Count the places of a later rule that this attempt's rules have taken.
 
-        Its rewrite will meet another graph than this one; what it raises here is only told.
+        The later rule will get another graph than this one, so its exceptions here are only
+        counted.
         """
         for node in nodes:
             try:
@@ -342,7 +345,7 @@ class _Search:
 
 
 def _checked(rule: Rule, found: Any) -> Match | Refusal | None:
-    """Return what a rule's check returned; raise TypeError for what is no answer."""
+    """Return the result of a rule's check; raise TypeError for a wrong type."""
     if isinstance(found, Match) and found.rule != rule.name:
         raise TypeError(f"check returned a match of rule {found.rule!r}; pass rule=self.name")
     if found is not None and not isinstance(found, (Match, Refusal)):

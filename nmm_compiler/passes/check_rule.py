@@ -1,6 +1,7 @@
-"""Proves a rewrite rule: random inputs through the graph before and after it, compared.
+"""Checks a rewrite rule: compares the graph before and after it on random inputs.
 
-The bound is that of `verify`: roundings of the size that the rule may move, measured in the graph.
+The bound is that of `verify`: the effect, measured in the graph, of the roundings that the rule may
+move.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def check_rule(
 
     inputs: example tensors for the parameters of a rule of two functions, in order or by name; or
     a RewriteResult or Explanation: the shapes that the rule met there, each once. A rule that is a
-    class is proved in a model: pass the `model`, and its inputs. Random numbers take the place of
+    class is checked in a model: pass the `model`, and its inputs. Random numbers take the place of
     floating-point inputs; other inputs are used as they are.
 
     Returns the largest error as a fraction of the bound, which follows from the dtype and the

@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Dump:
-    """A folder of its own for one graph, `graph000` and so on, in the folder of the option."""
+    """The folder of one graph, `graph000` and so on, in the folder of the option."""
 
     def __init__(self, directory: str | None, path: str = "") -> None:
         self._folder: Path | None = None

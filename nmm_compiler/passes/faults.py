@@ -1,9 +1,9 @@
-"""Faults of our own: an exception at one place of a graph drops that place, not the graph.
+"""Faults of this package: an exception at one place of a graph drops that place, not the graph.
 
 `Faults.guard` stands around the reading of the graph and of each node, each question to a rule, the
 layout of each region and each emission. Under `strict` it raises; otherwise the fault is kept, the
-caller goes on without the place, and `warn` says once, at the end, how to reproduce it. A rule that
-a user wrote is the user's to mend: its exceptions are raised as BrokenRuleError.
+caller goes on without the place, and `warn` says once, at the end, how to reproduce it. Exceptions
+of a user's own rule are raised as BrokenRuleError, since the user has to mend it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True)
 class Fault:
-    """An exception of ours: what was being done, for which rule, at which node of which graph."""
+    """An exception of this package: in which step, for which rule, at which node of which graph."""
 
     stage: str
     rule: str
@@ -54,22 +54,22 @@ class Faults:
         self._refused: set[tuple[str, str, str]] = set()
 
     def is_built_in(self, rule: Any) -> bool:
-        """Say whether a rule is one of the package's own."""
+        """Return whether a rule is one of the package's own."""
         return any(rule is own for own in self.built_in)
 
     @contextlib.contextmanager
     def guard(self, stage: str, node: fx.Node, rule: Any = "") -> Iterator[None]:
         """Keep an exception of the block as a fault; raise it under strict, or of a user's rule.
 
-        rule: a rule, or the name of what else is at work.
-        Raises InternalFaultError under strict, BrokenRuleError for a rule that is not built in, and
-        NoShapesError, which is the caller's to mend.
+        rule: a rule, or the name of another step. Raises InternalFaultError under strict,
+        BrokenRuleError for a rule that is not built in, and NoShapesError, which the caller has to
+        mend.
         """
         try:
             yield
         except (InternalFaultError, BrokenRuleError, NoShapesError):
             raise
-        except Exception as error:  # whatever it is, only this place is lost; `warn` tells
+        except Exception as error:  # every exception costs only this place; `warn` reports it
             if not isinstance(rule, str) and not self.is_built_in(rule):
                 raise BrokenRuleError(rule.name, node.name, error) from error
             name = rule if isinstance(rule, str) else rule.name
@@ -91,7 +91,7 @@ class Faults:
         self._refused.update((self.graph, rule, name) for name in names)
 
     def is_dropped(self, rule: str, name: str) -> bool:
-        """Say whether a rule's match at a node is to be left alone."""
+        """Return whether a rule's match at a node is to be left alone."""
         left = self._dropped | self._refused
         return any((self.graph, rule, at) in left for at in (name, ""))
 
@@ -121,7 +121,7 @@ def _command(module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any)
             "w", prefix="nmm_fault_", suffix=".py", delete=False, encoding="utf-8"
         ) as file:
             file.write(text)
-    except Exception:  # a graph that has no text, or no place to write it: the user's program has
+    except Exception:  # no text, or no place to write it: run the user's own program
         return "your program with options={'strict': True}"
     return f"python {Path(file.name)}"
 
@@ -152,7 +152,7 @@ def program_text(module: fx.GraphModule, inputs: Sequence[Any] | None, target: s
 
 
 def literal(value: Any) -> str:
-    """Return Python that makes an input like this one: its shape and dtype, random numbers."""
+    """Return Python code for an input like this one: its shape and dtype, with random numbers."""
     if isinstance(value, torch.Tensor):
         size, stride = ([_number(n) for n in part] for part in (value.shape, value.stride()))
         last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))

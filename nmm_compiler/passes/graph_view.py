@@ -1,7 +1,7 @@
 """The graph before and after a rewrite as pictures: one for each kind of match.
 
-A model repeats its layers, so that matches that differ only in where they are share a picture. It
-shows what a match took over, with what it reads and who reads it; and the call that took its place.
+A model repeats its layers, so matches that differ only in their place share a picture. It shows the
+nodes of a match with their inputs and readers, and the call that replaces them.
 """
 
 from __future__ import annotations

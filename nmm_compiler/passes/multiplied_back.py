@@ -3,8 +3,8 @@
     w = u @ v; linear(x, w)        multi_head_attention_forward(x, ..., q_proj_weight=u @ v)
 
 A module that reads the `.weight` of a low-rank layer, in place of calling the layer, makes such a
-graph. It computes more than the dense model did, and no chain is left to fuse. Each use is a
-refusal with the names of both parameters, the FLOPs that the product costs, and the way out.
+graph. It computes more than the dense model, and has no chain to fuse. Each use becomes a refusal
+with the names of both parameters, the FLOPs of the product, and the way out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Use:
 def multiplied_back(c: Canonical, taken: set[fx.Node]) -> list[Declined]:
     """Return a refusal for each pair of factors and each use of their product.
 
-    taken: nodes of matches, which are rewritten as they should be.
+    taken: nodes of matches, which are left out.
     """
     found: list[Declined] = []
     for node in c.graph.nodes:
@@ -114,7 +114,7 @@ def _is_made(c: Canonical, factor: float | Key) -> bool:
 
 
 def _refusal(c: Canonical, use: _Use, made: Key, form: Product) -> Declined | None:
-    """Return what multiplying costs, None where it costs nothing."""
+    """Return the refusal with the cost of the product, None where it costs nothing."""
     sizes = [
         [s for s, x in zip(c.shape(side) or (), labels, strict=True) if x in form.out_labels]
         for side, labels in ((form.lhs, form.lhs_labels), (form.rhs, form.rhs_labels))

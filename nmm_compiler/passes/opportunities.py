@@ -1,4 +1,4 @@
-"""What factorizing would save: the dense products of a graph with constant weights."""
+"""The dense products with constant weights in a graph, and what factorizing would save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from nmm_compiler.passes.rules.lowrank import products_at
 
 
 def _looked_up(weight: fx.Node) -> bool:
-    """Return whether an embedding reads the weight too: tied, `compress` leaves it as it is."""
+    """Return whether an embedding reads the weight too; `compress` leaves such tied weights
+    dense."""
     seen, left = set[fx.Node](), [weight]
     while left:
         node = left.pop()

@@ -1,9 +1,9 @@
-"""START HERE: the passes, in order, are the list PASSES.
+"""START HERE: the passes, in order, in the list PASSES.
 
 `run` is a pure function on a GraphModule: it works on a copy of the graph that shares the
 parameters, recurses into the graphs of higher-order operators (a shared one once), and returns a
-RewriteResult. A rule that fails leaves the caller's graph as it was; a fault of our own loses the
-place that met it (`faults`), under strict it raises.
+RewriteResult. The caller's graph never changes. A fault of this package drops only its place
+(`faults`), or raises under strict.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ RULES: tuple[Rule, ...] = (
     LowRank(),
     SharedX(),
 )
-"""The built-in rules, in the order in which they get to choose."""
+"""The built-in rules, in the order in which they are asked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A step: what it does to an attempt, and the check that raises where its result is wrong."""
+    """A step: its method of an attempt, and the check that raises where its result is wrong."""
 
     name: str
     run: Callable[[Attempt], None]
@@ -115,7 +115,7 @@ def rewrite_in_order(
     options: Options,
     order: tuple[Rule, ...],
 ) -> RewriteResult:
-    """Do the work of `run`, with just the rules in `order`."""
+    """Rewrite as `run` does, with only the rules in `order`."""
     import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 
     result = RewriteResult(graph_module, [], [], original=graph_module)
@@ -138,7 +138,7 @@ def rewrite(
     rules: Sequence[Rule | str] | None = None,
     verify: bool = False,
 ) -> RewriteResult:
-    """Rewrite a model's graph: find the low-rank chains, fuse them, say what was left and why.
+    """Rewrite a model's graph: find the low-rank chains, fuse them, report what was left and why.
 
     model_or_graph: an nn.Module or function (traced with torch.export), a GraphModule of Dynamo,
     torch.export or symbolic_trace, or an ExportedProgram. example_inputs: positional arguments as
@@ -226,7 +226,7 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """Return a module with a copy of the graph, which shares parameters and submodules.
 
-    Its code is written by `recompile`, once the passes are done.
+    `recompile` writes its code, after the passes.
     """
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
     mapping: dict[fx.Node, fx.Node] = {}
@@ -237,8 +237,8 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
         new = graph.output(value, type_expr=getattr(old, "type", None))
         new.meta = dict(old.meta)
     graph._codegen = module.graph._codegen
-    # Setting a module's graph writes and compiles its code, which the passes do once at their end:
-    # the module is made for a graph with nothing but its attributes and gets the copy as it is.
+    # Setting a module's graph compiles its code, which the passes do once at their end. So the
+    # module is made for a graph with only its attributes, and then gets the copy without that.
     attributes = fx.Graph()
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
@@ -251,7 +251,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _internal(fault: Fault) -> Declined:
-    """Return a fault of ours as a refusal, which reports show."""
+    """Return a fault of this package as a refusal, which reports show."""
     remedy = "report it with the command that the warning names"
     reason = f"a fault in nmm_compiler, {fault}"
     where = (fault.at.name, remedy, fault.at.name, module_path(fault.at), fault.graph)
@@ -259,7 +259,7 @@ def _internal(fault: Fault) -> Declined:
 
 
 class _Run:
-    """One rewrite: what all of its graphs share. A graph met twice is rewritten once."""
+    """One rewrite: the state of all its graphs. A graph that occurs twice is rewritten once."""
 
     def __init__(self, options: Options, order: tuple[Rule, ...], result: RewriteResult) -> None:
         self.options, self.order, self.result = options, order, result
@@ -276,9 +276,9 @@ class _Run:
     ) -> fx.GraphModule:
         """Return a rewritten copy of a graph and of the graphs in it.
 
-        Each attempt starts from a fresh copy. One that has to drop a place is followed by one
-        without it; a fault that no place can be blamed for, by a careful one and then by none,
-        which leaves the graph as it was.
+        Each attempt starts from a fresh copy. After an attempt that dropped a place, the next one
+        leaves that place alone. After a fault without a place comes a careful attempt. If that
+        fails too, the graph is not rewritten.
         """
         if id(original) in self.done:
             return self.done[id(original)]
@@ -361,7 +361,7 @@ def _children(
 ) -> list[Child]:
     """Return the graphs that nodes of this graph run: path, graph, inputs, sources of inputs.
 
-    A higher-order operator hands its last arguments to each of its graphs, in order.
+    A higher-order operator passes its last arguments to each of its graphs, in order.
     """
     found: dict[str, Child] = {}
     left: set[str] = set()

@@ -1,4 +1,4 @@
-"""Writes a match down as a Python script of its own: the best attachment of an issue.
+"""Writes a match as a Python script, to be attached to an issue.
 
 The nodes that the match took over become a function. The tensors that they read become its
 arguments: shapes, strides and dtypes are those of the graph, the numbers are random, so that the
@@ -66,7 +66,7 @@ def reproducer(
     copies: dict[fx.Node, fx.Node] = {}
     for node in read:
         stored = canonical.is_weight(node) and not canonical.inputs_are_weights
-        # The reader of graphs takes an argument with this prefix for a parameter.
+        # `read_graph` reads an argument with this prefix as a parameter.
         copies[node] = piece.placeholder(("p_" if stored else "") + node.name)
     for node in nodes:
         copies[node] = piece.node_copy(node, lambda n: copies[n])
@@ -102,5 +102,5 @@ def _with_views(canonical: Canonical, names: set[str]) -> list[fx.Node]:
 
 
 def _matters(reader: fx.Node) -> bool:
-    """Say whether a reader's result is read: assertions of torch.export have none."""
+    """Return whether a reader's result is read: assertions of torch.export have none."""
     return reader.op == "output" or bool(reader.users)

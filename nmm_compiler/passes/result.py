@@ -1,7 +1,7 @@
-"""What `rewrite` and `explain` hand back: the graph, the matches, the refusals, and a report.
+"""The results of `rewrite` and `explain`: the graph, the matches, the refusals, and a report.
 
-Places that differ only in where they are (the layers of a model) share a row of the report: the
-numbers of their paths become `*`.
+Matches with equal text in several layers of a model share a row of the report: the numbers of their
+paths become `*`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Opportunity:
-    """A dense product that could be factorized, and what rank `r` would save.
+    """A dense product that could be factorized, and the savings of rank `r`.
 
     r is the rank that keeps 80 % of the parameters; break_even is the first rank at which the
     factors are no smaller than the dense matrix. saved_bytes are bytes of weight read per call,
@@ -55,9 +55,9 @@ class Opportunity:
 
 @dataclass(repr=False)
 class RewriteResult(Shown):
-    """A rewritten graph and what happened to it.
+    """A rewritten graph with its matches and refusals.
 
-    graph_module is a new GraphModule that shares parameters with the original. rules: what became
+    graph_module is a new GraphModule that shares parameters with the original. rules: the outcome
     of each rule's proposals, by the rule's name.
     """
 
@@ -159,7 +159,7 @@ class RewriteResult(Shown):
         )
 
     def parts(self) -> list[Part]:
-        """Return what was fused, the layouts, what was not fused and why, what could be."""
+        """Return the fused calls, the layouts, the refusals with reasons, and the opportunities."""
         return [
             Line(self.summary(), "headline"),
             *_matches(self),
@@ -204,7 +204,7 @@ def readable(module: Any) -> str:
 
 @dataclass(repr=False)
 class Explanation(Shown):
-    """The results of every graph of a model: what would be rewritten, what not, what could be."""
+    """The results of every graph of a model: matches, refusals and opportunities."""
 
     results: list[RewriteResult]
 
@@ -270,7 +270,7 @@ def _group(rows: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
 
 
 def _places(names: Iterable[str]) -> str:
-    """Return paths in few words: numbers that differ as `*`, the first few, and how many more."""
+    """Return paths in short: differing numbers as `*`, the first few paths, and how many more."""
     patterns: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         patterns.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
@@ -313,7 +313,7 @@ def _figures(match: Match) -> tuple[str, str, str]:
 
 
 def _prices(matches: list[Match]) -> list[str]:
-    """Say what the figures are, and from how many tokens chains near break-even pay."""
+    """Return what the figures mean, and from how many tokens chains near break-even pay."""
     priced = [m for m in matches if "predicted" in m.info]
     if not priced:
         return []
@@ -329,7 +329,7 @@ def _prices(matches: list[Match]) -> list[str]:
 
 
 def pays_from(match: Match) -> str:
-    """Say from how many tokens a match near break-even pays; "" for any other."""
+    """Return from how many tokens a match near break-even pays; "" for any other match."""
     found = match.info.get("predicted")
     if found is None or found["pays_from"] in (0, 1):
         return ""
@@ -345,7 +345,7 @@ def pays_from(match: Match) -> str:
 
 
 def _layouts(result: RewriteResult) -> list[Part]:
-    """Say where transposes are left and what they cost, in elements moved per token."""
+    """Return where transposes are left and their cost, in elements moved per token."""
     calls = [m.info for m in result.rewritten if "x_layout" in m.info]
     rows = [info for info in calls if info["x_layout"] == "row"]
     turned = [choice for choice in result.layouts if choice.layout == "col"]
@@ -373,9 +373,9 @@ def _layouts(result: RewriteResult) -> list[Part]:
 
 
 def _declined(declined: list[Declined]) -> list[Part]:
-    """Say each reason once, with the nodes to blame and what would have to change."""
+    """Return each reason once, with its nodes and what would have to change."""
     groups: dict[tuple[str, str, str], list[Declined]] = {}
-    for one in reversed(declined):  # rules look from the end of the graph
+    for one in reversed(declined):  # rules search from the end of the graph
         groups.setdefault((one.rule, _without_names(one.reason), one.remedy), []).append(one)
     lines = []
     for (rule, _, remedy), found in groups.items():

@@ -1,4 +1,4 @@
-"""What became of a rule's proposals: one line for each rule, so that silence has a reason."""
+"""The outcome of each rule's proposals, so that a rule without matches has a reason."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass
 class RuleCount:
-    """How often a rule proposed a place, and what became of it.
+    """How often a rule proposed a place, and the outcomes.
 
-    refused: its own check said no, with a reason. lost: another rule, by name, had the place.
-    nearest: of a rule of two functions, the place where most of the pattern was found and what
-    differs there. failed: what the rule raised when it was asked about the graph as it came.
+    refused: the rule's own check refused, with a reason. lost: another rule, by name, took the
+    place. nearest: of a rule of two functions, the place where most of the pattern was found, and
+    the difference there. failed: the exception that the rule raised for the original graph.
     """
 
     rule: str
@@ -27,7 +27,7 @@ class RuleCount:
     failed: str | None = None
 
     def add(self, other: RuleCount) -> None:
-        """Add what became of the rule's proposals in another graph."""
+        """Add the outcome of the rule's proposals in another graph."""
         self.proposed += other.proposed
         self.matched += other.matched
         self.refused += other.refused

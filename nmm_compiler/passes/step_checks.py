@@ -1,6 +1,7 @@
-"""What must hold after each step of the pipeline; a check raises ValueError with what is wrong.
+"""Checks after each step of the pipeline; each raises ValueError that says what is wrong.
 
-A check that raises is a fault of ours: the graph is tried again with care, and else left as it was.
+A check that raises shows a fault of this package: a careful attempt follows, and if that fails, the
+graph is not rewritten.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _calls(attempt: Attempt) -> Iterator[Call]:
 
 
 def layouts_agree(attempt: Attempt) -> None:
-    """A call that reads [features, tokens] gets it; only such results have turned readers."""
+    """A call that reads [features, tokens] gets such a result; only those have transposed
+    readers."""
     results: list[Call | Pointwise] = [r for call in _calls(attempt) for r in call.results()]
     results += attempt.turned
     made: dict[Any, Call | Pointwise] = {one.final: one for one in results}
@@ -62,7 +64,7 @@ def layouts_agree(attempt: Attempt) -> None:
 
 
 def values_agree(attempt: Attempt) -> None:
-    """What took a value's place has its dtype and rank, and its sizes where both are numbers."""
+    """The replacement of a value has its dtype and rank, and its sizes where both are numbers."""
     values = attempt.c.values
     for old, new in attempt.editor.replaced.items():
         was, now = values.get(old), values.get(new)

@@ -1,10 +1,10 @@
 """Runs a graph before and after its rewrite on real inputs and raises where the results differ.
 
-What may differ is measured in the graph itself. A match may move roundings: its result gets noise
-of that size, u = half an ulp of its dtype per operation and half an ulp of float32 per term of its
+The tolerance is measured in the graph itself. A match may move roundings, so its result gets noise
+of their size, u = half an ulp of its dtype per operation and half an ulp of float32 per term of its
 contractions, times its largest element. The original runs again with the noise, and outputs may
-move by `_MARGIN` times what it moves them. So a deep or badly conditioned graph gets the tolerance
-that it needs, and a flat one none that it does not need.
+move by `_MARGIN` times what it moves them. So a deep or badly conditioned graph gets a large
+tolerance, and a flat one a small one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from nmm_compiler.errors import NoRealInputsError, VerificationError
 from nmm_compiler.passes.graph.effects import fetch_attribute, graph_writes
 from nmm_compiler.passes.rules.base import Match
 
-# The noise is drawn twice; the largest of two draws of many elements is a third below the bound at
-# most, and results may sit on one side of it where two runs are compared.
+# The noise is drawn twice; the larger of two draws of many elements is at most a third below the
+# bound, and results may be on one side of it where two runs are compared.
 _TRIALS = 2
 _MARGIN = 8.0
 _FP32_UNIT = 2.0**-24
 
 
 def is_real(value: Any) -> bool:
-    """Say whether an input holds data: no fake, no meta tensor."""
+    """Return whether an input holds data: no fake, no meta tensor."""
     if not isinstance(value, torch.Tensor):
         return True
     return type(value).__name__ != "FakeTensor" and value.device.type != "meta"
@@ -169,7 +169,7 @@ def _restored(module: fx.GraphModule, writes: bool) -> Iterator[dict[str, torch.
 
 
 def _counts(module: fx.GraphModule) -> bool:
-    """Say whether a module that the graph calls may update buffers, as batch norm does."""
+    """Return whether a module that the graph calls may update buffers, as batch norm does."""
     called = [m for m in module.modules() if not isinstance(m, fx.GraphModule)]
     return any(m.training and dict(m.named_buffers(recurse=False)) for m in called)
 

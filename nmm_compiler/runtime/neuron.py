@@ -265,7 +265,7 @@ _verdicts: dict[tuple[str, str, str], bool] = {}
 
 
 def check(kernel: Any, device: torch.device) -> bool:
-    """Say if the kernel gives right results on this kind of device, trying it the first time.
+    """Return whether the kernel gives right results on this kind of device; try it the first time.
 
     Raises NeuronSetupError when the device is not what the kernel was made for.
     """

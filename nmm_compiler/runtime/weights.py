@@ -84,7 +84,7 @@ class Packs:
 
 
 def has_own_memory(w: Tensor) -> bool:
-    """Say if `w` has a storage of its own with an address, which lazy devices' tensors lack."""
+    """Return whether `w` has a storage with an address, which tensors of lazy devices lack."""
     return w.device.type not in ("xla", "meta") and type(w) in (Tensor, torch.nn.Parameter)
 
 

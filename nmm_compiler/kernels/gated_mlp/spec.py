@@ -87,7 +87,7 @@ class GatedMLPUpSpec(ProductSpec):
         return made
 
     def multiplies_kept(self, weight: str) -> bool:
-        """Say whether the left factor of a weight is h or an intermediate; else it is x."""
+        """Return whether the left factor of a weight is h or an intermediate; else it is x."""
         return weight.startswith("down") or super().multiplies_kept(weight)
 
     def biases(self) -> dict[str, int]:

@@ -95,11 +95,11 @@ class LowRankSharedSchedule(KernelSchedule):
         return tuple(sorted(order, key=lambda j: results[j].n) if self.narrow_first else order)
 
     def holds_v(self, y: Output) -> bool:
-        """Say whether stage 2 holds v stationary for this result."""
+        """Return whether stage 2 holds v stationary for this result."""
         return y.layout == "col" or (self.v_stationary and self._turns(y))
 
     def _turns(self, y: Output) -> bool:
-        """Say whether a "row" result can come out with v stationary: whole tiles, no bias."""
+        """Return whether a "row" result can come out with v stationary: whole tiles, no bias."""
         panel = min(self.v.block, y.n)
         return panel % 128 == 0 and y.n % panel % 128 == 0 and not y.bias
 

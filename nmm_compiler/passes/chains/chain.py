@@ -1,7 +1,7 @@
-"""Two products with constant matrices and only foldable things between: the low-rank chain.
+"""The low-rank chain: two products with constant matrices, and only foldable steps between.
 
-`steps` says what may stand between, `read_chain` joins the two products. `epilogue` reads what
-comes after the products, `safety` says what forbids moving them.
+`steps` reads the steps between, `read_chain` joins the two products, `epilogue` reads the steps
+after the products, and `safety` refuses chains that must not move.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class Chain:
 
     out is the value the chain ends at, out_dims its dimensions over the tokens of `first`. base is
     a dense product of the same x that is added (LoRA). addend is the addmm input, with its factor,
-    which stays outside of the kernel.
-    inplace is the in-place sum that `base` was written into, if it was one. more are further chains
-    of the same x that are added (several adapters); their factors are joined along the rank.
-    per_token are factors from between the products that commute with the second: they multiply the
-    result, and nothing of it is part of the kernel then.
+    which stays outside of the kernel. inplace is the in-place sum that `base` was written into, if
+    any. more are further chains of the same x that are added (several adapters); their factors are
+    joined along the rank. per_token are factors from between the products that commute with the
+    second one: they multiply the result, and then the kernel has no epilogue.
     """
 
     first: Stage
@@ -86,7 +85,7 @@ class Chain:
 def read_chain(
     c: Canonical, key: Key, form: Product, inputs: bool = False
 ) -> Chain | Refusal | None:
-    """Read the low-rank chain that ends at a product; None when nothing suggests one.
+    """Read the low-rank chain that ends at a product; None without a sign of one.
 
     inputs: factors may be inputs of the graph, like x.
     """
@@ -112,7 +111,7 @@ def read_chain(
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
         if not (inputs or any(_is_made_of_weights(c, side) for side in (inner.lhs, inner.rhs))):
-            continue  # the product behind is one of two activations, as in attention
+            continue  # the product behind multiplies two activations, as in attention
         found = join_stages(c, second, walk, inner, computed=inputs)
         if isinstance(found, Chain):
             if inputs and part_of_one(found.first.x) is not None:
@@ -131,7 +130,8 @@ def _feeds_product(c: Canonical, key: Key) -> bool:
 
 
 def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key) -> Refusal | None:
-    """Say why a product whose `weight` is no constant is no link of a chain, if that is news."""
+    """Return why a product whose `weight` is no constant is in no chain, or None for plain
+    cases."""
     for key in (weight, data):
         owner = owner_of(key)
         if owner in c.derived and _products_behind(c, key):
@@ -185,7 +185,7 @@ def _is_made_of_weights(c: Canonical, key: Key) -> bool:
 
 
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
-    """Return the refusal when only what it names lies between two products that are low-rank.
+    """Return the refusal if only the refused step lies between two products that are low-rank.
 
     Behind a residual sum, a rotary embedding or an attention stand other layers of the model.
     """

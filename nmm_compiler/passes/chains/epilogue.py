@@ -1,4 +1,5 @@
-"""What follows a chain and fits its kernel: constant bias, scale and activation, in that order."""
+"""The steps after a chain that its kernel computes: constant bias, scale, activation, in this
+order."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
             pending.add(owner_of(reader))
             key = reader
             continue
-        form = c.forms.get(reader)  # none for a view of another value that asks for this one
+        form = c.forms.get(reader)  # no reader for a view of another value that names this one
         dims = views.compose(c.base(key)[1], base_dims)
         if dims is None:
             return chain

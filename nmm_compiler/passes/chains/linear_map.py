@@ -1,4 +1,4 @@
-"""One product with a constant matrix, read as a map of features: the link of every chain.
+"""Reads one product with a constant matrix as a map of features; chains consist of these.
 
 `read_stage` turns a labelled product into: data operand, a 2-D weight [k, n] as it is stored, and
 how the dimensions of the data and of the result decompose into tokens and features. Token labels
@@ -20,7 +20,7 @@ from nmm_compiler.passes.graph.views import FEATURE, Atom, Dims, Size, row_major
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant matrix: the value to pass, and whether it lies as [k, n] ("row") or [n, k].
+    """A constant matrix: the value to pass, and whether it is stored [k, n] ("row") or [n, k].
 
     factors: when given, the matrix is their product, which the graph makes at each call.
     """
@@ -33,7 +33,7 @@ class Weight:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return the 2-D shape that the kernel is handed."""
+        """Return the 2-D shape that the kernel gets."""
         return (self.k, self.n) if self.layout == "row" else (self.n, self.k)
 
     @property
@@ -64,11 +64,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something is not what a rule looks for: a code, words, the node, the way out.
+    """Why a place is no match of a rule: a code, a reason, the node, the way out.
 
-    report_even_if_superseded: it is in the report even where another rule takes the place.
-    agreed: above 0 for a place that is no match of a pattern, of which so many values agree; the
-    report shows the one with most of them, where the rule matches nothing.
+    report_even_if_superseded: the report has it even where another rule takes the place. agreed:
+    for a place that is no match of a pattern, how many of its values agree; where the rule matches
+    nothing, the report shows the place with most of them.
     """
 
     code: str
@@ -85,7 +85,8 @@ class Refusal:
 
 
 def part_of_one(key: Key) -> Refusal | None:
-    """Refuse a value inside one operation of several products: no node of the graph has it."""
+    """Refuse a value inside one operation of several products, since no node of the graph holds
+    it."""
     if not isinstance(key, Virtual) or key.attribute is not None:
         return None
     return Refusal(
@@ -123,7 +124,7 @@ def read_stage(
 ) -> Stage | Refusal:
     """Read a product as data times weight, with the weight on the given side.
 
-    computed: the weight need not be constant; what it is made of is for the caller to see.
+    computed: the weight need not be constant; the caller checks what it is made of.
     """
     x, w = (form.lhs, form.rhs) if weight_is_rhs else (form.rhs, form.lhs)
     x_labels, w_labels = form.lhs_labels, form.rhs_labels
@@ -240,7 +241,7 @@ def read_stage(
 
 
 def is_whole_feature(atoms: views.Dim, size: int) -> bool:
-    """Say whether the atoms are the feature axis, all of it, in order."""
+    """Return whether the atoms are the feature axis, all of it, in order."""
     if size == 1:
         return not atoms
     return views.coalesce(atoms) == (Atom(FEATURE, size, 1),)

@@ -1,4 +1,4 @@
-"""What a reader would call a low-rank chain though no kernel computes it: named, with the way out.
+"""Names graphs that look like low-rank chains but have no kernel, with the way out.
 
 conv2d(conv2d(x, 3x3), 1x1), patch embedding then projection, embedding then projection,
 linear(cat(h1, h2), [b1 | b2]), 1x1 convolutions with a stride
@@ -20,7 +20,7 @@ _TABLES = frozenset({"embedding"})
 
 
 def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
-    """Return why a product or a convolution is no link of the chain that it looks like."""
+    """Return why a product or a convolution is not part of the chain that it resembles."""
     if isinstance(form, Opaque):
         assert isinstance(key, fx.Node)
         call = Call(key, form.name)
@@ -63,7 +63,7 @@ def _kernel(c: Canonical, weight: object) -> tuple[int, ...] | None:
 
 
 def _pair(c: Canonical, weight: object, outputs: int) -> str:
-    """Return the kernel's size in words where it is a first factor that saves work."""
+    """Return the convolution kernel's size in words if it is a first factor that saves work."""
     kernel = _kernel(c, weight)
     if kernel is None:
         return ""

@@ -1,9 +1,9 @@
-"""What a computation is predicted to take: as one kernel, as its products one by one, and dense.
+"""Predicted times of a computation: as one kernel, as its products one by one, and dense.
 
 Rules ask at the call's token count. One call is taken unless its products one by one are predicted
 to be faster. One dense product has to be stored by the model: where it is predicted to be faster,
-the report says so, and from how many tokens low rank pays. Options(price=...) says which price of a
-kernel is asked, one of `codegen.latency.PRICES`.
+the report says so, and from how many tokens low rank pays. Options(price=...) selects the price of
+a kernel, one of `codegen.latency.PRICES`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Predicted:
     """Microseconds of one computation three ways, launches included, at a token count.
 
     price: of `codegen.latency.PRICES`. pays_from: tokens from which low rank is faster than dense,
-    of a chain near break-even; 0 where nothing is to be said, None where it is at no count. dense
-    is None for adapters on a dense weight: merged, they are a dense product.
+    of a chain near break-even; 0 for any other chain, None where low rank is faster at no count.
+    dense is None for adapters on a dense weight: merged, they are a dense product.
     """
 
     call: float
@@ -71,7 +71,7 @@ def tokens_to_judge(count: Any) -> int:
 
 
 def prices_of(spec: KernelSpec, options: Options) -> Predicted:
-    """Return what a spec is predicted to take on the target of the options."""
+    """Return the predicted times of a spec on the target of the options."""
     return _prices(spec, options.target, options.price)
 
 
@@ -90,7 +90,7 @@ def _prices(spec: KernelSpec, target: str, price: str) -> Predicted:
 
 
 def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | None:
-    """Return a refusal where x u v has no rank to speak of and one dense product is the fastest.
+    """Return a refusal where the rank of x u v is so large that one dense product is the fastest.
 
     stage: the first product, x u. r, n: features of u and of v. key: the last product.
     """

@@ -1,9 +1,9 @@
-"""Which products of x w1 w2 ... wn to make first, by cost.
+"""The cheapest order of the products x w1 w2 ... wn.
 
-A kernel takes two factors, so the row of matrices is cut once: u is the product of what stands
-left of the cut, v of what stands right, and both are made in the graph at each call. Per token the
-cut at the smallest inner dimension is best; making u and v costs the same for any number of
-tokens, so few tokens want fewer products of weights. Each product is priced as its own kernel.
+A kernel takes two factors, so the row of matrices is cut once: u is the product of the matrices
+left of the cut, v of those right of it, and the graph computes both at each call. Per token the cut
+at the smallest inner dimension is best. Making u and v costs the same for any number of tokens, so
+with few tokens fewer products of weights are best. Each product is priced as its own kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TYPICAL_TOKENS = 128
 
 @dataclass(frozen=True)
 class Cost:
-    """What products of matrices take, in microseconds.
+    """Cost of products of matrices, in microseconds.
 
     product(m, k, n): [m, k] times [k, n]. fused(m, k, r, n): ([m, k] times [k, r]) times [r, n],
     the middle kept on chip.
@@ -66,7 +66,7 @@ class Cost:
             k, r, single = ends[index]
             if index + 1 < len(ends) and single and ends[index + 1][2]:
                 n = ends[index + 1][1]
-                if r * (k + n) < k * n:  # what rule `lowrank` will find there
+                if r * (k + n) < k * n:  # rule `lowrank` will find this pair
                     total += self.fused(m, k, r, n)
                     index += 2
                     continue

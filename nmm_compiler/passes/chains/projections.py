@@ -1,7 +1,7 @@
 """A value as a projection of some x: a chain or one dense product, with its biases.
 
-What the rules for groups (LoRA, gated MLP, pairs that share x) ask: is this value a projection, and
-do two projections read the same x and lay out their tokens the same way?
+The rules for groups (LoRA, gated MLP, pairs that share x) ask two questions: is this value a
+projection, and do two projections read the same x with their tokens in the same order?
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Projection:
 
     @property
     def low_rank(self) -> bool:
-        """Say whether there are two factors."""
+        """Return whether there are two factors."""
         return len(self.weights) == 2
 
     def only_bias(self) -> bool:
-        """Say whether nothing but biases surrounds the products."""
+        """Return whether nothing but biases surrounds the products."""
         steps = (*self.middle, *self.after)
         return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
 
     def keys(self) -> list[Key]:
-        """Return the values that computing it reads."""
+        """Return the values that the projection reads."""
         steps = (*self.middle, *self.after)
         keys: list[Key] = [self.first.x, *(w.key for w in self.weights)]
         return keys + [s.key for s in steps if s.key is not None]
@@ -149,14 +149,14 @@ def features_over_base(c: Canonical, stage: Stage) -> Dim:
 
 
 def same_x(c: Canonical, one: Stage, two: Stage) -> bool:
-    """Say whether two stages read the same features of the same value."""
+    """Return whether two stages read the same features of the same value."""
     if c.base(one.x)[0] is not c.base(two.x)[0]:
         return False
     return features_over_base(c, one) == features_over_base(c, two)
 
 
 def same_tokens(c: Canonical, one: Stage, one_dims: Dims, two: Stage, two_dims: Dims) -> bool:
-    """Say whether two results lie over the tokens of the same x in the same way."""
+    """Return whether two results lie over the tokens of the same x in the same way."""
     if not same_x(c, one, two):
         return False
     left, right = over_base(c, one, one_dims), over_base(c, two, two_dims)

@@ -1,7 +1,7 @@
 """Every code of a refusal, with its meaning, the nearest miss first.
 
-The order is the rank: from a chain that only something outside of it hinders, to what is hardly a
-chain. `RewriteResult.nearest` shows, per rule, the refusal that stands first here.
+The order is the rank: first chains that only their surroundings prevent, last places that are
+hardly a chain. `RewriteResult.nearest` shows, per rule, the refusal that stands first here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CODES: dict[str, str] = {
     "activation_factor": "an activation multiplies between the products",
     "activation_addend": "an activation is added between the products",
 }
-"""Codes with a rank of their own; the further ones are equally far."""
+"""Codes with a rank of their own."""
 
 FURTHER: dict[str, str] = {
     "activations": "both operands of the product are activations",
@@ -53,7 +53,7 @@ FURTHER: dict[str, str] = {
     "weight_layout": "a weight is no plain matrix of its parameter",
     "where": "the condition of a rule of two functions does not hold",
 }
-"""Codes that are no nearer than any other: all of them, and those of users' rules, rank last."""
+"""Codes without a rank of their own: they and those of users' rules rank last."""
 
 _RANK = {code: rank for rank, code in enumerate(CODES)}
 

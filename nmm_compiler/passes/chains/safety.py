@@ -1,8 +1,8 @@
-"""Why nodes may not be replaced by one call where the last of them stands.
+"""Reasons against replacing nodes by one call at the place of the last one.
 
-`unsafe` is every reason that holds for any replacement: other users of inner values, devices,
-tensor subclasses, and what the move would cross (`crossed`: writes, edges of regions). `refuse`
-adds the dtypes of kernels. `prices.too_wide` is the reason of cost.
+`unsafe` checks the reasons against any replacement: other users of inner values, devices, tensor
+subclasses, and writes or edges of regions that the move would cross (`crossed`). `refuse` adds the
+dtypes of kernels. `prices.too_wide` checks the cost.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def refuse(
     redirected: Iterable[fx.Node] = (),
     also_final: Iterable[fx.Node] = (),
 ) -> Refusal | None:
-    """Return why these nodes may not be replaced by one kernel at `final`, None when they may.
+    """Return why these nodes may not be replaced by one kernel at `final`, or None.
 
-    Checks what `unsafe` checks, and that all operands have one dtype that kernels compute in, or
+    Checks the same as `unsafe`, and that all operands have one dtype that kernels compute in, or
     are cast to it as they are read (`casts_operands`).
     """
     keys, nodes = list(operands), list(nodes)
@@ -78,11 +78,11 @@ def refuse(
 
 
 def casts_operands(c: Canonical, nodes: Iterable[fx.Node]) -> bool:
-    """Say whether products of the nodes read operands of other dtypes than they compute in.
+    """Return whether products of the nodes read operands of other dtypes than they compute in.
 
-    Autocast does that: a product without it needs operands of one dtype. Nodes of one match stand
-    in one region, so that one product tells of all. A cast among the nodes does it too: its steps
-    between two products may compute wider than these.
+    Autocast does that; without it, a product needs operands of one dtype. Nodes of one match are in
+    one region, so one product shows it for all. So does a cast among the nodes, since steps between
+    two products may compute in a wider dtype.
     """
     for key in (key for node in nodes for key in (*c.virtuals.get(node, ()), node)):
         form = c.forms.get(key)
@@ -104,11 +104,11 @@ def unsafe(
     redirected: Iterable[fx.Node] = (),
     also_final: Iterable[fx.Node] = (),
 ) -> Refusal | None:
-    """Return why nodes may not be replaced by anything at `final`, None when they may.
+    """Return why nodes may not be replaced at `final` at all, or None.
 
     Checks other users, devices, tensor subclasses, writes and region edges crossed.
     `allowed` are writers among the nodes whose writes the caller has found harmless, `redirected`
-    are users that the caller will point elsewhere; `also_final` are further results.
+    are users that the caller will give another value; `also_final` are further results.
     """
     covered = set(nodes)
     keys = list(operands)
@@ -164,7 +164,7 @@ def unsafe(
 
 
 def in_transform(node: fx.Node) -> Refusal:
-    """Refuse what stands inside a functorch transform: an op there has no tangent, or is slow."""
+    """Refuse nodes inside a functorch transform: an op there has no tangent, or is slow."""
     return Refusal(
         "functorch",
         "the chain stands inside a functorch transform, or crosses one",

@@ -1,7 +1,7 @@
-"""What may stand between two products: numbers, vectors, diagonals, biases, a number per token.
+"""The steps allowed between two products: numbers, vectors, diagonals, biases, per-token numbers.
 
 `trace_back` walks from a product's data operand to the product that made it, through views and the
-affine steps that a kernel can absorb. What it cannot pass it returns as a refusal.
+affine steps that a kernel can absorb. It returns a refusal for any other step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float)
         return None if kind == "bias" else Step("scale", number, factor)
     dims = views.identity(shape)
     if isinstance(factor, Virtual) and factor.attribute is None:
-        factor = c.base(factor)[0]  # the vector itself, seen with more dimensions
+        factor = c.base(factor)[0]  # the vector itself, as a view with more dimensions
     return Step(kind, number, factor, tuple(dims[i] for i in positions))
 
 
@@ -88,7 +88,7 @@ def _token_step(c: Canonical, factor: Key, target: Key) -> Step | None:
 
 
 def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
-    """Explain what stands between two products."""
+    """Return a refusal that names what is between two products."""
     shown = describe(form)
     if owner_of(key) in c.effects.writers:
         return Refusal(
@@ -123,7 +123,8 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
 
 @dataclass
 class Walk:
-    """Where `trace_back` is: a base, its dimensions as the start sees them, the steps passed."""
+    """The position of `trace_back`: a base, its dimensions over those of the start, the steps so
+    far."""
 
     key: Key
     dims: Dims
@@ -176,9 +177,9 @@ _STEPS_COMPUTED_WIDER = 8
 
 
 def _is_wider_for_a_while(c: Canonical, key: Key) -> bool:
-    """Say whether a cast is one of two, to a wider dtype and back, with only steps between.
+    """Return whether a cast is one of two, to a wider dtype and back, with only steps between.
 
-    A kernel keeps the middle of a chain in float32, so that steps between are wider there too.
+    A kernel keeps the intermediate of a chain in float32, so steps between are wider there too.
     """
     for _ in range(_STEPS_COMPUTED_WIDER):
         form = c.forms[key]

@@ -1,4 +1,4 @@
-"""What the kernel of a call is predicted to take; every rule whose match is a call asks it."""
+"""The predicted times of a call; every rule whose match is a call asks for them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nmm_compiler.passes.graph.canonical import Canonical
 
 
 def predicted(c: Canonical, call: Call) -> Predicted:
-    """Return what a call is predicted to take at its token count."""
+    """Return the predicted times of a call at its token count."""
     m = tokens_to_judge(call.tokens_count())
     dtype = str(c.dtype(call.final)).removeprefix("torch.")
     return prices_of(_spec(call, m, dtype), c.options)
 
 
 def _spec(call: Call, m: int, dtype: str) -> KernelSpec:
-    """Return what the kernel of a call computes, its operands as the runtime passes them."""
+    """Return the spec of a call's kernel, with the operands that the runtime passes."""
     common: dict[str, Any] = {"m": m, "k": call.source.k, "dtype": dtype}
     if isinstance(call, LowRankCall):
         assert call.chain is not None

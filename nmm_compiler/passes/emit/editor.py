@@ -1,6 +1,6 @@
-"""The only place that changes a graph: an editor that adds nodes, with metadata, before a node.
+"""The editor, which alone changes a graph: it adds nodes, with metadata, before a node.
 
-Every new node gets the metadata of the node it stands in for and a value of its own under the
+Every new node gets the metadata of the node that it replaces and a value of its own under the
 graph's key ("example_value" in Dynamo graphs, else "val"). Rearrangements are emitted from `Dims`:
 a reshape to atoms, a permutation, a reshape to the wanted dimensions, each only when needed.
 """
@@ -23,10 +23,10 @@ from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
 aten = torch.ops.aten
-# Mark of products that a rewrite emitted to join weights: a second run leaves them alone.
+# Marks products that a rewrite emitted to join weights, so that a second run leaves them alone.
 WEIGHT_ONLY = "nmm_weight_only"
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
-# Readers that care about strides: with these a replaced value keeps the strides it had.
+# Readers that depend on strides: for these a replaced value keeps its original strides.
 STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"})
 
 
@@ -39,7 +39,7 @@ class NotEmittedError(Exception):
 
 
 class Editor:
-    """Adds nodes before `at`, which they replace in the end.
+    """Adds nodes before `at`, the node that they replace.
 
     values maps nodes to metadata tensors; new nodes enter it. `rule` marks what a rule added.
     """
@@ -48,14 +48,14 @@ class Editor:
         self.c, self.graph, self.module = c, c.graph, c.module
         self.value_key, self.options = value_key, options
         self._at: fx.Node | None = None
-        # What `at` computes in: operands of other dtypes are cast, as autocast does.
+        # The dtype in which `at` computes: other operands are cast to it, as autocast does.
         self.dtype: torch.dtype | None = None
         # Nodes that read `at`, which stand behind it, in order; `at` first.
         self._after: dict[fx.Node, None] = {}
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.raw: dict[fx.Node, Any] = {}
-        # Restore strides where they change, rather than where they are seen.
+        # Restore strides where they change, and not where a reader depends on them.
         self.careful = False
         # Results whose strides are not those of the value they replace, with that value.
         self.restrided: dict[fx.Node, torch.Tensor] = {}
@@ -110,7 +110,7 @@ class Editor:
         return self.graph.inserting_before(self.at)
 
     def _behind(self, node: fx.Node) -> None:
-        """Note a node that stands behind `at`: what reads it goes there too."""
+        """Record a node behind `at`: nodes that read it go there too."""
         if self._after and node.prev in self._after:
             self._after[node] = None
 
@@ -210,7 +210,7 @@ class Editor:
                     Refusal(
                         "unknown_sizes",
                         f"the sizes {free} and {size} of one reshape stand nowhere in the graph",
-                        self.at or near,  # `near` may be new, and goes with this attempt
+                        self.at or near,  # `near` may be a node of this attempt
                         "hand the sizes over, or reshape after the chain",
                     )
                 )
@@ -223,7 +223,7 @@ class Editor:
         return arguments
 
     def _symbolic_sizes(self) -> dict[Size, tuple[fx.Node, int | None]]:
-        """Return where each symbolic size is first held, above: a SymInt, or a dimension."""
+        """Return the first node above that holds each symbolic size: a SymInt, or a dimension."""
         found: dict[Size, tuple[fx.Node, int | None]] = {}
         for node in self.graph.nodes:
             if node is self.at:
@@ -248,7 +248,7 @@ class Editor:
         return self.call(aten.reshape.default, node, sizes, meta_value=value)
 
     def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
-        """Permute, unless the order is the natural one."""
+        """Permute, unless the order stays the same."""
         if list(order) == sorted(order):
             return node
         return self.call(aten.permute.default, node, list(order))
@@ -264,10 +264,11 @@ class Editor:
         return self.reshape(node, views.shape_of(want))
 
     def like(self, node: fx.Node, original: fx.Node) -> fx.Node:
-        """Give a value the strides that direct readers of the original rely on.
+        """Give a value the strides that direct readers of the original depend on.
 
-        Where none does, they may differ for now: `strides.settle_strides` follows them. A value
-        that is written later gets its strides here: a copy further on would miss the write.
+        Without such a reader the strides may differ for now, and `strides.settle_strides` restores
+        them where needed. A value that is written later gets its strides here, since a later copy
+        would miss the write.
         """
         new, old = self.c.values[node], self.c.values[original]
         if stride_key(new) == stride_key(old):
@@ -292,9 +293,9 @@ class Editor:
     # -- replacing ------------------------------------------------------------------------
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let every reader of `old` read `new`, with strides that they rely on.
+        """Let every reader of `old` read `new`, with the strides that they depend on.
 
-        What was added behind `old` to make `new` goes on reading `old`.
+        Nodes that were added behind `old` to compute `new` still read `old`.
         """
         if all(isinstance(self.c.values.get(node), torch.Tensor) for node in (old, new)):
             new = self.like(new, old)
@@ -320,12 +321,12 @@ class Editor:
         return gone
 
 
-# What a data-dependent size counts as where strides are put in order: longer than any other.
+# A data-dependent size, where strides are sorted: longer than any other.
 _LONG = 1 << 30
 
 
 def _magnitude(stride: Any) -> int:
-    """Return a stride as a number to sort by; a symbolic one is asked for no guard."""
+    """Return a stride as a number to sort by, without a guard on a symbolic one."""
     if not isinstance(stride, torch.SymInt):
         return int(stride)
     if stride.node.has_hint():
@@ -335,7 +336,7 @@ def _magnitude(stride: Any) -> int:
 
 
 def stride_key(value: torch.Tensor) -> tuple[Any, ...]:
-    """Return the strides that tell, those of dimensions longer than 1."""
+    """Return the strides of dimensions longer than 1, which alone matter."""
     pairs = zip(views.sizes_of(value), views.strides_of(value), strict=True)
     return tuple(stride for size, stride in pairs if size != 1)
 

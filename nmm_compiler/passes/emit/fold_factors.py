@@ -1,7 +1,7 @@
-"""Constants around the products, folded into what a kernel takes: factors, one bias, one scale.
+"""Folds constants around the products into a kernel's operands: factors, one bias, one scale.
 
-What is folded is computed by nodes of the graph, at each call, from the weights as they are: an
-updated weight is seen, and gradients reach it.
+Nodes of the graph compute the folded operands at each call from the stored weights, so they follow
+updates of a weight, and gradients reach it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Factors:
 def fold_chain(editor: Editor, chain: Chain) -> Factors:
     """Fold the steps between and after the products of a chain."""
     u, v = weight_node(editor, chain.u), weight_node(editor, chain.v)
-    plain_v = v  # the inner bias meets v without the scales that are folded into it
+    plain_v = v  # the inner bias is multiplied by v before scales are folded into v
     scale, bias = 1.0, None
 
     def absorb(steps: Sequence[Step], width: int) -> None:
@@ -113,7 +113,7 @@ def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
 
 
 def chain_bias(editor: Editor, chain: Chain) -> fx.Node | None:
-    """Emit the bias of a chain that has nothing but biases around its products."""
+    """Emit the bias of a chain that has only biases around its products."""
     bias = None
     for step in chain.middle:
         if step.kind == "bias" and step.key is not None:

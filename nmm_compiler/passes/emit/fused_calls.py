@@ -1,4 +1,4 @@
-"""Fused calls: what a match wants emitted, with the layouts still open until they are assigned."""
+"""Fused calls: the kernel call that a match emits; its layouts are assigned later."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from nmm_compiler.passes.graph.views import Dims, Size
 class Call:
     """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
 
-    unread: nothing reads the result in the graph's own order. direct: transposed views of the
-    result, with their dims, that the kernel's result is as it comes.
+    unread: no node reads the result in the graph's own order. direct: transposed views of the
+    result, with their dims, that are equal to the kernel's result.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Call:
 
     @property
     def is_whole(self) -> bool:
-        """Say whether the kernel's result is the value; else it keeps the graph's own order."""
+        """Return whether the kernel's result is the value; else it keeps the graph's own order."""
         return True
 
     def tokens_count(self) -> Size:
@@ -61,7 +61,7 @@ class Call:
         return views.product([a.size for d in self.source.tokens() for a in d])
 
     def prepare_x(self, editor: Editor) -> fx.Node:
-        """Emit the operand as the x layout wants it and fix the order of tokens."""
+        """Emit the operand in the x layout and fix the order of tokens."""
         node, source = self._resolve(editor)
         if self.x_layout == "col":
             assert self.lead is not None
@@ -72,7 +72,7 @@ class Call:
         return editor.arrange(node, source.dims, (*self.lead, feature_axis(source.k)))
 
     def _resolve(self, editor: Editor) -> tuple[fx.Node, Source]:
-        """Return the operand's node, how its dimensions lie, and set `lead`."""
+        """Return the operand's node and its dimensions, and set `lead`."""
         source, node = self.source, None
         made = editor.raw.get(owner_of(editor.c.base(source.key)[0]))
         if made is not None and made[0].out_layout == "col" and self.x_layout == "col":
@@ -96,7 +96,7 @@ class Call:
         shape = (*views.shape_of(self.lead), n)
         old = editor.c.values[self.final]
         if self.out_layout == "row" and all(isinstance(s, int) for s in shape):
-            # Fake operations are slow: the value that is replaced often is the result's too.
+            # Fake operations are slow; the replaced value often is also the result's.
             same = old.dtype == editor.c.values[x].dtype and views.sizes_of(old) == shape
             if same and views.strides_of(old) == views.row_major(shape):
                 return old
@@ -147,9 +147,9 @@ class Call:
 def settle(
     made: Any, editor: Editor, y: fx.Node, final: fx.Node, have: Dims, want: Dims
 ) -> fx.Node:
-    """Return what readers of `final` get; views that `y` is already are replaced by it.
+    """Return the value for readers of `final`; views that equal `y` are replaced by it.
 
-    made: a Call or a pointwise operation of a region, whose result `y` lies as `have`.
+    made: a Call or a pointwise operation of a region, whose result `y` has the dimensions `have`.
     """
     for value, dims in made.direct:
         editor.replace(value, editor.like(editor.arrange(y, have, dims), value))
@@ -167,7 +167,7 @@ class LowRankCall(Call):
 
     @property
     def is_whole(self) -> bool:
-        """Say whether nothing is added to the kernel's result, or multiplies it, outside of it."""
+        """Return whether nothing outside of the kernel is added to its result or multiplies it."""
         assert self.chain is not None
         return self.chain.addend is None and not self.chain.per_token
 
@@ -373,7 +373,7 @@ class GatedCall(Call):
         )
 
     def info(self) -> dict[str, Any]:
-        """Return what a report says about the call; n is what gate and up make."""
+        """Return what a report says about the call; n: output features of gate and up."""
         m = self.tokens_count()
         ranks = [p.weights[0].n if p.low_rank else 0 for p in self.gated.projections()]
         return {

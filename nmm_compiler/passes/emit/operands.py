@@ -1,4 +1,4 @@
-"""Where a call reads its x: a value, how it lies, and what it is a view or a copy of."""
+"""Which tensor a call reads as x, and in which memory order."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Source:
         return tuple(out)
 
     def is_row(self) -> bool:
-        """Say whether the value is [tokens..., k] as it is."""
+        """Return whether the value is [tokens..., k] as it is."""
         return bool(self.dims) and is_whole_feature(self.dims[-1], self.k)
 
     def is_col(self) -> bool:
-        """Say whether the value is [k, tokens] as it is."""
+        """Return whether the value is [k, tokens] as it is."""
         return (
             len(self.dims) == 2
             and is_whole_feature(self.dims[0], self.k)
@@ -48,9 +48,9 @@ class Source:
 
 
 def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> Source:
-    """Return the operand, or what it is a view or a copy of when that needs no transpose.
+    """Return the operand, or the tensor that it is a view or copy of, if that needs no transpose.
 
-    What lies below is read where the call stands, so nothing may write to it in between.
+    The call reads that tensor at its own place, so nothing may write to it in between.
     """
     here = Source(key, dims, k)
     base, inner = c.base(key)

@@ -1,10 +1,10 @@
-"""Strides of results: what sees them gets those that the graph had.
+"""Results keep the strides that the original graph gave them, where a reader depends on them.
 
-A fused call may leave its result contiguous where the model's was transposed. Readers inside the
-graph mostly do not care, but pointwise operations pass strides on, a later `view` may need them,
-and so may whoever gets a returned tensor. So the change is followed forward on fake tensors, until
-an operation makes the strides that it always made; where it reaches the output, an operation that
-fails on it, or one that cannot be run on fakes, the old strides are restored by one copy.
+A fused call may return a contiguous result where the model's was transposed. Few readers inside the
+graph depend on strides, but pointwise operations pass strides on, a later `view` may need them, and
+so may the caller that gets a returned tensor. So this pass follows the change forward on fake
+tensors, until an operation returns its original strides. Where the change reaches the output, an
+operation that fails on it, or one that cannot run on fakes, one copy restores the old strides.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nmm_compiler.passes.emit.editor import STRIDE_READERS, Editor, stride_key
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import is_contiguous
 
-# Their result is the memory order, so it has to be the graph's own. A view is no such reader: it
-# gives the same values in any order in which it is possible.
+# Their result depends on the memory order, so that has to be the original one. A view is no such
+# reader: it returns the same values in every order in which it is possible.
 _ORDER_READERS = STRIDE_READERS - {"view", "view_as"}
 
 
 def settle_strides(editor: Editor) -> int:
-    """Restore strides where they are seen; return how many copies that took."""
+    """Restore strides where readers depend on them; return the number of copies."""
     if not editor.restrided:
         return 0
     values, key = editor.c.values, editor.value_key
@@ -62,7 +62,7 @@ def _restore_here(editor: Editor, node: fx.Node, old: torch.Tensor) -> None:
 
 
 def _same_kind(old: Any, new: Any) -> bool:
-    """Say whether a change can be followed: a tensor, or several whose strides did not change."""
+    """Return whether the pass can follow: a tensor, or several whose strides did not change."""
     if isinstance(old, (tuple, list)) and isinstance(new, (tuple, list)):
         pairs = [(a, b) for a, b in zip(old, new, strict=False) if isinstance(a, torch.Tensor)]
         return all(isinstance(b, torch.Tensor) and stride_key(a) == stride_key(b) for a, b in pairs)
@@ -70,7 +70,7 @@ def _same_kind(old: Any, new: Any) -> bool:
 
 
 def _again(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Return a node's value on the strides its operands have now, None when it cannot be told."""
+    """Return a node's value for the current strides of its operands, None when it is unknown."""
     if node.op not in ("call_function", "call_method"):
         return None
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -88,5 +88,5 @@ def _again(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # what fakes cannot run
+    except Exception:  # an operation that fakes cannot run
         return None

@@ -1,10 +1,10 @@
-"""Activations that a model spells out, recognized numerically.
+"""Activations that are spelled out as several operations, recognized numerically.
 
-x * sigmoid(x), 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))), x / (1 + exp(-x)): how
-a function is written does not matter. Where elementwise operations of one value meet again, the
-expression is evaluated in float64 at a few points and compared with the functions known by name.
-Only expressions with tanh, sigmoid, erf, exp or softplus in them are tried, and only products and
-quotients can end one, so that a graph without any costs nothing.
+x * sigmoid(x), 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))), x / (1 + exp(-x)): the
+spelling does not matter. Where two elementwise expressions of one value are combined, the result is
+evaluated in float64 at a few points and compared with the known functions. Only expressions with
+tanh, sigmoid, erf, exp or softplus in them are tried, and only products and quotients can end one,
+so that a graph without any costs nothing.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ _FINGERPRINTS = {name: [f(x) for x in _POINTS] for name, f in _KNOWN.items()}
 
 
 class Spelled:
-    """What a sweep over a graph has seen of expressions that may be activations."""
+    """The expressions of a graph so far that may be activations."""
 
     def __init__(self, c: Canonical) -> None:
         self._c = c
         self._bent: set[fx.Node] = set()
 
     def visit(self, node: fx.Node, name: str) -> Activation | None:
-        """Note a node; return the activation that ends there, if one does."""
+        """Record a node; return the activation that ends there, if one does."""
         if name in _BENT:
             self._bent.add(node)
             return None
@@ -82,7 +82,7 @@ class Spelled:
         return self._read(node) if name in _ENDS else None
 
     def _read(self, end: fx.Node) -> Activation | None:
-        """Try each value that several steps read as the one that the expression is of."""
+        """Try each value that several steps read as the argument of the expression."""
         readers: dict[View, int] = {}
         order: list[fx.Node] = []
         queue = [end]
@@ -114,7 +114,7 @@ class Spelled:
         return None
 
     def _step(self, value: View) -> fx.Node | None:
-        """Return the elementwise operation that makes a value, as it is; None for any other."""
+        """Return the elementwise operation that makes a value; None for any other operation."""
         base, dims = value
         if not isinstance(base, fx.Node) or dims != views.identity(self._c.shape(base) or ()):
             return None
@@ -124,7 +124,8 @@ class Spelled:
         return base if plain and base not in self._c.effects.writers else None
 
     def _evaluate(self, end: fx.Node, root: View, steps: set[fx.Node]) -> list[float] | None:
-        """Return the values of an expression at the points of `root`; None when it is of more."""
+        """Return the values of an expression at the points of `root`; None when it has other
+        arguments."""
         c = self._c
         shape, dtype = views.shape_of(root[1]), c.dtype(root[0])
         memo: dict[View, list[float] | None] = {root: list(_POINTS)}

@@ -1,7 +1,7 @@
-"""A graph in canonical forms: what each value is, and the questions that rules ask about it.
+"""A graph in canonical forms: the form of each value, and the queries of the rules.
 
 Each node has either a form (product, scale, add, ...) or a view over the value it rearranges.
-`read_graph` fills the record; the handlers of its tables add what a node computes on its way.
+`read_graph` fills the record; the handlers of its tables add the intermediate values of a node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Handler = Callable[["Canonical", Call], Result]
 class Canonical:
     """A graph in canonical forms.
 
-    forms: form of each base value. views: for each key, (base, dims). sources: what a view is made
-    of. values: the metadata tensor of each node. options: what the user asked for. effects: writes
+    forms: form of each base value. views: for each key, (base, dims). sources: the value that a
+    view rearranges. values: the metadata tensor of each node. options: the user's. effects: writes
     and aliases. Users of fx nodes are read from the graph itself.
     """
 
@@ -50,7 +50,7 @@ class Canonical:
         self.views: dict[Key, View] = {}
         self.sources: dict[Key, Key] = {}
         self.virtuals: dict[fx.Node, list[Virtual]] = {}
-        # Further nodes that make a value, for forms that several nodes spell together.
+        # Further nodes that make a value, for forms that consist of several nodes.
         self.helpers: dict[Key, frozenset[fx.Node]] = {}
         # The activation that a node is an inner step of, where the graph spells one out.
         self.part_of: dict[fx.Node, fx.Node] = {}
@@ -63,12 +63,12 @@ class Canonical:
         self.derived: set[fx.Node] = set()
         # Tensor subclasses among the leaves, by the name of their class.
         self.subclasses: dict[fx.Node, str] = {}
-        # Those that hold a quantized weight and give it back as a plain tensor.
+        # Those that hold a quantized weight and can return it as a plain tensor.
         self.quantized: set[fx.Node] = set()
         self.trains = False
         # A graph without stored matrices has its weights among its inputs.
         self.inputs_are_weights = False
-        # Inputs that could be factors: adapters that are handed over beside x.
+        # Inputs that could be factors: adapters that are passed beside x.
         self.input_matrices: set[fx.Node] = set()
         self._shapes: dict[fx.Node, tuple[Size, ...]] = {}
         self._twins: dict[Any, list[Key]] | None = None
@@ -114,15 +114,15 @@ class Canonical:
         return self.forms[self.views[key][0]]
 
     def is_constant(self, key: Key) -> bool:
-        """Say whether the value comes from outside the graph, by nothing but views."""
+        """Return whether the value comes from outside the graph, by nothing but views."""
         return key in self.constant
 
     def is_weight(self, key: Key) -> bool:
-        """Say whether the value is a constant, or made of constants without a product."""
+        """Return whether the value is a constant, or made of constants without a product."""
         return key in self.constant or key in self.made
 
     def twins(self, key: Key) -> list[Key]:
-        """Return the products that compute the same as one does, itself among them, in order."""
+        """Return the products that compute the same as a given one, with it, in order."""
         if self._twins is None:
             self._twins = {}
             for own, form in self.forms.items():
@@ -144,7 +144,7 @@ class Canonical:
         self.views[key] = (key, views.identity(shape))
 
     def virtual(self, owner: fx.Node, label: str, form: Form, shape: tuple[Size, ...]) -> Virtual:
-        """Add a value that `owner` computes on its way."""
+        """Add an intermediate value of `owner`."""
         dtype = self.dtype(owner)
         assert dtype is not None
         key = Virtual(owner, label, shape, dtype)
@@ -161,7 +161,7 @@ class Canonical:
         return key
 
     def viewed(self, owner: fx.Node, label: str, source: Key, dims: Dims) -> Key:
-        """Add a rearrangement of `source` that `owner` makes on its way."""
+        """Add a rearrangement of `source` inside of `owner`."""
         base, inner = self.views[source]
         composed = views.compose(dims, inner)
         dtype = self.dtype(source)
@@ -177,18 +177,18 @@ class Canonical:
         return key
 
     def is_view_of(self, node: fx.Node, value: Key) -> bool:
-        """Say whether `node` rearranges `value` itself.
+        """Return whether `node` rearranges `value` itself.
 
         A node of several operands rearranges one of them at most: `w.view_as(y)` and `w.to(y)` are
-        views of w, and computations for whoever asks about y.
+        views of w, and no views of y.
         """
         key = self.sources.get(node)
         while isinstance(key, Virtual) and key in self.sources:
-            key = self.sources[key]  # a step that the node makes on its way
+            key = self.sources[key]  # an intermediate value of the node
         return key is value
 
     def through(self, key: Key) -> list[Key]:
-        """Return the value and the rearrangements below it, down to but without its base."""
+        """Return the value and the rearrangements below it, without its base."""
         seen: list[Key] = []
         while key in self.sources:
             seen.append(key)

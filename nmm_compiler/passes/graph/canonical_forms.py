@@ -1,8 +1,8 @@
-"""Canonical forms: what a node computes, whatever it is called.
+"""Canonical forms: what a node computes, for every spelling of it.
 
-The matcher sees only these. A form refers to values by key: an fx node, or a `Virtual` value that
-a node computes on the way to its own (the product inside a `linear` with bias, the first product
-of a three-operand einsum). View-like nodes have no form of their own: they are views of a base.
+The rules see only these. A form refers to values by key: an fx node, or a `Virtual`, an
+intermediate value of a node (the product inside a `linear` with bias, the first product of a
+three-operand einsum). View-like nodes have no form of their own: they are views of a base.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from nmm_compiler.passes.graph.views import Size
 class Virtual:
     """A value inside a node: it has a shape and a dtype, and exactly one reader, its owner.
 
-    attribute and tensor are set for a parameter of a called module: where a `get_attr` finds it.
+    attribute and tensor are set for a parameter of a called module: the path for `get_attr`, and
+    its tensor.
     """
 
     __slots__ = ("attribute", "dtype", "label", "owner", "shape", "tensor")
@@ -38,7 +39,7 @@ class Virtual:
 
     @property
     def name(self) -> str:
-        """Return the owner's name with the part that this is."""
+        """Return the owner's name with the name of this part."""
         return f"{self.owner.name}.{self.label}"
 
     def __repr__(self) -> str:

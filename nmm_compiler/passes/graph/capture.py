@@ -1,4 +1,4 @@
-"""From what users hand over to GraphModules: modules, functions, exported programs, Dynamo graphs.
+"""Makes GraphModules of users' modules, functions, exported programs and Dynamo graphs.
 
 `to_graph` gives the one graph that `rewrite` works on; `all_graphs` runs a model under
 `torch.compile` and collects every graph that Dynamo makes of it, graph breaks included.
@@ -20,7 +20,7 @@ _NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph to rewrite; program is the ExportedProgram that it came from, when it did."""
+    """A graph to rewrite; program: the ExportedProgram that it came from, or None."""
 
     module: fx.GraphModule
     inputs: Sequence[Any] | None
@@ -46,7 +46,7 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def to_graph(model: Any, example_inputs: Any) -> Captured:
     """Return the one graph of a model.
 
-    GraphModules are taken as they are. ExportedPrograms are unlifted (`program.module()`). Other
+    GraphModules are used unchanged. ExportedPrograms are unlifted (`program.module()`). Other
     modules and functions go through torch.export, which needs example_inputs.
     Raises CaptureError for anything else, and when torch.export cannot make one graph.
     """
@@ -105,8 +105,8 @@ def all_graphs(
         graphs.append((module, inputs))
         return module.forward
 
-    # Past its limits Dynamo runs the code uncompiled and no graph would come: a model class that
-    # was explained, or compiled, eight times would look as if it had none.
+    # Past its limits Dynamo runs the code uncompiled: a model class that was explained, or
+    # compiled, eight times would seem to have no graph.
     limits = {"recompile_limit": _NO_LIMIT, "accumulated_recompile_limit": _NO_LIMIT}
     with torch.no_grad(), torch._dynamo.config.patch(limits):
         torch.compile(model, backend=collect, dynamic=False)(*args, **kwargs)

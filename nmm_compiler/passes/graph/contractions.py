@@ -1,4 +1,4 @@
-"""Every spelling of a contraction, read as labelled products of two operands.
+"""Reads every spelling of a contraction as labelled products of two operands.
 
 Labels are small integers, one per dimension. K is contracted, M and N are rows and columns, and
 BATCH + i counts batch dimensions from the right, which is how broadcasting lines them up.
@@ -86,7 +86,7 @@ def with_addend(
 def _addmm(c: Canonical, call: Call) -> Result:
     addend = call.get(0, "input", "self")
     inner = _contract(c, call.get(1, "mat1", "batch1", "mat"), call.get(2, "mat2", "batch2", "vec"))
-    # torch also knows addmm(beta, input, alpha, mat1, mat2), long deprecated: not read.
+    # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
     beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
     if inner is None or not _is_tensor(c, addend) or not _number(beta) or not _number(alpha):
         return None

@@ -1,6 +1,6 @@
-"""What core ATen makes of `mv` and `diag`, read back as a product and a diagonal matrix.
+"""Reads core ATen's decompositions of `mv` and `diag` as a product and a diagonal matrix.
 
-mv(a, x) is sum(a * x, 1) there, diag(s) is where(arange == arange.unsqueeze(-1), s, 0).
+mv(a, x) becomes sum(a * x, 1), diag(s) becomes where(arange == arange.unsqueeze(-1), s, 0).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nmm_compiler.passes.graph.torch_names import Call, target_name
 
 
 def _sum(c: Canonical, call: Call) -> Result:
-    """Read a sum over an axis of a matrix of constants times something as their product."""
+    """Read the sum over an axis of a constant matrix times a value as their product."""
     source = call.get(0, "input", "self")
     shape = c.shape(source) if isinstance(source, fx.Node) else None
     if (
@@ -79,7 +79,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _is_eye(c: Canonical, mask: fx.Node, size: Any) -> bool:
-    """Say whether a mask is arange(size) == arange(size).unsqueeze(-1), either way round."""
+    """Return whether a mask is arange(size) == arange(size).unsqueeze(-1), either way round."""
     node = owner_of(c.base(mask)[0])
     if target_name(node) != "eq" or c.shape(node) != (size, size):
         return False

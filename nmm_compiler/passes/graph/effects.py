@@ -1,8 +1,8 @@
-"""What moving a computation must not cross: writes, aliases, and the edges of regions.
+"""Effects that a moved computation must not cross: writes, aliases, and the edges of regions.
 
-A fused call runs where the last node of its chain stood, so everything between the first node and
-there is crossed. Aliasing is read from the storages of the metadata tensors, which follow every
-view operation, whatever it is called. Unknown Python callables count as writers of all they get.
+A fused call runs at the place of the last node of its chain, so it crosses everything between the
+first node and that place. Aliases are found by the storages of the metadata tensors, which every
+view operation keeps. An unknown Python callable counts as a writer of all its arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from nmm_compiler.passes.graph.torch_names import inplace_flag, is_inplace_name, target_name
 
-# A storage identity that stands for memory of which nothing is known.
+# The storage identity of unknown memory.
 ANYTHING = frozenset((0,))
 # The last position of a transform that has not been left yet: beyond any graph.
 _OPEN = 1 << 62
@@ -59,7 +59,7 @@ def storages_of(value: Any) -> frozenset[int]:
 
 
 def is_ignorable(node: fx.Node) -> bool:
-    """Say whether the node only asserts, so that it is no real user of a value."""
+    """Return whether the node only asserts, so that it is no real user of a value."""
     if node.users:
         return False
     name = target_name(node) or ""
@@ -67,7 +67,7 @@ def is_ignorable(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node, effects: Effects) -> bool:
-    """Say whether a node computes its value and does nothing else."""
+    """Return whether a node computes its value and does nothing else."""
     if node.op in ("placeholder", "get_attr", "output") or node in effects.writers:
         return False
     return not (node.is_impure() or region_edge(node) or transform_depth(node) is not None)
@@ -173,7 +173,7 @@ def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
 
 
 def graph_writes(module: fx.GraphModule) -> bool:
-    """Say whether any node of the graph, or of a graph inside it, may write into a tensor."""
+    """Return whether any node of the graph, or of a graph inside it, may write into a tensor."""
     return any(written_arguments(node, module) for node in module.graph.nodes)
 
 
@@ -216,7 +216,7 @@ class Effects:
         return found
 
     def is_written(self, node: fx.Node) -> bool:
-        """Say whether anything in the graph writes the memory that a node's value lives in."""
+        """Return whether anything in the graph writes the memory that a node's value lives in."""
         own = self.storages(node) | ANYTHING
         return any(write.storages & own for write in self.writes)
 
@@ -235,7 +235,7 @@ class Effects:
         return None
 
     def crossed_transform(self, start: int, end: int) -> bool:
-        """Say whether anything from `start` to `end` stands inside a functorch transform."""
+        """Return whether anything from `start` to `end` stands inside a functorch transform."""
         return any(first <= end and start <= last for first, last in self.transforms)
 
     def crossed_edge(self, start: int, end: int) -> tuple[fx.Node, str] | None:

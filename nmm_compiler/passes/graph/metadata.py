@@ -1,4 +1,4 @@
-"""Shapes and dtypes of every value: what the graph carries, else fake-tensor propagation."""
+"""Shapes and dtypes of every value: from the graph's metadata, else by fake-tensor propagation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def value_key(graph: fx.Graph) -> str:
 def collect_values(
     module: fx.GraphModule, example_inputs: Sequence[Any] | None
 ) -> dict[fx.Node, Any]:
-    """Return the metadata value of each node; values the graph lacks are computed, and only those.
+    """Return the metadata value of each node; only missing values are computed.
 
-    Nodes of a traced graph that nobody uses only log or assert: without a value they stay without.
-    Raises NoShapesError when values are missing and there are no inputs to propagate.
+    Nodes without users in a traced graph only log or assert, so they need no value. Raises
+    NoShapesError when values are missing and there are no inputs to propagate.
     """
     key = value_key(module.graph)
     known = {node: node.meta[key] for node in module.graph.nodes if key in node.meta}
@@ -72,10 +72,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 class _Propagation(fx.Interpreter):
-    """Computes the values that are not known on fake tensors, in the mode of those that are.
+    """Computes the missing values on fake tensors, in the fake mode of the known ones.
 
-    The mode brings the shape environment of symbolic sizes, so that nothing is specialized. Edges
-    of autocast and grad-mode regions are run too: dtypes depend on them.
+    The mode has the shape environment of symbolic sizes, so that nothing is specialized. Edges of
+    autocast and grad-mode regions are run too: dtypes depend on them.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Norms that a model spells out: x * rsqrt(mean(x ** 2) + eps) * weight, and its layer-norm twin.
+"""Norms that are spelled out: x * rsqrt(mean(x ** 2) + eps) * weight, and layer norms like it.
 
 Hugging Face's RMSNorm computes in float32 and casts back before its weight. The last operation of
-the expression gets the form Norm, whose value is what the whole of it reads; the operations before
-it are its helpers. What differs in any way from a norm over the last dimension stays as it is.
+the expression gets the form Norm, whose value is the input of the whole expression; the operations
+before it are its helpers. An expression that differs from a norm over the last dimension in any way
+is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ENDS = frozenset({"mul", "div", "add"})
 def spelled_norm(c: Canonical, node: fx.Node, name: str, form: Any) -> Norm | None:
     """Return the norm that ends at a node, with its helpers noted; None where none does.
 
-    form: what the node computes as it stands.
+    form: of the node alone.
     """
     if name not in _ENDS:
         return None
@@ -82,7 +83,7 @@ def _plus_number(c: Canonical, key: fx.Node, nodes: set[fx.Node]) -> tuple[fx.No
 def _kind(
     c: Canonical, value: fx.Node, squares: fx.Node, nodes: set[fx.Node]
 ) -> tuple[str, Key] | None:
-    """Return ("rms" or "layer", what is normalized) where `squares` are the mean squares of it."""
+    """Return ("rms" or "layer", the normalized value) where `squares` are its mean squares."""
     node = _same(c, squares, nodes)
     if target_name(node) == "var" and _over_last(c, node, "dim"):
         call = Call(node, "var")
@@ -131,7 +132,7 @@ def _squared(c: Canonical, node: fx.Node) -> fx.Node | None:
 
 
 def _over_last(c: Canonical, node: fx.Node, name: str) -> bool:
-    """Say whether a reduction runs over the last dimension, which it keeps."""
+    """Return whether a reduction runs over the last dimension, which it keeps."""
     call = Call(node, "")
     dims, source = call.get(1, name), _first(node)
     listed = list(dims) if isinstance(dims, (list, tuple)) else [dims]
@@ -147,12 +148,12 @@ def _first(node: fx.Node) -> fx.Node:
 
 
 def _is(c: Canonical, one: fx.Node, two: fx.Node) -> bool:
-    """Say whether two nodes are the same value, read the same way round."""
+    """Return whether two nodes are the same value, read the same way round."""
     return c.views.get(one) == c.views.get(two)
 
 
 def _widened(c: Canonical, one: fx.Node, two: fx.Node, nodes: set[fx.Node]) -> bool:
-    """Say whether one node is the other, cast to a wider dtype."""
+    """Return whether one node is the other, cast to a wider dtype."""
     form = c.forms.get(_same(c, one, nodes))
     if not isinstance(form, Cast) or not isinstance(form.value, fx.Node):
         return False
@@ -161,7 +162,7 @@ def _widened(c: Canonical, one: fx.Node, two: fx.Node, nodes: set[fx.Node]) -> b
 
 
 def _same(c: Canonical, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
-    """Return what a node is no more than a copy of, noting the nodes between."""
+    """Return the value that a node copies; record the nodes between."""
     base, dims = c.base(node)
     if isinstance(base, fx.Node) and dims == views.identity(c.shape(base) or ()):
         nodes |= set(_path(c, node))
@@ -174,7 +175,7 @@ def _path(c: Canonical, node: fx.Node) -> list[fx.Node]:
 
 
 def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -> Norm | None:
-    """Read a norm times a weight, or plus a bias, with the casts of one that computes wider."""
+    """Read a norm times a weight, or plus a bias, with casts around a wider computation."""
     if isinstance(form, Scale) and not isinstance(form.factor, float):
         pairs = ((form.value, form.factor), (form.factor, form.value))
     elif isinstance(form, Add) and not isinstance(form.b, float):
@@ -200,7 +201,7 @@ def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -
 
 
 def _normed(c: Canonical, value: Key, nodes: set[fx.Node]) -> Norm | None:
-    """Return the norm that a value is, seen through the casts around it."""
+    """Return the norm that a value is, without the casts around it."""
     base, dims = c.base(value)
     form = c.forms[base]
     if dims != views.identity(c.shape(base) or ()) or not isinstance(base, fx.Node):
@@ -225,7 +226,7 @@ def _normed(c: Canonical, value: Key, nodes: set[fx.Node]) -> Norm | None:
 
 
 def _is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
-    """Say whether a constant varies along the last dimension alone, and along all of it."""
+    """Return whether a constant varies along the last dimension alone, and along all of it."""
     shape, base = c.shape(node) or (), c.base(vector)[0]
     dims = views.expand(c.base(vector)[1], shape)
     if dims is None or len(c.shape(base) or ()) != 1:

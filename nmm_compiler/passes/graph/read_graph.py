@@ -1,8 +1,9 @@
 """Reads a graph into canonical forms: one sweep for Dynamo, export, symbolic_trace and ATen graphs.
 
-Shapes come from metadata, so a `view(-1)` never needs arithmetic, and what is looked through (eval
-dropout, no-op casts, copies, identities) is a view that rearranges nothing. Each handler of the
-table takes a bound call and returns a form, a view as (source, dims), or None for "not
+Shapes come from metadata, so a `view(-1)` never needs arithmetic. An operation without effect on
+values (eval dropout, no-op casts, copies, identities) is a view that rearranges nothing. Each
+handler of the table takes a bound call and returns a form, a view as (source, dims), or None for
+"not
 understood", which leaves the node opaque.
 """
 
@@ -43,8 +44,8 @@ def read_graph(
 ) -> Canonical:
     """Return a graph in canonical forms.
 
-    values: metadata value of each node. sources: what placeholders hold, by name, in a graph of a
-    higher-order operator. faults: where an exception of ours at one node is kept.
+    values: metadata value of each node. sources: the values of placeholders, by name, in a graph of
+    a higher-order operator. faults: keeps an exception of this package at one node.
     """
     c = Canonical(module, values, options, faults)
     c.leaves = {n: _source(c, n, sources or {}) for n in c.graph.nodes if n.op in _LEAVES}
@@ -61,7 +62,7 @@ def read_graph(
 
 
 def read_added(c: Canonical) -> None:
-    """Read the nodes that a rewrite has added since; what stood before keeps its form."""
+    """Read the nodes that a rewrite has added; the others keep their forms."""
     for node in c.graph.nodes:
         if node.op in _LEAVES and node not in c.leaves:
             c.leaves[node] = _source(c, node, {})
@@ -105,7 +106,7 @@ def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
 
 
 def _holds_matrix(c: Canonical, node: fx.Node) -> bool:
-    """Say whether a called module has matrices of its own."""
+    """Return whether a called module has matrices of its own."""
     called = fetch_attribute(c.module, str(node.target))
     return isinstance(called, nn.Module) and any(p.dim() > 1 for p in called.parameters())
 
@@ -180,7 +181,7 @@ def _read(c: Canonical, spelled: Spelled, node: fx.Node) -> Result:
 
 
 def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims) -> View | None:
-    """Return a rearrangement of `source` as one of its base, None where it is no such view."""
+    """Return a rearrangement of `source` as one of its base, or None."""
     base, inner = c.views[source]
     composed = views.compose(dims, inner)
     if composed is None or len(dims) != len(c.shape(node) or ()):
@@ -211,7 +212,7 @@ def _by_strides(c: Canonical, node: fx.Node) -> Result:
 
 
 def _shares_constant(c: Canonical, node: fx.Node) -> bool:
-    """Say whether the node is a part (slice, chunk) of a weight, in the weight's memory."""
+    """Return whether the node is a part (slice, chunk) of a weight, in the weight's memory."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or source not in c.constant:
         return False
@@ -220,7 +221,7 @@ def _shares_constant(c: Canonical, node: fx.Node) -> bool:
 
 
 def _is_written_copy(c: Canonical, node: fx.Node, source: Key) -> bool:
-    """Say whether a copy and its source may come to differ, because either is written."""
+    """Return whether a copy and its source may come to differ, because either is written."""
     if not c.effects.writes or isinstance(source, Virtual):
         return False
     own, old = c.effects.storages(node), c.effects.storages(source)

@@ -1,4 +1,4 @@
-"""Modules that `symbolic_trace` leaves as calls (`call_module`), read as canonical forms."""
+"""Reads modules that `symbolic_trace` leaves as calls (`call_module`) as canonical forms."""
 
 from __future__ import annotations
 

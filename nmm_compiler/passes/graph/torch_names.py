@@ -1,8 +1,8 @@
-"""From the spelling of a call to one name: the only place that knows torch's many entrances.
+"""Gives every spelling of an operation one name; no other module knows torch's spellings.
 
-`operator.matmul`, `torch.matmul`, `Tensor.matmul`, `aten.matmul.default` and a method call all
-answer to "matmul"; `operator.iadd` and `aten.add_.Tensor` to "add_". Names are those of ATen
-where it has one. `Call` binds arguments by position or by any of their names.
+`operator.matmul`, `torch.matmul`, `Tensor.matmul`, `aten.matmul.default` and a method call all get
+the name "matmul"; `operator.iadd` and `aten.add_.Tensor` get "add_". Names are those of ATen where
+it has one. `Call` binds arguments by position or by any of their names.
 """
 
 from __future__ import annotations
@@ -132,18 +132,18 @@ def target_name(node: fx.Node) -> str | None:
 
 
 def is_inplace_name(name: str) -> bool:
-    """Say whether a canonical name writes into its first argument."""
+    """Return whether a canonical name writes into its first argument."""
     return name.endswith("_") and not name.endswith("__")
 
 
 def changes_gradient(node: fx.Node) -> bool:
-    """Say whether a view may be one for values only: `detach`, `.data`, a hook, a custom op."""
+    """Return whether a view may change gradients: `detach`, `.data`, a hook, a custom op."""
     name = target_name(node) or "::"
     return name == "detach" or "::" in name or tuple(node.args[1:2]) == ("data",)
 
 
 class Call:
-    """The arguments of a node, asked for by position or by any name that torch gives them."""
+    """The arguments of a node, by position or by any name that torch gives them."""
 
     __slots__ = ("args", "kwargs", "name", "node")
 
@@ -181,7 +181,7 @@ def _signature(target: Any) -> tuple[str, ...] | None:
 
 
 def inplace_flag(node: fx.Node) -> bool:
-    """Say whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
+    """Return whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.kwargs.get("inplace") is True:

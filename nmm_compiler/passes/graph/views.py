@@ -1,4 +1,4 @@
-"""Operands as a base tensor plus strides, so that nobody has to match names of view operations.
+"""Operands as a base tensor plus strides, so that no rule has to match names of view operations.
 
 A view of a base node is a tuple of dimensions; each dimension is a tuple of atoms, outermost
 first, and an atom (axis, size, inner) says: "`size` steps along axis `axis` of the base, each
@@ -47,7 +47,7 @@ def as_size(value: Any) -> Size:
 
 
 def is_static(value: Size) -> bool:
-    """Say whether the size is a plain number."""
+    """Return whether the size is a plain number."""
     return isinstance(value, int)
 
 
@@ -62,7 +62,7 @@ def strides_of(tensor: torch.Tensor) -> tuple[Size, ...]:
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is certainly row-major, without a guard on a symbolic size."""
+    """Return whether a tensor is certainly row-major, without a guard on a symbolic size."""
     sizes = sizes_of(tensor)
     real = [i for i, size in enumerate(sizes) if size != 1]
     strides, wanted = strides_of(tensor), row_major(sizes)
@@ -188,7 +188,7 @@ def compose(outer: Dims, inner: Dims) -> Dims | None:
 
 
 def whole_axis(dim: Dim, shape: tuple[Size, ...]) -> int | None:
-    """Return the axis that a dimension is; None where it is a part of one, several or none."""
+    """Return the axis that a dimension is; None where it is a part of one axis, several or none."""
     if len(dim) != 1 or dim[0].axis < 0 or dim[0].inner != 1:
         return None
     return dim[0].axis if dim[0].size == shape[dim[0].axis] else None
@@ -220,8 +220,8 @@ def from_strides(
 ) -> Dims | None:
     """Find the view that turns (shape, strides) into (new, new_strides) over the same memory.
 
-    Only memory order that tells the dimensions apart is understood (no zero or equal strides);
-    None otherwise. This is how view operations without a spelling of their own are read.
+    The strides must differ and be positive, so that they identify the dimensions; None otherwise.
+    View operations without a handler are read in this way.
     """
     old = {st: i for i, (s, st) in enumerate(zip(shape, strides, strict=True)) if s != 1}
     if len(old) != sum(s != 1 for s in shape) or 0 in old:

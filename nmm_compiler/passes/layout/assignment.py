@@ -1,16 +1,17 @@
 """Layouts of the tensors between kernels: one assignment over all calls of a graph.
 
-A tensor that a call makes can lie as [tokens, features] ("row") or [features, tokens] ("col");
-either costs the kernel nothing. What costs is a reader that wants the other one. TensorE contracts
-over the partition axis, so a kernel that reads "row" transposes x while it loads it (DMA), one that
-reads "col" does not; a reader outside wants the order the graph gave it, and another order leaves a
-transpose in the graph (a round trip through HBM). Pointwise operations take either, so results and
-what is computed from them element by element share a layout (`regions`). Regions meet in calls
-only, whose x and result are laid out independently, so each region is minimized alone. Weights are
-handed over as they are stored: their kernels take either layout.
+The result of a call is [tokens, features] ("row") or [features, tokens] ("col"), and the kernel
+makes either at the same cost. A reader that needs the other order has a cost. TensorE contracts
+over the partition axis, so a kernel that reads "row" transposes x while it loads it (DMA), and one
+that reads "col" does not. A reader that is no kernel needs the order of the original graph, and
+another order leaves a transpose in the graph (a round trip through HBM). Pointwise operations take
+either order, so results and the values computed from them element by element share a layout
+(`regions`). Two regions are connected only by calls, whose x and result have independent layouts,
+so each region is minimized alone. Weights are passed as they are stored: their kernels take either
+layout.
 
-Explicit transposes count too: one before a call is a view that the call looks through, one after a
-call is what the kernel makes.
+Explicit transposes count too: one before a call is a view that the call reads through, and the
+kernel makes one after a call.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TRANSPOSES = frozenset({"permute", "transpose", "t", "T", "mT", "mH", "movedim"}
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout of one tensor, or of a region, and what either layout would have cost.
+    """The layout of one tensor, or of a region, and the costs of both layouts.
 
     node: the first call's result. through: pointwise operations that share the layout.
     """
@@ -92,7 +93,7 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
     layouts = Layouts([], [])
     whole = [call for call in calls if call.is_whole]
     for region in grow_regions(c, [one for call in whole for one in call.results()]):
-        # Decided first and then done: a fault leaves the whole region at row order.
+        # First decide, then change: after a fault the whole region stays in row order.
         with c.faults.guard("laying out", region.values[0].final, LAYOUT):
             decision = _decide(c, region, readers)
             if decision is not None:
@@ -103,7 +104,7 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
 
 @dataclass(frozen=True)
 class _Decision:
-    """The layout of a region; in "col", who reads x so, direct views, and who is not read at all.
+    """The layout of a region; in "col" its readers of x, its direct views, and its unread values.
 
     direct and unread have one entry per value of the region.
     """
@@ -134,7 +135,7 @@ def _decide(c: Canonical, region: Region, readers: dict[fx.Node, list[Call]]) ->
         if (made, reader) not in fitting:
             col += GRAPH_TRANSPOSE * made.n
         elif isinstance(made, Call) or not is_col(made.out_dims, made.n):
-            row += DMA_TRANSPOSE * made.n  # an operation spelled [features, tokens] stays so
+            row += DMA_TRANSPOSE * made.n  # an operation written as [features, tokens] stays so
     outside = {made.final: _outside_reads(c, made, region, linked) for made in region.values}
     for made in region.values:
         for dims in dict(outside[made.final]).values():
@@ -185,7 +186,8 @@ def _outside_reads(
             continue
         storages = c.effects.storages
         if user.op == "output" and storages(value) & storages(made.final):
-            # Strides are seen there: the view stays, its memory is the value's. A copy has its own.
+            # That reader depends on strides: the view stays, in the value's memory. A copy has its
+            # own.
             found.append((made.final, made.out_dims))
             continue
         dims = over_value(c, made, value)
@@ -194,23 +196,23 @@ def _outside_reads(
 
 
 def is_row(dims: Dims, n: int) -> bool:
-    """Say whether the last dimension is the features."""
+    """Return whether the last dimension is the features."""
     return bool(dims) and is_whole_feature(dims[-1], n)
 
 
 def is_col(dims: Dims, n: int) -> bool:
-    """Say whether the value is [features, tokens] with nothing before the features."""
+    """Return whether the value is [features, tokens] with nothing before the features."""
     real = [d for d in dims if d]
     return len(real) >= 2 and n > 1 and is_whole_feature(real[0], n)
 
 
 def takes_col(c: Canonical, made: Call | Pointwise, reader: Call) -> bool:
-    """Say whether a reader can take a result as [features, tokens], as it is."""
+    """Return whether a reader can take a result as [features, tokens], as it is."""
     return source_over_raw(c, made, reader) is not None
 
 
 def _absorb_transpose(c: Canonical, match: Match) -> None:
-    """Let the result be what a transpose after the call makes of it, when only that is read."""
+    """Make the result transposed where only a transpose of it is read."""
     call: Call = match.data
     if call.many or is_row(call.out_dims, call.n):
         return
@@ -223,7 +225,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
         node = users[0]
         passed.append(node)
         if any(user.op == "output" for user in node.users):
-            return  # whoever gets it sees strides: a transposed view stays one, and costs nothing
+            return  # the caller gets a transposed view, which costs nothing
         base, over = c.base(node)
         dims = views.compose(over, call.out_dims) if base is call.final else None
         if dims is None or any(a.axis == views.BROADCAST for d in dims for a in d):
@@ -239,7 +241,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
 def count_transposes(c: Canonical) -> int:
     """Return the transposes in a graph that move an activation's data.
 
-    A transposed view that is only returned moves nothing: whoever gets it sees its strides.
+    A transposed view that is only returned moves no data: the caller gets its strides.
     """
     count = 0
     for node in c.graph.nodes:

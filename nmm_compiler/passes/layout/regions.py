@@ -1,10 +1,10 @@
-"""Pointwise operations between kernels: they work in either layout, so a layout flows through them.
+"""Pointwise operations between kernels: they work in either layout, so their values share one.
 
-A region is what pointwise operations tie together: results of calls, and the sums, scales,
-activations and casts computed from them, element by element. All of a region lies in one layout.
+A region is a set of values connected by pointwise operations: results of calls, and the sums,
+scales, activations and casts computed from them. All values of a region have one layout.
 In "col" each operation is emitted again on [features, tokens] operands: a vector over the features
 becomes [features, 1], a column over the tokens [1, tokens], a full operand from elsewhere is
-transposed. An operation that is written [features, tokens] in the graph stays as it is spelled.
+transposed. An operation that is written [features, tokens] in the graph is not changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _NAMES = frozenset(
 
 @dataclass
 class Reader:
-    """What `source_over_raw` asks of a reader: the value it reads and how it lies."""
+    """The fields of a reader that `source_over_raw` needs: the value it reads and its
+    dimensions."""
 
     source: Source
 
@@ -52,8 +53,8 @@ class Reader:
 class Pointwise:
     """An operation of a region; token axis i of its dims is its own dimension i.
 
-    operands: each tensor it reads, as dims over its axes. inside: what the calls compute on the
-    way to their results, and nobody else may read. Layout fields as in `Call`.
+    operands: each tensor it reads, as dims over its axes. inside: intermediate values of the calls,
+    which no other node may read. Layout fields as in `Call`.
     """
 
     node: fx.Node
@@ -72,11 +73,11 @@ class Pointwise:
         return self.node
 
     def is_full(self, operand: fx.Node) -> bool:
-        """Say whether an operand varies along features and tokens."""
+        """Return whether an operand varies along features and tokens."""
         return self.operands.get(operand) == self.out_dims
 
     def source_of(self, c: Canonical, operand: fx.Node) -> Source:
-        """Return what a full operand from outside the region is best read from."""
+        """Return the best source of a full operand from outside the region."""
         dims = self.operands[operand]
         source = best_source(c, operand, dims, self.n, self.node)
         return Source(operand, dims, self.n) if source.key in self.inside else source
@@ -86,7 +87,7 @@ class Pointwise:
         return (feature_axis(self.n), tuple(a for d in self.lead for a in d))
 
     def replace(self, c: Canonical, editor: Editor) -> None:
-        """Emit the operation; readers of its value read what was emitted."""
+        """Emit the operation; its readers read the new value."""
         new = self.emit(c, editor)
         if not self.unread:
             editor.replace(self.node, new)
@@ -123,7 +124,7 @@ class Pointwise:
 
 @dataclass
 class Region:
-    """Values that share a layout: calls whose results they are, and pointwise operations."""
+    """Values that share a layout: results of calls, and pointwise operations."""
 
     calls: list[Call]
     pointwise: list[Pointwise]
@@ -190,7 +191,7 @@ def readings(c: Canonical, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def is_written(c: Canonical, nodes: Iterable[fx.Node]) -> bool:
-    """Say whether anything in the graph may write into the memory of the values."""
+    """Return whether anything in the graph may write into the memory of the values."""
     if not c.effects.writes:
         return False
     touched = frozenset(ANYTHING).union(*(c.effects.storages(n) for n in nodes))
@@ -227,7 +228,7 @@ def _read(
     if not tokens or (feature == 0 and len(shape) != 2):
         return None
     operands: dict[fx.Node, Dims] = {}
-    # A cast may ask another tensor for its dtype (`y.type_as(w)`): that one is no operand.
+    # A cast may take its dtype from another tensor (`y.type_as(w)`), which is no operand.
     for node in (owner_of(form.value),) if isinstance(form, Cast) else user.all_input_nodes:
         own = c.shape(node)
         if own is None or len(own) > len(shape):
@@ -247,7 +248,7 @@ def _read(
 
 
 def _reads_raw(c: Canonical, made: Call | Pointwise, user: Pointwise, operand: fx.Node) -> bool:
-    """Say whether an operation can take a result as [features, tokens], as it is."""
+    """Return whether an operation can take a result as [features, tokens], as it is."""
     if not user.is_full(operand) or user.n != made.n:
         return False
     raw = source_over_raw(c, made, Reader(Source(operand, user.operands[operand], user.n)))

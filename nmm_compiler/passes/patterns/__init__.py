@@ -1,1 +1,1 @@
-"""Rules made of two PyTorch functions: the pattern's graph, how it is found, and its proof."""
+"""Rules made of two PyTorch functions: reads the pattern, finds it, replaces it."""

@@ -12,13 +12,13 @@ from nmm_compiler.passes.graph.torch_names import target_name
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Say whether ATen calls an operation pointwise."""
+    """Return whether ATen calls an operation pointwise."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def call_arguments(node: fx.Node) -> dict[str, Any] | None:
-    """Return a call's arguments by ATen's names, without those that say nothing."""
+    """Return a call's arguments by ATen's names, without those that equal their default."""
     name = target_name(node)
     packet = getattr(torch.ops.aten, name or "", None)
     if packet is None or node.op not in ("call_function", "call_method"):

@@ -1,9 +1,9 @@
 """A pattern: a PyTorch function of a few tensors and numbers, read into canonical forms.
 
 The function is traced on tensors whose sizes are all alike, since canonical forms hold labels and
-axes and no sizes. A parameter with a number as its default stands for any number: it is traced as
-a number that no graph holds, which `Pattern.number` recognizes. A parameter without one stands for
-a tensor. It is a matrix [tokens, features] where it meets a product; elsewhere it may be a matrix
+axes and no sizes. A parameter with a number as its default matches any number: it is traced with a
+number that no graph contains, which `Pattern.number` recognizes. A parameter without one stands for
+a tensor. It is a matrix [tokens, features] where a product reads it; elsewhere it may be a matrix
 or a vector over features, and each reading is a pattern of its own.
 """
 
@@ -33,7 +33,7 @@ _RANKS = (2, 1)
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a pattern takes, by name: tensors, and numbers with the number each is traced as."""
+    """The parameters of a pattern by name: tensors, and numbers with the value for tracing."""
 
     tensors: tuple[str, ...]
     numbers: Mapping[str, float]
@@ -78,7 +78,7 @@ class Pattern:
         return [*(name for holder, name in self.names.items() if not holder.users), *lost]
 
     def number(self, own: float, theirs: float, known: Mapping[str, float]) -> dict[str, float]:
-        """Return what a number of a graph says about the pattern's parameters.
+        """Return the values of the pattern's parameters for a number of a graph.
 
         Raises ValueError where it is another number than the pattern's.
         """
@@ -112,7 +112,7 @@ def read_pattern(
     ranks: Mapping[str, int],
     dtype: torch.dtype,
 ) -> Pattern:
-    """Trace and read a function; raises what it raises, PatternError for a result of no use."""
+    """Trace and read a function; raises what it raises, and PatternError for an unusable result."""
 
     def call(*given: Any) -> Any:
         return function(**dict(zip(parameters.tensors, given, strict=True)), **parameters.numbers)

@@ -1,7 +1,7 @@
-"""The labels of a product by what they do: batch, left, right, summed over.
+"""The labels of a product by role: batch, left, right, summed over.
 
-A pattern's label stands for all labels of the graph that do the same, so that a pattern of matrices
-meets products with any number of token dimensions.
+A pattern's label stands for all labels of the graph with the same role, so that a pattern of
+matrices matches products with any number of token dimensions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nmm_compiler.passes.graph.views import Atom, Size
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of a product by what they do; those of size 1 do nothing and are left out."""
+    """The labels of a product by role, without those of size 1."""
 
     batch: tuple[int, ...]
     left: tuple[int, ...]

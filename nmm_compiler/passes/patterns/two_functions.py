@@ -3,10 +3,10 @@
     rule(lambda x, w, g: F.linear(F.rms_norm(x, x.shape[-1:], g), w),
          lambda x, w, g: torch.ops.mine.norm_linear(x, w, g))
 
-The pattern is found by its canonical forms (`unify`), so that one function stands for every
-spelling. The replacement is called on the tensors that were found, as the pattern's parameters lie,
-and its graph takes the place of the pattern's last node. Values in between may have no other
-reader, and all that the built-in rules refuse to move past stays in its place.
+The pattern is found by its canonical forms (`unify`), so that one function matches every spelling.
+The replacement is called on the found tensors, in the shapes of the pattern's parameters, and its
+graph replaces the pattern's last node. Values in between must have no other reader, and the checks
+of the built-in rules hold here too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Where = Callable[..., bool | str]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a pattern is: parameters as base values and dims, numbers, the result's dims."""
+    """A place of a pattern: parameters as base values and dims, numbers, the result's dims."""
 
     tensors: Mapping[str, tuple[Key, Dims]]
     numbers: Mapping[str, float]
@@ -84,14 +84,14 @@ class PatternRule(Rule):
         return self._patterns[dtype]
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every node that computes what the pattern's last operation computes."""
+        """Propose every node with the operation of the pattern's last node."""
         dtype = graph.dtype(node)
         floating = dtype is not None and dtype.is_floating_point
         if floating and isinstance(graph.forms.get(node), self._root):
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Find the pattern at a node, and see whether it may be replaced there."""
+        """Find the pattern at a node, and check whether it may be replaced there."""
         node: fx.Node = candidate
         dtype = graph.dtype(node)
         assert dtype is not None
@@ -115,7 +115,7 @@ class PatternRule(Rule):
         return refusal
 
     def _refused(self, graph: Canonical, node: fx.Node, found: Found, site: Site) -> Refusal | None:
-        """Return what keeps a place from being replaced."""
+        """Return why a place may not be replaced."""
         for name in self.constants:
             key = site.tensors[name][0]
             if not graph.is_constant(key):
@@ -181,7 +181,7 @@ def _site(pattern: Pattern, found: Found) -> Site:
 
 
 def _value(c: Canonical, place: tuple[Key, Dims]) -> torch.Tensor:
-    """Return a tensor without data as a parameter is at a site."""
+    """Return a tensor without data, like a parameter at a site."""
     key, dims = place
     own = c.tensor(key)
     assert own is not None

@@ -1,12 +1,12 @@
-"""Finds a pattern in a graph: both are canonical forms, so that one pattern meets every spelling.
+"""Finds a pattern in a graph: both are canonical forms, so that one pattern matches every spelling.
 
-A value of the pattern is held against a base value of the graph. `seen` says where the pattern's
-axes lie there, as dims over the axes of the graph's value: a pattern's axis of tokens stands for
-all the axes that count tokens, in whatever order, and a transposed weight for its transpose. The
-labels of a product settle this; a sum or an activation hands it on to its operands.
+A value of the pattern is compared with a base value of the graph. `seen` maps the pattern's axes to
+dims over the axes of the graph's value: a pattern's axis of tokens stands for all axes that count
+tokens, in any order, and a weight may be transposed. The labels of a product decide this map; a sum
+or an activation passes it on to its operands.
 
-Each function yields every way in which the two agree, so that a wrong guess costs a look at the
-next one. What is not certain does not agree: there is no match then, never a wrong one.
+Each function yields every way in which the two agree, so that after a wrong guess the search tries
+the next one. Values that are not certain to agree do not agree, so there is never a wrong match.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ NOTHING = Found({}, {}, frozenset())
 
 
 class Unifier:
-    """Holds one pattern against one graph; `nearest` is the mismatch that came furthest."""
+    """Compares one pattern with one graph; `nearest` is the mismatch that came furthest."""
 
     def __init__(self, pattern: Pattern, c: Canonical) -> None:
         self.pattern, self.p, self.c = pattern, pattern.c, c
@@ -81,7 +81,7 @@ class Unifier:
     # -- values ---------------------------------------------------------------------------
 
     def _value(self, own: Key, theirs: Key, seen: Dims | None, found: Found) -> Iterator[Found]:
-        """Hold a base value of the pattern against one of the graph."""
+        """Compare a base value of the pattern with one of the graph."""
         known = found.values.get(own)
         if known is not None:
             if known[0] is theirs and seen in (None, known[1]):
@@ -127,7 +127,7 @@ class Unifier:
     def _operand(
         self, own: Key, theirs: Key, at: tuple[Key, Key], seen: Dims | None, found: Found
     ) -> Iterator[Found]:
-        """Hold operands against each other that are read element by element, or broadcast."""
+        """Compare operands that are read element by element, or broadcast."""
         base, dims = self.p.base(own)
         other, over = self.c.base(theirs)
         shape, wide = self.p.shape(at[0]) or (), self.c.shape(at[1]) or ()
@@ -159,7 +159,7 @@ class Unifier:
     def _placed(
         self, own: Key, theirs: Key, place: dict[int, views.Dim], found: Found
     ) -> Iterator[Found]:
-        """Go on to a base value whose axes are found, if that covers the graph's value whole."""
+        """Compare base values with known axes, if those cover all of the graph's value."""
         if sorted(place) != list(range(len(self.p.shape(own) or ()))):
             return
         dims = tuple(place[axis] for axis in sorted(place))
@@ -180,7 +180,7 @@ class Unifier:
         seen: Dims | None,
         found: Found,
     ) -> Iterator[Found]:
-        """Hold operand against operand, for all pairs; products first, which settle the axes."""
+        """Compare all pairs of operands; products first, which decide the axes."""
         if not pairs:
             yield found
             return
@@ -210,9 +210,9 @@ class Unifier:
         seen: Dims | None,
         found: Found | None,
     ) -> Iterator[Found]:
-        """Hold all operands of an elementwise form against each other, then note its value.
+        """Compare all operands of an elementwise form, then record its value.
 
-        Where nothing says yet how the axes lie, a product below may say it; else they lie as in
+        Where the axes are not known yet, a product below may decide them; else they are those of
         the graph, tokens first.
         """
         if found is None:
@@ -227,7 +227,7 @@ class Unifier:
                 yield _bound(one, *at, seen)
 
     def _settles(self, pair: tuple[Key, Key]) -> bool:
-        """Put operands that a product may be behind before parameters."""
+        """Sort operands: those that may come from a product, then parameters."""
         return isinstance(self.p.form(pair[0]), Leaf)
 
     def _scale(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
@@ -267,7 +267,7 @@ class Unifier:
             yield from self._elementwise(at, [(mine_a, a[0]), (mine_b, b[0])], seen, more)
 
     def _named(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
-        """Hold activations and casts against each other: all but the value has to be the same."""
+        """Compare activations and casts, which must be the same in all but the value."""
         (key, form), (other, there) = own, theirs
         if dataclasses.replace(form, value=there.value) != there:
             self._differs(found, other, f"{describe(form)} is wanted, not {describe(there)}")
@@ -291,7 +291,7 @@ class Unifier:
                 yield one
 
     def _last_is_last(self, own: Key, theirs: Key, found: Found) -> bool:
-        """Say whether the last axes of two values are the same."""
+        """Return whether the last axes of two values are the same."""
         shape = self.c.shape(theirs) or ()
         dims = found.values[own][1]
         return bool(dims) and bool(shape) and dims[-1] == views.identity(shape)[-1]
@@ -324,14 +324,14 @@ class Unifier:
                 if not last or self._last_is_last(key, other, one):
                     yield one
             return
-        # Of another operation nothing is known: every axis has to be in its place.
+        # Nothing is known of another operation: every axis has to be in its place.
         whole = views.identity(self.c.shape(other) or ())
         if rank != width or seen not in (None, whole):
             return
         yield from self._in_place(pairs, _bound(found, key, other, whole))
 
     def _in_place(self, pairs: Sequence[tuple[Key, Key]], found: Found) -> Iterator[Found]:
-        """Hold operands against each other whose axes are the same, one by one."""
+        """Compare operands with the same axes, one by one."""
         if not pairs:
             yield found
             return
@@ -418,7 +418,7 @@ class Unifier:
         labels: tuple[int, ...],
         paired: dict[int, tuple[int, ...]],
     ) -> dict[int, views.Dim] | None:
-        """Return where the axes of the pattern's operand lie in the graph's operand."""
+        """Return the axes of the pattern's operand as dims over the graph's operand."""
         base, dims = self.p.base(own)
         over = self.c.base(theirs)[1]
         place: dict[int, views.Dim] = {}
@@ -449,7 +449,7 @@ _READERS: dict[type[Form], Callable[..., Iterator[Found]]] = {
 
 
 def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
-    """Say whether atoms are all the elements of a value, each once."""
+    """Return whether atoms are all the elements of a value, each once."""
     if any(a.axis < 0 for a in atoms):
         return False
     for axis, size in enumerate(shape):

@@ -1,7 +1,7 @@
 """The rewrite rules, one file each, named as the rule; `base.py` says what a rule is.
 
-What a rule of your own needs: `Rule` or `rule`, `Match`, `Refusal`, and the safety checks of the
-built-in rules: `unsafe` for any replacement, `refuse` for one by a kernel.
+A rule of your own needs `Rule` or `rule`, `Match`, `Refusal`, and the safety checks of the built-in
+rules: `unsafe` for any replacement, `refuse` for one by a kernel.
 """
 
 from nmm_compiler.passes.chains.linear_map import Refusal

@@ -1,4 +1,4 @@
-"""What a rule is, what it finds (`Match`) and how it says no (`Declined`)."""
+"""The base of rules, their matches (`Match`) and their refusals (`Declined`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def common_path(nodes: Iterable[fx.Node]) -> str:
 class Declined:
     """A place that looks like a rule's pattern and was left alone.
 
-    code: one word per kind of reason. reason: what is in the way. node: the node to blame.
+    code: one word per kind of reason. reason: what prevents the match. node: the node that causes
+    it.
     remedy: what would have to change. at: the node where the pattern would have ended.
     """
 
@@ -79,7 +80,7 @@ class Match:
     """A place where a rule applies.
 
     rule and kind name it; node is the last node of the pattern, whose value the rewrite replaces;
-    nodes are all it takes over. data is the rule's own. notes say what a reader should know
+    nodes are all that it replaces. data belongs to the rule. notes are remarks for the user
     (rounding that moved, weights computed per call). rewritten is False for kinds that are
     reported but have no kernel. length is the number of terms of its contractions; emitted has, for
     each result, the name of the node that was replaced and of the one that took its place.
@@ -132,7 +133,7 @@ class Rule:
     pattern(graph, node) proposes candidates that end at a node, cheaply. check(graph, candidate)
     returns a Match, or a Refusal, which becomes a Declined. rewrite(graph, match, editor) adds
     nodes through the editor and returns the node that takes the place of match.node.
-    A rule is stateless: what check finds travels in `Match.data`.
+    A rule is stateless: check passes its findings in `Match.data`.
     """
 
     name: str = ""
@@ -142,7 +143,7 @@ class Rule:
         raise NotImplementedError
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Return the match, or why there is none; None where there is nothing to say."""
+        """Return the match, or a refusal that says why there is none, or None without a reason."""
         raise NotImplementedError
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:

@@ -3,8 +3,8 @@
     h = mul(silu(linear(linear(x, Ga), Gb)), linear(linear(x, Ua), Ub)); linear(linear(h, Da), Db)
     -> nmm.gated_mlp(x, [Ga, Gb], [Ua, Ub], [Da, Db], activation="silu")
 
-h stays in SBUF. The rule declines, with the numbers, where h does not fit the target beside what
-else the kernel holds, and where two kernels are predicted to be faster: keeping h leaves room for
+h stays in SBUF. The rule declines, with the numbers, where h does not fit the target beside the
+kernel's other tensors, and where two kernels are predicted to be faster: keeping h leaves room for
 fewer tokens at a time, so weights may be read more often. A symbolic token count is judged by the
 largest bucket.
 """
@@ -58,14 +58,14 @@ class GatedMLP(KernelRule):
                 yield node, gates
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """See that the down projection reads h and nothing else does, and that one kernel pays."""
+        """Check that only the down projection reads h, and that one kernel pays."""
         node, gates = candidate
         down = read_projection(graph, node)
         if down is None or graph.base(down.first.x)[0] is not gates[0]:
             return None
         gated = read_gated(graph, gates, down)
         if not isinstance(gated, Gated):
-            return None  # `gated_mlp_up` says why
+            return None  # `gated_mlp_up` returns the reason
         out_dims = _over_tokens(graph, gated.gate.out_dims, down)
         if out_dims is None or not down.only_bias():
             return None
@@ -73,7 +73,7 @@ class GatedMLP(KernelRule):
         nodes = gated.nodes | down.nodes | path_nodes(graph, down.first.x)
         gated = dataclasses.replace(gated, node=owner_of(node), down=down, nodes=nodes)
         why = refuse(graph, nodes, gated.node, gated.keys()) or _no_kernel(graph, gated)
-        if why is not None:  # news where two calls take its place
+        if why is not None:  # reported where two calls take its place
             pair = gated.gate.low_rank or gated.up.low_rank
             return dataclasses.replace(why, report_even_if_superseded=True) if pair else None
         call = GatedCall.of(graph, gated)
@@ -104,7 +104,7 @@ def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
 
 
 def _is_inner(c: Canonical, node: fx.Node) -> bool:
-    """Say whether another product with a constant follows: then this is a first factor."""
+    """Return whether another product with a constant follows: then this is a first factor."""
     return any(
         c.is_weight(form.lhs) or c.is_weight(form.rhs)
         for user in real_users(node)
@@ -125,7 +125,7 @@ def _over_tokens(c: Canonical, h_dims: Dims, down: Projection) -> Dims | None:
 
 
 def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
-    """Return why one kernel is not possible or does not pay on the target, None when it does."""
+    """Return why one kernel is not possible or does not pay on the target, or None."""
     gate, up, down = gated.projections()
     if down.n != gate.k:
         return Refusal(

@@ -40,7 +40,7 @@ GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
 @dataclass(frozen=True)
 class Gated:
-    """What stands at a product of two activations; node is where the call's result is needed."""
+    """A gate and an up projection; node is the first node that needs the call's result."""
 
     node: fx.Node
     activation: str
@@ -93,7 +93,7 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
 def read_gated(
     c: Canonical, candidate: Any, down: Projection | None = None
 ) -> Gated | Refusal | None:
-    """Read a candidate of `gates_at` as gate and up of one x; None where it is not that.
+    """Read a candidate of `gates_at` as gate and up of one x, or None.
 
     At least one projection, `down` included, has to be low-rank.
     """
@@ -127,7 +127,7 @@ def read_gated(
 
 
 def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:
-    """Say why values that come of a low-rank projection are no gate and up, if they do."""
+    """Return why two values are no gate and up, if one comes from a low-rank projection."""
     sources = [before_split(c, key) for key in (gate, up)]
     if sources[0] is sources[1] and sources[0] is not c.base(gate)[0]:
         merged = read_projection(c, sources[0])
@@ -158,7 +158,7 @@ class GatedMLPUp(KernelRule):
         yield from gates_at(graph, node)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """See that both factors project the same x and that nothing else reads them."""
+        """Check that both factors project the same x and have no other readers."""
         gated = read_gated(graph, candidate)
         if not isinstance(gated, Gated):
             return gated

@@ -11,7 +11,7 @@ A sum of branches without a base is such a call without w.
 The terms may stand in any order and nesting, and sums may be in place. The factors of several
 adapters are joined in the graph at each call: they are small beside w, an update or a swap of an
 adapter is seen at once, and gradients reach each of them. Beside a stored base, adapters may be
-inputs of the graph: which operand is x is known there.
+inputs of the graph, since the base tells which operand is x.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_TERMS = 16
 
 @dataclasses.dataclass
 class _Sum:
-    """Terms of nested sums, each with its factor, and the nodes that add them up."""
+    """Terms of nested sums, each with its factor, and the nodes that add them."""
 
     terms: list[tuple[Key, float]]
     nodes: set[fx.Node]
@@ -61,7 +61,7 @@ class LoRA(KernelRule):
             yield node, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Read the terms, and see that they are one base and branches of one x."""
+        """Read the terms, and check that they are one base and branches of one x."""
         node, form = candidate
         added = _Sum([], set(), [])
         _flatten(graph, node, form, 1.0, added)
@@ -119,7 +119,7 @@ class LoRA(KernelRule):
         return why
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the fused call; what read the memory of an in-place sum reads its value."""
+        """Emit the fused call; readers of the memory of an in-place sum then read its value."""
         base = match.data.chain.inplace
         if base is not None:
             for reader in _later_readers(graph, base):
@@ -145,7 +145,8 @@ def _flatten(c: Canonical, key: Key, form: Add, factor: float, into: _Sum) -> No
 
 
 def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | None:
-    """Return the sum of two activations that a value is, times a number, if nobody else reads it.
+    """Return the sum of two activations, times a number, that a value is, if it has no other
+    reader.
 
     A product plus a constant bias is no such sum: it is one term.
     """
@@ -196,7 +197,7 @@ def _base_and_branches(
 
 
 def is_adapted(c: Canonical, key: Key) -> bool:
-    """Say whether a value is a dense product plus adapters of the same x."""
+    """Return whether a value is a dense product plus adapters of the same x."""
     found = _nested(c, key)
     if found is None:
         return False
@@ -207,13 +208,13 @@ def is_adapted(c: Canonical, key: Key) -> bool:
 
 
 def _chain_of(branch: Projection) -> Chain:
-    """Return a low-rank projection as the chain it was read from, with all that follows it."""
+    """Return a low-rank projection as its chain, with the steps that follow."""
     assert branch.chain is not None
     return dataclasses.replace(branch.chain, after=branch.after, nodes=branch.nodes)
 
 
 def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that read, after an in-place sum, the memory it wrote by its old name."""
+    """Return the nodes that read the old name of the memory that an in-place sum has written."""
     target = node.args[0] if node.args else None
     if node not in c.effects.writers or not isinstance(target, fx.Node):
         return []
@@ -228,9 +229,9 @@ def _in_place(
     writers: list[fx.Node],
     readers: list[fx.Node],
 ) -> Refusal | None:
-    """Refuse sums in place unless what they write is seen by nobody else.
+    """Refuse sums in place if another node reads the memory that they write.
 
-    `readers` read what `final` wrote by its old name; they will be pointed to the result.
+    `readers` read that memory by its old name; they will read the result instead.
     """
     position = c.effects.position
     for node in writers:
@@ -242,7 +243,7 @@ def _in_place(
         for other in c.graph.nodes:
             if position[other] >= position[node] or not c.effects.storages(other) & own:
                 continue
-            # Views made before the sum would show it; those made of its result are its own.
+            # Views made before the sum would show it; views of its result are harmless.
             if other not in nodes:
                 return why
             late = [u for u in other.users if position[u] > position[node]]

@@ -1,4 +1,4 @@
-"""Rule `lowrank`: y = (x u) v, with what folds before, between and after, as one call.
+"""Rule `lowrank`: y = (x u) v, with foldable steps before, between and after, as one call.
 
 h = linear(x, A); y = linear(h, B, bias)   ->   nmm.lowrank_matmul(x, A, B, bias, "col", "col")
 """
@@ -73,14 +73,14 @@ class LowRank(KernelRule):
     name = "lowrank"
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every product at the node, and convolutions that are none."""
+        """Propose every product at the node, and convolutions."""
         yield from products_at(graph, node)
         form = graph.forms.get(node)
         if isinstance(form, Opaque) and form.name in CONVOLUTIONS:
             yield node, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Read the chain and see whether it may move to its end."""
+        """Read the chain and check whether it may move to its end."""
         key, form = candidate
         chain = read_chain(graph, key, form) if isinstance(form, Product) else None
         if chain is None or (isinstance(chain, Refusal) and chain.code == "opaque"):

@@ -1,8 +1,8 @@
 """Rule `mla`: down projection, RMSNorm, up projection: reported, not rewritten.
 
 rms(c) * g times B equals (c (diag(g) B)) * rstd row by row, so one kernel could compute all three.
-It is another op than the plain chain; none exists yet. The norm may be one node or spelled out
-(pow, mean, add, rsqrt, mul), and the latent may be one part of a split.
+That is another op than the plain chain, and it does not exist yet. The norm may be one node or
+spelled out (pow, mean, add, rsqrt, mul), and the latent may be one part of a split.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _through(c: Canonical, key: Key) -> Key:
 
 
 def _before_norm(c: Canonical, key: Key) -> Key | None:
-    """Return what an RMSNorm reads, None when `key` is not one."""
+    """Return the input of an RMSNorm, None when `key` is not one."""
     form = c.forms[_through(c, key)]
     return form.value if isinstance(form, Norm) and form.kind == "rms" else None
 

@@ -3,9 +3,9 @@
     x @ (u @ v)              ->   nmm.lowrank_matmul(x, u, v)
     x @ a @ b @ c @ d        ->   nmm.lowrank_matmul(x, a @ b, c @ d)
 
-It changes what is rounded, so it runs under Options(reassociate=True), and without it inside one
-`multi_dot` or `einsum`, which leave the order open. Without permission, products stay as they are
-written and `lowrank` takes the pairs that save work; such pairs never overlap, since
+It changes which values are rounded, so it runs under Options(reassociate=True), or inside one
+`multi_dot` or `einsum`, which leave the order open. Without permission, products keep their order,
+and `lowrank` takes the pairs that save work; such pairs never overlap, since
 r1 (k + r2) < k r2 asks for r1 < r2, and the next pair for r2 < r1.
 """
 
@@ -41,13 +41,13 @@ from nmm_compiler.passes.graph.views import FEATURE
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import chain_operands, products_at
 
-# What may be associated in any order by its own meaning.
+# Operations that are defined for any order of association.
 _OPEN = ("multi_dot", "chain_matmul", "einsum")
 
 
 @dataclass(frozen=True)
 class _Row:
-    """x times groups of matrices; a group of several is multiplied first, as the graph has it."""
+    """x times groups of matrices; the graph multiplies a group of several first."""
 
     stage: Stage
     groups: tuple[tuple[Weight, ...], ...]
@@ -65,7 +65,7 @@ class Association(KernelRule):
             yield from products_at(graph, node)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Read the row, and see whether another cut is cheaper and may be made."""
+        """Read the row, and check whether another cut is cheaper and permitted."""
         key, form = candidate
         return reassociated(graph, key, form, graph.options.reassociate)
 
@@ -103,7 +103,8 @@ def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Matc
 
 
 def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
-    """Return the row as a chain cut at the best place, and whether that is cheaper than now."""
+    """Return the row as a chain cut at the best place, and whether that is cheaper than the
+    graph."""
     dtype = c.dtype(row.stage.key)
     assert dtype is not None
     cost = Cost.on(c.options.target, str(dtype).removeprefix("torch."), c.options.price)
@@ -169,7 +170,7 @@ def _read(c: Canonical, key: Key, form: Product) -> _Row | None:
 
 
 def _weight_side(c: Canonical, form: Product) -> bool | None:
-    """Say whether the weight is the right operand; None when neither is made of constants."""
+    """Return whether the weight is the right operand; None when neither is made of constants."""
     if c.is_constant(form.rhs):
         return None if c.is_constant(form.lhs) else True
     if _is_made(c, form.rhs) and not c.is_constant(form.lhs):

@@ -3,7 +3,7 @@
     h = linear(x, U); y1 = linear(h, V1); y2 = linear(h, V2)     (or h written twice)
     -> y1, y2 = nmm.lowrank_matmul_shared_u(x, U, [V1, V2], ...)
 
-Where the call stands and how far results may lie apart is as in `shared_x`.
+The place of the call and the distance of results are as in `shared_x`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SharedU(KernelRule):
                 yield twins
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """See that every reader is the second product of a chain."""
+        """Check that every reader is the second product of a chain."""
         twins: list[Key] = candidate
         chains: list[Chain] = []
         for user in _readers(graph, twins):

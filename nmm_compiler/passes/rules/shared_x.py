@@ -2,8 +2,8 @@
 
     q, k, v = chains of one x   ->   q, k, v = nmm.lowrank_matmul_shared_x(x, [U...], [V...], ...)
 
-The call stands where the first result was needed. Results far apart in the graph are left alone:
-computing a late one early keeps it in memory for nothing.
+The call is placed where the first result is needed. Results far apart in the graph stay separate,
+because computing a late one early only keeps it in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEAR = 48
 
 
 def only_bias(chain: Chain) -> bool:
-    """Say whether a chain has nothing but biases besides its products."""
+    """Return whether a chain has nothing but biases besides its products."""
     steps = (*chain.middle, *chain.after)
     plain = all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
     alone = chain.base is None and chain.addend is None and not (chain.more or chain.per_token)
@@ -77,7 +77,7 @@ class SharedX(KernelRule):
     name = "shared_x"
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose nothing: see `combine`."""
+        """Propose nothing, since `combine` joins the matches of other rules."""
         yield from ()
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:

@@ -162,7 +162,7 @@ class ComputeCosts:
 
 
 def _skips_elements(instruction: Instruction) -> bool:
-    """Tell whether the moving columns of a product are more than two elements apart."""
+    """Return whether the moving columns of a product are more than two elements apart."""
     moving = instruction.reads[-1]
     return _inner_stride_bytes(moving) > 2 * moving.item_bytes
 

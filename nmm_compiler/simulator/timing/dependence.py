@@ -59,14 +59,14 @@ class _Place:
         self.bytes = (byte, byte + allocation.bytes_per_partition)
 
     def meets(self, other: _Place) -> bool:
-        """Tell whether the two share a byte."""
+        """Return whether the two share a byte."""
         return self.memory == other.memory and all(
             a[0] < b[1] and b[0] < a[1]
             for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
         )
 
     def covers(self, other: _Place) -> bool:
-        """Tell whether every byte of `other` is in this place."""
+        """Return whether every byte of `other` is in this place."""
         return self.memory == other.memory and all(
             a[0] <= b[0] and b[1] <= a[1]
             for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))

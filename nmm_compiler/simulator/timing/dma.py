@@ -189,7 +189,7 @@ def _plain(value: object) -> str:
 
 
 def _is_index(access: Access, instruction: Instruction) -> bool:
-    """Tell whether `access` is a runtime index, one or one per row, and not moved data."""
+    """Return whether `access` is a runtime index, one or one per row, and not moved data."""
     one = access.elements_per_partition == 1 and access.partitions == 1
     return (
         (one or bool(instruction.attributes.get("indirect")))

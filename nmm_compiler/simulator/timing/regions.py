@@ -40,7 +40,7 @@ def contiguous_run(pattern: Pattern, item_bytes: int) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def is_dense(pattern: Pattern, item_bytes: int, extent: int) -> bool:
-    """Tell whether `pattern` touches every byte of its bounding range of `extent` bytes."""
+    """Return whether `pattern` touches every byte of its bounding range of `extent` bytes."""
     return contiguous_run(pattern, item_bytes) >= extent
 
 
@@ -61,7 +61,7 @@ def _run_starts(pattern: Pattern, item_bytes: int) -> tuple[np.ndarray, int]:
 
 @functools.lru_cache(maxsize=65536)
 def _patterns_meet(first: Pattern, item: int, second: Pattern, other: int, delta: int) -> bool:
-    """Tell whether `first` and `second`, whose start lies `delta` bytes later, share a byte."""
+    """Return whether `first` and `second`, whose start lies `delta` bytes later, share a byte."""
     if _runs(first) > _RUNS_LIMIT or _runs(second) > _RUNS_LIMIT:
         return True  # too many runs to enumerate: assume the dependence
     left, left_run = _run_starts(first, item)
@@ -92,7 +92,7 @@ class Record:
 
 
 def overlaps(first: Access, second: Access) -> bool:
-    """Tell whether two accesses to the same storage share a byte, exactly."""
+    """Return whether two accesses to the same storage share a byte, exactly."""
     if (
         first.byte_start >= second.byte_stop
         or second.byte_start >= first.byte_stop

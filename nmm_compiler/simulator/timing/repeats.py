@@ -59,7 +59,7 @@ def _region(access: Access) -> tuple[object, ...]:
 
 
 def _fresh(access: Access, versions: dict[int, int], trace: Trace) -> bool:
-    """Tell whether a tensor is on chip, placed by the compiler and written only this once."""
+    """Return whether a tensor is on chip, placed by the compiler and written only this once."""
     if access.memory == "hbm" or versions[access.storage] != 1:
         return False
     allocation = trace.allocations.get(access.storage)
