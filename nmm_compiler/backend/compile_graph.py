@@ -41,6 +41,7 @@ from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.options import Options
+from nmm_compiler.passes.graph.distributed import local_part
 from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
@@ -349,8 +350,10 @@ def _specs(work: _Work, node: fx.Node) -> list[Any]:
 
 
 def _value(node: fx.Node) -> Any:
+    """Return the metadata of a node: of a tensor cut over devices, the part on this one."""
     meta = node.meta
-    return meta["example_value"] if "example_value" in meta else meta["val"]
+    value = meta["example_value"] if "example_value" in meta else meta["val"]
+    return local_part(value)
 
 
 def _hint(size: Any) -> int | None:

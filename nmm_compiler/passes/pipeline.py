@@ -116,8 +116,9 @@ def rewrite_in_order(
     order: tuple[Rule, ...],
 ) -> RewriteResult:
     """Rewrite as `run` does, with only the rules in `order`."""
-    import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
+    from nmm_compiler.ops import registration, sharding  # defines torch.ops.nmm
 
+    sharding.register_when_used(registration.RULES)
     result = RewriteResult(graph_module, [], [], original=graph_module)
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)

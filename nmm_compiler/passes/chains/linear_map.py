@@ -99,7 +99,8 @@ def part_of_one(key: Key) -> Refusal | None:
 
 def path_nodes(c: Canonical, key: Key) -> frozenset[fx.Node]:
     """Return the fx nodes of the rearrangements between a value and its base."""
-    return frozenset(owner_of(k) for k in c.through(key))
+    keys = c.through(key)
+    return frozenset(owner_of(k) for k in keys).union(*(c.helpers.get(k, ()) for k in keys))
 
 
 def _ordered(atoms: list[tuple[int, int, int]]) -> list[tuple[int, int, int]] | None:

@@ -48,6 +48,7 @@ FURTHER: dict[str, str] = {
     "pattern": "a pattern of two functions differs there",
     "part_of_one": "the products are a part of one operation of more",
     "sbuf": "the whole MLP does not fit the target's memory",
+    "sharded": "data moves between devices inside, or one call is cut otherwise",
     "slower": "separate kernels are predicted to be faster than one",
     "unknown_sizes": "two sizes of a reshape stand nowhere in the graph",
     "weight_layout": "a weight is no plain matrix of its parameter",

@@ -23,6 +23,7 @@ from nmm_compiler.passes.graph.canonical_forms import (
     Product,
     owner_of,
 )
+from nmm_compiler.passes.graph.distributed import is_distributed
 from nmm_compiler.passes.graph.effects import is_ignorable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,12 +132,20 @@ def unsafe(
                     "other_user", f"an inner value {what}", node, "use only the chain's result"
                 )
     device = None
+    distributed = {is_distributed(c.tensor(key)) for key in keys}
+    if len(distributed) > 1:
+        return Refusal(
+            "subclass",
+            "some operands are cut over devices (DTensor) and some are plain tensors",
+            final,
+            "parallelize both factors, or none",
+        )
     for key in [*keys, *covered]:
         value = c.tensor(key)
         if key in c.views and c.base(key)[0] in c.quantized and c.is_weight(key):
             continue  # the call reads the weight dequantized
         odd = c.subclasses.get(owner_of(c.base(key)[0])) if key in c.views else None
-        if odd is not None:
+        if odd is not None and distributed != {True}:
             return Refusal(
                 "subclass",
                 f"operand is a tensor subclass, {odd}",
@@ -145,7 +154,7 @@ def unsafe(
             )
         if value is None:
             continue
-        if not _is_plain(value):
+        if not _is_plain(value) and not (distributed == {True} and _is_local_or_cut(value)):
             return Refusal(
                 "subclass",
                 f"operand is a tensor subclass, {type(value).__name__}",
@@ -211,6 +220,10 @@ def crossed(
             "keep both products inside of the region, or outside of it",
         )
     return None
+
+
+def _is_local_or_cut(value: torch.Tensor) -> bool:
+    return is_distributed(value) or type(value) in PLAIN
 
 
 def _is_plain(value: torch.Tensor) -> bool:

@@ -27,12 +27,14 @@ from nmm_compiler.passes.graph.canonical_forms import (
     Key,
     Leaf,
     Norm,
+    Opaque,
     Product,
     Scale,
     Virtual,
     describe,
     owner_of,
 )
+from nmm_compiler.passes.graph.distributed import DISTRIBUTED
 from nmm_compiler.passes.graph.views import Dims
 
 
@@ -115,6 +117,13 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
             "an activation is added between the products",
             key,
             "nothing: only constant biases fold",
+        )
+    if isinstance(form, Opaque) and form.name in DISTRIBUTED:
+        return Refusal(
+            "sharded",
+            "moved between devices between the products",
+            key,
+            "nothing: this moves features of the rank's width, behind the chain there are more",
         )
     if "dropout" in shown:
         return Refusal("dropout", "training dropout between the products", key, "call model.eval()")

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain
+from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.steps import Step
-from nmm_compiler.passes.emit.editor import Editor, aten
+from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.fold_factors import (
     chain_bias,
     fold_chain,
@@ -23,6 +24,7 @@ from nmm_compiler.passes.emit.operands import Source, best_source, feature_axis,
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key, owner_of
+from nmm_compiler.passes.graph.distributed import is_distributed
 from nmm_compiler.passes.graph.views import Dims, Size
 
 
@@ -132,16 +134,36 @@ class Call:
         while args and args[-1] is None:
             args = args[:-1]
         options = editor.options
-        return editor.call(
+        cut = is_distributed(editor.c.tensor(self.final))
+        node = editor.call(
             getattr(torch.ops.nmm, self.op).default,
             *args,
-            meta_value=value,
+            meta_value=None if cut else value,
             **keywords,
             x_layout=self.x_layout,
             out_layout=self.out_layout,
             target=options.target,
             executor=options.executor,
         )
+        if cut:
+            _check_placements(editor, node, self)
+        return node
+
+
+def _check_placements(editor: Editor, node: fx.Node, call: Call) -> None:
+    """Refuse a call whose results are cut over devices in another way than those it replaces."""
+    made = editor.c.values[node]
+    for one, value in zip(call.results(), made if call.many else [made], strict=True):
+        want = editor.c.values[one.final].placements
+        if value.placements != want:
+            raise NotEmittedError(
+                Refusal(
+                    "sharded",
+                    f"one call returns {value.placements}, the products {want}",
+                    one.final,
+                    "cut the factors along the rank, or the second one by its outputs",
+                )
+            )
 
 
 def settle(

@@ -17,6 +17,7 @@ from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 from nmm_compiler.passes.graph.canonical_forms import Activation, Add, Cast, Diagonal, Norm, Scale
 from nmm_compiler.passes.graph.contractions import CONTRACTIONS
 from nmm_compiler.passes.graph.decomposed import DECOMPOSED
+from nmm_compiler.passes.graph.distributed import DISTRIBUTED
 from nmm_compiler.passes.graph.torch_names import Call
 
 
@@ -388,6 +389,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),
     **CONTRACTIONS,
     **DECOMPOSED,
+    **DISTRIBUTED,
     "addmm_": _combine_in_place("addmm"),
     "baddbmm_": _combine_in_place("baddbmm"),
 }

@@ -1,0 +1,159 @@
+"""Two processes: tensor parallelism keeps a chain cut along its rank, FSDP2 keeps all chains."""
+
+import os
+import re
+import socket
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import nmm_compiler as nmm
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is missing")
+
+
+class Pair(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 48, bias=bias)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(48, 6, bias=False), nn.Linear(6, 48)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def compiled(model, inner):
+    torch._dynamo.reset()
+    options = {"inner": inner, "strict": True, "cache": "off"}
+    return torch.compile(model, backend="nmm", options=options)
+
+
+def close(got, want):
+    # Sums of 64 and 8 terms of size 1 at most, in another order.
+    return torch.allclose(got, want, rtol=0, atol=2.0**-23 * 72)
+
+
+def parallel(model, **plan):
+    """Cut the linears of a model over both processes: name=style."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel as styles
+
+    made = {name: getattr(styles, style)(**more) for name, (style, more) in plan.items()}
+    return styles.parallelize_module(model, init_device_mesh("cpu", (2,)), made)
+
+
+def tensor_parallel(bias, inner):
+    """A chain cut along its rank is one call on each device."""
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+    alone = Pair(bias)
+    model = parallel(Pair(bias), a=("ColwiseParallel", {}), b=("RowwiseParallel", {}))
+    got = compiled(model, inner)(x)
+    report = nmm.last_report()
+    assert close(got, alone(x)), f"{inner}: values"
+    assert (report.chains, len(report.kernels)) == (1, 1), str(report)
+    assert "r4 " in report.kernels[0].spec, report.kernels[0].spec  # of rank 8, half
+    got.square().sum().backward()
+    alone(x).square().sum().backward()
+    for name, parameter in alone.named_parameters():
+        grad = model.get_parameter(name).grad.full_tensor()
+        bound = 2.0**-20 * float(parameter.grad.abs().max())
+        assert float((grad - parameter.grad).abs().max()) <= bound, f"{inner}: {name}"
+
+
+def sums_between():
+    """A sum over the devices between the products has rank width: it stays where it is, named."""
+    from torch.distributed.tensor import Replicate
+
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    alone = Pair()
+    rows = ("RowwiseParallel", {"input_layouts": Replicate()})
+    model = parallel(Pair(), a=rows, b=("ColwiseParallel", {}))
+    got = compiled(model, "eager")(x)
+    report = nmm.last_report()
+    assert close(got, alone(x).chunk(2, -1)[dist.get_rank()]), "sums: values"
+    assert report.chains == 0, str(report)
+    (declined,) = report.declined
+    assert "moved between devices" in declined.reason, str(report)
+    assert "rank" in declined.remedy, str(report)
+
+
+def fully_sharded():
+    """FSDP2: compiled blocks read whole parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, alone = Stack(), Stack()
+    options = {"inner": "eager", "strict": True, "cache": "off"}
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend="nmm", options=options)
+        fully_shard(model.layers[index])
+    fully_shard(model)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    got = model(x)
+    assert close(got, alone(x)), "fsdp: values"
+    assert nmm.last_report().chains == 1, str(nmm.reports())
+    got.square().sum().backward()
+    alone(x).square().sum().backward()
+    for name, parameter in alone.named_parameters():
+        grad = model.get_parameter(
+            re.sub(r"^(layers.\d)", r"\1._orig_mod", name)
+        ).grad.full_tensor()
+        bound = 2.0**-20 * float(parameter.grad.abs().max())
+        assert float((grad - parameter.grad).abs().max()) <= bound, name
+
+
+def _worker(rank, port, checks, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    said = []
+    try:
+        for check in checks:
+            check()
+        dist.barrier()
+    except Exception as error:  # reported to the parent, which fails the test with it
+        said.append(f"{type(error).__name__}: {error}")
+    results.put((rank, said))
+    dist.destroy_process_group()
+
+
+def on_two_ranks(*checks):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    each = [context.Process(target=_worker, args=(r, port, checks, results)) for r in (0, 1)]
+    for worker in each:
+        worker.start()
+    # The exit code says nothing: gloo's threads may abort an interpreter that is going away.
+    assert sorted(results.get(timeout=120) for _ in each) == [(0, []), (1, [])]
+    for worker in each:
+        worker.join(20)
+
+
+def test_tensor_parallel_keeps_the_chain():
+    on_two_ranks(partial(tensor_parallel, True, "eager"))
+
+
+@pytest.mark.long
+def test_tensor_parallel_of_other_kinds_and_fsdp2():
+    kinds = [partial(tensor_parallel, bias, "aot_eager") for bias in (False, True)]
+    on_two_ranks(*kinds, sums_between, fully_sharded)
