@@ -150,7 +150,7 @@ def _register_many(op: Any, rule: Callable) -> None:
         if isinstance(strategy, OpStrategy):
             return strategy.strategies[0].output_spec
         if isinstance(strategy, (TupleStrategy, tuple, list)):
-            children = getattr(strategy, "children", strategy)
+            children: Any = getattr(strategy, "children", strategy)
             return tuple(map(spec, children))
         return strategy
 

@@ -36,7 +36,7 @@ def _spec(c: Canonical, call: Call, dtype: str) -> KernelSpec:
         return LowRankSpec(**common, r=r, n=_sizes(c, chain.v)[1], **has)
     if isinstance(call, SharedCall):
         chains = [member.chain for member in call.members if member.chain is not None]
-        pairs = [(_sizes(c, one.u)[1], (_sizes(c, one.v)[1],)) for one in chains]
+        pairs: list[Any] = [(_sizes(c, one.u)[1], (_sizes(c, one.v)[1],)) for one in chains]
         if call.op.endswith("shared_u"):
             pairs = [(pairs[0][0], tuple(n for _, (n,) in pairs))]
         return LowRankSharedSpec(**common, pairs=tuple(pairs))
