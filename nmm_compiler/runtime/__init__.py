@@ -1,1 +1,1 @@
-"""See docs/layout.md for what this room does."""
+"""Runs rewritten calls: start at `executor.py`."""

@@ -1,4 +1,4 @@
-"""Which token counts kernels are built for, and how a call of m tokens is served by them.
+"""The token counts that kernels are built for, and the launches for a call of m tokens.
 
 A kernel has a fixed shape. Static graphs get one for their exact token count; calls with a symbolic
 count go to buckets: a call takes the next larger bucket with its rows padded, or is cut into
@@ -50,8 +50,8 @@ def plan(
     """Return the buckets to launch, in token order: their sum is at least `tokens`.
 
     cost_us gives the predicted time of one launch with that many tokens, in microseconds; without
-    it the answer is one padded launch. Only the last launch is ever padded. Compared are one padded
-    launch, and the largest bucket that is filled followed by a padded rest.
+    it the answer is one padded launch. Only the last launch is ever padded. The choice is between
+    one padded launch, and the largest full bucket followed by a padded rest.
     """
     whole = bucket(tokens, ladder)
     if cost_us is None or whole == tokens:

@@ -61,7 +61,7 @@ class KernelExecutor:
         Raises NoKernelError when this executor was named and a kernel cannot be had.
         """
         executor = kwargs.get("executor", self.name)
-        if int(tokens(args[0], kwargs)) == 0:  # nothing to compute, so no kernel either
+        if int(tokens(args[0], kwargs)) == 0:  # no tokens: nothing to compute
             return registration.DEFINITIONS[name].reference(*args, **kwargs)
         named = self.name if executor.partition("#")[0] == self.name else "auto"
         options = _with_executor(options_of(executor), named)
@@ -143,7 +143,7 @@ class KernelExecutor:
             return KERNELS.get(spec, target, options)
         except CacheMissError:
             raise
-        except Exception as error:  # whatever failed, the caller asked for a kernel and has none
+        except Exception as error:  # the caller asked for a kernel, and there is none
             reason = f"{type(error).__name__}: {error}"
             raise NoKernelError(self.name, f"{spec} on {target}", reason) from error
 
@@ -154,7 +154,7 @@ def _with_executor(options: Options, executor: str) -> Options:
 
 
 def _shaped(y: Tensor, layout: str, lead: Sequence[Any]) -> Tensor:
-    """Return a result as the op gives it: its token dimensions restored, contiguous."""
+    """Return a result in the op's shape: its token dimensions restored, contiguous."""
     return y.reshape(*lead, y.shape[-1]) if layout == "row" else y.contiguous()
 
 
@@ -167,10 +167,10 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _transpose_for(x: Tensor, options: Options) -> Callable[[Tensor], Tensor] | None:
-    """Return how weights are handed over transposed; None where no copy can be kept.
+    """Return the function that transposes weights; None where no copy can be kept.
 
-    While tracing, and on lazy devices, a copy would be made in every call: there the kernel reads
-    the weight as it is stored.
+    While tracing, and on lazy devices, every call would make the copy: there the kernel reads the
+    stored weight.
     """
     if not has_own_memory(x):
         return None

@@ -19,8 +19,8 @@ from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 
 TOKENS = 16
 FP8 = torch.float8_e4m3fn
-"""What torch has for nki's float8_e4m3: the same bits for the same numbers up to 240, the largest
-of nki's. torch-neuronx takes one for the other on trn2 (its utils.map_external_dtype_to_torch)."""
+"""torch's dtype for nki's float8_e4m3: the same bits for the same numbers up to 240, nki's largest.
+torch-neuronx takes one for the other on trn2 (its utils.map_external_dtype_to_torch)."""
 
 Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -33,7 +33,7 @@ def fault(kernel: Any, device: torch.device, launch: Launcher) -> str | None:
     try:
         results = launch(kernel, tensors)
         got = [y.detach().to("cpu").to(torch.float64).numpy() for y in results]
-    except Exception as error:  # whatever the vendor's compiler or runtime raises
+    except Exception as error:  # the vendor's compiler and runtime may raise anything
         return f"its first run failed with {type(error).__name__}: {error}"
     outputs = spec.outputs()
     if len(got) != len(outputs):
@@ -82,8 +82,8 @@ def _chosen(m: int) -> Any:
 def _of_tokens(arrays: Sequence[Any], whole: Any, small: Any, chosen: Any) -> list[Any]:
     """Return each array with the chosen tokens only, where it has tokens.
 
-    `whole` and `small` are the same operands with all tokens and with the chosen ones: the axis in
-    which their shapes differ is that of the tokens.
+    `whole` and `small` are the same operands with all tokens and with the chosen ones, so their
+    shapes differ in the axis of the tokens.
     """
     found = []
     for array, long, short in zip(arrays, whole, small, strict=True):

@@ -1,8 +1,8 @@
 """The kernels of this process: built or taken from the cache once per spec and target.
 
-Also remembers which specs a static graph was compiled for, so that their calls run a kernel of
-exactly that token count, and which specs no kernel could be built for, so that the reason is said
-once and the calls go to PyTorch.
+Also remembers the specs of static graphs, so that their calls run a kernel of exactly that token
+count, and the specs without a kernel, so that one warning says the reason and PyTorch computes the
+calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kernels:
         self._lock = threading.RLock()
 
     def get(self, spec: Any, target: str, options: Options) -> Any:
-        """Return the kernel of `spec`; raises what building it raised, the first time and after."""
+        """Return the kernel of `spec`; raises what building it raised, on every call."""
         from nmm_compiler.codegen.build import build_kernel
 
         key = (spec, target, options.dialect)
@@ -58,9 +58,9 @@ class Kernels:
         known = (spec, target, options.dialect) in self._failures
         try:
             return self.get(spec, target, options)
-        except CacheMissError:  # mode "require": the user wants to know, not to go on
+        except CacheMissError:  # mode "require" must not go on without the kernel
             raise
-        except Exception as error:  # any failure of ours must leave the model running
+        except Exception as error:  # the model must run after any failure of this package
             if options.strict:
                 raise
             if not known:
@@ -72,7 +72,7 @@ class Kernels:
             return None
 
     def origins(self, specs: Sequence[Any], target: str, options: Options) -> dict[Any, str]:
-        """Return where each spec's kernel is now: "memory", "cache", or "built" for nowhere yet.
+        """Return where each spec's kernel is: "memory", "cache", or "built" if it has to be built.
 
         Raises CacheMissError, naming all that is missing, in cache mode "require".
         """
@@ -143,7 +143,7 @@ KERNELS = Kernels()
 
 
 def without_kernel(options: Options) -> str:
-    """Return what becomes of calls that have no kernel."""
+    """Return the text on what happens to calls without a kernel."""
     return (
         "its calls raise" if options.executor in KERNEL_EXECUTORS else "PyTorch computes its calls"
     )

@@ -1,9 +1,9 @@
-"""The ladder: small kernels, one construct each, that say what a machine can run.
+"""The device checks: small kernels, one construct each, that show what a machine can run.
 
-`nmm doctor --device` climbs it: each rung of rungs.py runs on the device, or in AWS's simulator, or
-in this package's, and its results are compared with NumPy's. A construct that a toolchain refuses
-is then known by name, where otherwise every kernel that holds it would be lost one by one. The
-result is a JSON file with a verdict, an error and times for each rung.
+`nmm doctor --device` runs them: each kernel of rungs.py runs on the device, or in AWS's simulator,
+or in this package's, and its results are compared with NumPy's. So a construct that a toolchain
+refuses is known by name, before every kernel that uses it fails. The result is a JSON file with a
+verdict, an error and times for each rung.
 """
 
 from __future__ import annotations

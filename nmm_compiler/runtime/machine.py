@@ -1,6 +1,6 @@
-"""What of Neuron this machine has: packages, devices, their generation and their logical cores.
+"""Finds this machine's Neuron packages, devices, their generation and their logical cores.
 
-Nothing of Neuron is imported to find out: versions come from the installed packages' metadata, the
+No Neuron package is imported for this: versions come from the installed packages' metadata, the
 instance type from the driver's files under /sys, the rest from the environment.
 """
 
@@ -31,13 +31,13 @@ INSTANCE_TYPE = "/sys/devices/virtual/neuron_device/neuron0/info/architecture/in
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronProbe(Record):
-    """What of Neuron this machine has. Versions are None where a package is not installed.
+    """The Neuron packages and devices of this machine. Versions are None for missing packages.
 
     path: "torchneuron", "torch-xla", "simulate" (only nki) or "none": what executor "neuron" or
     "nki_simulate" would use. dialect: "nki", "neuronxcc" where NKI Beta 1 is all there is, or None:
     what kernels have to be written in to run here. instance: the type of the machine, as the driver spells it.
     target: the target that its devices are, logical_cores: physical cores of one logical core; None
-    without a device. problem: what stands in the way, with the way out, or None.
+    without a device. problem: what prevents running kernels, with the way out, or None.
     """
 
     nki: str | None

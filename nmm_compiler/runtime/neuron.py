@@ -11,11 +11,11 @@ A kernel in dialect "neuronxcc", NKI Beta 1, needs `neuronxcc.nki` and no packag
 `torch_neuronx.nki_jit` (Neuron SDK 2.24); on the CPU `neuronxcc.nki.simulate_kernel` takes and gives
 NumPy arrays. TorchNeuron has no way to launch it and is refused.
 
-NKI before 0.5 lacks the views that kernels use and is refused, as is one that lacks what the kernel
-at hand needs. The first time a kernel meets a
-device it runs on random operands and is compared with the float64 reference (first_run.py); one
-that differs, or does not compile, is not used again, with a warning. A device of another
-generation, or one whose logical cores are not the kernel's, is refused (machine.py).
+NKI before 0.5 lacks the views that kernels use and is refused, as is a version that lacks what a
+kernel needs. The first time that a kernel runs on a device, it gets random operands and is compared
+with the float64 reference (first_run.py). A kernel that differs, or does not compile, is not used
+again, with a warning. A device of another generation, or one whose logical cores are not the
+kernel's, is refused (machine.py).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def load(kernel: Any) -> Any:
 
 
 def _identity(kernel: Any) -> tuple[str, str]:
-    """Return what tells kernels apart: where a kernel is shown, and its verified source."""
+    """Return the identity of a kernel: its displayed path and its verified source."""
     return str(kernel.path), kernel.source
 
 
@@ -190,12 +190,12 @@ def device() -> torch.device:
 
 
 def launcher(device: torch.device) -> Launcher:
-    """Return what runs a kernel on a device, unchecked."""
+    """Return the function that runs a kernel on a device, without the first-run check."""
     return _LAUNCHERS[device.type]
 
 
 def compiled_launcher(device: torch.device) -> Launcher:
-    """Return what runs a kernel on a device within a graph of torch.compile."""
+    """Return the function that runs a kernel on a device within a graph of torch.compile."""
     backend = {"neuron": "neuron", "xla": "openxla"}[device.type]
 
     def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -257,7 +257,7 @@ def _traceable(function: Any) -> Any:
     try:
         hop = importlib.import_module("torch_neuronx.nki_hop")
     except ModuleNotFoundError:
-        return function  # `nki.jit` itself is told apart by newer versions
+        return function  # newer versions recognize `nki.jit` themselves
     return hop.wrap_nki(function)
 
 

@@ -21,7 +21,7 @@ def copy(x):
 
 @nki.jit
 def permuted_copy(x):
-    """Copy x, whose rows lie 128 to a tile in SBUF."""
+    """Copy x by tiles of 128 rows in SBUF."""
     rows, columns = x.shape
     out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
     held = nl.ndarray((128, rows // 128, columns), dtype=x.dtype, buffer=nl.sbuf)
@@ -32,7 +32,7 @@ def permuted_copy(x):
 
 @nki.jit
 def strided_copy(x):
-    """Return x turned by a DMA that reads single elements."""
+    """Return x transposed by a DMA that reads single elements."""
     rows, columns = x.shape
     out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
     held = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.sbuf)
@@ -70,7 +70,7 @@ def stored(sums, dtype):
 
 @nki.jit
 def matmul(a, b):
-    """Return the product of a, turned, and b, in fp32."""
+    """Return the product of the transpose of a with b, in fp32."""
     left, right = loaded(a), loaded(b)
     tiles, n = right.shape[1], b.shape[1]
     sums = nl.ndarray((a.shape[1], n), dtype=nl.float32, buffer=nl.psum)
@@ -104,7 +104,7 @@ def double_row(a, b):
 
 @nki.jit
 def tensor_transpose(x):
-    """Return x turned on TensorE."""
+    """Return x transposed on TensorE."""
     held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=held, src=x)
     turned = nl.ndarray((x.shape[1], x.shape[0]), dtype=x.dtype, buffer=nl.psum)
@@ -114,7 +114,7 @@ def tensor_transpose(x):
 
 @nki.jit
 def tensor_transpose_fp8(x):
-    """Return fp8 numbers turned on TensorE, which writes 16 bits for each."""
+    """Return fp8 numbers transposed on TensorE, which writes 16 bits for each."""
     rows, columns = x.shape
     held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=held, src=x)
@@ -125,7 +125,7 @@ def tensor_transpose_fp8(x):
 
 @nki.jit
 def dma_transpose(x):
-    """Return x turned by DMA; rows of the result lie 32 bytes apart."""
+    """Return x transposed by DMA; rows of the result are 32 bytes apart."""
     rows, columns = x.shape
     out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
     pitch = (rows + 15) // 16 * 16
@@ -137,7 +137,7 @@ def dma_transpose(x):
 
 @nki.jit
 def dma_transpose_tiles(x):
-    """Return x turned by one DMA of several tiles."""
+    """Return x transposed by one DMA of several tiles."""
     rows, columns = x.shape
     out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
     turned = nl.ndarray((128, columns // 128, rows), dtype=x.dtype, buffer=nl.sbuf)
@@ -224,7 +224,7 @@ def device_loop_register(x):
 
 @nki.jit
 def device_loop_dma_transpose(x):
-    """Return x turned by DMA, 16 rows each turn of a loop on the device."""
+    """Return x transposed by DMA, 16 rows in each turn of a loop on the device."""
     rows, columns = x.shape
     out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
     blocks = x.reshape_dim(0, (rows // 16, 16))

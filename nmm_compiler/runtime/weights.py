@@ -1,14 +1,13 @@
-"""Weights in the layout that a kernel wants, copied once and never stale.
+"""Copies of weights in the layout that kernels read best, made once and never stale.
 
 `nn.Linear` stores [outputs, inputs] and kernels read [inputs, outputs] fastest, so a weight is
 transposed once, not per call. Weights are inputs of a compiled graph: an in-place update or a
-replaced Parameter recompiles nothing, so every use of a copy first proves that its origin is
-unchanged. A copy is found by the origin's storage, offset, shape, strides and dtype. It holds that
-storage weakly: memory that is held so keeps its identity after it dies, so no later storage is
-mistaken for it. The copy is good while the origin's version counter has not moved. Writes through
-`.data` or NumPy do not move that counter, so on the CPU the values are compared bit by bit as well,
-which costs one read. On a device that would stop the stream: there, such writes need
-`Packs.clear()`. Under freeze the proof is skipped.
+replaced Parameter recompiles nothing, so every use of a copy first checks that its origin is
+unchanged. A copy is found by the origin's storage, offset, shape, strides and dtype. It keeps a
+weak reference to that storage, so that no later storage gets the same identity. The copy is valid
+while the origin's version counter is the same. Writes through `.data` or NumPy do not change that
+counter, so on the CPU the values are compared bit by bit as well, which costs one read. On a device
+that would stop the stream: there, such writes need `Packs.clear()`. With freeze there is no check.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Packs:
     def transposed(self, w: Tensor, *, freeze: bool = False) -> Tensor:
         """Return w.t() [inputs, outputs] as a contiguous tensor, for w [outputs, inputs].
 
-        freeze: the caller vouches that w never changes; a copy once made is used unseen.
+        freeze: the caller promises that w never changes; its cached copy is used without a check.
         """
         if w.t().is_contiguous():
             return w.detach().t()
@@ -75,7 +74,7 @@ class Packs:
             self._packs.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all copies: the next calls make them again."""
+        """Forget all copies; the next calls make them again."""
         with self._lock:
             self._packs.clear()
 
