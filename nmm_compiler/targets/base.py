@@ -1,8 +1,8 @@
-"""What a target is: one frozen record of hardware numbers, the unit in every field name.
+"""A target: one frozen record of hardware numbers, with the unit in every field name.
 
 Each number has an entry in `sources` that says whether it is documented, measured or assumed, and
-where it comes from. A target is data: it holds no behaviour beyond sums of its own fields.
-Per-core figures throughout: one kernel runs on one NeuronCore.
+where it comes from. A target is data: its methods only combine its own fields. All figures are per
+core, since one kernel runs on one NeuronCore.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ class Target:
     engine_semaphore_seconds: float
     kernel_start_stop_seconds: float
 
-    # What one engine's use of a memory shuts out
+    # Engines that cannot use a memory at the same time
     vector_gpsimd_share_sbuf: bool
     vector_scalar_share_psum: bool
 
-    # What instructions may do; nki.isa names those that a generation lacks
+    # Rules for instructions; nki.isa names those that a generation lacks
     absent_instructions: tuple[str, ...]
     absent_forms: tuple[str, ...]
     tensor_transpose_mode: bool
@@ -202,8 +202,8 @@ class Target:
     ) -> Self:
         """Return another generation, which differs in `numbers`.
 
-        What is documented here and not given holds for all generations; what was measured or
-        assumed here is assumed there.
+        A documented number that is not given also holds for the other generation; a measured or
+        assumed one becomes an assumption there.
         """
         carried = {
             field: Known(
@@ -221,7 +221,7 @@ class Target:
         )
 
     def goes_by(self, word: str) -> bool:
-        """Return whether AWS's tools take `word` for this hardware ("trn2", "gen3")."""
+        """Return whether AWS's tools use `word` for this hardware ("trn2", "gen3")."""
         return word in (self.name, self.generation, *self.instances)
 
     @property
@@ -236,7 +236,8 @@ class Target:
 
     @property
     def memory_bytes_per_second(self) -> float:
-        """What HBM traffic can reach: the lower of the core's HBM share and its DMA engines."""
+        """The rate that HBM traffic can reach: the lower of the core's HBM share and its DMA
+        engines."""
         return min(self.hbm_bytes_per_second, self.dma_bytes_per_second)
 
     def peak_flops_per_second(self, dtype: str = "bfloat16") -> float:

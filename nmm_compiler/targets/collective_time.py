@@ -1,4 +1,4 @@
-"""How long data exchange between cores takes alone: the target's published points, interpolated."""
+"""The time of a collective alone: the target's published points, interpolated."""
 
 from __future__ import annotations
 

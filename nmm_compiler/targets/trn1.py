@@ -2,7 +2,7 @@
 
 Kernels for it run as NKI Beta 1 (`dialect="neuronxcc"`), under Neuron SDK 2.27 and older. The pages
 of NKI 0.3 and later name trn2 and trn3 as supported, though `nki.jit` and the simulator of NKI 0.6
-still take trn1. What is not said is as on trn2.
+still take trn1. Other figures are those of trn2.
 """
 
 from nmm_compiler.targets.base import assumed, documented, measured
