@@ -1,1 +1,1 @@
-"""See docs/mlir.md: the rewritten graph as MLIR, each fused kernel one call."""
+"""Exports the rewritten graph as MLIR, each fused kernel as one call; see docs/mlir.md."""

@@ -1,4 +1,4 @@
-"""The torch-mlir package, loaded when first needed, and contexts that know what we emit.
+"""The torch-mlir package, loaded when first needed, and contexts with the emitted dialects.
 
 torch-mlir's wheel has the StableHLO dialect and passes compiled in but does not load them by
 itself; `context()` does. Nothing here is imported with the package: `pip install

@@ -22,7 +22,7 @@ NAMESPACE = "nmm"
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where the tensor number `index` stands among an op's arguments."""
+    """The place of tensor number `index` among an op's arguments."""
 
     index: int
 
@@ -70,7 +70,7 @@ class KernelCall:
         return any(None in operand.shape for operand in self.operands)
 
     def signature(self) -> str:
-        """Return canonical JSON of everything that tells kernels apart (not the node)."""
+        """Return canonical JSON of everything that identifies the kernel, without the node."""
         parts = {
             "op": self.op,
             "args": _plain(self.args),

@@ -1,4 +1,4 @@
-"""What a kernel call is made of: launches with their specs, and the NKI source of each.
+"""Describes a kernel call: its launches with their specs, and the NKI source of each.
 
 The specs come from the same function that serves a compiled model (`ops.lower.lower`), so
 that an exported call and a compiled one mean the same kernels. A call is one launch; where the
@@ -89,7 +89,7 @@ def _tensors(call: KernelCall) -> list[Tensor]:
 def _launches(call: KernelCall, tokens: int, sources: bool) -> list[tuple[Any, tuple[int, ...]]]:
     """Return the spec of each launch and, for its operands in order, their numbers in the call.
 
-    sources: launch for launch what the target can build.
+    sources: whether the target has to be able to build each launch.
     """
     tensors = _tensors(call)
     args, keywords = call.rebuild(tensors)

@@ -92,7 +92,7 @@ def insert_calls(
 
 def give_body(module: Any, name: str, call: KernelCall) -> None:
     """Replace the declaration of a kernel by a function with the op's PyTorch reference as body."""
-    sizes = itertools.count(7, 4)  # sizes that differ, so that none is taken for another
+    sizes = itertools.count(7, 4)  # sizes that differ, so that none equals another
     with quiet():
         exported = torch.export.export(
             _Reference(call),
@@ -113,7 +113,7 @@ def give_body(module: Any, name: str, call: KernelCall) -> None:
 
 
 def describe_kernels(module: Any, kernels: Sequence[ExportedKernel]) -> None:
-    """Put what each kernel is on its function, as attributes that start with "nmm."."""
+    """Put the description of each kernel on its function, as attributes that start with "nmm."."""
     with module.context:
         for kernel in kernels:
             function = _function(module, kernel.name)
@@ -175,7 +175,7 @@ def _import(graph: torch.fx.Graph, context: Any, name: str, module: Any) -> Any:
         importer.import_stateless_graph(
             graph, func_name=name, func_visibility=None if module is None else "private"
         )
-    except Exception as error:  # the importer raises many types; the reason is passed on
+    except Exception as error:  # the importer raises many types; the error has the reason
         raise ExportError(f"torch-mlir cannot import {name}: {error}") from error
     function = _function(importer.module, name)
     function.attributes["torch.assume_strict_symbolic_shapes"] = bindings.ir.UnitAttr.get(context)
@@ -208,7 +208,8 @@ def _operands(operator: Any) -> list[Any]:
 
 
 def _results(operator: Any) -> tuple[list[Any], Any]:
-    """Return the tensors that an imported operator makes, and what unpacks its list of them."""
+    """Return the tensors that an imported operator makes, and the operation that unpacks its
+    list."""
     only = operator.results[0]
     if not str(only.type).startswith("!torch.list"):
         return [only], None

@@ -1,10 +1,9 @@
 """From the torch dialect with kernel calls to torch (backend form), linalg or StableHLO.
 
-torch-mlir's own pipelines do the work, without two steps. The check that no call is left goes,
-since calls are what we want to keep (`verify.py` checks our contract instead); and StableHLO's
-refinement of shapes, which crashes on a module that calls one declaration twice and has nothing to
-refine in what torch.export gives. The pass lists are asked of torch-mlir itself, not copied, so
-that they follow the installed version.
+torch-mlir's own pipelines do the work, without two steps. One is the check that no call is left,
+since we keep calls (`verify.py` checks our contract instead). The other is StableHLO's refinement
+of shapes, which crashes on a module that calls one declaration twice, and is not needed after
+torch.export. The pass lists come from torch-mlir itself, so that they follow the installed version.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def _place(location: str) -> str:
 def _fold_constants(module: Any) -> None:
     """Write arith constants of tensors as StableHLO's, and convert scalars while compiling.
 
-    `convert(constant 1.0e-05 : f64) : f32` becomes `constant 1.0e-05 : f32`: torch-mlir carries
-    Python's float64 scalars along, which no Trainium engine computes with.
+    `convert(constant 1.0e-05 : f64) : f32` becomes `constant 1.0e-05 : f32`: torch-mlir keeps
+    Python's float64 scalars, which no Trainium engine computes with.
     """
     ir = load().ir
     with module.context:

@@ -76,7 +76,7 @@ class ExportedKernel:
         return tuple(source for launch in self.launches for source in launch.sources)
 
     def attributes(self) -> dict[str, Any]:
-        """Return what the module says about the kernel; lists hold one entry per launch."""
+        """Return the module's attributes of the kernel; lists have one entry per launch."""
         launches = self.launches
         specs = [json.dumps(launch.spec, sort_keys=True) for launch in launches]
         found: dict[str, Any] = {
@@ -122,7 +122,7 @@ class MLIRModule:
         return self.text
 
     def manifest(self, directory: str = ".") -> dict[str, Any]:
-        """Return what ties names to files, as plain JSON data; `directory` holds the sources."""
+        """Return the map of names to files, as plain JSON data; `directory` holds the sources."""
         kernels = [
             {
                 "name": kernel.name,
@@ -190,7 +190,7 @@ class MLIRModule:
 
 
 def _write_all(wanted: dict[Path, str], module: Path) -> tuple[Path, ...]:
-    """Write every text beside its place, then move all of them; undo what is undone on failure."""
+    """Write every text beside its place, then move all of them; on failure delete the new files."""
     staged: dict[Path, Path] = {}
     made: list[Path] = []
     current = module
@@ -209,10 +209,10 @@ def _write_all(wanted: dict[Path, str], module: Path) -> tuple[Path, ...]:
             del staged[path]
     except OSError as error:
         for temporary in staged.values():
-            with contextlib.suppress(OSError):  # the first error is the one to report
+            with contextlib.suppress(OSError):  # only the first error is reported
                 temporary.unlink()
         for directory in made:
-            with contextlib.suppress(OSError):  # not empty when files were moved into it already
+            with contextlib.suppress(OSError):  # not empty if files were moved into it before
                 directory.rmdir()
         raise outputs.cannot_write(current, error) from error
     return tuple(wanted)

@@ -75,7 +75,7 @@ def export_program(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what torch.export warns about its own deprecated internals: no caller can change it."""
+    """Hide torch.export's warnings about its own deprecated internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,8 +1,8 @@
-"""Our own contract for an exported module, in place of torch-mlir's that forbids calls.
+"""Checks the contract of an exported module, in place of torch-mlir's, which forbids calls.
 
-MLIR's verifier checks types and that every callee exists. Beyond it: only dialects that belong to
-the chosen form, nothing left of torch in the lowered ones, every kernel described once, and as many
-calls as the graph had fused ops.
+MLIR's verifier checks types and that every callee exists. This module also checks that only
+dialects of the chosen form are used, that no torch operation is left in the lowered ones, that
+every kernel is described once, and that there are as many calls as the graph had fused ops.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def verify(module: Any, dialect: str, calls: int) -> None:
 
 
 def parses_back(text: str, dialect: str, calls: int) -> None:
-    """Parse MLIR text in a fresh context and verify it: what a consumer will do first."""
+    """Parse MLIR text in a fresh context and verify it, as a consumer does first."""
     bindings = load()
     with context():
         try:
