@@ -1,8 +1,8 @@
-"""The NKI API of one version: which names exist, and what each function takes.
+"""The NKI API of one version: its names, and the parameters of each function.
 
-`api("0.6")` reads `table.py` once and answers by full name ("nki.isa.nc_matmul"): the
-function's parameters, the version that brought or removed a name, what replaces a deprecated one.
-The lint asks; so may anything else that writes or reads NKI source.
+`api("0.6")` reads `table.py` once. By full name ("nki.isa.nc_matmul") it has a function's
+parameters, the version that added or removed a name, and the replacement of a deprecated one. The
+lint uses it, and so can any other reader or writer of NKI source.
 """
 
 from __future__ import annotations

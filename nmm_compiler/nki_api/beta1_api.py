@@ -1,7 +1,8 @@
 """The API of NKI Beta 1 (`neuronxcc.nki`) by full name, read from `beta1_table.py`.
 
 Names are those of the current dialect ("nki.isa.nc_matmul"), so that one set of lint rules and one
-simulator serve both. `returns` says what tile a call gives; in the current dialect none does.
+simulator serve both. `returns` names the rule for the tile that a call returns; in the current
+dialect no call returns one.
 """
 
 from __future__ import annotations

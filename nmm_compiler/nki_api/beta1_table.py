@@ -1,4 +1,4 @@
-"""NKI Beta 1 (`neuronxcc.nki`, NKI 0.1) as data: names, parameters, and what each call returns.
+"""NKI Beta 1 (`neuronxcc.nki`, NKI 0.1) as data: names, parameters, and the result of each call.
 
 Facts taken from the public stubs and error pages of AWS Neuron SDK 2.26 (aws-neuron-sdk,
 commit 1db4d74e, `nki/api/nki`); nothing here is code of that project.
@@ -6,7 +6,7 @@ commit 1db4d74e, `nki/api/nki`); nothing here is code of that project.
 An entry is `name, name(parameters) -> rule`. In this dialect an instruction has no destination:
 it returns a tile, and the rule says which. `like a b` is the common shape of the operands a and b,
 with their promoted dtype; the other rules are named in `simulator/beta1/instructions.py`.
-An entry without a rule returns nothing, or what its own function in that file makes.
+An entry without a rule returns nothing, or its own function in that file makes the result.
 """
 
 from __future__ import annotations

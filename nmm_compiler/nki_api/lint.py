@@ -1,9 +1,9 @@
 """Checks NKI kernel source against the documented API and the compiler's Python subset.
 
 `lint_source(text)` returns findings in source order; `check_source(text)` raises LintError when
-one of them is an error. Nothing is executed: the text is parsed, imports and aliases are
-resolved (`lint_names.py`), and the rules below look at the result. The tables of the API are in
-`table.py`; the codes are described in docs/lint.md.
+one of them is an error. Nothing is executed: the text is parsed, imports and aliases are resolved
+(`lint_names.py`), and the rules below check the result. The tables of the API are in `table.py`;
+the codes are described in docs/lint.md.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
     "oldest_version",
 ]
 
-_TOO_YOUNG = ("NKI-E102", "NKI-E117")  # a name or a parameter that a version does not have yet
+_TOO_YOUNG = ("NKI-E102", "NKI-E117")  # a name or a parameter of a later version
 
 
 def lint_source(
     source: str, *, nki: str = API_VERSION, filename: str = "<kernel>"
 ) -> tuple[Finding, ...]:
-    """Return what is wrong with a kernel file, in source order; empty when nothing is.
+    """Return the findings in a kernel file, in source order.
 
     nki: the version to check for, "0.3" to "0.7" ("0.6.0" works too); UnknownNameError otherwise.
     A file that imports `neuronxcc.nki` and not `nki` is checked for NKI Beta 1 whatever it says.
@@ -64,7 +64,7 @@ def lint_source(
         line, column = getattr(error, "lineno", 1) or 1, getattr(error, "offset", 1) or 1
         reason = getattr(error, "msg", None) or str(error)
         return (Finding(line, column, "NKI-E001", f"not Python: {reason}"),)
-    except (RecursionError, MemoryError):  # how Python's parser says that its stack is full
+    except (RecursionError, MemoryError):  # the exception of Python's parser for a full stack
         return (_too_deep(),)
     try:
         if is_beta_1(tree):

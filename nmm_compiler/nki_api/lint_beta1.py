@@ -22,8 +22,8 @@ _OWNERS = ("nki", "nki.isa", "nki.language")
 def is_beta_1(tree: ast.Module) -> bool:
     """Return whether a file imports `neuronxcc.nki`, and not `nki`.
 
-    `neuronxcc.nki.typing` alone, which files of the current dialect import for their annotations,
-    decides nothing.
+    `neuronxcc.nki.typing` does not count: files of the current dialect import it for their
+    annotations.
     """
     modules = set()
     for node in ast.walk(tree):
@@ -37,7 +37,7 @@ def is_beta_1(tree: ast.Module) -> bool:
 
 
 def beta_1_findings(tree: ast.Module) -> Iterator[Finding]:
-    """Yield what is wrong with a Beta 1 file; the tree's imports are renamed on the way."""
+    """Yield the findings in a Beta 1 file; renames the tree's imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

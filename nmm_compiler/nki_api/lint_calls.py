@@ -1,4 +1,4 @@
-"""The rules about the NKI API: does the name exist, and does the call fit its signature.
+"""The rules about the NKI API: names must exist, and calls must fit their signatures.
 
 Each rule is a generator of findings over one file's `Names`; `lint.py` lists them.
 """
@@ -83,8 +83,8 @@ def check_calls(names: Names, api: Api) -> Iterator[Finding]:
 def check_methods(names: Names, api: Api) -> Iterator[Finding]:
     """E102: methods of tensors that are younger than the version, in kernel code.
 
-    Types are not known here: a method of that name that a class of the file defines is left alone,
-    and so is a function of an imported module.
+    Types are not known here, so a method of that name in a class of the file, or a function of an
+    imported module, gives no finding.
     """
     own = {
         method.name
@@ -166,7 +166,7 @@ def _check_enums(node: ast.Call, function: Function, names: Names) -> Iterator[F
             continue
         enum = table.ENUM_PARAMETERS.get(parameter)
         if enum is not None and isinstance(value.value, (int, str)):
-            # Integers are refused since 0.3; of strings the documents say nothing.
+            # Integers are refused since 0.3; strings are not documented.
             code = "NKI-W116" if isinstance(value.value, str) else "NKI-E116"
             yield at(value, code, f"{parameter}={value.value!r}: name a member of {enum}")
         elif parameter == "buffer" and isinstance(value.value, str):

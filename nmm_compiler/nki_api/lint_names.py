@@ -1,10 +1,10 @@
-"""Who a name is: imports, aliases and scopes of one kernel file, and which of it is kernel code.
+"""Resolves names: imports, aliases and scopes of one kernel file, and its kernel code.
 
-In goes a parsed file; `Names.resolve(node)` answers "nki.isa.nc_matmul" for `nisa.nc_matmul`,
+In: a parsed file. `Names.resolve(node)` returns "nki.isa.nc_matmul" for `nisa.nc_matmul`,
 `isa.nc_matmul` after `from nki import isa`, or `mm` after `mm = nisa.nc_matmul`, and None for
-anything a local name shadows. `Names.kernel_code` holds the functions the NKI compiler will see:
-those under @nki.jit, what they call in the same file, and whatever calls nki.isa or nki.language
-itself (a file of helpers has no kernel, but all of it is kernel code).
+anything a local name shadows. `Names.kernel_code` holds the functions that the NKI compiler reads:
+those under @nki.jit, the functions that they call in the same file, and every function that calls
+nki.isa or nki.language itself (a file of helpers has no kernel, but all of it is kernel code).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Names:
     def undefined(self, node: ast.Name) -> bool:
         """Return whether nothing in the file, nor a builtin, gives this name a value.
 
-        After a star import nobody can tell, and every name counts as defined.
+        After a star import, every name counts as defined.
         """
         known = hasattr(builtins, node.id) or node.id in _MODULE_NAMES
         scope = self.scope_of[node]

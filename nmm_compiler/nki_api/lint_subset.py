@@ -1,4 +1,4 @@
-"""The rules about Python: what the NKI compiler accepts inside kernel code.
+"""The rules about Python: the subset that the NKI compiler accepts inside kernel code.
 
 Up to NKI 0.6 the compiler reads the kernel's source itself and knows a subset of Python; 0.7
 traces real Python, so that most of these rules end there (each says so by `until`). Sources: the

@@ -1,4 +1,4 @@
-"""The rules about tensors: what can be known of a named tile without running the kernel.
+"""The rules about tensors: properties of named tiles that are known without running the kernel.
 
 A name that is only ever assigned from an allocation (`nl.ndarray`, `nl.zeros`, ...) has a memory
 and perhaps a dtype and a partition count; a view of it (`t[...]`, `t.reshape(...)`) has the same
@@ -48,7 +48,7 @@ def check_values(names: Names, api: Api) -> Iterator[Finding]:
 
 
 def tile_of(node: ast.AST | None, names: Names) -> Tile | None:
-    """Return what is known of the allocation behind an expression, or None."""
+    """Return the known properties of the allocation behind an expression, or None."""
     while True:
         if isinstance(node, ast.Subscript):
             node = node.value

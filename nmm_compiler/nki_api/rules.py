@@ -1,10 +1,11 @@
-"""The documented rules of NKI as data: one row a rule, with a call that breaks it and one that not.
+"""The documented rules of NKI as data: one row per rule, with a call that breaks it and one that
+keeps it.
 
-`rules()` reads `rules.toml`. A row's call is kernel text with a `$`; `breaks` and `holds` are what
-stands for it, so the two differ in the rule alone. The simulator does not read this table: its
-checks stand beside the instructions, and tests/simulator/test_rules.py runs both calls of each row,
-in both modes, and asks for the row's error. `docs/rules.md` prints the table with the function in
-which the simulator was when it refused.
+`rules()` reads `rules.toml`. A row's call is kernel text with a `$`, which `breaks` and `holds`
+replace, so that the two calls differ in the rule alone. The simulator does not read this table: its
+checks are beside the instructions, and tests/simulator/test_rules.py runs both calls of each row,
+in both modes, and expects the row's error. `docs/rules.md` prints the table with the function of
+the simulator that refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TABLE = Path(__file__).with_name("rules.toml")
 class Rule:
     """One documented rule.
 
-    topic: the instruction or the matter that it is about. says: the rule in our words.
+    topic: the instruction or the subject of the rule. says: the rule in our words.
     source: page and section of the Neuron documentation (SDK 2.32 unless it says otherwise).
     error: the name of the class in errors.py that refuses its breach.
     call: kernel lines over the tiles that `RULE_KERNEL` makes, `$` where the two calls differ.
@@ -49,7 +50,7 @@ class Rule:
 
     @property
     def holder(self) -> str:
-        """The kernel lines that just hold it."""
+        """The kernel lines that keep it, at its limit."""
         return self.call.replace("$", self.holds)
 
 

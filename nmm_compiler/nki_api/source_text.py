@@ -1,4 +1,4 @@
-"""Reads the source text of a kernel file, and refuses what is none."""
+"""Reads the source text of a kernel file, and refuses other files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LARGEST_SOURCE_BYTES = 4 << 20  # the largest public NKI kernel file has 0.2 MB
 def read_source(path: Path) -> str:
     """Return the text of a source file.
 
-    Raises SourceFileError for what is no regular file (a pipe would never end), is larger than
-    4 MiB, is no UTF-8, or cannot be read.
+    Raises SourceFileError for a file that is not regular (a pipe would never end), is larger than 4
+    MiB, is not UTF-8, or cannot be read.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
