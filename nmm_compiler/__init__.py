@@ -7,7 +7,7 @@ Four ways in:
     nmm_compiler.predict(model, "trn2", ratio=0.2)     what a model will take, dense and low-rank
     nmm_compiler.build_kernel(spec), simulate(...)     kernels: NKI source, checked, timed on a CPU
 
-Nothing outside this door is public. Names load on first use, so that importing the package and
+Only the names of this module are public. They load on first use, so that importing the package and
 `nmm --help` stay quick.
 """
 
@@ -116,10 +116,11 @@ def __dir__() -> list[str]:
 
 
 class _Door(types.ModuleType):
-    """This module, where `compress` stays the function when the room of that name is imported.
+    """This module, where `compress` stays the function when the package of that name is imported.
 
-    Python binds the name of a package in its parent; the rooms are found in sys.modules, and the
-    function carries the modules of its room as attributes (`nmm_compiler/compress/__init__.py`).
+    Python binds the name of a package in its parent, so this class refuses to bind that one. The
+    package is in sys.modules, and the function has its modules as attributes
+    (`nmm_compiler/compress/__init__.py`).
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -127,7 +128,7 @@ class _Door(types.ModuleType):
             super().__setattr__(name, value)
 
 
-globals().pop("compress", None)  # the import of its `hf_hook` above has bound the room
+globals().pop("compress", None)  # `hf_hook` above has bound the package
 sys.modules[__name__].__class__ = _Door
 _watch_for_torch_logs()  # TORCH_LOGS="nmm"
 _watch_for_transformers()  # from_pretrained and PEFT know low-rank models with no further call

@@ -1,9 +1,9 @@
 """Makes torch's logging know `nmm`: TORCH_LOGS="nmm", "+nmm", "nmm_graphs", "nmm_kernels", ...
 
-torch reads TORCH_LOGS while it is imported and refuses names that nobody has registered. So
-`watch()`, which `import nmm_compiler` calls, registers the names as soon as torch's own are there:
-at once, or by an import hook. For programs that import torch first and this package never,
-`startup/_nmm_compiler_startup.py` calls it when TORCH_LOGS speaks of nmm.
+torch reads TORCH_LOGS while it is imported and refuses names that are not registered. So `watch()`,
+which `import nmm_compiler` calls, registers the names as soon as torch's own are there: at once, or
+by an import hook. For programs that import torch first or never import this package,
+`startup/_nmm_compiler_startup.py` calls it when TORCH_LOGS names nmm.
 
 All of the package logs to the standard loggers below "nmm_compiler", with torch or without.
 """
@@ -22,7 +22,7 @@ ARTIFACTS = {
     "nmm_kernels": "the NKI source of each kernel of a graph",
     "nmm_schedules": "the schedule of each kernel and the runners-up",
 }
-"""What TORCH_LOGS can ask for by name, beside the log "nmm"."""
+"""Names for TORCH_LOGS beside the log "nmm"."""
 
 _REGISTRY = "torch._logging._registrations"
 
@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder):
 
 
 def watch() -> None:
-    """Register now if torch is loaded, else as soon as it is; calling it again is free."""
+    """Register now, or when torch is loaded; calling it again does nothing."""
     if _REGISTRY in sys.modules:
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -46,15 +46,15 @@ class Options:
     target: hardware that kernels are written for.
     dialect: NKI that kernels are written in, "nki" or "neuronxcc" (NKI Beta 1); "auto" is the second
         where no other is installed.
-    executor: what runs a rewritten call; "auto" is the Neuron device when the tensors are on
-        one, else "reference" (PyTorch).
+    executor: runs a rewritten call; "auto" is the Neuron device when the tensors are on one, else
+        "reference" (PyTorch).
     inner: torch.compile backend for the rest of the graph, by name; "auto" picks it.
     kernels: "build" writes every kernel while compiling, "lazy" when a call first needs it.
     freeze: weights never change after compilation, so packed copies need no checks.
     buckets: increasing token counts that kernels are built for; None uses the default ladder.
-    price: what the passes weigh one call against its products and a dense product with:
-        "closed_form" takes no time, "simulated" runs each kernel in the simulator once, which takes
-        up to seconds a shape, and keeps the figures in the kernel cache.
+    price: how the passes compare one call with its products and a dense product: "closed_form"
+        takes no time, "simulated" runs each kernel in the simulator once, which takes up to seconds
+        a shape, and keeps the figures in the kernel cache.
     reassociate: permit rewrites that change where the intermediate result is rounded.
     strict: raise on an internal failure where the default is a warning and the plain graph.
     verify: run each graph before and after the rewrite on its inputs and raise where they differ.
@@ -62,8 +62,8 @@ class Options:
     report: called with the CompileReport of each graph; True prints it; a path ending in .html is
         written as one page with all graphs compiled so far.
     disable: names of rewrite rules to leave out.
-    rules: rewrite rules of your own (nmm_compiler.rule, nmm_compiler.Rule), asked after the
-        built-in ones; "..." in the list stands for these, and the name of one for itself.
+    rules: rewrite rules of your own (nmm_compiler.rule, nmm_compiler.Rule), which run after the
+        built-in ones; "..." in the list stands for the built-in ones, and a name for one of them.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
         blocks of tokens in a loop on the device.
     cache, cache_dir, cache_max_bytes, remote_cache: the kernel cache; None asks the
@@ -149,7 +149,7 @@ class Options:
         return cls(**given)
 
     def call_options(self) -> dict[str, Any]:
-        """Return the options that a rewritten call needs when it runs, where not the default."""
+        """Return the options that a rewritten call needs when it runs, without defaults."""
         names = ("dialect", "buckets", "freeze", "strict", "instruction_budget", *CACHE_OPTIONS)
         fields = {f.name: f.default for f in dataclasses.fields(self)}
         return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
@@ -184,7 +184,7 @@ def _environment(name: str) -> str | None:
 
 
 def platform_override() -> str | None:
-    """Return the hardware that the user's environment tells AWS's tools to build for, or None."""
+    """Return the hardware that the environment sets for AWS's tools, or None."""
     return _environment("NEURON_PLATFORM_TARGET_OVERRIDE")
 
 
@@ -238,7 +238,8 @@ def cache_dir(options: Options | None = None) -> Path:
 
 @functools.lru_cache(maxsize=64)
 def _cache_dir(given: str | None, base: str | None, home: str | None) -> Path:
-    """Return `cache_dir` for these settings; each built kernel asks. home: what "~" is."""
+    """Return `cache_dir` for these settings; each built kernel calls this. home: the directory
+    "~"."""
     try:
         if given:
             return Path(given).expanduser()

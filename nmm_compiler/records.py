@@ -1,7 +1,7 @@
-"""Small frozen records: what one stage hands to the next.
+"""Small frozen records, which one stage passes to the next.
 
-A record is a frozen dataclass that prints on one line, turns into plain JSON and back, and says
-who it is by a short digest of that JSON. Nested records, tuples, numbers, strings, booleans and
+A record is a frozen dataclass that prints on one line, turns into plain JSON and back, and has a
+short digest of that JSON as its identity. Nested records, tuples, numbers, strings, booleans and
 None are allowed as fields; nothing else, so that equal records always give equal bytes.
 """
 
