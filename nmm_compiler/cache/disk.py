@@ -8,6 +8,8 @@ An entry is staged beside its final place, each file fsynced, the manifest last,
 Only the rename publishes. A process that finds the place taken discards its own copy and reads the
 published one. Deletion renames first too, so no reader sees half an entry. Locks only save work:
 nothing here relies on them.
+
+A change of this layout takes a new folder, "v2".
 """
 
 from __future__ import annotations

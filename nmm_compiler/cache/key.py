@@ -3,7 +3,9 @@
 In: a mapping of names to plain data (numbers, text, booleans, None, lists, dicts, Records).
 Out: a frozen Key with a sha256 digest of its canonical JSON. Two keys can be compared name by name
 and field by field. Values that are not the same in every process and on every machine (sets, paths,
-objects, NaN) are refused.
+objects, NaN) are refused. Each entry that is not needed is a miss for somebody.
+
+A change of the canonical JSON takes a new KEY_FORMAT.
 """
 
 from __future__ import annotations

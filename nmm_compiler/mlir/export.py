@@ -3,7 +3,8 @@
     model --rewrite--> graph of ATen and nmm ops --torch-mlir--> torch dialect
       --calls--> func.call per kernel --lower--> torch | linalg | stablehlo --verify--> text
 
-docs/mlir.md says what a toolchain must do with the calls.
+docs/mlir.md says what a toolchain must do with the calls. `python tests/mlir/mlir_golden.py` writes
+the goldens anew.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@
 one of them is an error. Nothing is executed: the text is parsed, imports and aliases are resolved
 (`lint_names.py`), and the rules below check the result. The tables of the API are in `table.py`;
 the codes are described in docs/lint.md.
+
+A new NKI version is an edit of `table.py`. A rule is a generator of findings in `lint_calls.py`,
+`lint_subset.py` or `lint_values.py`, a line of `RULES` when it is a new function, a row in
+docs/lint.md, and a pair of snippets in tests/nki_api/test_lint.py.
 """
 
 from __future__ import annotations

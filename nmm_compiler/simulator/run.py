@@ -2,7 +2,9 @@
 
 Start here: arguments become HBM tensors, the kernel runs as Python under the stand-in modules,
 the capacity of SBUF and PSUM is checked over the recorded live ranges, and the timing pass
-turns the trace into a profile.
+turns the trace into a profile. `loading/` executes the kernel file, `language/` and `isa/` have one
+function per documented name, `tensors/` the view arithmetic and the bytes, `programs.py` the grid,
+`timing/` the timing model.
 """
 
 from __future__ import annotations
