@@ -143,6 +143,10 @@ class NeuronSetupError(NmmError, RuntimeError):
     """A Neuron package or device is missing or too old for what was asked."""
 
 
+class MachineFileError(NmmError, ValueError):
+    """A file about this machine (verdicts, a calibrated target) is missing or says nothing."""
+
+
 class NoKernelError(NmmError, RuntimeError):
     """A kernel executor was named and there is no kernel to run; the `__cause__` says why."""
 

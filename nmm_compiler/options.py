@@ -1,8 +1,8 @@
 """Every option of the package, in one frozen record, and the only place that reads the environment.
 
 `Options.make` accepts what users pass (a dict, an Options, keywords), refuses unknown names with
-the closest known one, and checks each value. Target, dialect and instruction budget can change an
-emitted kernel, and so belong to the cache key; all others must not.
+the closest known one, and checks each value. Target, dialect, verdicts and instruction budget can
+change an emitted kernel, and so belong to the cache key; all others must not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from nmm_compiler import targets
 from nmm_compiler.errors import CacheDirectoryError, OptionTypeError, UnknownNameError
+from nmm_compiler.targets.this_machine import FILE
 
 TARGETS = targets.names()
 EXECUTORS = ("auto", "reference", "simulator", "nki_simulate", "neuron")
@@ -43,7 +44,7 @@ CACHE_OPTIONS = ("cache", "cache_dir", "cache_max_bytes", "remote_cache")
 class Options:
     """How a model is compiled. Options compare equal by value, as torch.compile wants.
 
-    target: hardware that kernels are written for.
+    target: hardware that kernels are written for; a file of `nmm calibrate` (*.json) too.
     dialect: NKI that kernels are written in, "nki" or "neuronxcc" (NKI Beta 1); "auto" is the second
         where no other is installed.
     executor: runs a rewritten call; "auto" is the Neuron device when the tensors are on one, else
@@ -66,6 +67,8 @@ class Options:
         built-in ones; "..." in the list stands for the built-in ones, and a name for one of them.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
         blocks of tokens in a loop on the device.
+    verdicts: the file that `nmm doctor --device` wrote, or "off"; None asks NMM_VERDICTS, and then
+        looks beside the kernel cache. Kernels do without what failed there.
     cache, cache_dir, cache_max_bytes, remote_cache: the kernel cache; None asks the
         environment (NMM_CACHE, NMM_CACHE_DIR, NMM_CACHE_MAX_BYTES, NMM_REMOTE_CACHE).
     """
@@ -86,13 +89,15 @@ class Options:
     disable: tuple[str, ...] = ()
     rules: tuple[Any, ...] = ()
     instruction_budget: int = INSTRUCTION_BUDGET
+    verdicts: str | None = None
     cache: str | None = None
     cache_dir: str | None = None
     cache_max_bytes: int | None = None
     remote_cache: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("target", self.target, TARGETS)
+        if not (isinstance(self.target, str) and self.target.endswith(FILE)):
+            _one_of("target", self.target, TARGETS)
         _one_of("dialect", self.dialect, DIALECTS)
         _one_of("executor", self.executor, EXECUTORS)
         _one_of("kernels", self.kernels, KERNELS)
@@ -108,7 +113,7 @@ class Options:
             raise OptionTypeError("disable", self.disable, "a list of names of rewrite rules")
         if not isinstance(self.rules, tuple) or not _hashable(self.rules):
             raise OptionTypeError("rules", self.rules, "a list of rules")
-        for name in ("cache_dir", "remote_cache", "dump"):
+        for name in ("cache_dir", "remote_cache", "dump", "verdicts"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise OptionTypeError(name, getattr(self, name), "a path or URL as a string")
         size = self.cache_max_bytes
@@ -150,9 +155,11 @@ class Options:
 
     def call_options(self) -> dict[str, Any]:
         """Return the options that a rewritten call needs when it runs, without defaults."""
-        names = ("dialect", "buckets", "freeze", "strict", "instruction_budget", *CACHE_OPTIONS)
+        names = ("dialect", "buckets", "freeze", "strict", "instruction_budget", "verdicts")
         fields = {f.name: f.default for f in dataclasses.fields(self)}
-        return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
+        return {
+            n: getattr(self, n) for n in (*names, *CACHE_OPTIONS) if getattr(self, n) != fields[n]
+        }
 
 
 def _hashable(value: object) -> bool:
@@ -186,6 +193,34 @@ def _environment(name: str) -> str | None:
 def platform_override() -> str | None:
     """Return the hardware that the environment sets for AWS's tools, or None."""
     return _environment("NEURON_PLATFORM_TARGET_OVERRIDE")
+
+
+def dma_transposes_on_tensor() -> bool:
+    """Return whether AWS's compiler is told to turn on TensorE what a DMA would; see its banks."""
+    value = _environment("NKI_DMA_TRANSPOSE_AS_PE_TRANSPOSE")
+    return value is not None and value.lower() in ("1", "true")
+
+
+def verdict_file(options: Options | None = None, *, to_write: bool = False) -> Path | None:
+    """Return where the verdicts of `nmm doctor --device` are: the option, else NMM_VERDICTS.
+
+    Else a file beside the kernel cache; None for "off", or where the cache has no directory.
+    Raises OptionTypeError for a given file that is not there, unless it is about to be written.
+    """
+    given = (options.verdicts if options else None) or _environment("NMM_VERDICTS")
+    if given == "off":
+        return None
+    if given:
+        path = Path(os.path.expanduser(given))
+        if not to_write and not path.is_file():
+            raise OptionTypeError(
+                "verdicts", given, "a file that nmm doctor --device wrote, or 'off'"
+            )
+        return path
+    try:
+        return cache_dir(options) / "device.json"
+    except CacheDirectoryError:
+        return None
 
 
 def logical_core_setting() -> int | None:

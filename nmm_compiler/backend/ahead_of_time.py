@@ -30,11 +30,11 @@ from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, check_foreign, kernel_key
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import AheadOfTimeError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
-from nmm_compiler.targets import get
 
 _INNER: dict[str, type[SerializableCallable]] = {
     "aot": BundledAOTAutogradSerializableCallable,
@@ -105,9 +105,7 @@ class AheadOfTime(SerializableCallable):
 
 
 def _saved(kernel: Any, options: Options) -> dict[str, Any]:
-    key = kernel_key(
-        kernel.spec, kernel.target, None, options.instruction_budget, kernel.dialect
-    )
+    key = kernel_key(kernel.spec, kernel.target, None, options.instruction_budget, kernel.dialect)
     return {
         "family": kernel.spec.family,
         "spec": kernel.spec.to_dict(),
@@ -125,8 +123,8 @@ def _options(header: dict[str, Any]) -> Options:
 def _restore(saved: dict[str, Any], options: Options) -> None:
     """Put a kernel into the cache, unless this version of the package would emit another one."""
     spec = FAMILIES[saved["family"]].spec_class.from_dict(saved["spec"])
-    told = (options.instruction_budget, saved["dialect"])
-    key = kernel_key(spec, get(options.target), None, *told)
+    chip = machine_target(options.target, options)
+    key = kernel_key(spec, chip, None, options.instruction_budget, saved["dialect"])
     if key.digest != saved["digest"]:
         return
     check_shape(SOURCE_FILE, saved["source"])

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from nmm_compiler.cli import (
     cache,
+    calibrate,
     compress,
     demo,
     doctor,
@@ -66,6 +67,7 @@ app.command()(compress.compress)
 app.command("eval")(evaluate.evaluate)
 app.command()(export.export)
 app.command()(doctor.doctor)
+app.command()(calibrate.calibrate)
 app.add_typer(cache.app, name="cache")
 
 

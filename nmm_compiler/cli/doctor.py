@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from nmm_compiler import options, targets
+from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.report.parts import Grid, Line
@@ -38,18 +39,27 @@ def doctor(
     target: Annotated[
         str | None, typer.Option(help="of --device; default: the device's, else trn2")
     ] = None,
+    out: Annotated[
+        Path | None,
+        values.output_option(
+            "--out", "-o", help_="of --device: write the verdicts here, not where kernels read them"
+        ),
+    ] = None,
     as_json: values.AsJson = False,
 ) -> None:
     """Print versions, targets, the cache directory and the Neuron packages found.
 
+    With --device on a Neuron device the verdicts are kept beside the kernel cache, and kernels do
+    without the constructs that failed. `nmm calibrate` reads the same file.
+
     Example: nmm doctor
 
-    Example: nmm doctor --device --json > verdicts.json
+    Example: nmm doctor --device --out verdicts.json
     """
     if device:
-        _climb(executor, target, as_json)
+        _climb(executor, target, out, as_json)
         return
-    for name, given in (("executor", executor), ("target", target)):
+    for name, given in (("executor", executor), ("target", target), ("out", out)):
         if given is not None:
             raise typer.BadParameter(f"--{name} is of --device; add it")
     from nmm_compiler.cache.store import Store
@@ -62,6 +72,7 @@ def doctor(
         rows.append((f"target {name}{default}", targets.get(name).summary))
     rows.append(("cache", f"{options.cache_dir()}, mode {options.cache_mode()}"))
     rows.append(("cache state", str(Store.open())))
+    rows.append(("verdicts", _without()))
     rows += list(machine.probe().rows())
     if as_json:
         show_json({"nmm_compiler": VERSION, **dict(rows)})
@@ -69,12 +80,25 @@ def doctor(
         show([Line(f"nmm_compiler {VERSION}"), Grid.of(("what", "found"), rows)])
 
 
-def _climb(executor: str | None, target: str | None, as_json: bool) -> None:
+def _without() -> str:
+    """Return what kernels of each target do without on this machine, and who says so."""
+    from nmm_compiler.codegen.machine_target import machine_target
+    from nmm_compiler.targets.this_machine import differences
+
+    found = []
+    for name in targets.names():
+        changed = differences(machine_target(name), targets.get(name))
+        found += [f"{name} {field}={value}" for field, value in changed.items()]
+    return f"{options.verdict_file() or 'off'}: {', '.join(found) or 'nothing differs'}"
+
+
+def _climb(executor: str | None, target: str | None, out: Path | None, as_json: bool) -> None:
     """Run the device checks with progress and print them; exit code 1 when one does not pass."""
     from rich.console import Console
     from rich.progress import Progress
 
     from nmm_compiler.runtime.ladder import RUNGS, climb
+    from nmm_compiler.targets.this_machine import DEVICE
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("rungs", total=len(RUNGS))
@@ -83,10 +107,16 @@ def _climb(executor: str | None, target: str | None, as_json: bool) -> None:
             progress.update(task, advance=1, description=rung.name)
 
         ladder = climb(executor, target, on_rung=on_rung)
+    kept_at = options.verdict_file(to_write=True) if ladder.executor == DEVICE else None
+    place = out or kept_at
+    if place is not None:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        outputs.write_text(place, ladder.to_json() + "\n")
     if as_json:
         show_json(ladder.to_dict())
     else:
-        show(ladder.parts())
+        kept = [Line(f"verdicts written to {place}")] if place is not None else []
+        show([*ladder.parts(), *kept])
     if not ladder.passed:
         raise typer.Exit(1)
 

@@ -16,6 +16,7 @@ import typer
 
 from nmm_compiler import outputs, targets
 from nmm_compiler.errors import NmmError, OutputError
+from nmm_compiler.targets.this_machine import FILE
 
 LARGEST_SIZE = 1 << 20
 """Tokens or features of one dimension: eight times the largest context and vocabulary in use."""
@@ -36,7 +37,8 @@ def _refusing(check: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 
 def _target(value: str) -> str:
-    return targets.get(value).name
+    found = targets.get(value)
+    return value if value.endswith(FILE) else found.name
 
 
 def _output_file(value: str | Path) -> Path:

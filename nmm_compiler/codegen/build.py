@@ -22,6 +22,7 @@ from nmm_compiler.codegen.choose import choose
 from nmm_compiler.codegen.code_digests import code_fields, printer_version
 from nmm_compiler.codegen.dialects import dialect_for
 from nmm_compiler.codegen.emitted_file import kernel_source
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSpec
@@ -32,6 +33,7 @@ from nmm_compiler.options import INSTRUCTION_BUDGET, Options, print_kernels
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.targets import Target, get
+from nmm_compiler.targets.this_machine import differences
 from nmm_compiler.version import VERSION
 
 SOURCE_FILE = "kernel.py"
@@ -57,7 +59,7 @@ class Kernel:
 
     def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Simulation:
         """Run the emitted source in the simulator."""
-        return simulate(self, *arrays, target=self.target.name, mode=mode, strict=strict)
+        return simulate(self, *arrays, target=self.target, mode=mode, strict=strict)
 
     def profile(self) -> Profile:
         """Return the predicted Profile: the timing pass over a run without data."""
@@ -146,7 +148,7 @@ def build_kernel(
     has no form for, LintError if the emitted source breaks a rule of the NKI compiler, and
     CacheTrustError if one from the cache is more than a kernel.
     """
-    chip = get(target)
+    chip = machine_target(target, options)
     store = Store.for_kernels(options, check=check_foreign)
     budget = options.instruction_budget if options else INSTRUCTION_BUDGET
     asked = dialect or (options.dialect if options else "auto")
@@ -164,7 +166,9 @@ def build_kernel(
         made.update(predicted=_run_timing(written).to_dict())
         return {SOURCE_FILE: source}
 
-    entry = store.get_or_build(key, build, lambda: made, command=lambda: _command(spec, chip, spoken))
+    entry = store.get_or_build(
+        key, build, lambda: made, command=lambda: _command(spec, chip, spoken)
+    )
     held = _KERNELS.get(key.digest)
     if held is not None and held[0] is entry:
         return held[1]
@@ -236,6 +240,7 @@ def kernel_key(
             "family": family.name,
             "spec": spec.to_dict(),
             "target": target.name,
+            "machine": differences(target, get(target.name)),
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
             "instruction_budget": budget,
             "libcst": printer_version(),

@@ -19,11 +19,11 @@ from typing import Any
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import Kernel, build_kernel, check_foreign, kernel_key
 from nmm_compiler.codegen.dialects import dialect_for
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import Options
-from nmm_compiler.targets import get
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -64,7 +64,7 @@ def fill_cache(
     store = Store.for_kernels(made, check=check_foreign)
     if store.mode != "rw":
         return 0
-    chip = get(target)
+    chip = machine_target(target, made)
     told = (made.instruction_budget, dialect_for(chip, made.dialect))
     keys = {spec: kernel_key(spec, chip, None, *told) for spec in specs}
     digests = {key.digest for key in store.missing(list(keys.values()))}

@@ -12,12 +12,13 @@ import itertools
 from typing import Any
 
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec, Tensors
 from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.options import INSTRUCTION_BUDGET
-from nmm_compiler.targets import Target, get
+from nmm_compiler.targets import Target
 
 # Timing mode costs about 30 us an instruction: what a search may spend on one core.
 SIMULATED_INSTRUCTIONS = 36_000
@@ -56,7 +57,7 @@ def choose(
     loop on the device; where that is impossible too, the kernel keeps its size.
     Raises CapacityError, with the numbers of the nearest miss, when no candidate is legal.
     """
-    return _choose(spec, get(target), budget)
+    return _choose(spec, machine_target(target), budget)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,6 +223,6 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
         if isinstance(value, Tensors):
             parameters[name] = tuple(arrays.pop(one) for one in value)
     where = f"{family.path}:{family.folder}"
-    run = simulate(where, target=target.name, mode="timing", **parameters | arrays)
+    run = simulate(where, target=target, mode="timing", **parameters | arrays)
     assert run.profile is not None
     return float(run.profile.latency_us), run.profile.program_instructions

@@ -20,12 +20,14 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.estimate import estimate_us
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target, get
+from nmm_compiler.targets.this_machine import differences
 
 _PRICE = "price.txt"
 
@@ -134,7 +136,7 @@ def simulated_us(spec: KernelSpec, target: str) -> float:
         blocks, rest = divmod(tokens, MOST_TOKENS)
         each = simulated_us(_with_tokens(spec, MOST_TOKENS), target)
         return blocks * each + (simulated_us(_with_tokens(spec, rest), target) if rest else 0.0)
-    chip = get(target)
+    chip = machine_target(target)
     spec.check(chip)
     store = Store.for_kernels()
     if store.mode in ("off", "require"):
@@ -144,6 +146,7 @@ def simulated_us(spec: KernelSpec, target: str) -> float:
             "price": "simulated_us",
             "spec": spec.digest(64),
             "target": chip.name,
+            "machine": differences(chip, get(chip.name)),
             **code_fields(),
         }
     )

@@ -98,7 +98,7 @@ class KernelSpec(Record):
 
     def check(self, target: Target) -> None:
         """Raise SpecError for what the target cannot do at any schedule."""
-        if self._dtype().startswith("float8") and not target.fp8_double_row:
+        if self._dtype().startswith("float8") and not target.float8_kernels:
             raise SpecError(
                 f"{self.short()}: fp8 kernels are written for trn2 and trn3, whose TensorE "
                 f"doubles its rate for them; {target.name} does not, use dtype bfloat16 there"

@@ -30,9 +30,9 @@ SCALES = ("tensor", "channel")
 INTERMEDIATES = ("operand", "float32", FP8)
 
 
-def row_modes(dtype: str) -> tuple[bool, ...]:
+def row_modes(dtype: str, target: Target) -> tuple[bool, ...]:
     """Return the values of a schedule's double_row that are worth trying."""
-    return (True, False) if dtype == FP8 else (False,)
+    return (True, False) if dtype == FP8 and target.fp8_double_row else (False,)
 
 
 def check_double_row(double_row: bool, dtype: str, target: Target) -> None:

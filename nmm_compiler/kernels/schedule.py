@@ -183,6 +183,15 @@ class KernelSchedule(Record):
         The loop needs two whole blocks of tokens, and each turn loads what it uses.
         """
         check_double_row(double_row, spec.dtype, target)
+        if m_loop and not target.device_loops:
+            raise SpecError(
+                f"schedule: m_loop needs loops on the device, and {target.name} has none"
+            )
+        if m_loop and self.x.load == "dma" and not target.dma_transposes_in_loops:
+            raise SpecError(
+                "schedule: x.load is 'dma' in a loop on the device, and DMA transposes do not run "
+                f"there on {target.name}; use 'tensor'"
+            )
         resident = m_loop and any(operand.resident for operand in self.operands().values())
         if m_loop and (resident or spec.m < 2 * self.m_block):
             raise SpecError(

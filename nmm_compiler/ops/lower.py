@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler import targets
 from nmm_compiler.codegen.choose import refusal
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.ops.launches import Launch, Transpose
 from nmm_compiler.ops.registration import DEFINITIONS
@@ -73,7 +73,7 @@ def lower(
 
 def too_large(spec: Any, target: str) -> str | None:
     """Return why a target must launch a spec as several kernels, or None."""
-    error = refusal(spec, targets.get(target)) if spec.parts() else None
+    error = refusal(spec, machine_target(target)) if spec.parts() else None
     return None if error is None else f"{error}; a kernel for each result"
 
 

@@ -90,7 +90,7 @@ def predict(
     for kind, value, known in (("dtype", dtype, WEIGHTS[:3]), ("weights", weights, WEIGHTS)):
         if value not in known:
             raise UnknownNameError(kind, value, known)
-    if weights.startswith("float8") and not chip.fp8_double_row:
+    if weights.startswith("float8") and not chip.float8_kernels:
         raise OptionTypeError("weights", weights, f"a format that {chip.name} multiplies")
     machine = Machine(chip, lnc, tp, weights)
     given = original = model_or_config

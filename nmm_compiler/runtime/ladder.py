@@ -27,7 +27,7 @@ from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.runtime import first_run, machine, neuron
-from nmm_compiler.simulator.run import simulate
+from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import Target
 
 KERNELS = Path(__file__).with_name("rungs.py")
@@ -155,7 +155,50 @@ def _rungs() -> Iterator[Rung]:
     )  # fmt: skip
 
 
-RUNGS = tuple(_rungs())
+def _timed_rungs() -> Iterator[Rung]:
+    """Yield pairs of rungs that differ in how often one engine does the same: few, then many."""
+    bf16, fp32 = "bfloat16", "float32"
+    for name, count in (("few", 64), ("many", 576)):
+        yield Rung(
+            f"matmuls, {name}", f"matmuls_{name}", f"{count} matmuls into one bank",
+            (((128, 128), bf16), ((128, 512), bf16)),
+            lambda a, b, count=count: (count * (a.T @ b),), result=fp32, sums=128 * count,
+        )  # fmt: skip
+    for name, count in (("few", 8), ("many", 72)):
+        yield Rung(
+            f"additions, {name}", f"additions_{name}", f"{count} additions on VectorE",
+            (((128, 2048), fp32),), lambda x, count=count: ((1 + count) * x[:, :8],), sums=count,
+        )  # fmt: skip
+        yield Rung(
+            f"activations, {name}", f"activations_{name}", f"{count} copies on ScalarE",
+            (((128, 2048), fp32),), lambda x: (x[:, :8],),
+        )  # fmt: skip
+    for name, count in (("few", 4), ("many", 36)):
+        yield Rung(
+            f"transposing loads, {name}", "transposing_loads", f"{count} DMA transposes",
+            (((2048 * count, 128), bf16),), _corners_turned, needs="dma_transposes",
+        )  # fmt: skip
+    for name, count in (("few", 2), ("many", 18)):
+        yield Rung(
+            f"long loads, {name}", "long_loads", f"{count} loads of 2 MiB",
+            (((128 * count, 8192), bf16),), _corners,
+        )  # fmt: skip
+    for name, count in (("few", 64), ("many", 576)):
+        yield Rung(
+            f"short loads, {name}", "short_loads", f"{count} loads of 256 bytes",
+            (((count, 64), fp32),), lambda x: (x.reshape(-1, 64, 64).transpose(1, 0, 2),),
+        )  # fmt: skip
+
+
+def _corners(x: Array) -> tuple[Array, ...]:
+    return (x.reshape(-1, 128, x.shape[1])[:, :, :8].transpose(1, 0, 2),)
+
+
+def _corners_turned(x: Array) -> tuple[Array, ...]:
+    return (x.reshape(-1, 2048, x.shape[1])[:, :8, :].transpose(2, 0, 1),)
+
+
+RUNGS = (*_rungs(), *_timed_rungs())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +325,7 @@ def _try(rung: Rung, executor: str, target: Target, seed: int) -> Verdict:
         return Verdict(verdict="left out", error="simulators run outside torch.compile", **said)
     arrays = _operands(rung, seed)
     wanted = rung.wanted(*(a.astype(np.float64) for a in arrays))
-    said["predicted_us"] = _predicted(rung, arrays, target)
+    said["predicted_us"] = predicted_us(rung, target)
     try:
         got, said["time_us"] = _run(rung, executor, target, arrays, len(wanted))
     except Exception as error:  # the vendor's tools may raise anything, and the next rung goes on
@@ -301,7 +344,9 @@ def _operands(rung: Rung, seed: int) -> list[Array]:
     ]
 
 
-def _predicted(rung: Rung, arrays: list[Array], target: Target) -> float | None:
+def predicted_us(rung: Rung, target: Target) -> float | None:
+    """Return the latency of a rung by this package's timing model, None where it refuses it."""
+    arrays = [ArraySpec(shape, dtype) for shape, dtype in rung.operands]
     try:
         simulation = simulate(f"{KERNELS}:{rung.kernel}", *arrays, target=target, mode="timing")
     except NmmError:  # the run's own verdict says what is wrong

@@ -253,3 +253,120 @@ def two_results(x):
     nisa.dma_copy(dst=first, src=held)
     nisa.dma_copy(dst=second, src=twice)
     return first, second
+
+
+def matmuls(a, b, passes):
+    """Return passes times the product of a, turned, and b: TensorE is busy all the time."""
+    left = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.sbuf)
+    right = nl.ndarray(b.shape, dtype=b.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=left, src=a)
+    nisa.dma_copy(dst=right, src=b)
+    sums = nl.ndarray((a.shape[1], b.shape[1]), dtype=nl.float32, buffer=nl.psum)
+    for i in range(passes):
+        nisa.nc_matmul(dst=sums, stationary=left, moving=right, accumulate=i > 0)
+    return stored(sums, nl.float32)
+
+
+@nki.jit
+def matmuls_few(a, b):
+    """Return 64 times the product."""
+    return matmuls(a, b, 64)
+
+
+@nki.jit
+def matmuls_many(a, b):
+    """Return 576 times the product."""
+    return matmuls(a, b, 576)
+
+
+def additions(x, passes):
+    """Return (1 + passes) x: VectorE is busy all the time."""
+    out = nl.ndarray((x.shape[0], 8), dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    total = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    nisa.tensor_copy(dst=total, src=held, engine=nisa.engine.vector)
+    for _ in range(passes):
+        nisa.tensor_tensor(dst=total, data1=total, data2=held, op=nl.add, engine=nisa.engine.vector)
+    nisa.dma_copy(dst=out, src=total[0 : x.shape[0], 0:8])
+    return out
+
+
+@nki.jit
+def additions_few(x):
+    """Return 9 x."""
+    return additions(x, 8)
+
+
+@nki.jit
+def additions_many(x):
+    """Return 73 x."""
+    return additions(x, 72)
+
+
+def activations(x, passes):
+    """Return x, copied on ScalarE, which is busy all the time."""
+    out = nl.ndarray((x.shape[0], 8), dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    for _ in range(passes):
+        nisa.activation(dst=held, op=nl.copy, data=held)
+    nisa.dma_copy(dst=out, src=held[0 : x.shape[0], 0:8])
+    return out
+
+
+@nki.jit
+def activations_few(x):
+    """Copy 8 times."""
+    return activations(x, 8)
+
+
+@nki.jit
+def activations_many(x):
+    """Copy 72 times."""
+    return activations(x, 72)
+
+
+@nki.jit
+def long_loads(x):
+    """Return the first 8 columns of every tile of x; whole tiles are loaded."""
+    rows, columns = x.shape
+    tiles = rows // 128
+    out = nl.ndarray((128, tiles, 8), dtype=x.dtype, buffer=nl.shared_hbm)
+    kept = nl.ndarray((128, tiles, 8), dtype=x.dtype, buffer=nl.sbuf)
+    for i in range(tiles):
+        held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=held, src=x[128 * i : 128 * (i + 1), 0:columns])
+        nisa.tensor_copy(dst=kept[0:128, i, 0:8], src=held[0:128, 0:8], engine=nisa.engine.vector)
+    nisa.dma_copy(dst=out, src=kept)
+    return out
+
+
+@nki.jit
+def short_loads(x):
+    """Return x; each row is loaded by a DMA of its own."""
+    rows, columns = x.shape
+    out = nl.ndarray((64, rows // 64, columns), dtype=x.dtype, buffer=nl.shared_hbm)
+    held = nl.ndarray((64, rows // 64, columns), dtype=x.dtype, buffer=nl.sbuf)
+    for i in range(rows):
+        place = i % 64
+        nisa.dma_copy(dst=held[place : place + 1, i // 64, 0:columns], src=x[i : i + 1, 0:columns])
+    nisa.dma_copy(dst=out, src=held)
+    return out
+
+
+@nki.jit
+def transposing_loads(x):
+    """Return the first 8 rows of every tile of x, turned; whole tiles are."""
+    rows, columns = x.shape
+    tiles = rows // 2048
+    out = nl.ndarray((columns, tiles, 8), dtype=x.dtype, buffer=nl.shared_hbm)
+    kept = nl.ndarray((columns, tiles, 8), dtype=x.dtype, buffer=nl.sbuf)
+    for i in range(tiles):
+        turned = nl.ndarray((columns, 2048), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_transpose(dst=turned, src=x[2048 * i : 2048 * (i + 1), 0:columns], axes=(1, 0))
+        nisa.tensor_copy(
+            dst=kept[0:columns, i, 0:8], src=turned[0:columns, 0:8], engine=nisa.engine.vector
+        )
+    nisa.dma_copy(dst=out, src=kept)
+    return out

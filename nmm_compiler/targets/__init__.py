@@ -6,9 +6,11 @@ Every file `<name>.py` of this folder that has a `TARGET` is one target.
 import importlib
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.targets.base import Source, Target
+from nmm_compiler.targets.this_machine import FILE, from_file
 
 __all__ = ["Source", "Target", "get", "names", "oldest_with"]
 
@@ -33,10 +35,13 @@ def names() -> tuple[str, ...]:
 def get(name: str | Target) -> Target:
     """Return the target called `name`; a Target passes through.
 
-    Raises UnknownNameError with the closest name.
+    A name that ends in .json is a file that `nmm calibrate` wrote. Raises UnknownNameError with the
+    closest name, MachineFileError for a file that describes no target.
     """
     if isinstance(name, Target):
         return name
+    if name.endswith(FILE):
+        return from_file(Path(name).expanduser(), _TARGETS)
     if name not in _TARGETS:
         raise UnknownNameError("target", name, names())
     return _TARGETS[name]

@@ -141,6 +141,9 @@ class Target:
     absent_forms: tuple[str, ...]
     tensor_transpose_mode: bool
     tensor_transposes_fp8: bool
+    device_loops: bool
+    dma_transposes_in_loops: bool
+    float8_kernels: bool
     matmul_tile_min_elements: int
     matmul_psum_banks: int
     matmul_bfloat16_sums: bool

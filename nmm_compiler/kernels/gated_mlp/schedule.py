@@ -315,7 +315,7 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
             continue
         n_tiles_at_once = 1 if rows and not down else m_tiles
         for double_row, u_block, v_block, down_block, out_block in itertools.product(
-            row_modes(spec.dtype),
+            row_modes(spec.dtype, target),
             blocks(rank, (256, 512, 1024)),
             blocks(spec.n, (128, 256, 512, 1024, 2048)) + uneven,
             blocks(down_rank, (256, 512, 1024)) if down else [128],

@@ -176,7 +176,11 @@ class LowRankSchedule(KernelSchedule):
         self._check_stream()
         panel = min(self.v.block, spec.n)
         whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
-        if self.v_stationary and spec.out_layout == "row" and not (whole and target.dma_transposes):
+        if (
+            self.v_stationary
+            and spec.out_layout == "row"
+            and not (whole and target.dma_generates_descriptors)
+        ):
             raise SpecError(
                 "schedule: v_stationary with a row result takes whole tiles, no bias, trn2 or 3; "
                 f"n is {spec.n}, v.block {self.v.block}, bias {spec.bias}, target {target.name}"
@@ -257,7 +261,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 for wanted in ((4096, 8192) if few else (8192,))
             }
             stationary = [spec.out_layout == "col"]
-            turns = spec.n % 128 == 0 and not spec.bias and target.dma_transposes
+            turns = spec.n % 128 == 0 and not spec.bias and target.dma_generates_descriptors
             if spec.m <= 64 and turns and not stationary[0]:
                 stationary.append(True)
             residents = (False, True) if spec.m > m_block else (False,)
@@ -265,7 +269,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 (u_resident, u_stream), v_resident, k_chunk, v_chunk, v_stationary, double_row
             ) in itertools.product(
                 uses, residents, sorted(k_chunks), sorted(v_chunks), stationary,
-                row_modes(spec.dtype),
+                row_modes(spec.dtype, target),
             ):  # fmt: skip
                 n_group = min(banks, tiles(v_block, 512))
                 if v_stationary:

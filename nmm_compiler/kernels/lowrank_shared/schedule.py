@@ -174,7 +174,7 @@ class LowRankSharedSchedule(KernelSchedule):
         self.check_multiple("u.chunk", "k_chunk", spec.k)
         results = spec.results()
         turned = any(y.layout == "row" and self._turns(y) for y in results)
-        if self.v_stationary and not (turned and target.dma_transposes):
+        if self.v_stationary and not (turned and target.dma_generates_descriptors):
             raise SpecError(
                 "schedule: v_stationary takes a row result of whole tiles, no bias, trn2 or trn3; "
                 f"v.block is {self.v.block}, target {target.name}, the results "
@@ -213,7 +213,8 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
     r_tiles, widest = sum(tiles(r, 128) for r in spec.ranks), max(y.n for y in results)
     rows = [y for y in results if y.layout == "row"]
     stills = [False]
-    if spec.m <= 64 and target.dma_transposes and any(y.n % 128 == 0 and not y.bias for y in rows):
+    turns = any(y.n % 128 == 0 and not y.bias for y in rows)
+    if spec.m <= 64 and target.dma_generates_descriptors and turns:
         stills.append(True)
     few = spec.m <= 128
     strips = (tiles(spec.k, 128) + r_tiles) * 512 * size  # of x and of the intermediates

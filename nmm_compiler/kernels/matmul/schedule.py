@@ -142,7 +142,9 @@ def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
         if spec.m > m_block:
             uses.append((True, False))
         k_chunk = chunk_rows(spec.k, min(n_block, spec.n) * size)
-        for (resident, stream), double_row in itertools.product(uses, row_modes(spec.dtype)):
+        for (resident, stream), double_row in itertools.product(
+            uses, row_modes(spec.dtype, target)
+        ):
             made = MatmulSchedule(
                 x=Operand(load=x_load, chunk=x_rows(spec.m, spec.k, k_chunk)),
                 w=Operand(

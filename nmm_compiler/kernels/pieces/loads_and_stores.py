@@ -175,11 +175,8 @@ def load_bytes_transposed_by_tensor(dst, tile, part: Part):
                 data=flat[0:width, first : first + deep],
                 engine=nisa.engine.tensor,
             )
-            evict(
-                dst[0:deep, tile + first // 128, start : start + width],
-                turned[0:deep, 0:width, 0],
-                first // 128 + start // 128,
-            )
+            place = dst[0:deep, tile + first // 128, start : start + width]
+            evict(place, turned[0:deep, 0:width, 0], first // 128 + start // 128)
 
 
 def evict(dst, src, turn):

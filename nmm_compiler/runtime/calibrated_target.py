@@ -1,0 +1,164 @@
+"""A target whose constants are those of one machine, from measured and predicted times.
+
+Pairs of rungs do the same few and many times, each on one engine. What a launch costs besides, the
+host's part included, is the same for both and cancels in the difference, and the factor of an
+engine is
+
+    (many - few measured) / (many - few predicted).
+
+Its constants are scaled by that factor: a clock and a rate become lower by it, a time longer. The
+constants of an engine whose factor is outside TRUSTED stay as they are: so large an error is one of
+the measurement, or of the model's form, and no constant mends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler import targets
+from nmm_compiler.errors import MachineFileError
+from nmm_compiler.records import Record
+from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.shown import Shown
+from nmm_compiler.runtime import ladder
+from nmm_compiler.targets import Source, Target
+from nmm_compiler.targets.this_machine import changed, read_json
+
+TRUSTED = (0.25, 4.0)
+"""Factors that are believed."""
+BUSY_US = 5.0
+"""Microseconds that a pair must differ by, predicted; the launch itself varies by about as much."""
+
+# What the pair of rungs "NAME, few" and "NAME, many" keeps busy: constants that are divided by its
+# factor (clocks and rates), and those that are multiplied by it (times).
+ENGINES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "matmuls": ("TensorE", ("tensor_clock_hz",), ("tensor_latency_seconds",)),
+    "additions": ("VectorE", ("vector_clock_hz",), ()),
+    "activations": ("ScalarE", ("scalar_clock_hz",), ()),
+    "long loads": (
+        "DMA, bytes", ("dma_bytes_per_second_per_engine", "hbm_bytes_per_second"), (),
+    ),
+    "short loads": (
+        "DMA, issue", (),
+        ("dma_issue_seconds", "dma_issue_descriptor_seconds", "dma_static_issue_seconds",
+         "dma_hardware_issue_seconds"),
+    ),
+    "transposing loads": ("DMA, transposes", ("dma_transpose_fraction",), ()),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFactor(Record):
+    """What one pair of rungs gave: times of its difference in microseconds, and their quotient.
+
+    factor is None where the constants stay as they are, and `why` says for what reason.
+    """
+
+    engine: str
+    measured_us: float | None
+    predicted_us: float | None
+    factor: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Shown, Record):
+    """The factor of each engine, and the constants that follow: name -> (old, new)."""
+
+    base: str
+    source: str
+    engines: tuple[EngineFactor, ...]
+    numbers: dict[str, tuple[float, float]]
+
+    def target(self) -> Target:
+        """Return the target with these constants; it keeps the name of its hardware."""
+        values = {name: new for name, (_, new) in self.numbers.items()}
+        return changed(targets.get(self.base), values, Source("measured", self.source))
+
+    def file(self) -> dict[str, Any]:
+        """Return what `targets.get("FILE.json")` reads."""
+        numbers = {name: [new, self.source] for name, (_, new) in self.numbers.items()}
+        return {"base": self.base, "numbers": numbers}
+
+    def parts(self) -> list[Part]:
+        """Return a table of the engines and one of the constants."""
+        engines = [
+            (e.engine, _number(e.measured_us), _number(e.predicted_us), _number(e.factor), e.why)
+            for e in self.engines
+        ]
+        numbers = [(name, f"{old:.4g}", f"{new:.4g}") for name, (old, new) in self.numbers.items()]
+        return [
+            Grid.of(
+                ("engine", "measured us", "predicted us", "factor", "left alone because"), engines,
+                right=("measured us", "predicted us", "factor"),
+            ),
+            Grid.of(("constant", f"of {self.base}", "of this machine"), numbers,
+                    right=(f"of {self.base}", "of this machine")),
+            Line(f"{len(self.numbers)} constants of {self.base} changed, from {self.source}",
+                 "headline"),
+        ]  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def calibrate(path: Path) -> Calibration:
+    """Return the constants of the machine whose ladder is in a file of `nmm doctor --device`.
+
+    Raises MachineFileError for a file without times, which a run without a device has not.
+    """
+    told = read_json(path)
+    base = told.get("target")
+    if base not in targets.names():
+        raise MachineFileError(f"{path} names no target; write it with: nmm doctor --device")
+    times = {
+        str(v.get("rung")): v.get("time_us")
+        for v in told.get("verdicts", ())
+        if isinstance(v, dict) and v.get("verdict") == "passed"
+    }
+    if not any(isinstance(t, (int, float)) for t in times.values()):
+        raise MachineFileError(
+            f"{path} holds no times: they are of a device, and this is of executor "
+            f"{told.get('executor')!r}; run nmm doctor --device where one is"
+        )
+    target = targets.get(base)
+    engines = {name: _factor(name, times, target) for name in ENGINES}
+    numbers: dict[str, tuple[float, float]] = {}
+    for name, found in engines.items():
+        if found.factor is None:
+            continue
+        _, divided, multiplied = ENGINES[name]
+        factor = found.factor
+        if name == "transposing loads":  # a share of the DMA's rate, which has a factor of its own
+            factor /= engines["long loads"].factor or 1.0
+        for constant in (*divided, *multiplied):
+            old = float(getattr(target, constant))
+            new = old / factor if constant in divided else old * factor
+            numbers[constant] = (old, new)
+    source = f"nmm calibrate {path.name}"
+    return Calibration(base=base, source=source, engines=tuple(engines.values()), numbers=numbers)
+
+
+def _factor(name: str, times: dict[str, Any], target: Target) -> EngineFactor:
+    engine = ENGINES[name][0]
+    pair = [rung for rung in ladder.RUNGS if rung.name in (f"{name}, few", f"{name}, many")]
+    given = [t for t in (times.get(rung.name) for rung in pair) if isinstance(t, (int, float))]
+    if len(given) < 2:
+        return EngineFactor(
+            engine=engine, measured_us=None, predicted_us=None, factor=None,
+            why="its rungs did not both pass",
+        )  # fmt: skip
+    few, many = (ladder.predicted_us(rung, target) for rung in pair)
+    assert few is not None
+    assert many is not None
+    measured, predicted = float(given[1] - given[0]), many - few
+    said: dict[str, Any] = {"engine": engine, "measured_us": measured, "predicted_us": predicted}
+    factor = measured / predicted
+    if predicted < BUSY_US:
+        return EngineFactor(**said, factor=None, why=f"the pair differs by under {BUSY_US} us")
+    if not TRUSTED[0] <= factor <= TRUSTED[1]:
+        return EngineFactor(**said, factor=None, why=f"a factor of {factor:.3g} is not believed")
+    return EngineFactor(**said, factor=factor)

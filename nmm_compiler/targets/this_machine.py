@@ -1,0 +1,125 @@
+"""The target of one machine: a registered one, less what failed there, with what was measured.
+
+What a machine differs in comes from a ladder's JSON (`nmm doctor --device`), whose failed
+constructs kernels then do without, and from a file that `nmm calibrate` wrote. The target keeps its
+name, which says what hardware it is; `differences` says the rest, for the cache key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.errors import MachineFileError
+from nmm_compiler.targets.base import Source, Target
+
+WITHOUT: Mapping[str, Mapping[str, Any]] = {
+    "double row": {"fp8_double_row": False},
+    "double row, odd": {"fp8_double_row": False},
+    "DMA transpose 512": {"dma_transposes": False},
+    "DMA transpose 77": {"dma_transposes": False},
+    "DMA transpose 8": {"dma_transposes": False},
+    "DMA transpose 3-D": {"dma_transposes": False},
+    "loop to a register": {"device_loops": False},
+    "DMA transpose in a loop": {"dma_transposes_in_loops": False},
+}
+"""Rung of the ladder -> the capabilities that a target lacks where it does not pass.
+
+The other rungs have no other form that a kernel could take.
+"""
+WITH: Mapping[str, Mapping[str, Any]] = {"TensorE transpose fp8": {"tensor_transposes_fp8": True}}
+"""Rung of the ladder -> the capabilities that a target has where it passes."""
+
+FILE = ".json"
+"""How the name of a target ends that is a file."""
+DEVICE = "neuron"
+"""The executor whose verdicts are of a device; a simulator's say nothing of one."""
+
+
+def differences(target: Target, registered: Target) -> dict[str, Any]:
+    """Return the numbers and capabilities that a target does not share with the registered one."""
+    return {
+        name: getattr(target, name)
+        for name in sorted(target.sources)
+        if getattr(target, name) != getattr(registered, name)
+    }
+
+
+def changed(target: Target, values: Mapping[str, Any], source: Source) -> Target:
+    """Return a target with other values, whose source is the given one."""
+    told = {**target.sources, **dict.fromkeys(values, source)}
+    return dataclasses.replace(target, **values, sources=told)
+
+
+def with_verdicts(target: Target, path: Path) -> Target:
+    """Return the target as a ladder on a device of its kind found it; itself if there is no file.
+
+    Raises MachineFileError for a file that is no ladder's.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return target
+    return _with_verdicts(target, path, (found.st_mtime_ns, found.st_size))
+
+
+@functools.lru_cache(maxsize=64)
+def _with_verdicts(target: Target, path: Path, written: tuple[int, int]) -> Target:
+    told = read_json(path)
+    verdicts = told.get("verdicts")
+    if not isinstance(verdicts, list) or not all(
+        isinstance(v, dict) and {"rung", "verdict"} <= set(v) for v in verdicts
+    ):
+        raise MachineFileError(
+            f"{path} holds no verdicts of rungs; write it with: nmm doctor --device"
+        )
+    if told.get("executor") != DEVICE or told.get("target") != target.name:
+        return target
+    values: dict[str, Any] = {}
+    for verdict in verdicts:
+        failed = verdict["verdict"] in ("failed", "wrong")
+        values |= WITHOUT.get(verdict["rung"], {}) if failed else {}
+        values |= WITH.get(verdict["rung"], {}) if verdict["verdict"] == "passed" else {}
+    return changed(target, values, Source("measured", f"nmm doctor --device: {path}"))
+
+
+def from_file(path: Path, registered: Mapping[str, Target]) -> Target:
+    """Return the target that a file of `nmm calibrate` describes: {"base": "trn2", "numbers": {}}.
+
+    Each number is [value, where it comes from]. Raises MachineFileError for anything else.
+    """
+    told = read_json(path)
+    base, numbers = registered.get(str(told.get("base"))), told.get("numbers")
+    if base is None or not isinstance(numbers, dict):
+        raise MachineFileError(
+            f"{path} describes no target; write it with: nmm calibrate VERDICTS --out {path}"
+        )
+    for name, given in numbers.items():
+        known = getattr(base, name, None) if name in base.sources else None
+        value = given[0] if isinstance(given, list) and len(given) == 2 else None
+        if not isinstance(known, float) or not isinstance(value, (int, float)) or not value > 0:
+            raise MachineFileError(
+                f"{path}: {name} is {given!r}, and must be [a number above 0, its source] of a "
+                "measurable number of a target"
+            )
+        base = changed(base, {name: float(value)}, Source("measured", str(given[1])))
+    return base
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise MachineFileError, naming the file, without one."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MachineFileError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise MachineFileError(f"{path} is not JSON ({error}); write it anew") from None
+    if not isinstance(told, dict):
+        raise MachineFileError(
+            f"{path} holds a {type(told).__name__}, not an object; write it anew"
+        )
+    return told

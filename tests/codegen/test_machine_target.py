@@ -1,0 +1,157 @@
+"""What failed on this machine's device, and what its environment takes, is in no kernel."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from nmm_compiler import targets
+from nmm_compiler.codegen.build import build_kernel, kernel_key
+from nmm_compiler.codegen.check_against_float64 import prove
+from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.errors import MachineFileError, OptionTypeError
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.options import Options
+from nmm_compiler.runtime import ladder
+from nmm_compiler.targets.this_machine import WITH, WITHOUT
+
+FP8 = "float8_e4m3"
+
+
+def verdicts(path, failed=(), passed=(), executor="neuron", target="trn2"):
+    """Write a ladder's file in which some rungs failed; return options that name it."""
+    rungs = [{"rung": name, "verdict": "failed"} for name in failed]
+    rungs += [{"rung": name, "verdict": "passed"} for name in passed]
+    told = {"executor": executor, "target": target, "verdicts": rungs}
+    path.write_text(json.dumps(told), encoding="utf-8")
+    return Options(verdicts=str(path), cache="off")
+
+
+CASES = [
+    ("DMA transpose 77", MatmulSpec(m=300, k=300, n=300), "dma_transpose", 0),
+    ("DMA transpose 3-D", LowRankSpec(m=200, k=256, r=200, n=256), "dma_transpose", 0),
+    ("DMA transpose 512", GatedMLPSpec(m=200, k=256, n=256, down_r=128), "dma_transpose", 0),
+    (
+        "DMA transpose 8",
+        LowRankSharedSpec(m=200, k=256, pairs=((128, (256,)),)),
+        "dma_transpose",
+        0,
+    ),
+    ("double row", MatmulSpec(m=512, k=2048, n=2048, dtype=FP8, x_layout="col"), "double_row", 0),
+    ("loop to a register", MatmulSpec(m=2100, k=256, n=256, x_layout="col"), "fori_loop", 52),
+]
+
+
+@pytest.mark.parametrize(("rung", "spec", "construct", "budget"), CASES, ids=lambda v: str(v)[:24])
+def test_a_construct_that_failed_is_not_chosen(tmp_path, rung, spec, construct, budget):
+    """The kernel that is chosen instead is right, and is another cache entry."""
+    failed = verdicts(tmp_path / "device.json", [rung])
+    off = Options(verdicts="off", cache="off")
+    if budget:
+        off, failed = (dataclasses.replace(o, instruction_budget=budget) for o in (off, failed))
+    before = build_kernel(spec, "trn2", options=off)
+    after = build_kernel(spec, "trn2", options=failed)
+    assert construct in before.source
+    assert construct not in after.source
+    proof = prove(after)
+    assert proof.passed, proof
+    keys = [kernel_key(spec, kernel.target, None) for kernel in (before, after)]
+    assert keys[0].diff(keys[1]) == ("machine",)
+    assert set(WITHOUT[rung]) == set(dict(keys[1].entries)["machine"])
+
+
+def test_x_turns_on_tensor_engine_in_a_loop_where_dma_transposes_fail_there(tmp_path):
+    spec = MatmulSpec(m=2100, k=256, n=256)
+    failed = verdicts(tmp_path / "device.json", ["DMA transpose in a loop"])
+    looped = [
+        [c.schedule.x.load for c in rank(spec, machine_target("trn2", options), 60)
+         if c.schedule.m_loop]
+        for options in (Options(verdicts="off"), failed)
+    ]  # fmt: skip
+    assert set(looped[0]) == {"dma", "tensor"}
+    assert set(looped[1]) == {"tensor"}
+
+
+def test_fp8_turns_as_bytes_where_that_passed(tmp_path):
+    spec = MatmulSpec(m=100, k=300, n=200, dtype=FP8)
+    passed = verdicts(tmp_path / "device.json", passed=["TensorE transpose fp8"])
+    kernel = build_kernel(spec, "trn2", options=passed)
+    assert "turned[0:deep, 0:width, 0]" in kernel.source
+    assert prove(kernel).passed
+    plain = build_kernel(spec, "trn2", options=Options(verdicts="off", cache="off"))
+    assert "width), dtype=nl.bfloat16, buffer=nl.psum)" in plain.source
+    assert prove(plain).passed
+
+
+@pytest.mark.parametrize("change", [{"executor": "simulator"}, {"target": "trn3"}])
+def test_verdicts_of_a_simulator_or_of_other_hardware_change_nothing(tmp_path, change):
+    options = verdicts(tmp_path / "device.json", ["DMA transpose 8"], **change)
+    assert machine_target("trn2", options) is targets.get("trn2")
+
+
+def test_every_rung_that_is_named_exists_and_every_change_is_a_capability():
+    rungs = {rung.name for rung in ladder.RUNGS}
+    for table in (WITHOUT, WITH):
+        assert set(table) <= rungs
+        for changes in table.values():
+            assert all(isinstance(getattr(targets.get("trn2"), name), bool) for name in changes)
+    # a rung about a construct that has another form is in the table
+    about = {r.name for r in ladder.RUNGS if "transpose" in r.name or "double row" in r.name}
+    assert about - {"TensorE transpose"} <= set(WITHOUT) | set(WITH)
+
+
+def test_the_file_is_the_option_else_the_variable_else_beside_the_cache(tmp_path, monkeypatch):
+    options = verdicts(tmp_path / "a.json", ["DMA transpose 8"])
+    monkeypatch.setenv("NMM_VERDICTS", str(tmp_path / "a.json"))
+    assert not machine_target("trn2").dma_transposes
+    assert machine_target("trn2", Options(verdicts="off")).dma_transposes
+    monkeypatch.delenv("NMM_VERDICTS")
+    assert machine_target("trn2").dma_transposes
+    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path))
+    os.rename(tmp_path / "a.json", tmp_path / "device.json")
+    assert not machine_target("trn2").dma_transposes
+    with pytest.raises(OptionTypeError, match="nmm doctor --device wrote"):
+        machine_target("trn2", options)  # a file that is named has to be there
+    assert options.call_options()["verdicts"] == str(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"verdicts": [1]}', "[" * 100_000])
+def test_a_file_that_is_no_ladder_is_an_error(tmp_path, text):
+    (tmp_path / "device.json").write_text(text)
+    with pytest.raises(MachineFileError, match=r"device\.json"):
+        machine_target("trn2", Options(verdicts=str(tmp_path / "device.json")))
+
+
+def test_a_file_written_anew_counts(tmp_path):
+    options = verdicts(tmp_path / "device.json", ["DMA transpose 8"])
+    assert not machine_target("trn2", options).dma_transposes
+    verdicts(tmp_path / "device.json", [], ["DMA transpose 8", "copy"])
+    assert machine_target("trn2", options).dma_transposes
+
+
+SEVEN = [
+    MatmulSpec(m=600, k=256, n=700),
+    MatmulSpec(m=100, k=256, n=5000, x_layout="col"),
+    LowRankSpec(m=513, k=256, r=1100, n=700, v_layout="col"),
+    LowRankSpec(m=16, k=2048, r=1100, n=5000),
+    LowRankSharedSpec(m=130, k=256, pairs=((1100, (300, 512)),)),
+    GatedMLPSpec(m=130, k=256, n=600, gate_r=1100, down_r=200),
+]
+
+
+@pytest.mark.parametrize("spec", SEVEN, ids=lambda spec: spec.short())
+def test_seven_banks_where_the_compiler_takes_one(monkeypatch, spec):
+    monkeypatch.setenv("NKI_DMA_TRANSPOSE_AS_PE_TRANSPOSE", "true")
+    chip = machine_target("trn2")
+    assert chip.psum_banks == 7
+    assert machine_target("trn1").psum_banks == 8  # it has no DMA transposes
+    best = choose(spec, "trn2")[0].schedule
+    assert max(best.psum_banks(spec).values()) <= 7
+    kernel = build_kernel(spec, "trn2", options=Options(cache="off"))
+    assert prove(kernel).passed
+    assert dict(kernel_key(spec, chip, None).entries)["machine"] == {"psum_banks": 7}

@@ -1,0 +1,146 @@
+"""`nmm calibrate`: factors that were put into the times of a device are found again."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nmm_compiler import targets
+from nmm_compiler.cli.commands import app
+from nmm_compiler.codegen.build import build_kernel, kernel_key
+from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.errors import MachineFileError, UnknownNameError
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.options import Options
+from nmm_compiler.runtime import ladder, machine
+from nmm_compiler.runtime.calibrated_target import ENGINES, calibrate
+
+LAUNCH_US = 812.0
+KNOWN = {"TensorE": 1.25, "VectorE": 0.8, "ScalarE": 1.6, "DMA, bytes": 1.4, "DMA, issue": 0.7}
+
+
+def slower(target, factors):
+    """Return the target with each engine's constants scaled by hand."""
+    values = {}
+    for engine, divided, multiplied in ENGINES.values():
+        factor = factors.get(engine, 1.0)
+        values |= {name: getattr(target, name) / factor for name in divided}
+        values |= {name: getattr(target, name) * factor for name in multiplied}
+    transposes = factors["DMA, transposes"] / factors["DMA, bytes"]
+    values["dma_transpose_fraction"] = target.dma_transpose_fraction / transposes
+    return dataclasses.replace(target, **values)
+
+
+def times_of(target, path, **changes):
+    """Write the ladder of a device whose times are those of a target, with a launch on top."""
+    verdicts = [
+        ladder.Verdict(
+            rung=rung.name, construct=rung.construct, verdict="passed",
+            time_us=LAUNCH_US + ladder.predicted_us(rung, target),
+        )
+        for rung in ladder.RUNGS
+        if not rung.compiled and ladder.predicted_us(rung, target) is not None
+    ]  # fmt: skip
+    found = ladder.Ladder(
+        executor="neuron", target=target.name, machine=machine.probe(), verdicts=tuple(verdicts)
+    )
+    path.write_text(json.dumps({**found.to_dict(), **changes}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    """The verdicts of a trn2 whose engines are off by KNOWN, and that machine."""
+    known = slower(targets.get("trn2"), KNOWN | {"DMA, transposes": 1.5})
+    return times_of(known, tmp_path_factory.mktemp("device") / "verdicts.json"), known
+
+
+def test_known_factors_are_found_again(device):
+    path, known = device
+    found = calibrate(path)
+    factors = {e.engine: e.factor for e in found.engines}
+    assert {name: factors[name] for name in KNOWN} == pytest.approx(KNOWN, rel=0.03)
+    assert factors["DMA, transposes"] == pytest.approx(1.5, rel=0.05)
+    fitted = found.target()
+    for name, (old, new) in found.numbers.items():
+        assert old == getattr(targets.get("trn2"), name)
+        assert new == pytest.approx(getattr(known, name), rel=0.08), name
+        assert fitted.sources[name].kind == "measured"
+        assert "verdicts.json" in fitted.sources[name].where
+    assert len(found.numbers) == 11
+
+
+def test_the_fitted_target_predicts_the_machine(device):
+    """Rungs that no factor came from too."""
+    path, known = device
+    fitted = calibrate(path).target()
+    for rung in ladder.RUNGS:
+        if not rung.compiled:
+            want, raw = (ladder.predicted_us(rung, t) for t in (known, targets.get("trn2")))
+            got = ladder.predicted_us(rung, fitted)
+            assert abs(got - want) <= max(0.05 * want, 0.5 * abs(raw - want)), rung.name
+
+
+def test_the_command_writes_a_target_that_commands_and_options_read(device, tmp_path):
+    path, _ = device
+    out = tmp_path / "mine.json"
+    run = CliRunner().invoke(app, ["calibrate", str(path), "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    assert "11 constants of trn2 changed" in run.stdout
+    line = ["kernel", "matmul", "--m", "256", "--k", "1024", "--n", "1024", "--target", str(out)]
+    run = CliRunner().invoke(app, line)
+    assert run.exit_code == 0, run.output
+    spec = MatmulSpec(m=256, k=1024, n=1024)
+    kernel = build_kernel(spec, str(out), options=Options.make({"target": str(out)}))
+    assert kernel.target.name == "trn2"  # what its hardware is called when it is launched
+    plain = build_kernel(spec, "trn2")
+    assert kernel.profile().latency_us > 1.05 * plain.profile().latency_us
+    keys = [kernel_key(spec, machine_target(t), None) for t in (str(out), "trn2")]
+    assert keys[0].diff(keys[1]) == ("machine",)
+
+
+def test_a_factor_that_cannot_be_is_left_alone(device, tmp_path):
+    told = json.loads(device[0].read_text())
+    for verdict in told["verdicts"]:
+        if verdict["rung"] == "matmuls, many":
+            verdict["time_us"] = 100 * LAUNCH_US
+        elif verdict["rung"] == "additions, many":
+            verdict["verdict"] = "failed"
+    (tmp_path / "noisy.json").write_text(json.dumps(told))
+    found = calibrate(tmp_path / "noisy.json")
+    why = {e.engine: e.why for e in found.engines if e.factor is None}
+    assert set(why) == {"TensorE", "VectorE"}
+    assert "is not believed" in why["TensorE"]
+    assert "did not both pass" in why["VectorE"]
+    assert not {"tensor_clock_hz", "vector_clock_hz"} & set(found.numbers)
+    assert "is not believed" in str(found)
+
+
+def test_files_that_say_nothing_are_errors(device, tmp_path):
+    told = json.loads(device[0].read_text())
+    for verdict in told["verdicts"]:
+        verdict["time_us"] = None
+    for text, words in (
+        ("{", "not JSON"),
+        ('{"target": "trn9"}', "names no target"),
+        (json.dumps(told), "holds no times"),
+    ):
+        (tmp_path / "file.json").write_text(text)
+        with pytest.raises(MachineFileError, match=words):
+            calibrate(tmp_path / "file.json")
+    for text in (
+        '{"base": "trn9", "numbers": {}}',
+        '{"base": "trn2", "numbers": {"psum_banks": [1e9, "x"]}}',
+        '{"base": "trn2", "numbers": {"tensor_clock_hz": [-1, "x"]}}',
+        '{"base": "trn2", "numbers": {"name": ["trn3", "x"]}}',
+        '{"base": "trn2", "numbers": {"tensor_clock_hz": 1e9}}',
+    ):
+        (tmp_path / "file.json").write_text(text)
+        with pytest.raises(MachineFileError, match=r"file\.json"):
+            targets.get(str(tmp_path / "file.json"))
+    with pytest.raises(MachineFileError, match="cannot read"):
+        targets.get("nowhere.json")
+    with pytest.raises(UnknownNameError):
+        Options(target="nowhere.toml")
+    assert CliRunner().invoke(app, ["calibrate", str(device[0]), "-o", "mine.toml"]).exit_code == 2
