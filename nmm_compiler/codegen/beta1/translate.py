@@ -316,17 +316,16 @@ class _Function:
         The blocks of tokens that such loops run over do not depend on each other.
         """
         start, stop, name = (arg.value for arg in call.args)
-        if isinstance(stop, cst.Call):  # register_alloc(n)
-            stop = stop.args[0].value
+        leading = statement.leading_lines
+        if isinstance(stop, cst.Call):  # register_alloc(n), and the comment that says why
+            stop, leading = stop.args[0].value, ()
         body = self.bodies[cst.ensure_type(name, cst.Name).value]
         (variable,) = (p.name for p in body.params.params)
         bounds = [stop] if number(start) == 0 else [start, stop]
         iterator = cst.Call(parsed("nl.affine_range"), [cst.Arg(bound) for bound in bounds])
         statements = _without_counters(list(body.body.body), self.counters)  # type: ignore[arg-type]
         block = cst.IndentedBlock(statements)
-        return cst.For(
-            variable, iterator, self._nested(block), leading_lines=statement.leading_lines
-        )
+        return cst.For(variable, iterator, self._nested(block), leading_lines=leading)
 
     # Expressions
 
@@ -494,10 +493,11 @@ class _Views(Editor):
         named = isinstance(node, cst.Name) and node.value in self.function.views
         if named or self.function._is_view(node, self.function.views):
             view: View | None = self.function.scope.view(node)
-            if view is not None:
-                spelled, indices = view.spelled()
-                self.before.update(indices)
-                return spelled
+            if view is None:
+                raise DialectError(f"the view {text(node)}")
+            spelled, indices = view.spelled()
+            self.before.update(indices)
+            return spelled
         return super().edit(node)
 
 

@@ -1,0 +1,288 @@
+"""Emitted NKI Beta 1: every family is right, spells its dialect's own forms, and is refused by name.
+
+A kernel in this dialect issues the instructions of the same kernel in the current one: that is what
+"one set of templates" means, and it is asserted count by count.
+"""
+
+import ast
+import textwrap
+
+import libcst as cst
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernels.specs import SPECS as RANDOM
+
+from nmm_compiler.cache.foreign import check_shape
+from nmm_compiler.codegen.beta1.loops import with_iterators
+from nmm_compiler.codegen.beta1.translate import to_beta_1
+from nmm_compiler.codegen.build import build_kernel, kernel_key
+from nmm_compiler.codegen.check_against_float64 import prove
+from nmm_compiler.codegen.emitted_file import kernel_source
+from nmm_compiler.errors import CapacityError, CacheTrustError, DialectError, SpecError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.nki_api.beta1_api import beta_1
+from nmm_compiler.nki_api.lint import lint_source
+from nmm_compiler.options import Options
+from nmm_compiler.targets import get
+
+OFF = Options(cache="off")
+FP8 = "float8_e4m3"
+SPECS = {
+    "lowrank": LowRankSpec(m=40, k=200, r=130, n=300, bias=True, activation="gelu"),
+    "lowrank_shared": LowRankSharedSpec(
+        m=40, k=200, pairs=((64, (128,)), (130, (200, 130))), bias=(True, False, True),
+        activation=("identity", "silu", "gelu"), out_layout=("row", "col", "row"),
+    ),
+    "matmul": MatmulSpec(m=130, k=200, n=300, out_layout="col", bias=True, w_layout="col"),
+    "gated_mlp_up": GatedMLPUpSpec(m=40, k=200, n=300, gate_r=100, up_r=0, gate_bias=True),
+    "gated_mlp": GatedMLPSpec(m=40, k=130, n=200, gate_r=64, up_r=130, down_r=64, down_bias=True),
+}  # fmt: skip
+VARIANTS = {
+    "lowrank fp8": LowRankSpec(m=16, k=512, r=256, n=200, dtype=FP8, intermediate=FP8, bias=True),
+    "matmul fp8": MatmulSpec(m=130, k=512, n=200, dtype=FP8, scales="channel"),
+    "lowrank base": LowRankSpec(m=1, k=256, r=129, n=256, base=True, intermediate="float32"),
+}
+CASES = [(name, target) for name in SPECS for target in ("trn1", "trn2")]
+CASES += [(name, "trn2") for name in VARIANTS]
+
+
+MODULES = {"nisa": "nki.isa.", "nl": "nki.language."}
+
+
+def counts(kernel):
+    """Return instructions by name, without what a loop on the device adds."""
+    engines = kernel.profile().instructions
+    return {e: c for e, c in engines.items() if not set(c) <= {"register_store", "register_alloc"}}
+
+
+def test_every_family_is_here():
+    assert set(SPECS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_a_family_is_right_and_issues_the_same_instructions(name, target):
+    spec = {**SPECS, **VARIANTS}[name]
+    kernel = build_kernel(spec, target, dialect="neuronxcc")
+    current = build_kernel(spec, target, kernel.schedule, dialect="nki")
+    proof = prove(kernel, seed=1)
+    assert proof.passed, str(proof)
+    assert lint_source(kernel.source) == ()
+    assert max(map(len, kernel.source.partition("@nki.jit")[0].splitlines())) <= 100
+    if spec.dtype != FP8:
+        # a scale is spread over the partitions by TensorE here, by its DMA there
+        assert counts(kernel) == counts(current)
+        assert kernel.profile().hbm_write_bytes == current.profile().hbm_write_bytes
+
+
+@pytest.mark.parametrize("name", [*SPECS, *VARIANTS])
+def test_the_file_says_only_what_beta_1_documents(name):
+    kernel = build_kernel({**SPECS, **VARIANTS}[name], "trn2", dialect="neuronxcc")
+    tree = ast.parse(kernel.source)
+    check_shape("kernel.py", kernel.source)
+    assert "dialect: neuronxcc.nki (NKI Beta 1" in ast.get_docstring(tree)
+    api = beta_1()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            module, _, short = called.partition(".")
+            if module in MODULES and short.isidentifier():
+                known = {p.name for p in api.functions[MODULES[module] + short].parameters}
+                assert {k.arg for k in node.keywords} <= known, called
+                assert "dst" not in {k.arg for k in node.keywords} or short == "dma_copy"
+            else:
+                assert called != "range"  # Beta 1 reads it as sequential_range
+            assert not called.endswith((".reshape_dim", ".permute", ".select", ".broadcast"))
+    (kernel_function,) = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list
+    ]
+    shared = [n for n in ast.walk(tree) if ast.unparse(n) == "nl.shared_hbm"]
+    made = [s for s in kernel_function.body if "nl.shared_hbm" in ast.unparse(s)]
+    assert len(made) == len(shared)  # err_shared_hbm_must_in_kernel_level
+    assert all(isinstance(s, (ast.Assign, ast.Expr)) for s in made)
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_a_loop_on_the_device_is_an_affine_range(layout):
+    spec = LowRankSpec(m=4200, k=256, r=128, n=512, x_layout=layout, out_layout=layout)
+    options = Options(cache="off", instruction_budget=100)
+    kernel = build_kernel(spec, "trn1", dialect="neuronxcc", options=options)
+    assert kernel.schedule.m_loop
+    assert "fori_loop" not in kernel.source
+    assert "register" not in kernel.source
+    body = kernel.source.partition("@nki.jit")[2]
+    assert "for i in nl.affine_range(" in body
+    assert lint_source(kernel.source) == ()
+    assert prove(kernel, seed=1).passed
+
+
+LOOPS = {
+    "affine_range": """
+        def f(sums, a, b, n):
+            for i in range(0, 4):
+                at = 128 * i
+                t = a[0:128, at : at + 128]
+                sums[0:128, 0:512] += nisa.nc_matmul(stationary=t, moving=b[0:128, i, 0:512])
+    """,
+    "affine_range of a part": """
+        def f(dst, src):
+            for i in range(4):
+                dst[0:128, 8 * i : 8 * i + 8] = nisa.tensor_copy(src=src[0:128, i, 0:8])
+    """,
+    "sequential_range of overlapping parts": """
+        def f(dst, src):
+            for i in range(4):
+                dst[0:128, 8 * i : 8 * i + 9] = nisa.tensor_copy(src=src[0:128, i, 0:9])
+    """,
+    "sequential_range of one tile": """
+        def f(dst, src):
+            for i in range(4):
+                dst[0:128, 0:8] = nisa.tensor_tensor(data1=dst[0:128, 0:8], data2=src[0:128, i, 0:8])
+    """,
+    "sequential_range of what is read again": """
+        def f(dst, src):
+            for i in range(4):
+                dst[0:128, i, 0:8] = nisa.tensor_copy(src=dst[0:128, 0, 0:8])
+    """,
+    "sequential_range of a helper": """
+        def f(dst, src):
+            for i in range(4):
+                g(dst[0:128, i, 0:8])
+        def g(t):
+            t[...] = nisa.memset(shape=t.shape, value=0.0, dtype=t.dtype)
+    """,
+    "static_range of a size": """
+        def f(dst, src):
+            for i in range(4):
+                width = min(128, 500 - 128 * i)
+                dst[0:width, i, 0:8] = nisa.tensor_copy(src=src[0:width, 0:8])
+    """,
+    "static_range of an argument that a helper branches on": """
+        def f(dst, src):
+            for i in range(4):
+                g(dst[0:128, i, 0:8], i)
+        def g(t, turn):
+            if turn % 2 == 0:
+                t[...] = nisa.memset(shape=t.shape, value=0.0, dtype=t.dtype)
+    """,
+    "static_range of a list": """
+        def f(sums, a, b):
+            for i in range(4):
+                sums[i][0:128, 0:512] += nisa.nc_matmul(stationary=a, moving=b)
+    """,
+    "static_range of a list that grows": """
+        def f(tiles):
+            for i in range(4):
+                tiles.append(nl.ndarray((128, 8), dtype=nl.float32))
+    """,
+    "static_range of a name that goes on": """
+        def f(src):
+            last = src
+            for i in range(4):
+                t = nisa.tensor_copy(src=last[0:128, i, 0:8])
+                last = t
+    """,
+}
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_the_iterator_of_a_loop(case):
+    module = cst.parse_module(textwrap.dedent(LOOPS[case]))
+    functions = {node.name.value: node for node in module.body}
+    made = with_iterators(functions)["f"]
+    assert f"for i in nl.{case.split()[0]}(4):" in cst.Module([made]).code
+
+
+KERNEL = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def kernel(x):
+    out = nl.ndarray((128, 64), dtype=x.dtype, buffer=nl.shared_hbm)
+    tile = nl.ndarray((128, 64), dtype=x.dtype, buffer=nl.sbuf)
+    {}
+    nisa.dma_copy(dst=out[0:128, 0:64], src=tile)
+    return out
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("nisa.rng(dst=tile)", "nisa.rng"),
+        ("nisa.dma_copy(tile, x)", "nisa.dma_copy with arguments that have no keyword"),
+        ("nisa.tensor_copy(dst=tile, src=tile, engine=nisa.engine.sync)", "nisa.engine.sync"),
+        ("nisa.memset(dst=tile[0:64, 0:64], value=0.0)", "nisa.memset of a part of a tile"),
+        (
+            "nisa.dma_copy(dst=tile, src=x[0:128, 0:64].expand(1).permute((1, 0)))",
+            "the view x[0:128, 0:64].expand(1).permute((1, 0))",
+        ),
+        (
+            "nisa.dma_copy(dst=tile, src=x[0:128, 0:64].broadcast(1, 64))",
+            "the view .broadcast(1, 64)",
+        ),
+    ],
+)
+def test_what_has_no_form_is_refused_by_name(line, what):
+    with pytest.raises(DialectError) as refused:
+        to_beta_1(KERNEL.format(line))
+    assert f"no form for {what}, which" in str(refused.value)
+
+
+def test_beta_1_is_refused_where_it_does_not_compile():
+    with pytest.raises(SpecError, match="NKI Beta 1 does not compile for trn3"):
+        build_kernel(SPECS["matmul"], "trn3", dialect="neuronxcc", options=OFF)
+
+
+def test_the_dialect_is_in_the_key_the_name_and_the_metadata():
+    spec, target = LowRankSpec(m=4, k=64, r=16, n=64), get("trn1")
+    made = {name: build_kernel(spec, "trn1", dialect=name) for name in ("nki", "neuronxcc")}
+    keys = {name: kernel_key(spec, target, None, dialect=name) for name in made}
+    assert [k.to_dict()["dialect"] for k in keys.values()] == list(made)
+    assert len({k.digest for k in keys.values()}) == len({k.name for k in made.values()}) == 2
+    assert {name: kernel.meta["dialect"] for name, kernel in made.items()} == {n: n for n in made}
+    again = build_kernel(spec, "trn1", dialect="neuronxcc")
+    assert again.source == made["neuronxcc"].source
+    assert again.dialect == "neuronxcc"
+    schedule = made["nki"].schedule
+    assert kernel_source(spec, schedule, target, "neuronxcc")[1] == again.source
+    assert "--dialect neuronxcc" in again.reproducer()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("import neuronxcc.nki as nki", "import neuronxcc.nki"), "import of neuronxcc.nki"),
+        (("import neuronxcc.nki as nki", "import neuronxcc as nki"), "import of neuronxcc"),
+        (("neuronxcc.nki.isa as nisa", "neuronxcc.nki.nccl as nisa"), "import of neuronxcc.nki.nc"),
+        (("nl.static_range(2)", "nl.static_range(1000000000)"), "a range of 1000000000"),
+        (("@nki.jit", "@nki.baremetal"), "decorator nki.baremetal"),
+    ],
+)
+def test_a_foreign_file_of_beta_1_is_a_kernel_and_nothing_else(change, reason):
+    source = build_kernel(SPECS["lowrank"], "trn1", dialect="neuronxcc").source
+    assert change[0] in source
+    with pytest.raises(CacheTrustError, match=reason):
+        check_shape("kernel.py", source.replace(*change))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_many_random_specs_are_right(family, target, data):
+    spec = data.draw(RANDOM[family])
+    try:
+        kernel = build_kernel(spec, target, dialect="neuronxcc", options=OFF)
+    except (SpecError, CapacityError):
+        return  # nothing legal, in either dialect
+    assert lint_source(kernel.source) == ()
+    assert prove(kernel, seed=1).passed, str(spec)
