@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.codegen.build import Kernel
+from nmm_compiler.codegen.choice_table import schedule_table
+from nmm_compiler.codegen.choose import choose
 from nmm_compiler.report.parts import Line, Part, Section
 from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.timing.profile import Profile
@@ -59,5 +61,16 @@ def _of_kernel(kernel: Kernel, slices: int) -> tuple[Part, ...]:
         Line(f"{kernel.spec} as {kernel.schedule}"),
         engine_table(found),
         timeline_drawing(found, slices),
+        Section("schedule and runners-up", _runners_up(kernel), folded=True),
         Section("source", tuple(listings(found)), folded=True),
     )
+
+
+def _runners_up(kernel: Kernel) -> tuple[Part, ...]:
+    """Return the schedules that were tried; they are timed anew where the kernel was cached."""
+    choices = choose(kernel.spec, kernel.target)
+    table = schedule_table(choices)
+    if choices[0].schedule == kernel.schedule:
+        return (table,)
+    given = "chosen by the caller or for another budget of instructions"
+    return (Line(f"this kernel runs {kernel.schedule}, {given}", "note"), table)

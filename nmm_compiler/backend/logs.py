@@ -18,6 +18,8 @@ from nmm_compiler import log_names
 from nmm_compiler.backend.report import CompileReport
 from nmm_compiler.backend.report_page import compile_parts
 from nmm_compiler.report.page import page
+from nmm_compiler.report.parts import Line
+from nmm_compiler.report.text import as_text
 
 log_names.watch()  # the loggers below need the names
 _log = logging.getLogger("nmm_compiler.backend")
@@ -54,14 +56,11 @@ def log_report(report: CompileReport, before: Callable[[], str], after: Callable
 
 
 def schedules(kernel: Any) -> str:
-    """Return the chosen schedule of a kernel and the runners-up, a line each."""
+    """Return the chosen schedule of a kernel and the runners-up as a table."""
+    from nmm_compiler.codegen.choice_table import schedule_table
     from nmm_compiler.codegen.choose import choose
 
-    lines = [kernel.spec.short()]
-    for choice in choose(kernel.spec, kernel.target):
-        us = "not simulated" if choice.simulated_us is None else f"{choice.simulated_us:.1f} us"
-        lines.append(f"  {us}, closed form {choice.cost_us:.1f} us: {choice.schedule}")
-    return "\n".join(lines)
+    return as_text([Line(kernel.spec.short()), schedule_table(choose(kernel.spec, kernel.target))])
 
 
 def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:

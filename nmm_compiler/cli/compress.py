@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,8 +40,10 @@ def compress(
     ] = "gradient",
     align: Annotated[int | None, values.size_option(help_="ranks are multiples of it")] = None,
     budget: Annotated[str, typer.Option(help="parameters, or predicted latency")] = "parameters",
-    tokens: Annotated[int, values.size_option(help_="tokens per call, for --budget latency")] = 512,
-    target: Annotated[str, values.target_option("; for --budget latency")] = "trn2",
+    tokens: Annotated[
+        int, values.size_option(help_="tokens per call, for --budget latency and --html")
+    ] = 512,
+    target: Annotated[str, values.target_option("; for --budget latency and --html")] = "trn2",
     sequential: Annotated[
         bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
     ] = False,
@@ -96,6 +99,7 @@ def compress(
         raise CalibrationError("--recover needs text to train on; pass --text FILE")
     original = remember(model, batches) if recover_steps else None
     transformers.logging.disable_progress_bar()
+    dense = copy.deepcopy(model.config)
 
     report = run(
         model, settings, calibration=batches, include=include or None,
@@ -123,7 +127,15 @@ def compress(
     console.print(f"saved     {out_dir}", markup=False, soft_wrap=True)
     console.print(f"report    {json}", markup=False, soft_wrap=True)
     if html is not None:
-        write_html(f"{model_dir}, compressed", report.page_parts(), html)
+        from nmm_compiler.cli.predicted import predicted_parts
+        from nmm_compiler.prediction.predict import predict
+
+        try:
+            whole: Any = predict(model, target, prompt=tokens, dense=dense)
+        except NmmError as error:  # the page is about the factors, and says why this is not on it
+            whole = error
+        parts = [*report.page_parts(), *predicted_parts(whole)]
+        write_html(f"{model_dir}, compressed", parts, html)
     if plot is not None:
         from nmm_compiler.compress.plot import plot_report
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, write_html
-from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.errors import NmmError, OptionTypeError
 from nmm_compiler.outputs import write_text
 
 
@@ -45,6 +45,7 @@ def explain(
     if match is not None and repro is None:
         raise OptionTypeError("match", match, "it with --repro FILE, which it is for")
     from nmm_compiler.cli import models
+    from nmm_compiler.cli.predicted import predict_loaded, predicted_parts
     from nmm_compiler.passes.pipeline import explain as run
 
     console = Console(markup=False)
@@ -58,13 +59,19 @@ def explain(
         own = [rule for name in rules or () for rule in models.rules_of(name)]
         report = run(loaded, options={"target": target, "rules": own}, **named)
     show(str(report))
-    if predict:
-        from nmm_compiler.prediction.predict import predict as run_prediction
-
+    made: Any = None
+    if predict or html is not None:
         dense = not any(match.rewritten for match in report.matches)
         ratio = 0.2 if dense and report.opportunities else None
-        predicted = run_prediction(loaded, target, inputs=inputs, ratio=ratio)
-        show(f"with ratio {ratio}: " * (ratio is not None) + predicted.headline())
+        with console.status("predicting the whole model"):
+            try:
+                made = predict_loaded(model, loaded, inputs, target, ratio)
+            except NmmError as error:
+                if predict:
+                    raise
+                made = error  # the page is about the graph, and says why this is not on it
+    if predict:
+        show(f"with ratio {ratio}: " * (ratio is not None) + made.headline())
     elif report.opportunities and (Path(model) / "config.json").is_file():
         show(f"next: nmm plan {model} says what low rank would gain, for whole models")
     if json is not None:
@@ -74,4 +81,5 @@ def explain(
         write_text(repro, report.reproducer(match, target=target))
         show(f"script: {repro}")
     if html is not None:
-        write_html(f"{model} on {target}", report.page_parts(), html)
+        parts = [*report.page_parts(), *predicted_parts(made)]
+        write_html(f"{model} on {target}", parts, html)

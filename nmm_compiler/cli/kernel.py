@@ -13,7 +13,7 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, show_json, write_html
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.report.parts import Line, Part, Section
 
 if TYPE_CHECKING:
     from nmm_compiler.codegen.build import Kernel
@@ -94,6 +94,7 @@ def kernel(
     Example: nmm kernel lowrank_shared --m 16 --k 2048 --pairs 256:2048 --pairs 128:512,512
     """
     from nmm_compiler.codegen.build import build_kernel
+    from nmm_compiler.codegen.choice_table import schedule_table
     from nmm_compiler.codegen.dialects import TITLES
 
     given: dict[str, Any] = {
@@ -214,34 +215,6 @@ def _choices(spec: KernelSpec, target: str) -> tuple[Choice, ...]:
     from nmm_compiler.codegen.choose import choose
 
     return choose(spec, target)
-
-
-def schedule_table(choices: tuple[Choice, ...]) -> Grid:
-    """Return the schedules that were tried: of the chosen one all fields, of others what
-    differs."""
-    rows = []
-    chosen = _flat(choices[0].schedule.to_dict()) if choices else {}
-    for i, choice in enumerate(choices):
-        fields = _flat(choice.schedule.to_dict())
-        differs = [f"{name}={value}" for name, value in fields.items() if chosen[name] != value]
-        simulated = "-" if choice.simulated_us is None else f"{choice.simulated_us:.1f}"
-        rows.append((
-            str(i), simulated, f"{choice.cost_us:.1f}", f"{choice.instructions:,}",
-            str(choice.schedule) if i == 0 else ", ".join(differs),
-        ))  # fmt: skip
-    head = ("rank", "simulated us", "closed form us", "instructions", "differs from rank 0 in")
-    return Grid.of(head, rows, right=head[:-1])
-
-
-def _flat(fields: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested fields by their paths: {"u": {"block": 512}} as {"u.block": 512}."""
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{above}{name}.")
-        else:
-            found[above + name] = value
-    return found
 
 
 def _prove(built: Kernel, seed: int) -> Proof:

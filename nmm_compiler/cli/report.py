@@ -11,6 +11,7 @@ import typer
 from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json, write_html
+from nmm_compiler.errors import NmmError
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 
 if TYPE_CHECKING:
@@ -44,12 +45,18 @@ def report(
 
     from nmm_compiler.backend.report_page import compile_parts
     from nmm_compiler.cli import models
+    from nmm_compiler.cli.predicted import predict_loaded, predicted_parts
 
     reports: list[CompileReport] = []
     first: list[Part] = []
     with steps() as step:
         step(f"loading {model}")
         loaded, inputs = models.load(model, tokens)
+        step("predicting the whole model")
+        try:
+            whole: Any = predict_loaded(model, loaded, inputs, target, ratio)
+        except NmmError as error:  # a page without it is still a page, and says so
+            whole = error
         if ratio is not None:
             from nmm_compiler.compress.apply import compress
 
@@ -69,17 +76,17 @@ def report(
             rows.append(_phases(kernel, calls[kernel.name], target))
     table = [Section("each kernel against separate and dense products", (_table(rows),))]
     parts = compile_parts(reports)
-    write_html(f"{model} on {target}", [*parts[:1], *table, *first, *parts[1:]], html,
-               said=not as_json)  # fmt: skip
+    parts = [*parts[:1], *predicted_parts(whole), *table, *first, *parts[1:]]
+    write_html(f"{model} on {target}", parts, html, said=not as_json)
     if as_json:
-        show_json({"graphs": [one.to_dict() for one in reports], "phases": rows})
+        found = None if isinstance(whole, NmmError) else whole.to_dict()
+        show_json({"graphs": [one.to_dict() for one in reports], "phases": rows, "model": found})
     else:
         show([Line(one.summary()) for one in reports])
 
 
 def _phases(kernel: Kernel, calls: int, target: str) -> dict[str, Any]:
     """Return a kernel's predicted latency, for its tokens and for one token."""
-    from nmm_compiler.errors import NmmError
     from nmm_compiler.prediction.comparison import compare
 
     given: Any = kernel.spec

@@ -249,12 +249,14 @@ def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
 def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     """Let a rule emit what replaces its match."""
     call = match.data
+    before = len(editor.added)
     new = rule.rewrite(c, match, editor)
     if not isinstance(call, Call) or not call.unread:  # else it has no reader in this order
         _check_replacement(c, match.node, new)
         editor.replace(match.node, new)
     finals = [one.final for one in call.results()] if isinstance(call, Call) else [match.node]
     replaced = editor.replaced
+    match.added = tuple(node.name for node in editor.added[before:])
     match.emitted = tuple((old.name, replaced[old].name) for old in finals if old in replaced)
     if isinstance(call, Call):
         made = dict.fromkeys(one.out_layout for one in call.results())

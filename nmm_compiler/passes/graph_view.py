@@ -51,10 +51,7 @@ def _pictures(
     olds = {node.name: node for node in old.graph.nodes}
     news = {node.name: node for node in new.graph.nodes}
     shown = [olds[name] for name in fused if name in olds]
-    emitted = [news[name] for _, name in match.emitted if name in news]
-    calls = {n.name for n in emitted} | {
-        n.name for node in emitted for n in node.all_input_nodes if n.name not in olds
-    }
+    calls = {name for name in match.added if name in news}
     before = _picture(old, shown, fused, "fused")
     after = _picture(new, [news[name] for name in calls], calls, "call")
     around = "with what they read and who reads them"
@@ -83,6 +80,7 @@ def _picture(
             tuple(n.name for n in node.all_input_nodes),
             kind if node.name in marked and not _turns(node) else
             "transpose" if _turns(node) else "",
+            _stored_path(node),
         )
         for node in shown
     ]  # fmt: skip
@@ -92,13 +90,25 @@ def _turns(node: fx.Node) -> bool:
     return (target_name(node) or "") in _TRANSPOSES
 
 
+def _stored_path(node: fx.Node) -> str:
+    """Return the path of a parameter or buffer that is an input of the graph, else nothing.
+
+    Dynamo names it l_self_modules_mlp_modules_up_parameters_weight_: mlp.up.weight.
+    """
+    parts = re.split(r"_(?:modules|parameters|buffers)_", str(node.target))
+    if node.op != "placeholder" or len(parts) < 2:
+        return ""
+    return ".".join([*parts[1:-1], parts[-1].rstrip("_")])
+
+
 def _what(node: fx.Node) -> str:
     """Return what a node computes and the shape of its value, in few words."""
     value: Any = node.meta.get("example_value", node.meta.get("val"))
     shape = f" [{', '.join(map(str, value.shape))}]" if hasattr(value, "shape") else ""
     name = target_name(node) or str(getattr(node.target, "__name__", node.target))
     if node.op in ("placeholder", "get_attr"):
-        name = "parameter" if node.op == "get_attr" else "input"
+        stored = node.op == "get_attr" or _stored_path(node)
+        return ("parameter" if stored else "input") + shape
     elif node.op == "call_module":
         name = f"module {node.target}"
     where = module_path(node)

@@ -178,13 +178,14 @@ class ModelPrediction(Shown, Record):
         return 'a larger ratio, larger layers (include=["mlp"]) or more tokens at once would help'
 
     def parts(self) -> Sequence[Part]:
-        """Return headline, memory, and the lines of each phase."""
+        """Return headline, memory, what each kind of piece takes, and the lines of each phase."""
         memory, gib = self.memory, 2.0**30
         fits = "fits" if memory.fits else "DOES NOT FIT"
+        context = f"context {self.context:,}, " if self.phase("decode") else ""
         made: list[Part] = [
             Text(f"{self.name}: {self.headline()}", "headline"),
             Text(
-                f"prompt {self.prompt:,}, context {self.context:,}, batch {self.batch}, "
+                f"prompt {self.prompt:,}, {context}batch {self.batch}, "
                 f"tp {self.tp}, "
                 f"{self.lnc} physical core{'s' * (self.lnc > 1)} each, weights {self.weights}; "
                 f"{self.parameters / 1e9:.2f} G parameters"
@@ -203,8 +204,9 @@ class ModelPrediction(Shown, Record):
                 "note",
             ),
         ]
+        made += self._by_kind()
         for phase in self.phases:
-            made.append(Section(self._title(phase), tuple(self._phase_parts(phase))))
+            made.append(Section(self._title(phase), tuple(self._phase_parts(phase)), folded=True))
         return made
 
     def _title(self, phase: Phase) -> str:
@@ -213,27 +215,70 @@ class ModelPrediction(Shown, Record):
         return text if gain is None else f"{text}, {gain:.2f}x over dense"
 
     def _phase_parts(self, phase: Phase) -> list[Part]:
+        inside, prefix = _common_layers(phase)
         rows = [
             (line.calls, f"{line.each_us:.1f}", f"{line.us / 1e3:.3f}",
              f"{100 * line.us / phase.us:.0f}", line.kind, line.source,
-             _percent(line.error_band).removesuffix(" %"),
-             f"{line.module}: {line.what}")
+             f"{line.module.removeprefix(prefix)}: {line.what}")
             for line in sorted(phase.lines, key=lambda line: -line.us)
         ]  # fmt: skip
-        head = ("calls", "us each", "ms", "%", "kind", "source", "error %", "what")
+        head = ("calls", "us each", "ms", "%", "kind", "source", f"what{inside}")
         right = ("calls", "us each", "ms", "%")
-        kinds = phase.by("kind")
+        bands = {line.source: line.error_band for line in phase.lines}
+        errors = ", ".join(f"{source} {_percent(band)}" for source, band in sorted(bands.items()))
+        return [Grid.of(head, rows, right), Text(f"errors of such lines: {errors}", "note")]
+
+    def _by_kind(self) -> list[Part]:
+        """Return each phase by kind of piece: a table and bars, with the dense model's beside."""
+        models = {"low-rank" if self.dense else "": self}
+        if self.dense is not None:
+            models = {"dense": self.dense, **models}
+        found = {
+            (name, phase.name): {kind: us / 1e3 for kind, us in phase.by("kind").items()}
+            for name, model in models.items() for phase in model.phases
+        }  # fmt: skip
+        total: dict[str, float] = {}
+        for one in found.values():
+            for kind, ms in one.items():
+                total[kind] = total.get(kind, 0.0) + ms
+        kinds = sorted(total, key=lambda kind: -total[kind])
         chart = bars(
-            [Bar(phase.name, tuple(us / 1e3 for us in kinds.values()))],
-            tuple(kinds), "ms", f"{phase.name} by kind, ms",
+            [Bar(f"{phase} {name}".strip(), tuple(found[name, phase].get(k, 0.0) for k in kinds))
+             for phase in (p.name for p in self.phases) for name in models],
+            kinds, "ms", "each phase by kind of piece, ms",
         )  # fmt: skip
-        return [Grid.of(head, rows, right), chart]
+        if self.dense is None:
+            return [chart]
+        rows = []
+        for phase in self.phases:
+            before, after = (found[name, phase.name] for name in models)
+            for kind in ("all", *kinds):
+                old, new = (sum(one.values()) if kind == "all" else one.get(kind, 0.0)
+                            for one in (before, after))  # fmt: skip
+                if old or new:
+                    gain = f"{old / new:.2f}x" if new else "-"
+                    rows.append((phase.name, f"{old:.3f}", f"{new:.3f}", gain, kind))
+        head = ("phase", "dense ms", "low-rank ms", "gain", "kind")
+        table = Grid.of(head, rows, right=head[1:4])
+        return [Section("dense and low-rank", (table, chart))]
 
     def __repr__(self) -> str:
         return f"<ModelPrediction: {self.name}, {self.headline()}>"
 
 
 _PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
+
+
+def _common_layers(phase: Phase) -> tuple[str, str]:
+    """Return how a table's head names the layers, and their prefix, where all layers have one.
+
+    Paths are never broken, so a prefix that all of them share would widen every row.
+    """
+    prefixes = {line.module.partition("*.")[0] for line in phase.lines if "*." in line.module}
+    if len(prefixes) != 1:
+        return "", ""
+    (prefix,) = prefixes
+    return f" (layers: in {prefix}*)", f"{prefix}*."
 
 
 def _percent(band: tuple[float, float]) -> str:

@@ -28,6 +28,7 @@ from nmm_compiler.prediction.collectives import (
 )
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
+from nmm_compiler.report.text import counted
 from nmm_compiler.targets import Target
 
 # Share of a line's figure that such figures have been off by, below and above, and why.
@@ -187,7 +188,7 @@ def _pointwise(piece: Piece, machine: Machine) -> Price:
     engines = sum(fixed + size / rate for size in piece.elements)
     moved = piece.bytes / machine.bytes_per_second
     start = target.dma_start_latency_seconds + target.semaphore_seconds
-    how = f"{len(piece.elements)} operations, {piece.bytes:,} B"
+    how = f"{counted(len(piece.elements), 'operation')}, {piece.bytes:,} B"
     return Price(1e6 * (start + max(engines, moved)), "bound", how)
 
 

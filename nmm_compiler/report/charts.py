@@ -14,7 +14,7 @@ from nmm_compiler.report.parts import Drawing
 
 WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 26, 44
-COLOURS = ("--a", "--b", "--c", "--d", "--e")
+COLOURS = ("--a", "--b", "--c", "--d", "--e", "--f", "--g", "--h")
 """CSS variables of `page.STYLE`, in the order in which series take them."""
 
 

@@ -13,17 +13,22 @@ from nmm_compiler.report.charts import WIDTH, hint, label, svg
 from nmm_compiler.report.parts import Drawing
 
 _ROW = 22
+_LETTER = 6.8  # pixels of a letter, on average
 _COLOURS = {"fused": "--a", "transpose": "--b", "call": "--c", "": "--soft"}
 
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One node. reads: names of nodes above; kind: "fused", "transpose", "call" or nothing."""
+    """One node. reads: names of nodes above; kind: "fused", "transpose", "call" or nothing.
+
+    label: what is written in place of the name.
+    """
 
     name: str
     what: str
     reads: tuple[str, ...] = ()
     kind: str = ""
+    label: str = ""
 
 
 def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
@@ -41,7 +46,7 @@ def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
             f'<path d="M{left - 8} {top}C{bulge:.4g} {top},{bulge:.4g} {bottom},{left - 8} '
             f'{bottom}" fill="none" stroke="var(--soft)" opacity="0.7"/>'
         )
-    for node, row in zip(nodes, range(len(nodes)), strict=True):
+    for row, node in enumerate(nodes):
         y = _middle(row)
         colour = _COLOURS[node.kind]
         if node.kind in ("fused", "call"):
@@ -53,7 +58,8 @@ def graph(nodes: Sequence[GraphNode], text: str) -> Drawing:
         body.append(f'<circle cx="{left - 8}" cy="{y}" r="4" fill="var({colour})">'
                     f"{hint(said)}</circle>")  # fmt: skip
         mark = "\u21c4 " if node.kind == "transpose" else ""
-        body.append(label(left + 4, y + 4, f"{mark}{_cut(node.name, 30)} = {_cut(node.what, 64)}"))
+        line = f"{mark}{_cut(node.label or node.name, 34)} = {node.what}"
+        body.append(label(left + 4, y + 4, _cut(line, int((WIDTH - left) / _LETTER))))
     return Drawing(svg(body, _middle(len(nodes)), text), text)
 
 
@@ -62,4 +68,8 @@ def _middle(row: int) -> float:
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    """Return a text without its middle where it is too long: both ends tell most."""
+    if len(text) <= most:
+        return text
+    kept = most - 3
+    return f"{text[: kept // 2]}...{text[-(kept - kept // 2) :]}"

