@@ -27,6 +27,8 @@ SIMULATED_CANDIDATES = 6
 SMALL_INSTRUCTIONS = 36_000
 SMALL_CANDIDATES = 24
 SHOWN = 12
+# A compiler that keeps program order may cost a kernel a twentieth; what it costs more is charged.
+IN_ORDER_SHARE = 0.05
 # Two cores share an HBM stack. A twentieth of the DMA time is charged to a schedule, so that of two
 # that are about equally fast the one with less traffic wins.
 TRAFFIC_SHARE = 0.05
@@ -36,6 +38,7 @@ TRAFFIC_SHARE = 0.05
 class Choice:
     """One legal schedule: its closed-form cost, and its simulated latency if it was tried.
 
+    in_order_us: the latency if the compiler keeps program order on every engine and queue.
     instructions: of the compiled program, where a loop on the device counts once; counted if it was
         tried, else by the closed form.
     traffic_us is the time of its DMAs, of which a share is charged: see TRAFFIC_SHARE.
@@ -44,6 +47,7 @@ class Choice:
     schedule: Any
     cost_us: float
     simulated_us: float | None = None
+    in_order_us: float | None = None
     instructions: int = 0
     traffic_us: float = 0.0
 
@@ -74,13 +78,15 @@ def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]
             break
         spent += choice.instructions
         if len(ranked) > 1:
-            latency, count = simulated(spec, choice.schedule, target)
-            choice = dataclasses.replace(choice, simulated_us=latency, instructions=count)
+            latency, count, in_order = simulated(spec, choice.schedule, target)
+            choice = dataclasses.replace(
+                choice, simulated_us=latency, in_order_us=in_order, instructions=count
+            )
         tried.append(choice)
     tried.sort(
         key=lambda choice: (
             choice.instructions > budget,
-            _charged(choice.simulated_us or 0.0, choice),
+            _charged(_either_order_us(choice), choice),
             choice.cost_us,
         )
     )
@@ -115,6 +121,12 @@ def _varied(ranked: list[Choice]) -> list[Choice]:
     return leaders + [choice for choice in ranked if choice not in leaders]
 
 
+def _either_order_us(choice: Choice) -> float:
+    """Return the latency that both orders keep, program order within IN_ORDER_SHARE."""
+    free, kept = choice.simulated_us or 0.0, choice.in_order_us or 0.0
+    return max(free, kept / (1.0 + IN_ORDER_SHARE))
+
+
 def _charged(latency_us: float, choice: Choice) -> float:
     return latency_us + TRAFFIC_SHARE * choice.traffic_us
 
@@ -132,7 +144,7 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
     limit = target.sbuf_usable_bytes_per_partition
     seen: set[KernelSchedule] = set()
     for candidate in family.candidates(spec, target):
-        schedule = candidate
+        schedule = candidate = ordered(candidate, spec, target)
         if schedule in seen:
             continue
         seen.add(schedule)
@@ -160,7 +172,7 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
                     cost += times * closed_form_us(work, dtype, target)
                     traffic += times * dma_us(work.dmas, target)
         crowded = schedule.overlapped_bytes(spec) > limit
-        choice = Choice(schedule, cost, None, instructions, traffic)
+        choice = Choice(schedule, cost, instructions=instructions, traffic_us=traffic)
         choices.append(((instructions > budget, crowded, _charged(cost, choice)), choice))
     if not choices:
         assert nearest is not None
@@ -175,13 +187,22 @@ def _text(choice: Choice) -> str:
     return str(choice.schedule.to_json())
 
 
+def ordered(schedule: Any, spec: KernelSpec, target: Target) -> Any:
+    """Return the schedule with its loads before its stores as far as the target allows it."""
+    return dataclasses.replace(
+        schedule,
+        own_queue=target.dma_generates_descriptors,
+        ahead=schedule.most_ahead(spec, target),
+    )
+
+
 def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
     """Return the schedule with its blocks of tokens as a loop on the device; None if it cannot."""
     names = {field.name for field in dataclasses.fields(schedule)}
     if "m_loop" not in names:
         return None
     resident = {f"{name}.resident": False for name in schedule.operands()}
-    looped = schedule.changed({"m_loop": True, **resident})
+    looped = ordered(schedule.changed({"m_loop": True, **resident}), spec, target)
     try:
         looped.check(spec, target)
     except (CapacityError, SpecError):
@@ -199,23 +220,26 @@ def turns(spec: Any, schedule: Any) -> list[tuple[int, Any]]:
     return made + ([(1, dataclasses.replace(spec, m=rest))] if rest else [])
 
 
-def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int]:
+def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
     """Return the latency in the simulator's timing mode, and the instructions of the program.
+
+    The third value is the latency if the compiler keeps program order.
 
     The template runs as it is, with the compile-time parameters that specialization would write
     into it: the same instructions, without the cost of emitting a file for every candidate.
     """
     from nmm_compiler.simulator.run import ArraySpec, simulate
+    from nmm_compiler.simulator.timing.timeline import time_trace
 
     if getattr(schedule, "m_loop", False) and spec.m > 2 * schedule.m_block:  # type: ignore[attr-defined]
         (blocks, _), *rest = turns(spec, schedule)
         two = dataclasses.replace(spec, m=2 * schedule.m_block)  # type: ignore[call-arg]
-        latency, count = simulated(two, schedule, target)
-        latency *= blocks / 2
+        latency, count, in_order = simulated(two, schedule, target)
+        latency, in_order = latency * blocks / 2, in_order * blocks / 2
         for _, last in rest:
             more = simulated(last, dataclasses.replace(schedule, m_loop=False), target)
-            latency, count = latency + more[0], count + more[1]
-        return latency, count
+            latency, count, in_order = latency + more[0], count + more[1], in_order + more[2]
+        return latency, count, in_order
     family = FAMILIES[spec.family]
     parameters = family.arguments(spec, schedule)
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
@@ -225,4 +249,5 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
     where = f"{family.path}:{family.folder}"
     run = simulate(where, target=target, mode="timing", **parameters | arrays)
     assert run.profile is not None
-    return float(run.profile.latency_us), run.profile.program_instructions
+    in_order = time_trace(run.trace, target, reorder=False).latency_us
+    return float(run.profile.latency_us), run.profile.program_instructions, float(in_order)

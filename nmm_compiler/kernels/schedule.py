@@ -19,6 +19,9 @@ from nmm_compiler.kernels.tiling import LOADED, LOADS, ORDERS, turned_loads
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
+# Panels of weights that are loaded ahead: their time covers the start of a DMA many times over.
+MOST_AHEAD = 8
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operand(Record):
@@ -60,11 +63,17 @@ class KernelSchedule(Record):
         128th.
     m_block: tokens in SBUF at a time.
     x: how x arrives.
+    own_queue: stores are issued by the sync engine, so that no load waits behind them; a target
+        that writes descriptors on the device can, and the chooser sets it there.
+    ahead: so many panels of weights are loaded before the results of the one before them are
+        stored; the chooser sets what SBUF holds.
     """
 
     x: Operand
     k_order: str
     m_block: int
+    own_queue: bool = False
+    ahead: int = 0
 
     remedies: ClassVar[Mapping[str, str]]  # SBUF buffer -> the field that decides its size
     kept: ClassVar[Operand] = Operand(load="none")  # what stays on chip between two products
@@ -151,6 +160,11 @@ class KernelSchedule(Record):
         for name, lies_right in self.loads(spec).items():
             check_load(name, attrgetter(name)(self), lies_right, spec.dtype, target)
         check_name("k_order", self.k_order, ORDERS)
+        if self.own_queue and not target.dma_generates_descriptors:
+            raise SpecError(
+                f"schedule: own_queue needs descriptors that the device writes, and {target.name} "
+                "has none; drop own_queue"
+            )
         if self.k_order == ORDERS[0] and not set(self.over_k(spec)) <= {"rows", "strided"}:
             raise SpecError(
                 f"schedule: transposes give k_order {ORDERS[1]!r}; use it for both factors"
@@ -213,6 +227,28 @@ class KernelSchedule(Record):
                 f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
                 f"({parts}), {target.name} has {limit:,}; {value}"
             )
+        if self.ahead > self.most_ahead(spec, target):
+            raise CapacityError(
+                f"{spec.short()}: ahead is {self.ahead}, and SBUF of {target.name}, {limit:,} B "
+                f"per partition, holds {self.most_ahead(spec, target)} panels more than the one "
+                "in use; lower ahead"
+            )
+
+    def most_ahead(self, spec: Any, target: Target) -> int:
+        """Return how many panels can be in SBUF beside the one in use, at most MOST_AHEAD."""
+        room = target.sbuf_usable_bytes_per_partition - self.overlapped_bytes(spec)
+        if room < 0:
+            return 0
+        panel = self.panel_bytes(spec)
+        return MOST_AHEAD if not panel else min(MOST_AHEAD, 1 + room // panel)
+
+    def panel_bytes(self, spec: Any) -> int:
+        """Return bytes per partition that one more panel of the last weights takes."""
+        held = self.sbuf_bytes(spec)
+        (last,) = [name for name in ("out", "v", "w") if name in held][:1]
+        if last in self.operands() and getattr(self, last).resident:
+            return 0
+        return held[last] + (held.get("w", 0) if last == "v" else 0)
 
     def with_copies(self, spec: Any, names: Iterable[str]) -> int:
         """Return the bytes per partition of every buffer, and of those named once more."""

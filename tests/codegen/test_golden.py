@@ -22,7 +22,7 @@ from nmm_compiler.targets import get, names
 GOLDEN = Path(__file__).parent.parent / "golden"
 SPECS = {
     "lowrank": LowRankSpec(m=64, k=128, r=128, n=512, x_layout="col"),
-    "lowrank_shared": LowRankSharedSpec(m=64, k=128, pairs=((128, (512, 512)),), x_layout="col"),
+    "lowrank_shared": LowRankSharedSpec(m=64, k=128, pairs=((128, (512,)),), x_layout="col"),
     "matmul": MatmulSpec(m=64, k=128, n=512, x_layout="col"),
     "gated_mlp_up": GatedMLPUpSpec(m=64, k=128, n=128, x_layout="col", out_layout="col"),
 }
@@ -68,12 +68,19 @@ def test_golden(family, request):
 @pytest.mark.parametrize("target", [name for name in names() if name != "trn2"])
 @pytest.mark.parametrize("family", FAMILY_SPECS)
 def test_other_targets_differ_in_their_names(family, target):
-    """These shapes need nothing that only one target has: the same schedule, the same code."""
-    lines = build_kernel(SPECS[family], target).source.splitlines()
-    golden = (GOLDEN / f"{family}_trn2.py.txt").read_text(encoding="utf-8").splitlines()
+    """These shapes need nothing that only one target has but the queue of the stores."""
+    source = build_kernel(SPECS[family], target).source
+    golden_source = (GOLDEN / f"{family}_trn2.py.txt").read_text(encoding="utf-8")
+    start = "import nki\n"
+    lines = source[source.index(start) :].splitlines()
+    if not get(target).dma_generates_descriptors:
+        queue = ", dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync"
+        assert queue in golden_source
+        golden_source = golden_source.replace(queue, "")
+    golden = golden_source[golden_source.index(start) :].splitlines()
     assert len(lines) == len(golden)
     changed = [line for line, other in zip(lines, golden, strict=True) if line != other]
-    assert [line.split()[0] for line in changed] == [f'"""{SPECS[family].family}', "target:", "def"]
+    assert [line.split()[0] for line in changed] == ["def"]
     assert all(target in line for line in changed)
 
 
@@ -81,7 +88,8 @@ def test_other_targets_differ_in_their_names(family, target):
 def test_goldens_stay_small_and_readable(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     assert max(map(len, lines)) <= 100
-    assert sum(bool(line.strip()) for line in lines) <= 80
+    code = lines[lines.index("import nki") :]
+    assert sum(bool(line.strip()) for line in code) <= 80
 
 
 def test_same_input_same_bytes():

@@ -183,6 +183,7 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
     k = spec.k
     n = spec.n
     order = schedule.k_order
+    result = Result(out, False, schedule.own_queue)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
     p_dtype = (
@@ -201,7 +202,8 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
         gate_tiles = (spec.gate_r + 127) // 128
         gate_sb = nl.ndarray((128, gate_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         project(
-            gate_sb, Strip(x_sb, None, schedule.kept), Weight(mlp.gate.u, None, schedule.u), at,
+            gate_sb, Strip(x_sb, None, schedule.kept),
+            Weight(mlp.gate.u, None, schedule.u, schedule.ahead, False, None), at,
             Product(k, spec.gate_r, order, schedule.k_segment, double_row, False),
             Rounding(1.0, mlp.gate.p_scale, spec.scales, spec.requantized),
         )  # fmt: skip
@@ -213,7 +215,8 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
         up_tiles = (spec.up_r + 127) // 128
         up_sb = nl.ndarray((128, up_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         project(
-            up_sb, Strip(x_sb, None, schedule.kept), Weight(mlp.up.u, None, schedule.u), at,
+            up_sb, Strip(x_sb, None, schedule.kept),
+            Weight(mlp.up.u, None, schedule.u, schedule.ahead, False, None), at,
             Product(k, spec.up_r, order, schedule.k_segment, double_row, False),
             Rounding(1.0, mlp.up.p_scale, spec.scales, spec.requantized),
         )  # fmt: skip
@@ -246,6 +249,7 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
     else:
         parts = None
     # h^T: a down projection of two factors takes it segment by segment.
+    ahead = min(schedule.ahead, 1) if spec.down else schedule.ahead
     for n1 in range(0, n, schedule.n_segment):
         n_stop = min(n1 + schedule.n_segment, n)
         h_tiles = (min(schedule.n_segment, n) + 127) // 128
@@ -255,15 +259,15 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
             h_sb = None
         if spec.down or spec.out_layout == "col":
             gate_columns(
-                out, gate_branch, up_branch, schedule.v, at, Panels(n1, n_stop),
+                result, gate_branch, up_branch, schedule.v, at, Panels(n1, n_stop, ahead),
                 Kept(h_sb, mlp.h_inverse, spec.down, spec.requantized),
             )  # fmt: skip
         else:
-            gate_rows(out, gate_branch, up_branch, schedule.v, at)
+            gate_rows(result, gate_branch, up_branch, schedule.v, at, schedule.ahead)
         if spec.down_r > 0:
             project_segment(
                 last_sb, Strip(h_sb, None, schedule.kept_segment),
-                Weight(mlp.down.u, None, schedule.down), at,
+                Weight(mlp.down.u, None, schedule.down, schedule.ahead, False, None), at,
                 Product(
                     n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide
                 ),
@@ -280,11 +284,11 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
             last = mlp.down.w
         last_k = spec.down_r if spec.down_r > 0 else n
         left = Strip(last_sb, None, schedule.kept)
-        right = Weight(last, None, schedule.out)
+        right = Weight(last, None, schedule.out, schedule.ahead, False, None)
         base = Base(None, None, 0, "rows", 128, "strided_rows")
         product = Product(last_k, k, "strided_rows", last_k, kept_row, spec.wide)
         epilogue = Epilogue(mlp.down.scale, mlp.down.bias, spec.scales, spec.down_bias, "identity")
         if spec.out_layout == "row":
-            expand_rows(out, left, right, base, at, product, epilogue)
+            expand_rows(result, left, right, base, at, product, epilogue)
         else:
-            expand_columns(Result(out, False), left, right, base, at, product, epilogue)
+            expand_columns(result, left, right, base, at, product, epilogue)

@@ -133,7 +133,8 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule):
         x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     p_sb = nl.ndarray((128, r_tiles, p_pitch), dtype=p_dtype, buffer=nl.sbuf)
     project(
-        p_sb, Strip(x_sb, x, schedule.x), Weight(held.u, held.u_all, schedule.u), at,
+        p_sb, Strip(x_sb, x, schedule.x),
+        Weight(held.u, held.u_all, schedule.u, schedule.ahead, False, None), at,
         Product(
             spec.k, spec.r, schedule.k_order, schedule.k_segment, schedule.double_row, False
         ),
@@ -142,12 +143,13 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule):
 
     # Stage 2: contracts over the rank, panel by panel of v.
     left = Strip(p_sb, None, schedule.kept)
-    right = Weight(held.v, held.v_all, schedule.v)
+    right = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
     base = Base(x_sb, held.w, base_k, schedule.w_load, schedule.u.chunk, schedule.k_order)
     product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide)
     epilogue = Epilogue(held.y_scale_sb, held.bias_sb, spec.scales, spec.bias, spec.activation)
     if spec.out_layout == "row" and not schedule.v_stationary:
-        expand_rows(out, left, right, base, at, product, epilogue)
+        result = Result(out, False, schedule.own_queue)
+        expand_rows(result, left, right, base, at, product, epilogue)
     else:
-        as_rows = spec.out_layout == "row"
-        expand_columns(Result(out, as_rows), left, right, base, at, product, epilogue)
+        result = Result(out, spec.out_layout == "row", schedule.own_queue)
+        expand_columns(result, left, right, base, at, product, epilogue)

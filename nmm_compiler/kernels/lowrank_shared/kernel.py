@@ -10,8 +10,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.loads_and_stores import bias_columns, evict, load, spread_bias
-from ..pieces.product_to_hbm import expand_columns, expand_rows
-from ..pieces.records import Base, Block, Chunk, Epilogue, Part, Product, Result, Strip, Weight
+from ..pieces.product_to_hbm import expand_columns, expand_rows, load_panel
+from ..pieces.records import Base, Block, Epilogue, Part, Product, Result, Strip, Tile, Weight
 
 
 @nki.jit
@@ -83,14 +83,14 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                     r1 = min(ranks[i], 128 * (t1 - starts[i]))
                     if r0 < r1:
                         u_rows = min(u_chunks[i], k - k0)
-                        deep = (u_rows + 127) // 128
+                        u_deep = (u_rows + 127) // 128
                         if k0 % u_chunks[i] == 0:
                             if not schedule.u.resident:
                                 if schedule.u.load == "dma":
                                     u_pitch = (r1 - r0 + 15) // 16 * 16
-                                    u_sbs[i] = nl.ndarray((128, deep, u_pitch), dtype=x.dtype)
+                                    u_sbs[i] = nl.ndarray((128, u_deep, u_pitch), dtype=x.dtype)
                                 else:
-                                    u_sbs[i] = nl.ndarray((128, deep, r1 - r0), dtype=x.dtype)
+                                    u_sbs[i] = nl.ndarray((128, u_deep, r1 - r0), dtype=x.dtype)
                                 part = Part(us[i], k0, u_rows, r0, r1 - r0)
                                 load(u_sbs[i], 0, part, schedule.u.load, schedule.k_order, k)
                             elif m0 == 0 and r0 == 0:
@@ -98,16 +98,41 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                                 load(
                                     u_sbs[i], k0 // 128, part, schedule.u.load, schedule.k_order, k
                                 )
-                        chunk = Chunk(
-                            u_sbs[i], k0 // 128 if schedule.u.resident else k0 % u_chunks[i] // 128,
-                            r0 if schedule.u.resident else 0, r1 - r0, k0, rows, k,
+                # few tokens: the u take turns, for a sum waits until its last product is through
+                deep = (rows + 127) // 128
+                for step in range(deep * len(ranks)):
+                    i = step % len(ranks) if tokens < 512 else step // deep
+                    kt = step // len(ranks) if tokens < 512 else step % deep
+                    r0 = 128 * max(0, t0 - starts[i])
+                    r1 = min(ranks[i], 128 * (t1 - starts[i]))
+                    if r0 < r1:
+                        u_tile = k0 // 128 if schedule.u.resident else k0 % u_chunks[i] // 128
+                        tile = Tile(
+                            u_sbs[i], u_tile + kt, r0 if schedule.u.resident else 0, r1 - r0,
+                            starts[i] + r0 // 128, k0 // 128 + kt, min(128, k - k0 - 128 * kt),
+                            k0 + rows == k and kt == deep - 1,
                         )  # fmt: skip
-                        add_chunk(
-                            p_sb, starts[i] + r0 // 128, sums, starts[i] + r0 // 128 - t0, chunk,
-                            x_sb, tokens,
-                        )  # fmt: skip
+                        add_tile(p_sb, sums, t0, tile, x_sb, tokens)
 
         # Stage 2: contracts over the rank, panel by panel of every v.
+        firsts = []
+        if schedule.ahead > 0:
+            # the first panel of every v is asked for before any store
+            for place in range(len(ns)):
+                j = turns[place] if schedule.narrow_first else place
+                i = pair_of[j]
+                v_all = None
+                if schedule.v.resident:
+                    v_all = v_alls[j]
+                firsts.append(
+                    load_panel(
+                        Strip(None, None, schedule.kept),
+                        Weight(vs[j], v_all, schedule.v, True, False, None),
+                        Block(m0, tokens),
+                        Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False),
+                        0,
+                    )
+                )
         for place in range(len(ns)):
             j = turns[place] if schedule.narrow_first else place
             i = pair_of[j]
@@ -118,42 +143,43 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
             if schedule.v.resident:
                 v_all = v_alls[j]
             left = Strip(p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], None, schedule.kept)
-            right = Weight(vs[j], v_all, schedule.v)
+            first_sb = firsts[place] if schedule.ahead > 0 else None
+            right = Weight(vs[j], v_all, schedule.v, schedule.ahead, schedule.ahead > 0, first_sb)
             base = Base(None, None, 0, "rows", 128, "strided_rows")
             product = Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False)
             epilogue = Epilogue(None, bias_sb, None, bias_of[j] >= 0, activations[j])
             at = Block(m0, tokens)
             if stationary[j]:
-                as_rows = out_layouts[j] == "row"
-                expand_columns(Result(outs[j], as_rows), left, right, base, at, product, epilogue)
+                result = Result(outs[j], out_layouts[j] == "row", schedule.own_queue)
+                expand_columns(result, left, right, base, at, product, epilogue)
             else:
-                expand_rows(outs[j], left, right, base, at, product, epilogue)
+                result = Result(outs[j], False, schedule.own_queue)
+                expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 
 
-def add_chunk(p_sb, tile, sums, at, chunk: Chunk, x_sb, tokens):
-    """Add a chunk of the contraction to the sums of one u's columns; the last one rounds them."""
-    # tile: of the first column, in the strip; at: the same, in the sums
+def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens):
+    """Add a tile of the contraction to the sums of one u's columns; the last one rounds them."""
+    # t0: the strip's tile that the sums begin with
     m_tiles = (tokens + 511) // 512
-    for kt in range((chunk.rows + 127) // 128):
-        kp = min(128, chunk.rows - 128 * kt)
-        for c in range(0, chunk.columns, 128):
-            rp = min(128, chunk.columns - c)
-            first = chunk.first + c
-            for mt in range(m_tiles):
-                ms = 512 * mt
-                mw = min(512, tokens - ms)
-                nisa.nc_matmul(
-                    dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
-                    stationary=chunk.u_sb[0:kp, chunk.u_tile + kt, first : first + rp],
-                    moving=x_sb[0:kp, chunk.k0 // 128 + kt, ms : ms + mw],
-                    accumulate=chunk.k0 + kt > 0,
-                )
-    if chunk.k0 + chunk.rows == chunk.k:
-        for c in range(0, chunk.columns, 128):
-            rp = min(128, chunk.columns - c)
+    at = part.p_tile - t0
+    for c in range(0, part.columns, 128):
+        rp = min(128, part.columns - c)
+        first = part.first + c
+        for mt in range(m_tiles):
+            ms = 512 * mt
+            mw = min(512, tokens - ms)
+            nisa.nc_matmul(
+                dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
+                stationary=part.u_sb[0 : part.rows, part.u_tile, first : first + rp],
+                moving=x_sb[0 : part.rows, part.k_tile, ms : ms + mw],
+                accumulate=part.k_tile > 0,
+            )
+    if part.last:
+        for c in range(0, part.columns, 128):
+            rp = min(128, part.columns - c)
             for mt in range(m_tiles):
                 ms = 512 * mt
                 mw = min(512, tokens - ms)
                 s = (at + c // 128) * m_tiles + mt
-                evict(p_sb[0:rp, tile + c // 128, ms : ms + mw], sums[s][0:rp, 0:mw], s)
+                evict(p_sb[0:rp, part.p_tile + c // 128, ms : ms + mw], sums[s][0:rp, 0:mw], s)

@@ -152,7 +152,13 @@ class LowRankSharedSchedule(KernelSchedule):
         streams += [] if self.u.resident else ["u"]
         streams += [] if self.v.resident else ["v"]
         streams += ["x"] if several else []
-        return self.with_copies(spec, streams)
+        # the first panels of all v are there before the first result is stored
+        firsts = (
+            0
+            if self.v.resident
+            else sum(tiles(y.r, 128) * min(self.v.block, y.n) for y in spec.results())
+        )
+        return self.with_copies(spec, streams) + firsts * item_bytes(spec.dtype)
 
     def psum_banks(self, spec: LowRankSharedSpec) -> dict[str, int]:
         """Return PSUM banks in use in each stage."""

@@ -43,7 +43,7 @@ def matmul(x, w, spec, schedule, **others):
         aligned = schedule.double_row or schedule.w.load == "dma"
         w_pitch = (n + 15) // 16 * 16 if aligned else n
         w_all = nl.ndarray((128, k_tiles, w_pitch), dtype=w.dtype, buffer=nl.sbuf)
-    right = Weight(w, w_all, schedule.w)
+    right = Weight(w, w_all, schedule.w, schedule.ahead, False, None)
     epilogue = Epilogue(scale_sb, bias_sb, spec.scales, spec.bias, spec.activation)
 
     first = 0
@@ -77,7 +77,8 @@ def matmul_block(out, x, right: Weight, epilogue: Epilogue, at: Block, spec, sch
     left = Strip(x_sb, x, schedule.x)
     product = Product(spec.k, spec.n, schedule.k_order, spec.k, schedule.double_row, False)
     base = Base(None, None, 0, "rows", 128, schedule.k_order)
+    result = Result(out, False, schedule.own_queue)
     if spec.out_layout == "row":
-        expand_rows(out, left, right, base, at, product, epilogue)
+        expand_rows(result, left, right, base, at, product, epilogue)
     else:
-        expand_columns(Result(out, False), left, right, base, at, product, epilogue)
+        expand_columns(result, left, right, base, at, product, epilogue)

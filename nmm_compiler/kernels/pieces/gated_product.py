@@ -13,35 +13,61 @@ from .loads_and_stores import (
     finish_rows,
     load,
     quantize,
+    store,
     store_rows,
 )
-from .records import Block, Branch, Epilogue, Group, Kept, Operand, Panels, Part
+from .records import Block, Branch, Epilogue, Group, Kept, Operand, Panels, Part, Result
+
+
+def load_gated_panel(branch: Branch, plan: Operand, n0, stop):
+    """Return the weights of a branch for the outputs from n0 on, loaded."""
+    columns = min(plan.block, stop - n0)
+    aligned = branch.product.double_row or plan.load == "dma"
+    pitch = (columns + 15) // 16 * 16 if aligned else columns
+    w_sb = nl.ndarray(
+        (128, (branch.product.k + 127) // 128, pitch),
+        dtype=nl.float32 if branch.product.widen else branch.weight.dtype,
+    )
+    for k0 in range(0, branch.product.k, plan.chunk):
+        rows = min(plan.chunk, branch.product.k - k0)
+        part = Part(branch.weight, k0, rows, n0, columns)
+        load(w_sb, k0 // 128, part, plan.load, branch.product.order, branch.product.k)
+    return w_sb
 
 
 def gate_columns(
-    out, gate: Branch, up: Branch, plan: Operand, at: Block, panels: Panels, kept: Kept
+    result: Result,
+    gate: Branch,
+    up: Branch,
+    plan: Operand,
+    at: Block,
+    panels: Panels,
+    kept: Kept,
 ):
     """Compute rows of h^T: weights stationary, tokens moving."""
     m_tiles = (at.tokens + 511) // 512
+    gate_panels = []
+    up_panels = []
+    for n0 in range(
+        panels.first, min(panels.stop, panels.first + plan.block * panels.ahead), plan.block
+    ):
+        gate_panels.append(load_gated_panel(gate, plan, n0, panels.stop))
+        up_panels.append(load_gated_panel(up, plan, n0, panels.stop))
     for n0 in range(panels.first, panels.stop, plan.block):
         columns = min(plan.block, panels.stop - n0)
         n_tiles = (columns + 127) // 128
-        turned = plan.load == "dma"
-        gate_pitch = (columns + 15) // 16 * 16 if gate.product.double_row or turned else columns
-        up_pitch = (columns + 15) // 16 * 16 if up.product.double_row or turned else columns
-        gate_w_sb = nl.ndarray(
-            (128, (gate.product.k + 127) // 128, gate_pitch),
-            dtype=nl.float32 if gate.product.widen else gate.weight.dtype,
-        )
-        up_w_sb = nl.ndarray(
-            (128, (up.product.k + 127) // 128, up_pitch),
-            dtype=nl.float32 if up.product.widen else up.weight.dtype,
-        )
+        # panels ahead are asked for before this one is stored
+        following = n0 + plan.block * panels.ahead
+        if following < panels.stop:
+            gate_panels.append(load_gated_panel(gate, plan, following, panels.stop))
+            up_panels.append(load_gated_panel(up, plan, following, panels.stop))
+        gate_w_sb = gate_panels[(n0 - panels.first) // plan.block]
+        up_w_sb = up_panels[(n0 - panels.first) // plan.block]
         if kept.keep:
             first = (n0 - panels.first) // 128
             y_sb = kept.strip[0:128, first : first + n_tiles, 0 : at.tokens]
         else:
-            y_sb = nl.ndarray((128, n_tiles, at.tokens), dtype=out.dtype, buffer=nl.sbuf)
+            y_sb = nl.ndarray((128, n_tiles, at.tokens), dtype=result.out.dtype, buffer=nl.sbuf)
         # the gate of the whole panel first: while it is summed, the up weights arrive
         active_sb = nl.ndarray((128, n_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
         for n1 in range(0, n_tiles, plan.group):
@@ -65,8 +91,8 @@ def gate_columns(
                 for mt in range(m_tiles):
                     ms = 512 * mt
                     mw = min(512, at.tokens - ms)
-                    active = active_sb[0:nw, n1 + i, ms : ms + mw]
-                    finish_columns(active, gates[i * m_tiles + mt][0:nw, 0:mw], done, 1)
+                    gate_sum = gates[i * m_tiles + mt][0:nw, 0:mw]
+                    finish_columns(active_sb[0:nw, n1 + i, ms : ms + mw], gate_sum, done, 1)
         for n1 in range(0, n_tiles, plan.group):
             group = min(plan.group, n_tiles - n1)
             ups = []
@@ -85,15 +111,14 @@ def gate_columns(
                     mw = min(512, at.tokens - ms)
                     active = active_sb[0:nw, n1 + i, ms : ms + mw]
                     y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
-                    up_sum = ups[i * m_tiles + mt][0:nw, 0:mw]
                     if kept.keep and kept.requantize:
                         h_tile = nl.ndarray((nw, mw), dtype=nl.float32, buffer=nl.sbuf)
-                        multiply(h_tile, up_sum, active, shifted)
+                        multiply(h_tile, ups[i * m_tiles + mt][0:nw, 0:mw], active, shifted)
                         quantize(y_tile, h_tile, kept.inverse[0:nw, 0:1])
                     else:
-                        multiply(y_tile, up_sum, active, shifted)
+                        multiply(y_tile, ups[i * m_tiles + mt][0:nw, 0:mw], active, shifted)
         if not kept.keep:
-            store_rows(out, y_sb, n0, columns, at.m0, at.tokens)
+            store_rows(result, y_sb, n0, columns, at.m0, at.tokens)
 
 
 def multiply(dst, up_sum, active, epilogue: Epilogue):
@@ -125,13 +150,10 @@ def multiply(dst, up_sum, active, epilogue: Epilogue):
 
 
 def sum_columns(sums, w_sb, branch: Branch, plan: Operand, group: Group, tokens):
-    """Sum (s w)^T into a group of PSUM tiles, outputs on the partitions; loads w once."""
+    """Sum (s w)^T into a group of PSUM tiles, outputs on the partitions."""
     m_tiles = (tokens + 511) // 512
     for k0 in range(0, branch.product.k, plan.chunk):
         rows = min(plan.chunk, branch.product.k - k0)
-        if group.first == 0:
-            part = Part(branch.weight, k0, rows, group.n0, group.columns)
-            load(w_sb, k0 // 128, part, plan.load, branch.product.order, branch.product.k)
         pairs = rows // 256 if branch.product.double_row else 0
         for pair in range(pairs):
             kt = k0 // 128 + 2 * pair
@@ -164,25 +186,26 @@ def sum_columns(sums, w_sb, branch: Branch, plan: Operand, group: Group, tokens)
                     )
 
 
-def gate_rows(out, gate: Branch, up: Branch, plan: Operand, at: Block):
+def gate_rows(result: Result, gate: Branch, up: Branch, plan: Operand, at: Block, ahead):
     """Store h of a block of tokens: tokens stationary, weights moving."""
+    gate_panels = []
+    up_panels = []
+    for n0 in range(0, min(gate.product.n, plan.block * ahead), plan.block):
+        gate_panels.append(load_gated_panel(gate, plan, n0, gate.product.n))
+        up_panels.append(load_gated_panel(up, plan, n0, gate.product.n))
     for n0 in range(0, gate.product.n, plan.block):
         columns = min(plan.block, gate.product.n - n0)
-        turned = plan.load == "dma"
-        gate_pitch = (columns + 15) // 16 * 16 if gate.product.double_row or turned else columns
-        up_pitch = (columns + 15) // 16 * 16 if up.product.double_row or turned else columns
-        gate_w_sb = nl.ndarray(
-            (128, (gate.product.k + 127) // 128, gate_pitch),
-            dtype=nl.float32 if gate.product.widen else gate.weight.dtype,
-        )
-        up_w_sb = nl.ndarray(
-            (128, (up.product.k + 127) // 128, up_pitch),
-            dtype=nl.float32 if up.product.widen else up.weight.dtype,
-        )
+        # panels ahead are asked for before this one is stored
+        following = n0 + plan.block * ahead
+        if following < gate.product.n:
+            gate_panels.append(load_gated_panel(gate, plan, following, gate.product.n))
+            up_panels.append(load_gated_panel(up, plan, following, gate.product.n))
+        gate_w_sb = gate_panels[n0 // plan.block]
+        up_w_sb = up_panels[n0 // plan.block]
         for mt in range((at.tokens + 127) // 128):
             ms = 128 * mt
             mw = min(128, at.tokens - ms)
-            y_sb = nl.ndarray((mw, columns), dtype=out.dtype, buffer=nl.sbuf)
+            y_sb = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
             for n1 in range(0, columns, 512 * plan.group):
                 group = (min(512 * plan.group, columns - n1) + 511) // 512
                 wide = min(512, columns)
@@ -231,16 +254,15 @@ def gate_rows(out, gate: Branch, up: Branch, plan: Operand, at: Block):
                     nisa.tensor_tensor(
                         dst=y_sb[0:mw, ns : ns + nw], data1=up_sum, data2=active, op=nl.multiply
                     )
-            nisa.dma_copy(dst=out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], src=y_sb)
+            store(
+                result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
+            )
 
 
 def sum_rows(sums, w_sb, branch: Branch, plan: Operand, group: Group, ms, mw):
-    """Sum s w into a group of PSUM tiles, tokens on the partitions; loads w once."""
+    """Sum s w into a group of PSUM tiles, tokens on the partitions."""
     for k0 in range(0, branch.product.k, plan.chunk):
         rows = min(plan.chunk, branch.product.k - k0)
-        if ms == 0 and group.first == 0:
-            part = Part(branch.weight, k0, rows, group.n0, group.columns)
-            load(w_sb, k0 // 128, part, plan.load, branch.product.order, branch.product.k)
         pairs = rows // 256 if branch.product.double_row else 0
         for pair in range(pairs):
             kt = k0 // 128 + 2 * pair

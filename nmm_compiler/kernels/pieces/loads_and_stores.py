@@ -10,7 +10,7 @@ produces).
 import nki.isa as nisa
 import nki.language as nl
 
-from .records import Epilogue, Part
+from .records import Epilogue, Part, Result
 
 
 def load(dst, tile, part: Part, how, order, total):
@@ -41,10 +41,10 @@ def load_rows(dst, tile, part: Part, order, total):
             view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
         else:
             # tile j holds rows 128 j ... 128 j + 127
-            view = part.src[
+            rows = part.src[
                 part.row : part.row + 128 * tiles, part.column : part.column + part.columns
             ]
-            view = view.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
+            view = rows.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
         nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
     if part.rows % 128 > 0:
         nisa.dma_copy(
@@ -451,20 +451,28 @@ def bias_columns(bias, n):
     return columns
 
 
-def store_rows(dst, src, row, rows, column, columns):
+def store(dst, src, own_queue):
+    """Store a tile."""
+    if own_queue:  # that of the sync engine
+        nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
+    else:
+        nisa.dma_copy(dst=dst, src=src)
+
+
+def store_rows(result: Result, src, row, rows, column, columns):
     """Store tiles of 128 rows."""
+    dst = result.out
     tiles = rows // 128
     if tiles > 0:
         block = dst[row : row + 128 * tiles, column : column + columns]
-        nisa.dma_copy(
-            dst=block.reshape_dim(0, (tiles, 128)).permute((1, 0, 2)),
-            src=src[0:128, 0:tiles, 0:columns],
+        store(
+            block.reshape_dim(0, (tiles, 128)).permute((1, 0, 2)),
+            src[0:128, 0:tiles, 0:columns],
+            result.own_queue,
         )
     if rows % 128 > 0:
-        nisa.dma_copy(
-            dst=dst[row + 128 * tiles : row + rows, column : column + columns],
-            src=src[0 : rows % 128, tiles, 0:columns],
-        )
+        block = dst[row + 128 * tiles : row + rows, column : column + columns]
+        store(block, src[0 : rows % 128, tiles, 0:columns], result.own_queue)
 
 
 def split(tensor, dim, blocks, size):

@@ -6,32 +6,89 @@ The left factor has its contraction index on the partitions. A weight is loaded 
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import finish_columns, finish_rows, load, store_rows
+from .loads_and_stores import finish_columns, finish_rows, load, store, store_rows
 from .records import Base, Block, Epilogue, Part, Product, Result, Strip, Weight
 
 
+def load_left(left: Strip, at: Block, product: Product, k0):
+    """Load the left factor from row k0 of the contraction, if a load starts there."""
+    if k0 % left.plan.chunk == 0:
+        rows = min(left.plan.chunk, product.k - k0)
+        part = Part(left.source, k0, rows, at.m0, at.tokens)
+        load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
+
+
+def load_panel(left: Strip, right: Weight, at: Block, product: Product, n0):
+    """Return the weights of the outputs from n0 on, loaded."""
+    w_type = nl.float32 if product.widen else right.weight.dtype
+    k_tiles = (product.k + 127) // 128
+    columns = min(right.plan.block, product.n - n0)
+    aligned = product.double_row or right.plan.load == "dma"
+    pitch = (columns + 15) // 16 * 16 if aligned else columns
+    if right.plan.resident:
+        w_sb = right.whole[0:128, 0:k_tiles, n0 : n0 + columns]
+    else:
+        w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
+    for k0 in range(0, product.k, right.plan.chunk):
+        rows = min(right.plan.chunk, product.k - k0)
+        if left.plan.load != "none" and n0 == 0:
+            load_left(left, at, product, k0)
+        if at.m0 == 0 or not right.plan.resident:
+            part = Part(right.weight, k0, rows, n0, columns)
+            load(w_sb, k0 // 128, part, right.plan.load, product.order, product.k)
+    return w_sb
+
+
+def load_base_panel(base: Base, right: Weight, product: Product, n0):
+    """Return the weights of the base product for the outputs from n0 on, loaded."""
+    columns = min(right.plan.block, product.n - n0)
+    base_tiles = (base.length + 127) // 128
+    pitch = (columns + 15) // 16 * 16 if base.load == "dma" else columns
+    base_sb = nl.ndarray((128, base_tiles, pitch), dtype=base.w.dtype, buffer=nl.sbuf)
+    for k0 in range(0, base.length, base.chunk):
+        part = Part(base.w, k0, min(base.chunk, base.length - k0), n0, columns)
+        load(base_sb, k0 // 128, part, base.load, base.order, base.length)
+    return base_sb
+
+
 def expand_rows(
-    out, left: Strip, right: Weight, base: Base, at: Block, product: Product, epilogue: Epilogue
+    result: Result,
+    left: Strip,
+    right: Weight,
+    base: Base,
+    at: Block,
+    product: Product,
+    epilogue: Epilogue,
 ):
     """Store y of a block of tokens: tokens stationary, weights moving."""
     w_type = nl.float32 if product.widen else right.weight.dtype
-    k_tiles = (product.k + 127) // 128
-    base_tiles = (base.length + 127) // 128
+    base_panels = []
+    w_panels = []
+    if right.loaded:
+        w_panels.append(right.first)
+    for n0 in range(0, min(product.n, right.plan.block * right.ahead), right.plan.block):
+        if base.length > 0:
+            base_panels.append(load_base_panel(base, right, product, n0))
+        if not right.plan.stream and (n0 > 0 or not right.loaded):
+            w_panels.append(load_panel(left, right, at, product, n0))
     for n0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - n0)
         aligned = product.double_row or right.plan.load == "dma"
         pitch = (columns + 15) // 16 * 16 if aligned else columns
-        if right.plan.resident:
-            w_sb = right.whole[0:128, 0:k_tiles, n0 : n0 + columns]
-        elif not right.plan.stream:
-            w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
+        # panels ahead are asked for before this one is stored
+        following = n0 + right.plan.block * right.ahead
         if base.length > 0:
-            base_pitch = (columns + 15) // 16 * 16 if base.load == "dma" else columns
-            base_sb = nl.ndarray((128, base_tiles, base_pitch), dtype=base.w.dtype, buffer=nl.sbuf)
+            if following < product.n:
+                base_panels.append(load_base_panel(base, right, product, following))
+            base_sb = base_panels[n0 // right.plan.block]
+        if not right.plan.stream:
+            if following < product.n:
+                w_panels.append(load_panel(left, right, at, product, following))
+            w_sb = w_panels[n0 // right.plan.block]
         for mt in range((at.tokens + 127) // 128):
             ms = 128 * mt
             mw = min(128, at.tokens - ms)
-            y_sb = nl.ndarray((mw, columns), dtype=out.dtype, buffer=nl.sbuf)
+            y_sb = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
             for n1 in range(0, columns, 512 * right.plan.group):
                 group = (min(512 * right.plan.group, columns - n1) + 511) // 512
                 sums = []
@@ -41,9 +98,6 @@ def expand_rows(
                     )
                 for k0 in range(0, base.length, base.chunk):
                     rows = min(base.chunk, base.length - k0)
-                    if mt == 0 and n1 == 0:
-                        panel = Part(base.w, k0, rows, n0, columns)
-                        load(base_sb, k0 // 128, panel, base.load, base.order, base.length)
                     for kt in range(k0 // 128, (k0 + rows + 127) // 128):
                         kp = min(128, base.length - 128 * kt)
                         for i in range(group):
@@ -57,27 +111,17 @@ def expand_rows(
                             )
                 for k0 in range(0, product.k, right.plan.chunk):
                     rows = min(right.plan.chunk, product.k - k0)
-                    if (
-                        left.plan.load != "none"
-                        and n0 == 0
-                        and mt == 0
-                        and n1 == 0
-                        and k0 % left.plan.chunk == 0
-                    ):
-                        s_rows = min(left.plan.chunk, product.k - k0)
-                        part = Part(left.source, k0, s_rows, at.m0, at.tokens)
-                        load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
                     first = k0 // 128
-                    panel = Part(right.weight, k0, rows, n0, columns)
                     if right.plan.stream:
+                        if left.plan.load != "none" and n0 == 0 and mt == 0 and n1 == 0:
+                            load_left(left, at, product, k0)
                         w_sb = nl.ndarray(
                             (128, (rows + 127) // 128, pitch),
                             dtype=w_type,
                             buffer=nl.sbuf,
                         )
-                        load(w_sb, 0, panel, right.plan.load, product.order, product.k)
-                    elif mt == 0 and n1 == 0 and (at.m0 == 0 or not right.plan.resident):
-                        load(w_sb, first, panel, right.plan.load, product.order, product.k)
+                        part = Part(right.weight, k0, rows, n0, columns)
+                        load(w_sb, 0, part, right.plan.load, product.order, product.k)
                     pairs = rows // 256 if product.double_row else 0
                     for pair in range(pairs):
                         kt = k0 // 128 + 2 * pair
@@ -108,8 +152,6 @@ def expand_rows(
                 for i in range(group):
                     ns = n1 + 512 * i
                     nw = min(512, columns - ns)
-                    y_tile = y_sb[0:mw, ns : ns + nw]
-                    y_sum = sums[i][0:mw, 0:nw]
                     n_at = n0 + ns
                     b_tile = epilogue.bias[0:mw, n_at : n_at + nw] if epilogue.has_bias else None
                     if epilogue.scales == "channel":
@@ -122,8 +164,10 @@ def expand_rows(
                     done = Epilogue(
                         s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation
                     )
-                    finish_rows(y_tile, y_sum, done, turn)
-            nisa.dma_copy(dst=out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], src=y_sb)
+                    finish_rows(y_sb[0:mw, ns : ns + nw], sums[i][0:mw, 0:nw], done, turn)
+            store(
+                result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
+            )
 
 
 def expand_columns(
@@ -137,21 +181,31 @@ def expand_columns(
 ):
     """Store the result of a block of tokens: weights stationary, tokens moving."""
     w_type = nl.float32 if product.widen else right.weight.dtype
-    k_tiles = (product.k + 127) // 128
-    base_tiles = (base.length + 127) // 128
+    base_panels = []
+    w_panels = []
+    if right.loaded:
+        w_panels.append(right.first)
+    for n0 in range(0, min(product.n, right.plan.block * right.ahead), right.plan.block):
+        if base.length > 0:
+            base_panels.append(load_base_panel(base, right, product, n0))
+        if not right.plan.stream and (n0 > 0 or not right.loaded):
+            w_panels.append(load_panel(left, right, at, product, n0))
     m_tiles = (at.tokens + 511) // 512
     for n0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - n0)
         aligned = product.double_row or right.plan.load == "dma"
         pitch = (columns + 15) // 16 * 16 if aligned else columns
         n_tiles = (columns + 127) // 128
-        if right.plan.resident:
-            w_sb = right.whole[0:128, 0:k_tiles, n0 : n0 + columns]
-        elif not right.plan.stream:
-            w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
+        # panels ahead are asked for before this one is stored
+        following = n0 + right.plan.block * right.ahead
         if base.length > 0:
-            base_pitch = (columns + 15) // 16 * 16 if base.load == "dma" else columns
-            base_sb = nl.ndarray((128, base_tiles, base_pitch), dtype=base.w.dtype, buffer=nl.sbuf)
+            if following < product.n:
+                base_panels.append(load_base_panel(base, right, product, following))
+            base_sb = base_panels[n0 // right.plan.block]
+        if not right.plan.stream:
+            if following < product.n:
+                w_panels.append(load_panel(left, right, at, product, following))
+            w_sb = w_panels[n0 // right.plan.block]
         if result.as_rows:
             y_sb = nl.ndarray((128, at.tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
         else:
@@ -165,9 +219,6 @@ def expand_columns(
                 )
             for k0 in range(0, base.length, base.chunk):
                 rows = min(base.chunk, base.length - k0)
-                if n1 == 0:
-                    panel = Part(base.w, k0, rows, n0, columns)
-                    load(base_sb, k0 // 128, panel, base.load, base.order, base.length)
                 for kt in range(k0 // 128, (k0 + rows + 127) // 128):
                     kp = min(128, base.length - 128 * kt)
                     for i in range(group):
@@ -188,21 +239,17 @@ def expand_columns(
                             )
             for k0 in range(0, product.k, right.plan.chunk):
                 rows = min(right.plan.chunk, product.k - k0)
-                if left.plan.load != "none" and n0 == 0 and n1 == 0 and k0 % left.plan.chunk == 0:
-                    s_rows = min(left.plan.chunk, product.k - k0)
-                    part = Part(left.source, k0, s_rows, at.m0, at.tokens)
-                    load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
                 first = k0 // 128
-                panel = Part(right.weight, k0, rows, n0, columns)
                 if right.plan.stream:
+                    if left.plan.load != "none" and n0 == 0 and n1 == 0:
+                        load_left(left, at, product, k0)
                     w_sb = nl.ndarray(
                         (128, (rows + 127) // 128, pitch),
                         dtype=w_type,
                         buffer=nl.sbuf,
                     )
-                    load(w_sb, 0, panel, right.plan.load, product.order, product.k)
-                elif n1 == 0 and (at.m0 == 0 or not right.plan.resident):
-                    load(w_sb, first, panel, right.plan.load, product.order, product.k)
+                    part = Part(right.weight, k0, rows, n0, columns)
+                    load(w_sb, 0, part, right.plan.load, product.order, product.k)
                 pairs = rows // 256 if product.double_row else 0
                 for pair in range(pairs):
                     kt = k0 // 128 + 2 * pair
@@ -267,11 +314,6 @@ def expand_columns(
                 1, (128, n_tiles)
             )
             # many short runs: the hardware writes their descriptors
-            nisa.dma_copy(
-                dst=view.permute((1, 0, 2)),
-                src=y_sb,
-                dge_mode=nisa.dge_mode.hwdge,
-                engine=nisa.engine.sync,
-            )
+            store(view.permute((1, 0, 2)), y_sb, True)
         else:
-            store_rows(result.out, y_sb, n0, columns, at.m0, at.tokens)
+            store_rows(result, y_sb, n0, columns, at.m0, at.tokens)

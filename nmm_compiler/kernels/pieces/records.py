@@ -51,11 +51,18 @@ class Strip(nl.NKIObject):
 
 @dataclass
 class Weight(nl.NKIObject):
-    """A right factor in HBM, the whole of it in SBUF if it is resident, and how it arrives."""
+    """A right factor in HBM, the whole of it in SBUF if it is resident, and how it arrives.
+
+    ahead: so many panels are loaded before the results of the one before them are stored. first:
+    the first panel, if it is loaded already.
+    """
 
     weight: object
     whole: object
     plan: Operand
+    ahead: int
+    loaded: bool
+    first: object
 
 
 @dataclass
@@ -135,31 +142,38 @@ class Group(nl.NKIObject):
 
 @dataclass
 class Panels(nl.NKIObject):
-    """The outputs first to stop of a product."""
+    """The outputs first to stop of a product; ahead: as in Weight."""
 
     first: int
     stop: int
+    ahead: int
 
 
 @dataclass
 class Result(nl.NKIObject):
-    """A result in HBM; as_rows: tokens first, though the outputs are on the partitions."""
+    """A result in HBM.
+
+    as_rows: tokens first, though the outputs are on the partitions. own_queue: stores have a queue
+    of their own.
+    """
 
     out: object
     as_rows: bool
+    own_queue: bool
 
 
 @dataclass
-class Chunk(nl.NKIObject):
-    """Rows k0 to k0 + rows of k, of some columns of a u in SBUF."""
+class Tile(nl.NKIObject):
+    """A tile of the contraction, of some columns of a u in SBUF."""
 
     u_sb: object
-    u_tile: int  # of row k0
+    u_tile: int
     first: int  # column, in u_sb
     columns: int
-    k0: int
+    p_tile: int  # of the first column, in the strip of the result
+    k_tile: int
     rows: int
-    k: int
+    last: bool
 
 
 @dataclass
