@@ -12,7 +12,7 @@ CORE_TESTS := $(addprefix tests/,simulator kernels codegen targets report nki_ap
 	test_door.py test_import_directions.py test_options.py test_records.py test_style.py)
 WORKERS ?= 2
 
-.PHONY: docs demo test test-core test-long stress mutants lint format clean bench \
+.PHONY: docs captures figures demo test test-core test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
 	bench-timing bench-neuronmm bench-models bench-public
 
@@ -49,6 +49,14 @@ format: $(DEV_READY)
 # The site, in out/site; warnings are errors.
 docs: $(DEV_READY)
 	$(BIN)/mkdocs build --strict
+
+# What each command prints at 80 columns, as docs/screens.md; needs tmux.
+captures: $(DEV_READY)
+	$(RUN) docs/captures.py $(ARGS)
+
+# The drawings of docs/, made by what they explain.
+figures: $(DEV_READY)
+	$(RUN) docs/figures.py
 
 bench: bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
 	bench-timing bench-models

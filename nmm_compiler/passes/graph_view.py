@@ -87,7 +87,8 @@ def _picture(
 
 
 def _turns(node: fx.Node) -> bool:
-    return (target_name(node) or "") in _TRANSPOSES
+    name = node.args[1] if node.target is getattr else target_name(node)
+    return name in _TRANSPOSES
 
 
 def _stored_path(node: fx.Node) -> str:

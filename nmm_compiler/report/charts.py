@@ -57,7 +57,9 @@ class Axis:
         """Return the values to mark: round ones within the scale."""
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            marks = [10.0**power for power in range(first, last + 1)]
+            few = self.high / self.low < 100
+            parts = (1, 2, 5) if few else (1,)
+            marks = [part * 10.0**power for power in range(first, last + 1) for part in parts]
             return [mark for mark in marks if self.low <= mark <= self.high]
         span = self.high - self.low
         if span <= 0:

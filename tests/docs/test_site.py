@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -25,6 +26,23 @@ def test_the_reference_names_what_is_there():
         for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             module, _, last = name.rpartition(".")
             assert hasattr(importlib.import_module(module), last), name
+
+
+def test_each_figure_is_whole_and_is_shown_by_a_page():
+    """What draws them is docs/figures.py; a figure carries its colours and loads nothing."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")]
+    figures = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+    assert len(figures) >= 6
+    script = (ROOT / "docs" / "figures.py").read_text(encoding="utf-8")
+    for figure in figures:
+        text = figure.read_text(encoding="utf-8")
+        tree = ElementTree.fromstring(text)
+        assert any(e.tag.endswith(("rect", "path", "circle")) for e in tree.iter())
+        assert f'"{figure.stem}"' in script
+        assert not re.search(r"href|url\(|@import", text)
+        used = set(re.findall(r"var\((--\w+)\)", text))
+        assert used <= set(re.findall(r"(--\w+): #", text)), "a colour that the file lacks"
+        assert any(f"pictures/{figure.name})" in page for page in pages), figure.name
 
 
 @pytest.mark.long
