@@ -66,9 +66,9 @@ def nmm(
     warn_if_untested()
     chosen = Options.make(options, **more)
     sharding.register_when_used(registration.RULES)
-    work = _Work(gm, example_inputs, chosen)
+    work = Compilation(gm, example_inputs, chosen)
     with work.phase("passes"):
-        rewritten = _rewrite(work)
+        rewritten = rewrite(work)
     with work.phase("kernels"):
         if rewritten is not gm:
             _build_all(work, rewritten)
@@ -94,7 +94,7 @@ def reset() -> None:
 nmm.reset = reset  # type: ignore[attr-defined]
 
 
-class _Work:
+class Compilation:
     """What is known so far about one graph's compilation."""
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
@@ -135,6 +135,23 @@ class _Work:
             stacklevel=2,
         )
 
+    def note_kernel(self, kernel: Any, calls: int, origin: str) -> None:
+        """Note a kernel that the graph calls, for the report."""
+        profile = kernel.profile()
+        self.built.append(kernel)
+        self.lines.append(
+            KernelLine(
+                name=kernel.name,
+                spec=kernel.spec.short(),
+                schedule=kernel.schedule.short(),
+                path=str(kernel.path),
+                calls=calls,
+                origin=origin,
+                hbm_bytes=profile.hbm_read_bytes + profile.hbm_write_bytes,
+                predicted_us=round(float(profile.latency_us), 3),
+            )
+        )
+
     def report(self) -> CompileReport:
         """Return the report of the compilation."""
         return CompileReport(
@@ -156,7 +173,7 @@ class _Work:
         )
 
 
-def _rewrite(work: _Work) -> fx.GraphModule:
+def rewrite(work: Compilation) -> fx.GraphModule:
     """Return the rewritten graph, or the graph itself when nothing was found or passes failed."""
     from nmm_compiler.passes import pipeline
     from nmm_compiler.passes.graph_view import graph_parts
@@ -190,7 +207,7 @@ def _rewrite(work: _Work) -> fx.GraphModule:
         work.notes.append(f"no pictures of the graph: {type(error).__name__}: {error}")
     _carry_over(work.gm, rewritten)
     executor = executor_name(work.options)
-    for node in _calls(rewritten):
+    for node in calls_of(rewritten):
         node.kwargs = {**node.kwargs, "executor": executor}
     for child in _graphs(rewritten):
         child.recompile()
@@ -248,7 +265,7 @@ def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
     return [child for child in gm.modules() if isinstance(child, fx.GraphModule)]
 
 
-def _calls(gm: fx.GraphModule) -> list[fx.Node]:
+def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the op calls in the graph and in the graphs of its higher-order operators."""
     return [
         node
@@ -258,7 +275,7 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
     ]
 
 
-def _build_all(work: _Work, rewritten: fx.GraphModule) -> None:
+def _build_all(work: Compilation, rewritten: fx.GraphModule) -> None:
     """Build the graph's kernels; where this package fails, PyTorch computes the calls, with a
     warning."""
     try:
@@ -273,13 +290,13 @@ def _build_all(work: _Work, rewritten: fx.GraphModule) -> None:
         warnings.warn(f"nmm: {note}; calls build them when they run", stacklevel=2)
 
 
-def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
+def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     """Build the kernels that the graph's calls will launch, one per distinct spec."""
     if work.options.kernels == "lazy":
         work.notes.append("kernels are built when a call first needs them (kernels='lazy')")
         return
     counts: Counter[Any] = Counter()
-    for node in _calls(rewritten):
+    for node in calls_of(rewritten):
         try:
             counts.update(_specs(work, node))
         except Exception as error:  # a call without a kernel runs in PyTorch
@@ -296,23 +313,10 @@ def _build_kernels(work: _Work, rewritten: fx.GraphModule) -> None:
             continue
         if device is not None and not neuron.check(kernel, device):
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
-        profile = kernel.profile()
-        work.built.append(kernel)
-        work.lines.append(
-            KernelLine(
-                name=kernel.name,
-                spec=spec.short(),
-                schedule=kernel.schedule.short(),
-                path=str(kernel.path),
-                calls=calls,
-                origin=origins[spec],
-                hbm_bytes=profile.hbm_read_bytes + profile.hbm_write_bytes,
-                predicted_us=round(float(profile.latency_us), 3),
-            )
-        )
+        work.note_kernel(kernel, calls, origins[spec])
 
 
-def _kernel_device(work: _Work) -> torch.device | None:
+def _kernel_device(work: Compilation) -> torch.device | None:
     """Return the Neuron device that the graph's kernels will run on, if any.
 
     The kernels are checked on that device now, because nothing runs while the inner backend traces.
@@ -323,11 +327,11 @@ def _kernel_device(work: _Work) -> torch.device | None:
     return next((x.device for x in tensors if x.device.type in registration.NEURON_DEVICES), None)
 
 
-def _specs(work: _Work, node: fx.Node) -> list[Any]:
+def _specs(work: Compilation, node: fx.Node) -> list[Any]:
     """Return the specs a call launches: for its token count, or the bucket of a symbolic one."""
     name = op_name(node.target)
     assert name is not None
-    args: Any = fx.node.map_arg(node.args, _value)
+    args: Any = fx.node.map_arg(node.args, meta_value)
     m = tokens(args[0], node.kwargs)
     target, ladder = work.options.target, work.options.buckets
     static = isinstance(m, int)
@@ -349,7 +353,7 @@ def _specs(work: _Work, node: fx.Node) -> list[Any]:
     return [dataclasses.replace(s, m=buckets.bucket(count, ladder)) for s in specs]
 
 
-def _value(node: fx.Node) -> Any:
+def meta_value(node: fx.Node) -> Any:
     """Return the metadata of a node: of a tensor cut over devices, the part on this one."""
     meta = node.meta
     value = meta["example_value"] if "example_value" in meta else meta["val"]
@@ -361,7 +365,9 @@ def _hint(size: Any) -> int | None:
     return int(size.node.hint) if size.node.has_hint() else None
 
 
-def _compile_inner(work: _Work, rewritten: fx.GraphModule, mode: str | None) -> Callable[..., Any]:
+def _compile_inner(
+    work: Compilation, rewritten: fx.GraphModule, mode: str | None
+) -> Callable[..., Any]:
     if rewritten is not work.gm:
         work.compiled_graph = rewritten
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+import libcst as cst
+
 from nmm_compiler.codegen.dialects import TITLES, in_dialect
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.kernels import FAMILIES
@@ -63,3 +65,28 @@ def _header(
     for line in flow:
         lines += textwrap.wrap(line, _WIDTH, initial_indent="- ", subsequent_indent="  ")
     return lines
+
+
+def with_static_argument(source: str, function: str, name: str) -> str:
+    """Return an emitted file whose kernel takes one more argument, which it does not read.
+
+    Callers that keep compiled kernels by name and arguments tell kernels apart by what they pass.
+    """
+    tree = cst.parse_module(source)
+    changed = tree.visit(_Parameter(function, name))
+    assert isinstance(changed, cst.Module)
+    return changed.code
+
+
+class _Parameter(cst.CSTTransformer):
+    def __init__(self, function: str, name: str) -> None:
+        self.function, self.name = function, name
+
+    def leave_FunctionDef(  # noqa: N802  (libcst's name)
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        if original_node.name.value != self.function:
+            return updated_node
+        given = updated_node.params
+        last = cst.Param(cst.Name(self.name))
+        return updated_node.with_changes(params=given.with_changes(params=[*given.params, last]))

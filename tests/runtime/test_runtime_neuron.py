@@ -304,8 +304,10 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
     for body, traced in (("(x @ u) @ v", True), ("(x @ u) @ v * 2", False)):
         table = one_kernel(body)
         monkeypatch.setattr(compile_graph, "KERNELS", table)
-        work = compile_graph._Work(torch.fx.symbolic_trace(torch.nn.Identity()), [x], Options())
-        monkeypatch.setattr(compile_graph, "_calls", lambda gm: ["a call"])
+        work = compile_graph.Compilation(
+            torch.fx.symbolic_trace(torch.nn.Identity()), [x], Options()
+        )
+        monkeypatch.setattr(compile_graph, "calls_of", lambda gm: ["a call"])
         monkeypatch.setattr(compile_graph, "_specs", lambda work, node: [SPEC])
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

@@ -1,0 +1,240 @@
+"""vllm-neuron: rewrites the graphs that its Dynamo backends compile, before they are looked up.
+
+    from nmm_compiler.backend import vllm_neuron
+    vllm_neuron.install(target="trn2")                # vLLM calls torch.compile itself
+    torch.compile(model, backend=vllm_neuron.wrap("vllm_neuron"), options=compile_options)
+
+vllm-neuron has a backend that compiles and one that captures graphs to compile them in parallel,
+both `fn(gm, example_inputs, options={})`. Each hashes the graph's text for its cache of NEFFs, so
+both get the rewritten graph, in which a call is `wrap_nki(kernel)[cores](x, u, v, ..., sha256)`.
+Its hash knows a kernel by its name, grid and operands: the last argument is static and tells
+kernels of other source apart, so that a newer version of this package never meets an older NEFF.
+
+The signatures are those that vllm-neuron 0.3 and libtorch-neuronx-lite document; no device has run
+this. Kernels are not tried before they are used, as they are by backend "nmm".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import math
+import operator
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+from torch._dynamo.backends import registry
+
+from nmm_compiler.backend.compile_graph import Compilation, calls_of, meta_value, rewrite
+from nmm_compiler.backend.published import publish
+from nmm_compiler.codegen.build_many import fill_cache
+from nmm_compiler.codegen.emitted_file import with_static_argument
+from nmm_compiler.errors import NeuronSetupError, NmmError
+from nmm_compiler.ops.lower import Lowered, fitting, lower, op_name, tokens
+from nmm_compiler.options import Options
+from nmm_compiler.runtime import neuron
+from nmm_compiler.runtime.kernels import KERNELS
+
+BACKENDS = (
+    "vllm_neuron",
+    "vllm_neuron_graph_capture",
+    "neuron_libtorch",
+    "neuron_libtorch_graph_capture",
+)
+"""The names under which vllm-neuron and libtorch-neuronx-lite register their backends."""
+
+HASH_ARGUMENT = "kernel_sha256"
+_HOP_MODULES = ("libtorch_neuronx_lite.nki.nki_hop", "vllm_neuron.nki.nki_hop")
+
+Backend = Callable[..., Any]
+
+
+def wrap(backend: str | Backend = BACKENDS[0], **options: Any) -> Backend:
+    """Return a Dynamo backend that rewrites a graph and hands it to one of vllm-neuron's.
+
+    backend: a registered name or the function. options: as for backend "nmm"; what torch.compile is
+    given as options goes to vllm-neuron. Raises UnknownNameError and OptionTypeError for options,
+    NeuronSetupError where a graph is compiled and `wrap_nki` is not installed.
+    """
+    made = Options.make(options)
+
+    def compile_rewritten(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = None, **more: Any
+    ) -> Any:
+        inner: Any = registry.lookup_backend(backend) if isinstance(backend, str) else backend
+        name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
+        work = Compilation(gm, example_inputs, dataclasses.replace(made, inner="eager"))
+        work.inner = name
+        with work.phase("passes"):
+            rewritten = rewrite(work)
+        with work.phase("kernels"):
+            if rewritten is not gm:
+                rewritten = _lowered(work, rewritten)
+        with work.phase("inner"):
+            compiled = inner(rewritten, example_inputs, options=options or {}, **more)
+        publish(work.report(), made, gm, rewritten)
+        return compiled
+
+    return compile_rewritten
+
+
+def install(*names: str, **options: Any) -> tuple[str, ...]:
+    """Put `wrap` around vllm-neuron's backends in torch's registry; return which there were.
+
+    names: default BACKENDS. vLLM's worker calls torch.compile by these names: call this in a plugin
+    of vLLM, or before the engine starts. A backend that is wrapped already is left alone.
+    """
+    known = registry._COMPILER_FNS
+    found = tuple(name for name in names or BACKENDS if name in registry.list_backends(()))
+    for name in found:
+        inner = registry.lookup_backend(name)
+        if not getattr(inner, "rewrites", False):
+            wrapped = wrap(inner, **options)
+            wrapped.rewrites, wrapped._tags = True, ()  # type: ignore[attr-defined]
+            known[name] = wrapped
+    return found
+
+
+def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
+    """Return the graph with kernels in place of our ops, or the original where one has none."""
+    target = work.options.target
+    try:
+        calls = {node: _lower(node) for node in calls_of(gm)}
+        specs = [each.spec for one in calls.values() for each in fitting(one.launches, target)]
+        fill_cache(list(dict.fromkeys(specs)), target, options=work.options)
+        for node, lowered in calls.items():
+            _replace(work, gm, node, lowered)
+    except NmmError as error:
+        if work.options.strict or isinstance(error, NeuronSetupError):
+            raise
+        work.give_up("lowering to kernels", error)
+        return work.gm
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _lower(node: fx.Node) -> Lowered:
+    """Return the launches of a call, on the metadata of its operands."""
+    name = op_name(node.target)
+    assert name is not None
+    args: Any = fx.map_arg(node.args, meta_value)
+    keywords = dict(node.kwargs)
+    m = tokens(args[0], keywords)
+    if not isinstance(m, int):
+        raise NeuronSetupError(
+            f"{node.name} has a symbolic token count, and Neuron compiles static shapes; compile "
+            "with dynamic=False, one graph for each bucket"
+        )
+    return lower(name, args, keywords, m)
+
+
+def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, lowered: Lowered) -> None:
+    """Put calls of kernels in the place of a call of an op."""
+    nodes = {id(meta_value(operand)): operand for operand in node.all_input_nodes}
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    results: list[fx.Node] = []
+    with gm.graph.inserting_before(node):
+        for launch in fitting(lowered.launches, work.options.target):
+            x, *weights = launch.operands
+            operands = [_rows(gm, source, x)]
+            operands += [_contiguous(gm, nodes[id(w)], w) for w in weights]
+            results += _kernel_call(work, gm, launch.spec, operands, x)
+        given = meta_value(node)
+        shaped = [
+            _shaped(gm, y, layout, value)
+            for y, layout, value in zip(
+                results,
+                lowered.out_layouts,
+                given if lowered.many else [given],
+                strict=True,
+            )
+        ]
+    if not lowered.many:
+        node.replace_all_uses_with(shaped[0])
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(shaped[int(user.args[1])])  # type: ignore[arg-type]
+            gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+
+
+def _kernel_call(
+    work: Compilation, gm: fx.GraphModule, spec: Any, operands: list[fx.Node], like: Tensor
+) -> list[fx.Node]:
+    """Add the call of a spec's kernel; return its results."""
+    target = work.options.target
+    origin = KERNELS.origins([spec], target, work.options)[spec]
+    kernel = KERNELS.get(spec, target, work.options)
+    function, digest = _with_hash(kernel)
+    work.note_kernel(kernel, 1, origin)
+    tracer = fx.proxy.GraphAppendingTracer(gm.graph)
+    call = _wrap_nki()(function)[neuron.CORES]
+    made = call(*(fx.Proxy(operand, tracer) for operand in operands), digest)
+    if not isinstance(made, fx.Proxy):
+        raise NeuronSetupError(
+            f"wrap_nki of {kernel.name} returned {type(made).__name__} while a graph is written; "
+            "report the versions of vllm-neuron and libtorch-neuronx-lite"
+        )
+    outputs = [like.new_empty(result.shape) for result in spec.outputs()]
+    if len(outputs) == 1:
+        made.node.meta["example_value"] = outputs[0]
+        return [made.node]
+    made.node.meta["example_value"] = tuple(outputs)
+    parts = [gm.graph.call_function(operator.getitem, (made.node, i)) for i in range(len(outputs))]
+    for part, value in zip(parts, outputs, strict=True):
+        part.meta["example_value"] = value
+    return parts
+
+
+def _with_hash(kernel: Any) -> tuple[Any, str]:
+    """Return a kernel's function with one more argument, which is static, and what it is given."""
+    digest = hashlib.sha256(kernel.source.encode()).hexdigest()
+    source = with_static_argument(kernel.source, kernel.name, HASH_ARGUMENT)
+    shown = Path(os.devnull) / f"{kernel.name}_{digest[:12]}.py"  # it runs from memory
+    return neuron.load(dataclasses.replace(kernel, source=source, path=shown)), digest
+
+
+def _wrap_nki() -> Callable[[Any], Any]:
+    """Return `wrap_nki`; raises NeuronSetupError where no package has it."""
+    for name in _HOP_MODULES:
+        try:
+            return importlib.import_module(name).wrap_nki
+        except ModuleNotFoundError:
+            continue
+    raise NeuronSetupError(
+        f"none of {', '.join(_HOP_MODULES)} is installed, and a kernel enters vllm-neuron's graphs "
+        "through their wrap_nki; install vllm-neuron, or use backend 'nmm'"
+    )
+
+
+def _added(gm: fx.GraphModule, method: str, node: fx.Node, value: Tensor, *args: Any) -> fx.Node:
+    made: fx.Node = gm.graph.call_method(method, (node, *args))
+    made.meta["example_value"] = getattr(value, method)(*args)
+    return made
+
+
+def _contiguous(gm: fx.GraphModule, node: fx.Node, value: Tensor) -> fx.Node:
+    return node if value.is_contiguous() else _added(gm, "contiguous", node, value)
+
+
+def _rows(gm: fx.GraphModule, node: fx.Node, rows: Tensor) -> fx.Node:
+    """Return x as the matrix that a kernel takes."""
+    value = meta_value(node)
+    if value.shape != rows.shape:
+        node = _added(gm, "reshape", node, value, *rows.shape)
+        value = node.meta["example_value"]
+    return _contiguous(gm, node, value)
+
+
+def _shaped(gm: fx.GraphModule, y: fx.Node, layout: str, like: Tensor) -> fx.Node:
+    """Return a result with the token dimensions that the op gave it."""
+    value = y.meta["example_value"]
+    assert math.prod(value.shape) == math.prod(like.shape)
+    return y if value.shape == like.shape else _added(gm, "reshape", y, value, *like.shape)
