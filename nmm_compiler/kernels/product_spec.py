@@ -65,8 +65,8 @@ class ProductSpec(KernelSpec):
         """Raise UnknownNameError unless the activation and the layouts are some that there are."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "activation":
-                check_name("activation", value, ACTIVATIONS)
+            if field.name in ("activation", "inner_activation"):
+                check_name(field.name, value, ACTIVATIONS)
             elif field.name.endswith("_layout"):
                 check_name(field.name, value, LAYOUTS)
 

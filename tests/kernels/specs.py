@@ -93,9 +93,22 @@ def shared(draw):
     )
 
 
+_inner = {
+    "r": sizes,
+    "u_layout": layouts,
+    "v_layout": layouts,
+    "bias": st.booleans(),
+    "inner_activation": activations,
+    "inner_bias": st.booleans(),
+    "base": st.booleans(),
+}
+
 SPECS = {
     "lowrank_shared": shared(),
-    "lowrank": _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
+    "lowrank": st.one_of(
+        _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
+        st.builds(LowRankSpec, **{**_common, **_inner, "dtype": dtypes}),
+    ),
     "matmul": _formats(MatmulSpec, _matmul, products=1),
     "gated_mlp_up": _formats(GatedMLPUpSpec, _up),
     "gated_mlp": _formats(GatedMLPSpec, {**_up, **_down}),

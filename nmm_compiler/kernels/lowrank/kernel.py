@@ -1,5 +1,7 @@
 """Low-rank product y = activation(x w + scale (x u) v + bias), x w being optional.
 
+A function may stand between the products: p = inner_activation(x u + inner_bias).
+
 Stage 1 holds tiles of u stationary and moves x^T, so that (x u)^T comes out with the rank on the
 partitions; stage 2 contracts over the rank and takes it as it lies, as the stationary operand (y)
 or as the moving one (y^T). The intermediate never leaves the chip and is never transposed.
@@ -51,6 +53,7 @@ def lowrank(x, u, v, spec, schedule, **others):
     u_all = None
     v_all = None
     bias_sb = None
+    inner_bias_sb = None
     p_scale_sb = None
     y_scale_sb = None
     second_row = schedule.double_row and spec.requantized
@@ -89,7 +92,9 @@ def lowrank(x, u, v, spec, schedule, **others):
         v_pitch = (n + 15) // 16 * 16 if second_row or schedule.v.load == "dma" else n
         v_dtype = nl.float32 if spec.wide else v.dtype
         v_all = nl.ndarray((128, r_tiles, v_pitch), dtype=v_dtype, buffer=nl.sbuf)
-    held = Held(u, v, others.get("w"), u_all, v_all, bias_sb, p_scale_sb, y_scale_sb)
+    if spec.inner_bias:
+        inner_bias_sb = bias_columns(others.get("inner_bias"), r)
+    held = Held(u, v, others.get("w"), u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb)
 
     first = 0
     if schedule.m_loop:
@@ -138,7 +143,10 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule):
         Product(
             spec.k, spec.r, schedule.k_order, schedule.k_segment, schedule.double_row, False
         ),
-        Rounding(spec.scale, held.p_scale_sb, spec.scales, spec.requantized),
+        Rounding(
+            spec.scale, held.p_scale_sb, spec.scales, spec.requantized, held.inner_bias_sb,
+            spec.inner_bias, spec.inner_activation,
+        ),
     )  # fmt: skip
 
     # Stage 2: contracts over the rank, panel by panel of v.

@@ -126,6 +126,8 @@ class LowRankSchedule(KernelSchedule):
             held["w"] = k_tiles * pitch(panel, self.w_load == "dma") * size
         if spec.bias:
             held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
+        if spec.inner_bias:
+            held["inner_bias"] = bias_bytes(spec.r, y_size, rows=False)
         if spec.fp8:
             held["scale"] = scale_bytes(spec.r, spec.scales, down=True) + scale_bytes(
                 spec.n, spec.scales, down=self.v_stationary or not rows

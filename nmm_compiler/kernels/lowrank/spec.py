@@ -1,4 +1,4 @@
-"""Family `lowrank`: y = activation(x w + scale (x u) v + bias), x w being optional.
+"""Family `lowrank`: y = activation(x w + scale p v + bias), p = inner_activation(x u + inner_bias).
 
 The spec, its float64 reference and its error bound.
 """
@@ -20,7 +20,10 @@ from nmm_compiler.kernels.product_spec import ProductSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRankSpec(ProductSpec):
-    """y[m, n] = activation(x w + scale (x u) v + bias) with x [m, k], u [k, r], v [r, n].
+    """y[m, n] = activation(x w + scale p v + bias), p = inner_activation(x u + inner_bias).
+
+    x is [m, k], u [k, r], v [r, n]; inner_activation and inner_bias [r] are those of a bottleneck
+    adapter, and x w is optional.
 
     A "col" layout means that the operand is passed, or the result comes back, transposed: x as
     [k, m], u as [r, k], v as [n, r], w as [n, k], y as [n, m]. base adds the dense product x w.
@@ -46,6 +49,8 @@ class LowRankSpec(ProductSpec):
     intermediate: str = "operand"
     scales: str | None = None
     out_dtype: str | None = None
+    inner_activation: str = "identity"
+    inner_bias: bool = False
 
     family: ClassVar[str] = "lowrank"
 
@@ -60,12 +65,28 @@ class LowRankSpec(ProductSpec):
                 "lowrank: base adds x w to the sums of p v, and fp8 sums of different scales do "
                 "not add; make x w a kernel of family matmul, or use dtype bfloat16"
             )
+        if self.inner and (self.fp8 or self.scale != 1.0):
+            raise SpecError(
+                f"lowrank: inner_activation {self.inner_activation!r} and inner_bias "
+                f"{self.inner_bias} go with scale 1 and with plain dtypes, not with scale "
+                f"{self.scale:g} and {self.dtype}; fold the scale into v, or use bfloat16"
+            )
         object.__setattr__(self, "scale", float(self.scale))  # equal specs have equal JSON
 
     def weights(self) -> dict[str, tuple[int, int]]:
         """Return u, v, and w with a base product."""
         made = {"u": (self.k, self.r), "v": (self.r, self.n)}
         return made | {"w": (self.k, self.n)} if self.base else made
+
+    @property
+    def inner(self) -> bool:
+        """Whether a function stands between the products."""
+        return self.inner_bias or self.inner_activation != "identity"
+
+    def biases(self) -> dict[str, int]:
+        """Return the bias of the result and the one between the products."""
+        inner = {"inner_bias": self.r} if self.inner_bias else {}
+        return super().biases() | inner
 
     def intermediates(self) -> tuple[str, ...]:
         """Return p, which is x u."""
@@ -76,7 +97,11 @@ class LowRankSpec(ProductSpec):
         return (*self._format_notes("the product with v"), *self._shape_notes())
 
     def _shape_notes(self) -> tuple[str, ...]:
-        if self.base or self.r * (self.k + self.n) < self.k * self.n:
+        if (
+            self.base
+            or self.inner_activation != "identity"
+            or self.r * (self.k + self.n) < self.k * self.n
+        ):
             return ()
         what = "r >= min(k, n)" if self.r >= min(self.k, self.n) else "r (k + n) >= k n"
         return (
@@ -85,7 +110,10 @@ class LowRankSpec(ProductSpec):
         )
 
     def as_products(self) -> Products:
-        """Return (two products and the base product, one dense product) of a low-rank chain."""
+        """Return (two products and the base product, one dense product) of a low-rank chain.
+
+        A function between the products leaves no dense one: the two stand for it.
+        """
         ends = {
             "x_layout": self.x_layout, "out_layout": self.out_layout,
             "bias": self.bias, "activation": self.activation,
@@ -93,6 +121,12 @@ class LowRankSpec(ProductSpec):
         factors = (self.u_layout, self.v_layout)
         low = products_of(self, (self.k, self.r, self.n), factors, **ends)
         dense = products_of(self, (self.k, self.n), factors[:1], **ends)
+        if self.inner:
+            first = dataclasses.replace(
+                low[0], bias=self.inner_bias, activation=self.inner_activation
+            )
+            apart = (first, *low[1:], *(dense if self.base else ()))
+            return apart, apart
         return (*low, *(dense if self.base else ())), dense
 
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
@@ -101,7 +135,8 @@ class LowRankSpec(ProductSpec):
         p, p_error = self.scale * p, abs(self.scale) * p_error
         if self.scale != 1.0:
             p_error = combine(p_error, 2 * FP32_ROUNDOFF * (np.abs(p) + p_error), typical)
-        kept = self._kept((p, p_error), "p", operands, typical)
+        shaped = self._biased((p, p_error), "inner_bias", operands, typical)
+        kept = self._kept(activated(shaped, self.inner_activation), "p", operands, typical)
         terms = self.r + (self.k if self.base else 0)
         total, error = self._times(kept, "v", operands, typical, terms)
         if self.base:
@@ -113,4 +148,5 @@ class LowRankSpec(ProductSpec):
     def short(self) -> str:
         """Return family, sizes and dtype."""
         base = " base" if self.base else ""
-        return f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}"
+        inner = f" inner {self.inner_activation}" if self.inner else ""
+        return f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}{inner}"

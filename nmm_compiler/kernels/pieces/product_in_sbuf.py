@@ -7,8 +7,8 @@ The contraction may be cut into segments, whose sums are added in fp32 in SBUF.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, load, round_to
-from .records import Block, Part, Product, Rounding, Segment, Strip, Weight
+from .loads_and_stores import evict, finish_columns, load, round_to
+from .records import Block, Epilogue, Part, Product, Rounding, Segment, Strip, Weight
 
 
 def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, rounding: Rounding):
@@ -51,6 +51,7 @@ def project_segment(
     m_tiles = (at.tokens + 511) // 512
     k_tiles = (product.k + 127) // 128
     scaled = rounding.scales or rounding.factor != 1.0
+    shaped = rounding.has_bias or rounding.activation != "identity"
     segment_tiles = (min(product.segment, product.k) + 127) // 128
     for r0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - r0)
@@ -135,15 +136,21 @@ def project_segment(
                         else rounding.factor
                     )
                     turn = i * m_tiles + mt
+                    b_tile = rounding.bias[0:rp, rt : rt + 1] if rounding.has_bias else None
+                    inner = Epilogue(None, b_tile, None, rounding.has_bias, rounding.activation)
                     if segment.several:
                         part = segment.parts[0:rp, rt, ms : ms + mw]
                         if segment.first == 0:
                             evict(part, p_sum, turn)
-                        elif segment.stop < product.k or scaled:
+                        elif segment.stop < product.k or scaled or shaped:
                             nisa.tensor_tensor(dst=part, data1=part, data2=p_sum, op=nl.add)
                         else:
                             nisa.tensor_tensor(dst=p_tile, data1=part, data2=p_sum, op=nl.add)
-                        if segment.stop == product.k and scaled:
+                        if segment.stop == product.k and shaped:
+                            finish_columns(p_tile, part, inner, turn)
+                        elif segment.stop == product.k and scaled:
                             round_to(p_tile, part, p_scale, rounding.requantize, scaled, turn)
+                    elif shaped:
+                        finish_columns(p_tile, p_sum, inner, turn)
                     else:
                         round_to(p_tile, p_sum, p_scale, rounding.requantize, scaled, turn)

@@ -89,12 +89,18 @@ class Segment(nl.NKIObject):
 
 @dataclass
 class Rounding(nl.NKIObject):
-    """What sums are multiplied by, and whether the result is fp8 again."""
+    """What sums are multiplied by, and whether the result is fp8 again; then activation(. + bias).
+
+    Either the first two or the last three do something.
+    """
 
     factor: float
     scale: object  # [128, 1], or a column per tile of outputs
     scales: str
     requantize: bool
+    bias: object  # a column per tile of outputs
+    has_bias: bool
+    activation: str
 
 
 @dataclass
@@ -195,6 +201,7 @@ class Held(nl.NKIObject):
     w: object
     u_all: object
     v_all: object
+    inner_bias_sb: object
     bias_sb: object
     p_scale_sb: object
     y_scale_sb: object

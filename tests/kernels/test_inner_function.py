@@ -1,0 +1,80 @@
+"""A function between the two products of `lowrank`: p = inner_activation(x u + inner_bias)."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.choose import choose
+from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.kernels.base import ACTIVATIONS
+from nmm_compiler.kernels.error_bounds import activation_value
+from nmm_compiler.kernels.lowrank import LowRankSpec
+
+SIZES = {"m": 20, "k": 300, "r": 140, "n": 200}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+def test_any_activation_and_bias_between_the_products(activation, bias, target):
+    spec = LowRankSpec(**SIZES, inner_activation=activation, inner_bias=bias, bias=True)
+    kernel = build_kernel(spec, target)
+    proof = prove(kernel)
+    assert proof.passed, f"{proof}\n{kernel.schedule}"
+
+
+def test_the_reference_is_two_layers_with_a_function_between():
+    spec = LowRankSpec(
+        m=3, k=5, r=4, n=2, dtype="float32", inner_activation="gelu", inner_bias=True, bias=True
+    )
+    assert [t.name for t in spec.inputs()] == ["x", "u", "v", "bias", "inner_bias"]
+    arrays = random_arrays(spec, seed=1)
+    x, u, v, bias, inner = (np.asarray(a, dtype=np.float64) for a in arrays)
+    want = activation_value(x @ u + inner, "gelu") @ v + bias
+    np.testing.assert_allclose(spec.reference(*arrays), want, rtol=1e-13)
+
+
+def test_a_kernel_without_the_function_fails():
+    spec = LowRankSpec(**SIZES, inner_activation="relu", dtype="float32")
+    arrays = random_arrays(spec)
+    plain = dataclasses.replace(spec, inner_activation="identity").reference(*arrays)
+    bounds = spec.error_bound(*arrays), spec.typical_error(*arrays)
+    want = spec.reference(*arrays)
+    assert not compare("linear", (plain,), (want,), bounds[:1], bounds[1:]).passed
+    assert compare("right", (want,), (want,), bounds[:1], bounds[1:]).passed
+
+
+@pytest.mark.parametrize("m", [24, 200])
+def test_sums_of_segments_meet_before_the_function(m):
+    """What is added up in SBUF passes through the function once, with its bias."""
+    spec = LowRankSpec(m=m, k=1024, r=256, n=256, inner_activation="silu", inner_bias=True)
+    changes = {"u.chunk": 256, "u.stream": False, "x.chunk": 1024, "k_segment": 512, "ahead": 0}
+    kernel = build_kernel(spec, "trn2", choose(spec, "trn2")[0].schedule.changed(changes))
+    assert kernel.source.count("nl.add") >= 1
+    assert prove(kernel).passed
+
+
+def test_no_dense_product_stands_for_it():
+    spec = LowRankSpec(**SIZES, inner_activation="relu")
+    apart, dense = spec.as_products()
+    assert apart == dense
+    assert [(p.activation, p.k, p.n) for p in apart] == [
+        ("relu", spec.k, spec.r),
+        ("identity", spec.r, spec.n),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"inner_activation": "rleu"}, UnknownNameError, "did you mean 'relu'"),
+        ({"inner_activation": "relu", "scale": 2.0}, SpecError, "fold the scale into v"),
+        ({"inner_bias": True, "dtype": "float8_e4m3"}, SpecError, "use bfloat16"),
+    ],
+)
+def test_what_does_not_go_together(fields, error, words):
+    with pytest.raises(error, match=words):
+        LowRankSpec(**SIZES, **fields)
