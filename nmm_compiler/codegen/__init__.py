@@ -1,1 +1,1 @@
-"""See docs/layout.md for what this room does."""
+"""Writes kernels: start at `build.py`."""

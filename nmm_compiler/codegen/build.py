@@ -68,7 +68,7 @@ class Kernel:
     def reproducer(self, seed: int = 0) -> str:
         """Return a Python script that builds this kernel and checks it against float64.
 
-        For a report of a fault: it needs nothing but this package.
+        The script needs only this package, so it can be attached to a report of a fault.
         """
         return _REPRODUCER.format(
             version=VERSION, spec_class=type(self.spec).__name__,
@@ -214,7 +214,7 @@ def check_foreign(name: str, text: str) -> None:
 
 
 def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None, budget: int) -> Any:
-    """Return the schedule that was asked for, checked, or the chosen one."""
+    """Return the given schedule, checked, or the chosen one."""
     if schedule is None:
         return choose(spec, target, budget)[0].schedule
     wanted = FAMILIES[spec.family].schedule_class

@@ -1,8 +1,8 @@
 """Builds several kernels at once, each in a process of its own, through the kernel cache.
 
 A worker is this file as a program: it reads one JSON line per kernel, builds it into the cache and
-answers with a line. Workers are started by command line and not forked: the caller's threads, and
-its main module, are none of their business.
+answers with a line. Workers are started by command line and not forked, so they share neither
+threads nor the main module with the caller.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def fill_cache(
 ) -> int:
     """Build kernels that the cache lacks in parallel; return how many workers built.
 
-    A kernel that cannot be built stays missing: whoever builds it here gets the reason.
+    A kernel that cannot be built stays missing, and `build_kernel` then raises the reason.
     """
     made = options or Options()
     store = Store.for_kernels(made, check=check_foreign)
@@ -86,7 +86,7 @@ def fill_cache(
 
 
 def _feed(queue: SimpleQueue[str], done: list[str]) -> None:
-    """Hand kernels to a worker, one by one, until none is left or the worker is gone."""
+    """Pass kernels to a worker, one by one, until none is left or the worker has ended."""
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
     quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **quiet) as worker:  # type: ignore[call-overload]
@@ -112,9 +112,9 @@ def _rest(queue: SimpleQueue[str]) -> Iterator[str]:
 
 
 def serve() -> None:
-    """Build what standard input asks for, line by line, and say what became of it."""
+    """Build the kernels that standard input names, line by line, and print each result."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints is no answer
+    sys.stdout = sys.stderr  # output of libraries is no answer
     for line in sys.stdin:
         print(_built(json.loads(line)), file=answers, flush=True)
 

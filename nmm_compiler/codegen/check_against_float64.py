@@ -1,4 +1,4 @@
-"""The proof of one kernel: its emitted source, run in the simulator, against float64.
+"""Checks one kernel: compares its emitted source, run in the simulator, with float64.
 
 Arrays are random, scaled so that no stage overflows its dtype. The bound comes from the spec: it is
 derived from dtype and contraction lengths, and is compared element by element and in norm.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof(Record):
-    """What a check of one kernel found.
+    """The result of a check of one kernel.
 
     max_error: largest absolute difference to float64; max_bound_share: largest ratio of an
     element's difference to its own bound, norm_share: the error's Frobenius norm over its limit
@@ -80,9 +80,9 @@ def prove(kernel: Kernel, seed: int = 0) -> Proof:
     return compare(kernel.name, outputs, references, bounds, typical)
 
 
-# The typical error takes every rounding at its largest, 1.7 times the root mean square. In norm
-# over many elements twice that is out of reach of a right kernel; a few elements are given seven
-# standard deviations.
+# The typical error takes every rounding at its largest, 1.7 times the root mean square. A right
+# kernel's norm over many elements stays below twice that; a few elements may have seven standard
+# deviations.
 _NORM_SLACK = 2.0
 _FEW_ELEMENTS = 100
 _FEW_SLACK = 4.0

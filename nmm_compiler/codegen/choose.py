@@ -1,7 +1,7 @@
 """Chooses how a kernel runs: candidates -> legal -> closed-form cost -> simulated -> the least.
 
-`choose` returns every legal schedule worth showing, best first; `build_kernel` takes the first.
-There is no table of sizes anywhere: a family yields candidates, the target says what fits.
+`choose` returns the best legal schedules in order; `build_kernel` takes the first. There is no
+table of sizes: a family yields candidates, and the target decides which are legal.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import Target
 
-# Timing mode costs about 30 us an instruction: what a search may spend on one core.
+# Instructions that a search may time on one core, at about 30 us each.
 SIMULATED_INSTRUCTIONS = 36_000
 SIMULATED_CANDIDATES = 6
-# Small kernels cost little to time: more of them are.
+# Small kernels cost little to time, so a search times more of them.
 SMALL_INSTRUCTIONS = 36_000
 SMALL_CANDIDATES = 24
 SHOWN = 12
 # A compiler that keeps program order may cost a kernel a twentieth; what it costs more is charged.
 IN_ORDER_SHARE = 0.05
-# Two cores share an HBM stack. A twentieth of the DMA time is charged to a schedule, so that of two
-# that are about equally fast the one with less traffic wins.
+# Two cores share an HBM stack. A twentieth of the DMA time is added to a schedule's cost, so that
+# of two about equally fast schedules the one with less traffic wins.
 TRAFFIC_SHARE = 0.05
 
 
@@ -57,8 +57,8 @@ def choose(
 ) -> tuple[Choice, ...]:
     """Return legal schedules for `spec`, best first.
 
-    budget: instructions of the compiled kernel. What would need more has its blocks of tokens in a
-    loop on the device; where that is impossible too, the kernel keeps its size.
+    budget: instructions of the compiled kernel. Larger kernels loop over blocks of tokens on the
+    device; where that is impossible, the kernel keeps its size.
     Raises CapacityError, with the numbers of the nearest miss, when no candidate is legal.
     """
     return _choose(spec, machine_target(target), budget)
@@ -95,7 +95,7 @@ def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]
 
 @functools.lru_cache(maxsize=1024)
 def refusal(spec: KernelSpec, target: Target) -> Exception | None:
-    """Return why no candidate is legal, or None as soon as one is: nothing is ranked or timed."""
+    """Return why no candidate is legal, or None if one is, without ranking or timing."""
     nearest: Exception | None = None
     try:
         spec.check(target)
@@ -112,7 +112,7 @@ def refusal(spec: KernelSpec, target: Target) -> Exception | None:
 
 
 def _varied(ranked: list[Choice]) -> list[Choice]:
-    """Return the choices with the best of each kind first: near-twins add little."""
+    """Return the choices with the best of each kind first, since similar schedules add little."""
     best: dict[tuple[Any, ...], Choice] = {}
     for choice in ranked:
         if choice.cost_us <= 1.05 * ranked[0].cost_us:
@@ -135,7 +135,8 @@ def _charged(latency_us: float, choice: Choice) -> float:
 def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> tuple[Choice, ...]:
     """Return the legal candidates by closed-form cost.
 
-    What fits the budget of instructions comes first, then what has its loads overlap.
+    Candidates within the budget of instructions come first, and of these the ones whose loads
+    overlap.
     """
     family = FAMILIES[spec.family]
     choices: list[tuple[tuple[bool, bool, float], Choice]] = []
@@ -213,7 +214,7 @@ def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
 def turns(spec: Any, schedule: Any) -> list[tuple[int, Any]]:
     """Return (how often, spec of one block of tokens) of a loop on the device, the rest last.
 
-    Nothing of two turns overlaps, so their times add up.
+    Two turns do not overlap, so their times add up.
     """
     blocks, rest = divmod(spec.m, schedule.m_block)
     made = [(blocks, dataclasses.replace(spec, m=schedule.m_block))]

@@ -1,8 +1,8 @@
 """Digests of the code that decides what is emitted, for the cache key.
 
-Every file of the package counts, whatever its kind, unless LEFT_OUT names it with the reason: a new
-file, or a whole new room, is in the key without anybody listing it. One digest per room, so that
-`nmm cache explain` can say which room changed. Read once per process.
+Every file of the package counts, unless LEFT_OUT names it with the reason. So a new file, or a
+whole new room, is in the key without being listed. One digest per room, so that `nmm cache explain`
+can say which room changed. Read once per process.
 """
 
 from __future__ import annotations

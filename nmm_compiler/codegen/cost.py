@@ -1,6 +1,6 @@
 """Closed-form time of a schedule, from the counts that its family gives (`kernels.base.Work`).
 
-    total = start of the first bytes + max(TensorE, eviction, DMA) + what can only come after it
+    total = start of the first bytes + max(TensorE, eviction, DMA) + work that can only follow
 
 It ranks candidates before the best few are run in the simulator's timing mode; it is not a timing
 model of its own and every constant comes from the target.

@@ -33,7 +33,7 @@ def dialect_for(target: Target, asked: str = "auto") -> str:
 
 @functools.lru_cache(maxsize=1)
 def _beta_1_only() -> bool:
-    """Look once a process: every kernel that is asked for passes here."""
+    """Look once per process, since every call of `build_kernel` asks."""
     return beta_1_only()
 
 

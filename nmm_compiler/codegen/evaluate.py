@@ -1,6 +1,6 @@
-"""What specialization knows of an expression, given what it knows of names.
+"""Computes the known value of an expression from the known values of names.
 
-A field of a record that is known is known too.
+A field of a known record is known too.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Environment = dict[str, Value]
 
 
 class Evaluator:
-    """What is known of an expression under an environment."""
+    """The known values of expressions in one environment."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
 
     def value(self, node: cst.BaseExpression) -> Value:
-        """Return the value of `node`, None when nothing is known."""
+        """Return the value of `node`, None when it is unknown."""
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         return method(node) if method else None
 

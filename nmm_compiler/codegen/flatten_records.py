@@ -1,16 +1,17 @@
-"""Writes records out: helpers of templates take them, helpers of emitted files take their fields.
+"""Replaces records by their fields: helpers of templates take records, those of emitted files
+fields.
 
     def load(dst, part: Part, how): ... part.rows ...    load(x_sb, Part(x, 0, 128, m0, 64), how)
       ->
     def load(dst, src, row, rows, column, columns, how): ... rows ...    load(x_sb, x, 0, 128, ...)
 
 A parameter is a record if its annotation names a class of the template's files. A field may be a
-record again. What is passed for a record is a record parameter, a field of one, a new record, None,
-or a constant of the schedule. An argument has its field's name where a function knows no other
-thing by it, else the parameter's, or the record's, before it.
+record again. The argument for a record is a record parameter, a field of one, a new record, None,
+or a constant of the schedule. An argument has its field's name where that is free in the function,
+else with the parameter's name, or the record's, before it.
 """
 
-# libcst names its visitor methods after node classes; a name says what each does.
+# libcst names its visitor methods after node classes.
 # ruff: noqa: N802
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nmm_compiler.codegen.trees import Editor, nodes
 Classes = Mapping[str, Sequence[tuple[str, str]]]
 """Class -> (field, its class if it is a record, else "")."""
 Leaves = dict[tuple[str, ...], cst.BaseExpression]
-"""Path of a field -> what stands for it."""
+"""Path of a field -> the expression that replaces it."""
 
 
 def record_classes(module: cst.Module) -> dict[str, list[tuple[str, str]]]:
@@ -131,7 +132,7 @@ class _Flatten(Editor):
         self.records, self.signatures, self.classes = dict(records), signatures, classes
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        return False  # the whole chain is looked up at once, from its outer end
+        return False  # look up the whole chain at once, from its outer end
 
     def leave_Attribute(
         self, original: cst.Attribute, updated: cst.Attribute
@@ -145,7 +146,7 @@ class _Flatten(Editor):
                     value = cst.Attribute(value, cst.Name(attribute))
                 return value
         if held:
-            return original  # a record in a record: what it is passed to takes its fields
+            return original  # a record in a record: its receiver takes its fields
         return original.with_changes(value=self.edit(original.value))
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
@@ -188,7 +189,7 @@ class _Flatten(Editor):
         return updated.with_changes(args=flat, whitespace_before_args=cst.SimpleWhitespace(""))
 
     def leaves(self, node: cst.BaseExpression, kind: str) -> Leaves:
-        """Return what stands for each field of the record that an argument is."""
+        """Return the expression for each field of a record argument."""
         if isinstance(node, cst.Call) and _made_class(node, self.classes) == kind:
             return self._made(node, kind)
         paths = list(_paths(kind, self.classes))

@@ -1,12 +1,12 @@
 """Folds one NKI function: constants in, dead branches out, names and comments kept.
 
-Statements are walked in order with what is known of each name (`values.Value`). Constant tests
-choose their branch, loops of one iteration become their body, constants that are assigned inside
-loops are written where they are used. Loops of more iterations stay loops. Calls of helpers are
-noted with what is known of their arguments, so that the helpers can be folded in turn.
+Statements are read in order with the known value of each name (`known_values.Value`). Constant
+tests choose their branch, loops of one iteration become their body, constants that are assigned
+inside loops are written where they are used. Loops of more iterations stay loops. Calls of helpers
+are recorded with the known values of their arguments, so that the helpers can be folded next.
 """
 
-# libcst names its visitor methods after node classes; a name says what each does.
+# libcst names its visitor methods after node classes.
 # ruff: noqa: N802, D102
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Statement = cst.BaseStatement
 
 @dataclasses.dataclass
 class Call:
-    """One call of a helper: what is known of each of its arguments."""
+    """One call of a helper: the known value of each argument."""
 
     helper: str
     arguments: dict[str, Value]
@@ -170,7 +170,7 @@ def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:
 
 
 def _bare(node: cst.BaseExpression) -> cst.BaseExpression:
-    """Return an expression that stands alone without the parentheses around it, on one line."""
+    """Return a whole expression without the parentheses around it, on one line."""
     return on_one_line(node.with_changes(lpar=[], rpar=[])) if node.lpar else node
 
 
@@ -201,7 +201,7 @@ class BodyFolder:
     def __init__(
         self, environment: Environment, signatures: dict[str, list[str]], *, named: bool
     ) -> None:
-        """Take what is known of the parameters.
+        """Take the known values of the parameters.
 
         named: constants assigned outside loops keep their names (in helpers they are written out).
         """
@@ -313,7 +313,7 @@ class BodyFolder:
 
     @staticmethod
     def _ruled_out(test: cst.BaseExpression, before: Environment) -> Environment:
-        """Return what `name == constant` being false says of the name."""
+        """Return the known value of a name if `name == constant` is false."""
         if not (isinstance(test, cst.Comparison) and isinstance(test.left, cst.Name)):
             return {}
         target = test.comparisons[0]

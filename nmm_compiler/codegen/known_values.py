@@ -1,4 +1,4 @@
-"""What specialization knows of an expression: a constant, a span of integers, or nothing.
+"""The known value of an expression: a constant, a span of integers, or unknown.
 
 A Span holds every integer lo, lo + step, ..., hi. That is enough to decide `min(128, k - 128 * i)`
 inside `for i in range(16)`, or that a row count is a multiple of 128, without unrolling anything.
@@ -68,7 +68,7 @@ def truth(value: Value) -> bool | None:
 
 
 def join(values: Sequence[Value]) -> Value:
-    """Return what is known of something that has one of these values."""
+    """Return the known value of an expression that has one of these values."""
     if not values:
         return None
     first = values[0]
@@ -89,13 +89,13 @@ def _items(value: Value) -> Sequence[Any]:
 
 
 def one_of(items: Sequence[Any]) -> Value:
-    """Return what is known of something that is one of these constants."""
+    """Return the known value of an expression that is one of these constants."""
     distinct = frozenset(items)
     return Fixed(next(iter(distinct))) if len(distinct) == 1 else OneOf(distinct)
 
 
 def without(value: Value, item: Any) -> Value:
-    """Return what is known of `value` once it is known not to be `item`."""
+    """Return the known value if `value` is not `item`."""
     if isinstance(value, OneOf) and item in value.values and len(value.values) > 1:
         return one_of([other for other in value.values if other != item])
     return value
@@ -108,7 +108,7 @@ def length(value: Value) -> Value:
 
 
 def item(value: Value, index: Value) -> Value:
-    """Return what is known of an element of a constant tuple."""
+    """Return the known value of an element of a constant tuple."""
     fixed, plain = constant(value)
     if not (fixed and isinstance(plain, tuple) and isinstance(index, Span)):
         return None
@@ -118,7 +118,7 @@ def item(value: Value, index: Value) -> Value:
 
 
 def loop_values(start: Value, stop: Value, step: Value) -> tuple[Value, int | None]:
-    """Return (what a `range` variable may be, how many iterations if that is known)."""
+    """Return (the values of a `range` variable, the number of iterations if it is known)."""
     if not (isinstance(start, Span) and isinstance(stop, Span) and isinstance(step, Span)):
         return None, None
     if not step.exact or step.lo <= 0:
@@ -183,7 +183,7 @@ ARITHMETIC: dict[str, Callable[[Span, Span], Value]] = {
 
 
 def smallest(values: Sequence[Value]) -> Value:
-    """Return what is known of min(values)."""
+    """Return the known value of min(values)."""
     if not all(isinstance(value, Span) for value in values):
         return None
     spans = [value for value in values if isinstance(value, Span)]
@@ -195,7 +195,7 @@ def smallest(values: Sequence[Value]) -> Value:
 
 
 def largest(values: Sequence[Value]) -> Value:
-    """Return what is known of max(values)."""
+    """Return the known value of max(values)."""
     negated = [Span(-v.hi, -v.lo, v.step) if isinstance(v, Span) else None for v in values]
     result = smallest(negated)
     return Span(-result.hi, -result.lo, result.step) if isinstance(result, Span) else None

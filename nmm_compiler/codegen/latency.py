@@ -1,11 +1,11 @@
-"""What a kernel is predicted to cost on a target, before anybody builds it.
+"""The predicted cost of a kernel on a target, before it is built.
 
-`kernel_cost` is what `compress(budget="latency")` spends: the closed-form cost of the schedule that
-the search would take, with the factors in HBM as `nn.Linear` stores them. `ways_us` is what every
-decision asks: one call against two products and one dense product; `pays_from` says at how many
-tokens low rank begins to pay. Both take a price of one kernel, PRICES by name: "closed_form", from
-the spec alone, is what the passes ask unless told otherwise; "simulated" is what whole-model
-predictions add up: one simulation per spec and target.
+`kernel_cost` is the cost in `compress(budget="latency")`: the closed-form cost of the best-ranked
+schedule, with the factors in HBM as `nn.Linear` stores them. `ways_us` compares one call with two
+products and one dense product, for every decision; `pays_from` returns the token count from which
+low rank pays. Both take a price of one kernel, PRICES by name: "closed_form", from the spec alone,
+is the default of the passes; "simulated", one simulation per spec and target, is that of
+whole-model predictions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def kernel_cost(target: str, tokens: int, dtype: str) -> Callable[[int, int, int
 
 
 LAUNCH_GAP_US = 2.0
-"""From one kernel to the next in one program; chosen on published decodes (docs/latency.md)."""
+"""Time from one kernel to the next in one program; chosen on published decodes
+(docs/latency.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,9 @@ Price = Callable[[KernelSpec, str], float]
 
 
 def calls_us(specs: Iterable[KernelSpec], target: str, price: Price) -> float:
-    """Return what kernels take one after the other, with a gap for each.
+    """Return the time of kernels one after the other, with a gap for each.
 
-    Forever where one of them has no legal schedule.
+    Infinite where one of them has no legal schedule.
     """
     try:
         return sum(price(spec, target) + LAUNCH_GAP_US for spec in specs)
@@ -82,12 +83,12 @@ def calls_us(specs: Iterable[KernelSpec], target: str, price: Price) -> float:
 
 
 def ways_us(spec: KernelSpec, target: str, price: Price | None = None) -> Ways:
-    """Return what `spec` takes as one call, as separate products, and dense, gaps included.
+    """Return the time of `spec` as one call, as separate products, and dense, gaps included.
 
     dense: the faster one of one product for each result and one kernel for all.
 
-    price: microseconds of one kernel; default `simulated_us`. A way that has no legal schedule
-    takes forever.
+    price: microseconds of one kernel; default `simulated_us`. A way without a legal schedule takes
+    infinitely long.
     """
     one = price or simulated_us
     separate, dense = spec.as_products()

@@ -2,9 +2,9 @@
 
 In: a family's kernel.py, and values for its compile-time parameters, spec and schedule among them.
 Out: source text that imports only nki. Fields of records become constants, branches on them fold
-away, helpers are copied in with the arguments that never vary written into them, what is unused
-disappears, comments stay. The same input always gives the same bytes. Nothing is assembled from
-strings: the tree is edited.
+away, helpers are copied in with constant arguments written into them, unused code disappears,
+comments stay. The same input always gives the same bytes. The tree is edited; no text is assembled
+from strings.
 """
 
 # libcst names its visitor methods after node classes.
@@ -32,7 +32,7 @@ from nmm_compiler.kernels.base import Tensors
 
 @functools.lru_cache(maxsize=32)
 def _parse(path: Path) -> cst.Module:
-    """Return the tree of a template, without comments that speak to the formatter."""
+    """Return the tree of a template, without comments for the formatter."""
     return cst.parse_module(path.read_text(encoding="utf-8").replace("  # fmt: skip", ""))
 
 
@@ -178,7 +178,7 @@ def _fold_function(
 
 
 def _bind(node: cst.FunctionDef, sites: Sequence[Call]) -> Environment:
-    """Return what every call agrees on for each parameter of a helper."""
+    """Return, for each parameter of a helper, the value that is the same in every call."""
     bound: Environment = {}
     for parameter in node.params.params:
         name = parameter.name.value
@@ -220,7 +220,7 @@ def _without_leftovers(
     dropped: dict[str, set[str]],
     signatures: dict[str, list[str]],
 ) -> dict[str, list[Statement]]:
-    """Return the bodies without unused names; adds parameters that nothing reads to `dropped`."""
+    """Return the bodies without unused names; adds unused parameters to `dropped`."""
     while True:
         prune = _Prune(dropped, signatures)
         bodies = {

@@ -1,7 +1,7 @@
-"""Tidies a folded function: names that only stand for other names go, calls that fit take one line.
+"""Tidies a folded function: removes aliases of names, and puts calls that fit on one line.
 
-Folding leaves `pitch = tokens` where a choice went away, and calls spread over lines whose reason,
-a long argument, is gone.
+Folding leaves `pitch = tokens` where a choice was folded, and calls on several lines although their
+long argument was folded.
 """
 
 # libcst names its visitor methods after node classes.
@@ -40,7 +40,7 @@ def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseSta
 def _resolved(
     value: cst.BaseExpression, aliases: dict[str, cst.BaseExpression]
 ) -> cst.BaseExpression:
-    """Return what an alias of an alias stands for."""
+    """Return the name behind an alias of an alias."""
     if isinstance(value, cst.Attribute):
         return value.with_changes(value=_resolved(value.value, aliases))
     if isinstance(value, cst.Name) and value.value in aliases:
@@ -51,7 +51,7 @@ def _resolved(
 def with_comments(
     made: Sequence[Any], before: Sequence[cst.BaseStatement]
 ) -> list[cst.BaseStatement]:
-    """Return the statements that are left; a removed one leaves its comment to the next."""
+    """Return the remaining statements; the comment of a removed one moves to the next."""
     left: list[cst.BaseStatement] = []
     waiting: list[cst.EmptyLine] = []
     for new, old in zip(made, before, strict=True):
@@ -81,7 +81,7 @@ def _is_plain(value: cst.BaseExpression) -> bool:
 
 
 class _Assignments:
-    """Counts assignments of each name, and notes those of plain names."""
+    """Counts assignments of each name, and records those of plain names."""
 
     def __init__(self, statements: Sequence[cst.BaseStatement]) -> None:
         self.counts: Counter[str] = Counter()
@@ -97,7 +97,7 @@ class _Assignments:
 
 
 class _Replace(Editor):
-    """Writes what names stand for, and removes their assignments."""
+    """Replaces aliases, and removes their assignments."""
 
     def __init__(self, aliases: dict[str, cst.BaseExpression]) -> None:
         self.aliases = aliases
@@ -182,7 +182,7 @@ def on_one_line(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 class _Join(Editor):
-    """Takes line breaks out of brackets, and the commas before closing ones."""
+    """Removes line breaks in brackets, and the commas before closing ones."""
 
     spelling = True
 

@@ -1,7 +1,7 @@
 """Reads and edits the syntax trees of templates.
 
-libcst's own visitors build every node anew, white space and brackets too. These follow the code
-alone and keep each part of a tree that an edit leaves as it was.
+libcst's own visitors build every node again, with white space and brackets. These visit only code,
+and keep each part of a tree that an edit does not change.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 class Editor:
     """Edits a tree, from its leaves to its root.
 
-    A method `leave_<Kind>(original, updated)` returns what stands in the place of a node, a method
-    `visit_<Kind>(node)` False where the parts of a node are not to be edited.
+    A method `leave_<Kind>(original, updated)` returns the replacement of a node; a method
+    `visit_<Kind>(node)` returns False where the parts of a node are not edited.
     """
 
     spelling = False  # whether white space and brackets are edited too

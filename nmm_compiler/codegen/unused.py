@@ -23,7 +23,7 @@ def names_used(trees: Sequence[cst.CSTNode]) -> set[str]:
 
 
 def _read(node: cst.CSTNode) -> Sequence[cst.CSTNode] | None:
-    """Return nothing to follow in what is bound: parameters, and names that are assigned."""
+    """Return nothing to follow in bound names: parameters, and assigned names."""
     bound = isinstance(node, cst.AssignTarget) and isinstance(node.target, cst.Name)
     return () if bound or isinstance(node, cst.Param) else None
 
