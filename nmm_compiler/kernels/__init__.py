@@ -1,8 +1,9 @@
-"""Kernel families: what can be computed, and the NKI functions that compute it.
+"""Kernel families, and the NKI functions that compute them.
 
 FAMILIES is the list, one line per family. A family is one folder: spec.py (what is computed, its
-float64 reference and error bound), schedule.py (how, and what is legal), kernel.py (the NKI kernel
-for any spec) and op.py (the torch op). pieces/ holds NKI code that several kernels share.
+float64 reference and error bound), schedule.py (how, and which schedules are legal), kernel.py (the
+NKI kernel for any spec) and op.py (the torch op). pieces/ holds NKI code that several kernels
+share.
 """
 
 from nmm_compiler.kernels.base import Family

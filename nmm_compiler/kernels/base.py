@@ -1,4 +1,4 @@
-"""What a kernel family is made of: the spec, its tensors, and the bounds its results must keep.
+"""The base of kernel families: the spec, its tensors, and the bounds that its results must keep.
 
 A KernelSpec says WHAT is computed: sizes, dtype, layouts, epilogue. It gives a float64 reference,
 an error bound derived from dtype and contraction lengths, and the least work any kernel must do.
@@ -50,7 +50,7 @@ class TensorSpec(Record):
 
 
 Products = tuple[tuple["KernelSpec", ...], tuple["KernelSpec", ...]]
-"""The products of a kernel one by one, and what would be computed without low rank."""
+"""The products of a kernel one by one, and the dense products that they replace."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class KernelSpec(Record):
         return self.error_bound(*arrays)
 
     def check(self, target: Target) -> None:
-        """Raise SpecError for what the target cannot do at any schedule."""
+        """Raise SpecError if the target cannot compute the spec with any schedule."""
         if self._dtype().startswith("float8") and not target.float8_kernels:
             raise SpecError(
                 f"{self.short()}: fp8 kernels are written for trn2 and trn3, whose TensorE "
@@ -117,7 +117,7 @@ class KernelSpec(Record):
         return (self,), (self,)
 
     def as_one_dense(self) -> KernelSpec | None:
-        """Return one kernel that computes the same from dense weights; None where there is none."""
+        """Return one kernel that computes the same from dense weights, or None."""
         return None
 
     def notes(self) -> tuple[str, ...]:
@@ -206,7 +206,8 @@ class Family:
     gathered: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def arguments(self, spec: Any, schedule: Any) -> dict[str, Any]:
-        """Return what the NKI function takes beside operands, and which of these it gathers."""
+        """Return the NKI function's parameters beside operands, and the operands that it
+        gathers."""
         names = [tensor.name for tensor in spec.inputs()]
         gathered = {
             parameter: Tensors(name for name in names if name.startswith(start))

@@ -1,14 +1,14 @@
-"""Derived error bounds: how far a right kernel may be from the float64 reference, and why.
+"""Derived error bounds: the allowed difference of a right kernel to the float64 reference.
 
 Sums are accumulated in fp32 in any order (Higham, Accuracy and Stability of Numerical Algorithms,
 chapter 3: gamma_n), each stored value is rounded once to its dtype, activations are
 evaluated in fp32.
 
-Errors combine in two ways. Worst case: they add, and a sum of n terms is off by gamma_n; no
-kernel that is right exceeds it, but over a chain of long products it grows to the size of the
-result. Typical: roundings are independent, so squares add, and a sum is off by sqrt(n) roundings
-(Higham and Mary, A new approach to probabilistic rounding error analysis, 2019); a right kernel
-stays near it in norm, which is what finds a wrong tile or a result of zeros.
+Errors combine in two ways. Worst case: they add, and a sum of n terms is off by gamma_n; no right
+kernel exceeds this, but over a chain of long products it grows to the size of the result. Typical:
+roundings are independent, so squares add, and a sum is off by sqrt(n) roundings (Higham and Mary, A
+new approach to probabilistic rounding error analysis, 2019); a right kernel stays near it in norm,
+which is what finds a wrong tile or a result of zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nmm_compiler.errors import UnknownNameError
 
 Array = np.ndarray[Any, Any]
 Estimate = tuple[Array, Array | float]
-"""A value, and how far a kernel's value may be from it, element by element."""
+"""A value, and the allowed error of a kernel's value, element by element."""
 
 # Rounding: u is half the distance from 1 to the next number.
 _UNIT_ROUNDOFF = {
@@ -66,7 +66,7 @@ def combine(first: Array | float, second: Array | float, typical: bool = False) 
 def product_error(
     left: Array, right: Array, left_error: Array | float, length: int, typical: bool = False
 ) -> Array:
-    """Return the error of an fp32-accumulated product whose left factor is already off.
+    """Return the error of an fp32-accumulated product whose left factor has an error.
 
     left, right: magnitudes |a| [i, j] and |b| [j, l]; left_error: bound on a's own error;
     length: terms in the accumulation. Bound: E|b| + gamma_(length + 2) (|a| + E)|b|; typical:
@@ -113,7 +113,8 @@ def activation_error(values: Array, error: Array | float, name: str) -> Array | 
 def times_weight(
     left: Estimate, weight: Array, typical: bool, terms: int | None = None
 ) -> Estimate:
-    """Return the estimate of a product; terms: of its sums, where more than it go into them."""
+    """Return the estimate of a product; terms: of its sums, where further products are added to
+    them."""
     value, error = left
     length = terms or len(weight)
     off = product_error(np.abs(value), np.abs(weight), error, length, typical)

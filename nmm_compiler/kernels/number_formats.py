@@ -1,17 +1,16 @@
-"""Number formats of a kernel: its operands, what is kept between its products, its result.
+"""Number formats of a kernel: of its operands, its intermediates, its result.
 
 With dtype float8_e4m3 every operand is stored divided by a scale, which the kernel takes as an fp32
 tensor and multiplies back where a sum leaves PSUM, so that the products themselves are of fp8
 numbers. x and quantized intermediates have one scale, weights one ("tensor") or one per
-output feature ("channel"). A scale per input feature could not leave a sum.
+output feature ("channel"). A scale per input feature could not be moved out of a sum.
 
 Between two products a value is kept in the operands' dtype, or bfloat16 for fp8 operands, whose
 range of 240 it could leave; in fp32; or quantized again to fp8 by a given scale, saturating.
 
-What formats ask of schedules: `double_row` makes TensorE contract 256 rows of fp8 operands in the
-time of 128 (trainium2_arch, Double FP8 Matmul Performance): both operands are [128, 2, free], two
-tiles of the contraction. What is left over, an odd tile or a ragged one, takes an ordinary pass
-into the same sums.
+In schedules, `double_row` makes TensorE contract 256 rows of fp8 operands in the time of 128
+(trainium2_arch, Double FP8 Matmul Performance): both operands are [128, 2, free], two tiles of the
+contraction. A remaining odd or ragged tile takes an ordinary pass into the same sums.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def check_double_row(double_row: bool, dtype: str, target: Target) -> None:
 
 
 def check_widened(name: str, how: str, spec: Any) -> None:
-    """Raise SpecError if a load of a weight cannot widen it to fp32, as an fp32 intermediate asks.
+    """Raise SpecError if a load of a weight cannot widen it to fp32 for an fp32 intermediate.
 
     A DMA converts on its way (nki.isa.dma_copy, Data types), leaving PSUM does; a DMA transpose
     keeps the dtype.

@@ -1,7 +1,7 @@
-"""What the specs of all families share: operands and results, number formats, error bounds.
+"""The base of all specs: operands and results, number formats, error bounds.
 
-A family's spec says which weights there are, and estimates its results from `_times`, `_kept` and
-`_biased`: a value in float64 and how far a right kernel may be from it.
+A family's spec declares its weights, and estimates its results from `_times`, `_kept` and
+`_biased`: a value in float64 and the error that a right kernel may have.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SCALE_ROUNDINGS = 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductSpec(KernelSpec):
-    """A spec of products of x: what the specs of all families share.
+    """A spec of products of x, the base of the specs of all families.
 
     m: tokens. k: input features. Subclasses add dtype, x_layout, the sizes and layouts of their
     weights, and those of bias, activation, out_layout, scales, out_dtype and intermediate that they
@@ -62,7 +62,7 @@ class ProductSpec(KernelSpec):
         self._check_names()
 
     def _check_names(self) -> None:
-        """Raise UnknownNameError unless the activation and the layouts are some that there are."""
+        """Raise UnknownNameError unless the activation and the layouts are known."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in ("activation", "inner_activation"):
@@ -79,7 +79,7 @@ class ProductSpec(KernelSpec):
         return {"bias": self.out_features} if getattr(self, "bias", False) else {}
 
     def intermediates(self) -> tuple[str, ...]:
-        """Return the names of what is kept between products."""
+        """Return the names of the intermediates between products."""
         return ()
 
     def multiplies_kept(self, weight: str) -> bool:
@@ -131,7 +131,8 @@ class ProductSpec(KernelSpec):
         return self._laid(value for value, _ in self._estimates(self._operands(arrays), False))
 
     def error_bound(self, *arrays: Array) -> Any:
-        """Return elementwise bounds: sums are in fp32, what is kept or stored is rounded once."""
+        """Return elementwise bounds: sums are in fp32, intermediates and results are rounded
+        once."""
         return self._errors(arrays, False)
 
     def typical_error(self, *arrays: Array) -> Any:
@@ -198,14 +199,14 @@ class ProductSpec(KernelSpec):
 
     @functools.cached_property
     def intermediate_dtype(self) -> str:
-        """The dtype of what is kept between two products."""
+        """The dtype of the intermediates between two products."""
         kind = str(getattr(self, "intermediate", "operand"))
         if kind == "operand":
             return "bfloat16" if self.fp8 else self._dtype()
         return kind
 
     def formats(self) -> str:
-        """Return the number formats in a word, for names: what differs from plain operands."""
+        """Return the number formats that differ from plain operands in one word, for names."""
         words = [self._dtype(), getattr(self, "scales", None)]
         if self.requantized or self.wide:
             words.append(f"p_{self.intermediate_dtype}")
@@ -222,7 +223,7 @@ class ProductSpec(KernelSpec):
         return self.intermediate_dtype == "float32" != self._dtype()
 
     def _format_notes(self, second: str) -> tuple[str, ...]:
-        """Say what an fp32 intermediate costs, and what an fp8 one asks for."""
+        """Return the cost of an fp32 intermediate, and the needs of an fp8 one."""
         if self.requantized:
             return (
                 f"intermediate {FP8}: what lies beyond {FP8_MAX:g} times its scale saturates, and "

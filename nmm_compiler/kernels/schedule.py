@@ -1,7 +1,7 @@
-"""What the schedules of all families share: how operands arrive, and what is legal.
+"""The base of all schedules: how operands arrive, and which schedules are legal.
 
-A schedule says HOW a spec is computed. `KernelSchedule.check` holds it to the target; a family
-declares its sizes, loads, PSUM banks and SBUF buffers, and adds the checks that it has alone.
+A schedule says HOW a spec is computed. `KernelSchedule.check` checks it against the target; a
+family declares its sizes, loads, PSUM banks and SBUF buffers, and adds its own checks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Operand(Record):
     stream: bool = False
 
     def arrives(self, columns: int) -> str:
-        """Say how an operand of so many columns arrives, for headers."""
+        """Return how an operand of so many columns arrives, for headers."""
         once = ", loaded once" if self.resident else ""
         return f"{LOADED[self.load]}, {min(self.block, columns)} columns at a time{once}"
 
@@ -76,7 +76,7 @@ class KernelSchedule(Record):
     ahead: int = 0
 
     remedies: ClassVar[Mapping[str, str]]  # SBUF buffer -> the field that decides its size
-    kept: ClassVar[Operand] = Operand(load="none")  # what stays on chip between two products
+    kept: ClassVar[Operand] = Operand(load="none")  # the intermediate
     kept_segment: ClassVar[Operand] = Operand(load="none", stream=True)
 
     def operands(self) -> dict[str, Operand]:
@@ -108,7 +108,7 @@ class KernelSchedule(Record):
         return self.changed(changes)
 
     def kind(self) -> tuple[Any, ...]:
-        """Return what makes schedules different in kind: the best of each kind is tried first."""
+        """Return the kind of the schedule: the best of each kind is tried first."""
         return (self.m_block,)
 
     def sizes(self, spec: Any) -> dict[str, int]:
@@ -136,9 +136,9 @@ class KernelSchedule(Record):
         raise NotImplementedError
 
     def loads(self, spec: Any) -> dict[str, bool]:
-        """Return each field that says how to load -> whether its operand lies right in HBM.
+        """Return each field with a way of loading -> whether its operand needs no transpose.
 
-        It does if its contraction index is the outer one.
+        It needs none if its contraction index is the outer one in HBM.
         """
         weights = _operands_of(cast(Any, type(self)))[1:]
         made = {f"{name}.load": spec.layout_of(name) == "row" for name in weights}
@@ -180,7 +180,7 @@ class KernelSchedule(Record):
         self.check_sbuf(spec, target)
 
     def check_own(self, spec: Any, target: Target) -> None:
-        """Raise SpecError for what this family alone asks of a schedule."""
+        """Raise SpecError for the rules that only this family has."""
 
     def check_multiple(self, name: str, of: str, whole: int) -> None:
         """Raise SpecError unless a field is a multiple of another one, or covers `whole`."""
@@ -256,7 +256,7 @@ class KernelSchedule(Record):
         return sum(held.values()) + sum(held.get(name, 0) for name in names)
 
     def uses(self, *names: str) -> str:
-        """Return what of these operands is resident, or streams, for `short`."""
+        """Return which of these operands are resident, or stream, for `short`."""
         return "".join(
             f" {name}-{use}"
             for name in names
@@ -268,7 +268,7 @@ class KernelSchedule(Record):
 def check_load(name: str, how: str, lies_right: bool, dtype: str, target: Target) -> None:
     """Raise SpecError unless `how` can load an operand; x alone may come in short runs.
 
-    lies_right: its contraction index is already the outer one in HBM.
+    lies_right: its contraction index is the outer one in HBM.
     """
     check_name(name, how, LOADS)
     allowed = ["rows"] if lies_right else turned_loads(dtype, target)

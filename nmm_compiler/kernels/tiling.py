@@ -8,10 +8,10 @@ import numpy as np
 from nmm_compiler.targets import Target
 
 LOADS = ("rows", "strided", "dma", "tensor", "tensor8")
-# One long run per partition, or what transposes produce.
+# One long run per partition, or the order that transposes produce.
 ORDERS = ("consecutive_rows", "strided_rows")
 
-# What each way of loading does, for headers.
+# The description of each way of loading, for headers.
 LOADED = {
     "rows": "as it lies",
     "strided": "in short runs",
@@ -37,7 +37,7 @@ def tiles(size: int, tile: int) -> int:
 
 
 def lay(shape: tuple[int, int], layout: str) -> tuple[int, int]:
-    """Return the shape as passed: turned when the layout is "col"."""
+    """Return the shape as passed: transposed when the layout is "col"."""
     return shape if layout == "row" else (shape[1], shape[0])
 
 
@@ -62,7 +62,7 @@ def x_rows(m: int, contraction: int, k_chunk: int) -> int:
 
 
 def turned_loads(dtype: str, target: Target) -> list[str]:
-    """Return how an operand can be loaded whose contraction index is the inner one in HBM."""
+    """Return the ways to load an operand whose contraction index is the inner one in HBM."""
     if item_bytes(dtype) == 2 and target.dma_transposes:
         return ["dma", "tensor"]
     if item_bytes(dtype) == 1 and target.tensor_transposes_fp8:
@@ -96,12 +96,12 @@ def free_banks(target: Target, *loads: str) -> int:
 
 
 def by_tensor(*loads: str) -> bool:
-    """Return whether any of these loads turns its operand on TensorE."""
+    """Return whether any of these loads transposes its operand on TensorE."""
     return any(load.startswith("tensor") for load in loads)
 
 
 def flat_bytes(dtype: str, *loads: str) -> int:
-    """Return bytes of an element that waits in SBUF for TensorE to turn it; fp8 is widened."""
+    """Return bytes of an element in SBUF before TensorE transposes it; fp8 is widened."""
     return max(2, item_bytes(dtype)) if "tensor" in loads else item_bytes(dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a schedule makes the engines do, in counts that `codegen.cost` turns into time."""
+"""The work of the engines in a schedule, in counts that `codegen.cost` turns into time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from nmm_compiler.kernels.tiling import by_tensor, tiles
 from nmm_compiler.records import Record
 
 Passes = tuple[int, int]
-"""How many, and how many columns each."""
+"""The number of passes, and the columns of each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work(Record):
-    """What one schedule makes the engines do.
+    """The work of the engines in one schedule.
 
     matmuls: (count, moving columns) of TensorE passes. wide_matmuls: those with fp32 operands in a
     kernel whose other operands are narrower. evictions: (count, columns) of PSUM reads, by VectorE
     and ScalarE in turn. dmas: (count, bytes each, contiguous bytes, kind), kind "copy" or
-    "transpose". lead_bytes: what must arrive before the first matmul. tail_matmuls: (count,
-    columns) left when the last bytes are in. tail_bytes: the last store. late_matmuls: those of a
-    second stage, which cannot start before the early_bytes of the first are in.
+    "transpose". lead_bytes: bytes that must arrive before the first matmul. tail_matmuls: (count,
+    columns) left when the last bytes are in. tail_bytes: the last store. late_matmuls: those of
+    stage 2, which waits for the loads of stage 1, early_bytes.
     """
 
     matmuls: tuple[Passes, ...]
@@ -55,7 +55,7 @@ class Tally:
     ) -> None:
         """Add the loads of an operand: `total` bytes in `count` DMAs of contiguous `run` bytes.
 
-        turned: what TensorE transposes need instead: squares of 128 x 128, DMAs, and their run.
+        turned: for transposes on TensorE instead: squares of 128 x 128, DMAs, and their run.
         """
         if by_tensor(how):
             squares, count, run = turned

@@ -48,7 +48,8 @@ def gated_mlp_up(
     left = chain(x, gate, weight_layout, gate_bias, out_layout)
     right = chain(x, up, weight_layout, up_bias, out_layout)
     if activation == "silu" and not (left.requires_grad or right.requires_grad or tracing()):
-        # Both operands are fresh results that nobody else holds: spare two passes over memory.
+        # Both operands are new results without other readers, so work in place: that saves two
+        # passes over memory.
         return torch.nn.functional.silu(left, inplace=True).mul_(right)
     return activate(left, activation) * right
 

@@ -44,8 +44,8 @@ from nmm_compiler.targets import Target
 class GatedMLPSchedule(KernelSchedule):
     """How a gated MLP kernel runs.
 
-    u: how gate_u and up_u arrive, v: what makes h. down: down_u, out: what makes y. All weights are
-        loaded alike.
+    u: how gate_u and up_u arrive; v: the weights that make h; down: down_u; out: the weights that
+        make y. All weights are loaded in the same way.
     m_block: tokens whose h^T (or intermediates) stay in SBUF.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
@@ -102,7 +102,7 @@ class GatedMLPSchedule(KernelSchedule):
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
         kept_size = item_bytes(spec.intermediate_dtype)
-        wide_size = kept_size if spec.wide else size  # weights that multiply what is kept
+        wide_size = kept_size if spec.wide else size  # weights that multiply an intermediate
         pairs, kept = self.double_row, self.double_row and spec.requantized
         k_tiles = tiles(spec.k, 128)
         tokens, panel = min(self.m_block, spec.m), min(self.v.block, spec.n)
@@ -206,7 +206,7 @@ class GatedMLPSchedule(KernelSchedule):
         return banks
 
     def check_own(self, spec: GatedMLPUpSpec, target: Target) -> None:
-        """Raise SpecError for what only gated MLPs ask of a schedule."""
+        """Raise SpecError for the rules that only gated MLPs have."""
         if len({self.u.load, self.v.load, self.down.load, self.out.load}) > 1:
             raise SpecError("schedule: all weights of a gated MLP are loaded alike")
         if spec.intermediates():
@@ -252,7 +252,7 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
 def _segmented(
     spec: GatedMLPUpSpec, plain: GatedMLPSchedule, target: Target
 ) -> Iterator[GatedMLPSchedule]:
-    """Yield twins of a schedule that sum over segments: of u for few tokens, of h for many."""
+    """Yield variants of a schedule that sum over segments: of u for few tokens, of h for many."""
     rank = _rank(spec)
     m_tiles = tiles(min(plain.m_block, spec.m), 512)
     banks = free_banks(target, plain.x.load, plain.v.load) // 2  # two groups take turns
@@ -290,7 +290,7 @@ def _segmented(
 
 
 def _uneven(n_tiles: int) -> list[int]:
-    """Return panels of which the last is small: little work is left when its bytes are in."""
+    """Return panels of which the last is small, so that little work is left after its load."""
     return [128 * ((n_tiles - 2) // count) for count in (2, 3, 4, 5) if n_tiles >= 4 * count]
 
 
@@ -377,7 +377,7 @@ def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ..
 
 
 def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Work:
-    """Count what the engines do; see `Work`."""
+    """Count the work of the engines; see `Work`."""
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
     pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
     m, moving = spec.m, min(512, spec.m)

@@ -26,12 +26,13 @@ class GatedMLPUpSpec(ProductSpec):
     """h[m, n] = activation(x gate + gate_bias) * (x up + up_bias) with x [m, k].
 
     gate_r, up_r: ranks; 0 for a dense weight; None takes r, and 0 where r is None too. Operands: x,
-    then gate_u, gate_v (or gate_w), up_u, up_v (or up_w), then the biases. A weight is passed as
-    it multiplies from the right, or turned with weight_layout "col", as nn.Linear stores it.
+    then gate_u, gate_v (or gate_w), up_u, up_v (or up_w), then the biases. A weight is passed as it
+    multiplies from the right, or transposed with weight_layout "col", as nn.Linear stores it.
 
-    intermediate: what is kept between products is rounded to, once. With dtype float8_e4m3 every
-    sum is multiplied by its weight's scale, and x_scale where x is a factor: scales "tensor" or
-    "channel", one per output feature; results and biases are bfloat16 or `out_dtype`.
+    intermediate: the format to which values between products are rounded, once. With dtype
+    float8_e4m3 every sum is multiplied by its weight's scale, and x_scale where x is a factor:
+    scales "tensor" or "channel", one per output feature; results and biases are bfloat16 or
+    `out_dtype`.
     """
 
     n: int
@@ -63,7 +64,7 @@ class GatedMLPUpSpec(ProductSpec):
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
                 raise ShapeError(f"{self.family}: {branch}_r is {rank!r}; pass a rank, 0 if dense")
             object.__setattr__(self, f"{branch}_r", rank)
-        object.__setattr__(self, "r", None)  # said by the ranks: equal specs compare equal
+        object.__setattr__(self, "r", None)  # so that equal specs compare equal
 
     def rank(self, branch: str) -> int:
         """Return the rank of a projection, 0 when it is dense."""
@@ -96,11 +97,11 @@ class GatedMLPUpSpec(ProductSpec):
         return {f"{branch}_bias": self.ends(branch)[1] for branch in biased}
 
     def intermediates(self) -> tuple[str, ...]:
-        """Return what is kept between products: "gate_p" for x gate_u, and so on."""
+        """Return the intermediates between products: "gate_p" for x gate_u, and so on."""
         return tuple(f"{branch}_p" for branch in self.branches if self.rank(branch))
 
     def notes(self) -> tuple[str, ...]:
-        """Say where a dense product would be cheaper, and what an fp32 intermediate costs."""
+        """Return where a dense product would be cheaper, and the cost of an fp32 intermediate."""
         dense = tuple(
             f"{branch}: r (k + n) >= k n, a dense weight is cheaper"
             for branch in self.branches
@@ -176,7 +177,7 @@ class GatedMLPSpec(GatedMLPUpSpec):
     branches: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
     def intermediates(self) -> tuple[str, ...]:
-        """Return what is kept between products, h among it."""
+        """Return the intermediates between products, with h."""
         return (*super().intermediates(), "h")
 
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:

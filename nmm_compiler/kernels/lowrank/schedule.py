@@ -52,8 +52,7 @@ class LowRankSchedule(KernelSchedule):
     k_segment: contraction rows summed in PSUM at a time; fewer than k: p is added up in fp32 in
         SBUF, so that x and u are read once for any number of tokens and rank tiles. 0 is all of k.
         x.stream: x stays in SBUF for one segment only.
-    v_stationary: stage 2 holds v stationary for a "row" result too, which is quicker for few
-        tokens.
+    v_stationary: stage 2 holds v stationary for a "row" result too, which is faster for few tokens.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     """
 
@@ -77,7 +76,7 @@ class LowRankSchedule(KernelSchedule):
         }  # fmt: skip
 
     def loads(self, spec: LowRankSpec) -> dict[str, bool]:
-        """Return how to load -> whether the operand lies right, w of a base product included."""
+        """Return way of loading -> whether it needs no transpose, also for w of a base product."""
         base = {"w_load": spec.w_layout == "row"} if spec.base else {}
         return super().loads(spec) | base
 
@@ -170,7 +169,7 @@ class LowRankSchedule(KernelSchedule):
         }
 
     def check_own(self, spec: LowRankSpec, target: Target) -> None:
-        """Raise SpecError for what only lowrank asks of a schedule."""
+        """Raise SpecError for the rules that only lowrank has."""
         check_widened("v.load", self.v.load, spec)
         self.check_multiple("x.chunk", "u.chunk", spec.k)
         self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
@@ -295,7 +294,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
 
 
 def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
-    """Yield the plain candidates' twins that add p up over segments of the contraction."""
+    """Yield variants of the plain candidates that add p up over segments of the contraction."""
     few = spec.m <= 128
     if spec.base:
         return
@@ -349,9 +348,9 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
 
 
 def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
-    """Count what the engines do; see `Work`."""
+    """Count the work of the engines; see `Work`."""
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
-    v_size = 4 if spec.wide and schedule.v.load == "rows" else size  # widened on the way in
+    v_size = 4 if spec.wide and schedule.v.load == "rows" else size  # the load widens it
     pairs, second = schedule.double_row, schedule.double_row and spec.requantized
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
     k_tiles, r_tiles = tiles(k, 128), tiles(r, 128)

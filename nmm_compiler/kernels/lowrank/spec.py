@@ -28,7 +28,7 @@ class LowRankSpec(ProductSpec):
     A "col" layout means that the operand is passed, or the result comes back, transposed: x as
     [k, m], u as [r, k], v as [n, r], w as [n, k], y as [n, m]. base adds the dense product x w.
 
-    intermediate: what x u is rounded to, once: "operand", "float32", or with fp8 operands
+    intermediate: the format of x u, rounded once: "operand", "float32", or with fp8 operands
     "float8_e4m3" by p_scale. With dtype float8_e4m3 the sums are
     p = scale x_scale u_scale (x u) and v_scale (p v): scales "tensor" gives u_scale, v_scale
     [1], "channel" [r] and [n]; y and bias are bfloat16 or `out_dtype`.
@@ -93,7 +93,7 @@ class LowRankSpec(ProductSpec):
         return ("p",)
 
     def notes(self) -> tuple[str, ...]:
-        """Say when the dense product would be cheaper, and what an fp32 intermediate costs."""
+        """Return when the dense product would be cheaper, and the cost of an fp32 intermediate."""
         return (*self._format_notes("the product with v"), *self._shape_notes())
 
     def _shape_notes(self) -> tuple[str, ...]:

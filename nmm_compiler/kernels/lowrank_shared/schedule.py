@@ -175,7 +175,7 @@ class LowRankSharedSchedule(KernelSchedule):
         }
 
     def check_own(self, spec: LowRankSharedSpec, target: Target) -> None:
-        """Raise SpecError for what only lowrank_shared asks of a schedule."""
+        """Raise SpecError for the rules that only lowrank_shared has."""
         self.check_multiple("x.chunk", "k_chunk", spec.k)
         self.check_multiple("u.chunk", "k_chunk", spec.k)
         results = spec.results()
@@ -199,7 +199,7 @@ class LowRankSharedSchedule(KernelSchedule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settled(LowRankSharedSchedule):
-    """A schedule with what follows from it for one spec.
+    """A schedule with the values that it has for one spec.
 
     starts: first rank tile of every u, then their number. u_chunks: rows per load of every u.
     turns: the results in the order in which they are made. stationary: where v is.
@@ -296,7 +296,7 @@ def data_flow(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule) -> tuple
 
 
 def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Target) -> Work:
-    """Count what the engines do; see `Work`."""
+    """Count the work of the engines; see `Work`."""
     size = item_bytes(spec.dtype)
     m, k, moves = spec.m, spec.k, tiles(spec.m, 512)
     moving, tokens = min(512, m), min(schedule.m_block, m)

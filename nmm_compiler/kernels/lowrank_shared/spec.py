@@ -129,7 +129,7 @@ class LowRankSharedSpec(ProductSpec):
         return self._each("out_layout")
 
     def results(self) -> tuple[Output, ...]:
-        """Return what there is to know about every result, in order."""
+        """Return every result's description, in order."""
         names = ("bias", "activation", "out_layout")
         epilogues = zip(*(self._each(name) for name in names), strict=True)
         sizes = ((i, r, n) for i, (r, ns) in enumerate(self.pairs) for n in ns)
@@ -199,7 +199,7 @@ class LowRankSharedSpec(ProductSpec):
         return products_of(self, sizes, layouts, x_layout=self.x_layout)[0]
 
     def notes(self) -> tuple[str, ...]:
-        """Say which pairs would be cheaper as dense products."""
+        """Return which pairs would be cheaper as dense products."""
         return tuple(
             f"pair {i}: r (k + n) >= k n, the dense product x (u v) is cheaper; multiply the "
             "factors once and use family matmul"

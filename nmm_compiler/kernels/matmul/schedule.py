@@ -107,7 +107,7 @@ class MatmulSchedule(KernelSchedule):
         return {"w.group": self.w.group * m_tiles + turning(self.x.load, self.w.load)}
 
     def check_own(self, spec: MatmulSpec, target: Target) -> None:
-        """Raise SpecError for what only matmul asks of a schedule."""
+        """Raise SpecError for the rules that only matmul has."""
         self.check_multiple("x.chunk", "w.chunk", spec.k)
         self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
         if self.w.stream and (self.w.resident or not self.one_pass(spec)):
@@ -172,7 +172,7 @@ def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
 
 
 def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
-    """Count what the engines do; see `Work`."""
+    """Count the work of the engines; see `Work`."""
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
     m, k, n = spec.m, spec.k, spec.n
     k_tiles, m_blocks = tiles(k, 128), tiles(m, schedule.m_block)
