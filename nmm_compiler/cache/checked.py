@@ -17,6 +17,7 @@ import hashlib
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from nmm_compiler.cache import foreign, trust
@@ -77,8 +78,14 @@ def unmark(folder: Path, digest: str) -> None:
         os.unlink(folder / FOLDER / digest)
 
 
-def clear(folder: Path) -> None:
-    """Delete the marks that have no entry, and what killed writers left."""
-    for path in (folder / FOLDER).glob("*"):
-        if not (folder / path.name).is_dir():
-            unmark(folder, path.name)
+def clear(folder: Path, names: Sequence[str] | None = None) -> None:
+    """Delete the marks that have no entry, and what killed writers left.
+
+    names: of the entries, where they are known. A mark of an entry that is newer may go with them.
+    """
+    try:
+        marks = os.listdir(folder / FOLDER)
+    except OSError:
+        return
+    for name in set(marks).difference(os.listdir(folder) if names is None else names):
+        unmark(folder, name)

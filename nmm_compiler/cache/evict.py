@@ -175,7 +175,7 @@ def clear_leftovers(
             delete_tree(path)
             count += 1
     locks.clear(disk.folder)
-    checked.clear(disk.folder)
+    checked.clear(disk.folder, names)
     return count
 
 
