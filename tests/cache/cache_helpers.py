@@ -13,8 +13,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from nmm_compiler.cache import disk as disk_module
 from nmm_compiler.cache import scratch
 from nmm_compiler.cache.key import Key
+from nmm_compiler.cache.store import Store
 
 NOBODY = 65534
 
@@ -82,3 +84,31 @@ def mend(message: str) -> None:
     found = re.search(r"mend it: (ch(?:mod|own) .+?)(?:, or| \(|$)", message)
     assert found, message
     subprocess.run(shlex.split(found[1]), check=True)
+
+
+CALLS = ("mkdir", "open", "write", "fsync", "rename", "close")
+
+
+def assert_whole_or_absent(directory, expected):
+    """Every entry on disk is verified and has the text it must have."""
+    for info in Store(directory, "ro").list():
+        assert info.state == "ok", info
+        entry = Store(directory, "ro").get(info.key)
+        assert entry.files == expected(info.key)
+
+
+def count_down(calls, strike, names=CALLS):
+    """Patch os.<call> so that `strike()` comes in place of call number `calls` of any of them."""
+    left = [calls]
+
+    def wrap(real):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                strike()
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(disk_module.os, name, wrap(getattr(os, name)))

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from nmm_compiler import targets
+from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int32": 4}
@@ -86,3 +88,29 @@ class Builder:
 
     def copy(self, dst, src, engine="vector"):
         return self.add("tensor_copy", engine, [dst], [src])
+
+
+TRN1, TRN2, TRN3 = (targets.get(name) for name in ("trn1", "trn2", "trn3"))
+STEADY = dataclasses.replace(TRN2, tensor_ramp_seconds=0.0)  # trn2 without the clock ramp
+
+
+def us(cycles, hz):
+    return cycles / hz * 1e6
+
+
+def matmuls(count, n=512, dtype="bfloat16", m=128, **attributes):
+    builder = Builder()
+    stationary = builder.tensor("sbuf", 128, m, dtype)
+    moving = builder.tensor("sbuf", 128, n, dtype)
+    for _ in range(count):
+        out = builder.tensor("psum", m, n)
+        builder.matmul(out.all, stationary.all, moving.all, **attributes)
+    return builder.trace
+
+
+def load(rows, columns, dtype="float32", target=TRN2, **attributes):
+    builder = Builder()
+    source = builder.tensor("hbm", rows, columns, dtype)
+    tile = builder.tensor("sbuf", rows, columns, dtype)
+    builder.dma(tile.all, source.all, **attributes)
+    return time_trace(builder.trace, target)
