@@ -159,7 +159,11 @@ class Attempt:
     def settle_strides(self) -> None:
         """Restore the original strides of results whose readers depend on strides."""
         restrided = [node.name for node in self.editor.restrided]
-        settle_strides(self.editor)
+        graph = self.path.rstrip(".")
+        for node in settle_strides(self.editor):
+            terms = _terms(self.c, frozenset((node,)))
+            if terms:
+                self.result.reordered.append((graph, node.name, terms))
         self.findings = restrided
         if self.built_in:
             read_added(self.c)

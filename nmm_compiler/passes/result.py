@@ -58,7 +58,8 @@ class RewriteResult(Shown):
     """A rewritten graph with its matches and refusals.
 
     graph_module is a new GraphModule that shares parameters with the original. rules: the outcome
-    of each rule's proposals, by the rule's name.
+    of each rule's proposals, by the rule's name. reordered: products that stayed and read an
+    operand in another memory order now, so that they may sum in another order: graph, node, terms.
     """
 
     graph_module: fx.GraphModule
@@ -71,6 +72,7 @@ class RewriteResult(Shown):
     transposes_before: int = 0
     transposes_after: int = 0
     rules: dict[str, RuleCount] = field(default_factory=dict)
+    reordered: list[tuple[str, str, int]] = field(default_factory=list)
 
     def check(self, *inputs: Any, **keywords: Any) -> float:
         """Run the graph before and after on real inputs; raise where the results differ.
@@ -78,7 +80,8 @@ class RewriteResult(Shown):
         Return the largest error as a fraction of the bound, which is derived from dtypes and
         contraction lengths (`verify`). Raises VerificationError, NoRealInputsError.
         """
-        return verify.check(self.original, self.graph_module, self.rewritten, inputs, keywords)
+        both = self.original, self.graph_module
+        return verify.check(*both, self.rewritten, inputs, keywords, self.reordered)
 
     def add(self, part: RewriteResult) -> None:
         """Add what was found in one of the graphs."""
@@ -86,6 +89,7 @@ class RewriteResult(Shown):
         self.declined += part.declined
         self.opportunities += part.opportunities
         self.layouts += part.layouts
+        self.reordered += part.reordered
         self.transposes_before += part.transposes_before
         self.transposes_after += part.transposes_after
         self.rules = merged([*self.rules.values(), *part.rules.values()])

@@ -23,10 +23,11 @@ from nmm_compiler.passes.graph.views import is_contiguous
 _ORDER_READERS = STRIDE_READERS - {"view", "view_as"}
 
 
-def settle_strides(editor: Editor) -> int:
-    """Restore strides where readers depend on them; return the number of copies."""
+def settle_strides(editor: Editor) -> list[fx.Node]:
+    """Restore strides where readers depend on them; return the nodes that read other ones now."""
     if not editor.restrided:
-        return 0
+        return []
+    readers: list[fx.Node] = []
     values, key = editor.c.values, editor.value_key
     # For each value whose strides differ now: the value that it had in the original graph.
     changed: dict[fx.Node, torch.Tensor] = dict(editor.restrided)
@@ -43,13 +44,15 @@ def settle_strides(editor: Editor) -> int:
                     editor.at = node
                     restored[operand] = editor.restride(operand, changed[operand])
                 node.replace_input_with(operand, restored[operand])
-        elif isinstance(old, torch.Tensor) and stride_key(new) != stride_key(old):
+            continue
+        readers.append(node)
+        if isinstance(old, torch.Tensor) and stride_key(new) != stride_key(old):
             node.meta[key] = values[node] = new
             if editor.c.effects.is_written(node):
                 _restore_here(editor, node, old)  # a copy further on would miss the write
             else:
                 changed[node] = old
-    return len(restored)
+    return readers
 
 
 def _restore_here(editor: Editor, node: fx.Node, old: torch.Tensor) -> None:
