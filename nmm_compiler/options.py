@@ -45,10 +45,10 @@ class Options:
     """How a model is compiled. Options compare equal by value, as torch.compile wants.
 
     target: hardware that kernels are written for; a file of `nmm calibrate` (*.json) too.
-    dialect: NKI that kernels are written in, "nki" or "neuronxcc" (NKI Beta 1); "auto" is the second
-        where no other is installed.
-    executor: runs a rewritten call; "auto" is the Neuron device when the tensors are on one, else
-        "reference" (PyTorch).
+    dialect: NKI that kernels are written in, "nki" or "neuronxcc" (NKI Beta 1); "auto" is the
+        second where no other is installed.
+    executor: runs a rewritten call; "auto" is the Neuron device when the tensors are on
+        one, else "reference" (PyTorch).
     inner: torch.compile backend for the rest of the graph, by name; "auto" picks it.
     kernels: "build" writes every kernel while compiling, "lazy" when a call first needs it.
     freeze: weights never change after compilation, so packed copies need no checks.

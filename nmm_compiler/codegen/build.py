@@ -1,7 +1,7 @@
 """build_kernel: a spec in, one NKI kernel out: source on disk, schedule, predicted profile.
 
-The flow: choose -> specialize -> dialect -> lint -> cache. The result is the same object for the same
-spec, target and schedule while the process lives.
+The flow: choose -> specialize -> dialect -> lint -> cache. The result is the same object for the
+same spec, target, schedule and dialect while the process lives.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def build_kernel(
     """Return the kernel of `spec` for `target`, from the cache when it is there.
 
     schedule: how to run; None chooses it. dialect: "nki", "neuronxcc" (NKI Beta 1) or "auto"; None
-    is that of the options. options: which cache, and how many instructions at most. Raises SpecError
-    or CapacityError, with the numbers, when nothing legal exists, DialectError for what the dialect
-    has no form for, LintError if the emitted source breaks a rule of the NKI compiler, and
-    CacheTrustError if one from the cache is more than a kernel.
+    is that of the options. options: which cache, and how many instructions at most. Raises
+    SpecError or CapacityError, with the numbers, when nothing legal exists, DialectError for what
+    the dialect has no form for, LintError if the emitted source breaks a rule of the NKI compiler,
+    and CacheTrustError if one from the cache is more than a kernel.
     """
     chip = machine_target(target, options)
     store = Store.for_kernels(options, check=check_foreign)

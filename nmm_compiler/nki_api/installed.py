@@ -1,4 +1,4 @@
-"""Which NKI this machine has: the package nki, or NKI Beta 1 inside of neuronx-cc. Imports neither."""
+"""Which NKI this machine has: the package nki, or NKI Beta 1 in neuronx-cc. Imports neither."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Key = tuple[Any, str, str]
 
 
 class Kernels:
-    """Kernels by (spec, target, dialect asked for). Safe for several threads; each spec is built once."""
+    """Kernels by (spec, target, dialect asked for), each built once; safe for several threads."""
 
     def __init__(self) -> None:
         self._kernels: dict[Key, Any] = {}

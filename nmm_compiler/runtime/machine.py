@@ -35,9 +35,9 @@ class NeuronProbe(Record):
 
     path: "torchneuron", "torch-xla", "simulate" (only nki) or "none": what executor "neuron" or
     "nki_simulate" would use. dialect: "nki", "neuronxcc" where NKI Beta 1 is all there is, or None:
-    what kernels have to be written in to run here. instance: the type of the machine, as the driver spells it.
-    target: the target that its devices are, logical_cores: physical cores of one logical core; None
-    without a device. problem: what prevents running kernels, with the way out, or None.
+    what kernels have to be written in to run here. instance: the type of the machine, as the driver
+    spells it. target: the target that its devices are, logical_cores: physical cores of one logical
+    core; None without a device. problem: what prevents running kernels, with the way out, or None.
     """
 
     nki: str | None
@@ -152,8 +152,7 @@ def beta_1_problem() -> str | None:
 
 
 NATIVE_PROBLEM = (
-    "TorchNeuron takes no kernels of NKI Beta 1, and package nki is not installed; run: "
-    f"{INSTALL}"
+    f"TorchNeuron takes no kernels of NKI Beta 1, and package nki is not installed; run: {INSTALL}"
 )
 
 

@@ -8,8 +8,8 @@ The only file that imports nki, torch_neuronx or torch_xla, and only when a call
 
 A kernel in dialect "neuronxcc", NKI Beta 1, needs `neuronxcc.nki` and no package nki. On "xla" its
 `nki.jit` function is called with the tensors, as AWS has asked since it ended
-`torch_neuronx.nki_jit` (Neuron SDK 2.24); on the CPU `neuronxcc.nki.simulate_kernel` takes and gives
-NumPy arrays. TorchNeuron has no way to launch it and is refused.
+`torch_neuronx.nki_jit` (Neuron SDK 2.24); on the CPU `neuronxcc.nki.simulate_kernel` takes and
+gives NumPy arrays. TorchNeuron has no way to launch it and is refused.
 
 NKI before 0.5 lacks the views that kernels use and is refused, as is a version that lacks what a
 kernel needs. The first time that a kernel runs on a device, it gets random operands and is compared

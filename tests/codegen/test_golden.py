@@ -65,6 +65,16 @@ def test_golden(family, request):
     )
 
 
+def test_golden_of_beta_1(request):
+    """The same kernel as the golden of lowrank, in the older dialect, for its hardware."""
+    source = build_kernel(SPECS["lowrank"], "trn1", dialect="neuronxcc").source
+    assert lint_source(source) == ()
+    path = GOLDEN / "lowrank_trn1_neuronxcc.py.txt"
+    if request.config.getoption("--update-golden", default=False):
+        path.write_text(source, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == source
+
+
 @pytest.mark.parametrize("target", [name for name in names() if name != "trn2"])
 @pytest.mark.parametrize("family", FAMILY_SPECS)
 def test_other_targets_differ_in_their_names(family, target):

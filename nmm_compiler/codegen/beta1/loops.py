@@ -9,7 +9,7 @@ Inside a kernel, Beta 1 reads Python's `range` as sequential_range, whose variab
 """
 
 # libcst names its visitor methods after node classes.
-# ruff: noqa: N802, D102
+# ruff: noqa: N802
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from nmm_compiler.codegen.beta1.expressions import minus, number, parsed, root
+from nmm_compiler.codegen.beta1.expressions import minus, number, parsed, root, text
 from nmm_compiler.codegen.beta1.facts import Functions, calls, parameters
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.trees import Editor, nodes
@@ -124,22 +124,23 @@ class _Iterators(Editor):
             target = small.targets[0].target if isinstance(small, cst.Assign) else None
             if isinstance(target, cst.Name):
                 made.add(target.value)
-            elif target is not None and _of_list(target):
+            elif (target is not None and _of_list(target)) or (
+                isinstance(small, cst.Expr) and ".append(" in text(small)
+            ):
                 return True
-            elif isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
-                if (get_full_name_for_node(small.value.func) or "").endswith(".append"):
-                    return True
         return bool(made & self.live[loop])
 
     def _independent(self, loop: cst.For) -> bool:
         """Return whether each iteration writes places of its own, but for sums."""
         assert isinstance(loop.target, cst.Name)
-        steps, own = {loop.target.value: 1}, set()
-        written, read = set(), set()
+        steps = {loop.target.value: 1}
+        own: set[str | None] = set()
+        written: set[str | None] = set()
+        read: set[str | None] = set()
         for small in _small_statements(loop.body):
             if any(True for _ in calls(small, self.functions)):
                 return False  # a helper writes what it is given
-            target = small.target if isinstance(small, cst.AugAssign) else None
+            target: Any = small.target if isinstance(small, cst.AugAssign) else None
             if isinstance(small, cst.Assign):
                 target = small.targets[0].target
             if isinstance(target, cst.Name):
@@ -172,8 +173,10 @@ def _small_statements(body: Any) -> Iterator[Any]:
             yield from statement.body
         else:
             yield from _small_statements(statement.body)
-        if isinstance(statement, cst.If) and statement.orelse is not None:
-            yield from _small_statements(cst.IndentedBlock([statement.orelse]))
+        other = getattr(statement, "orelse", None)
+        while other is not None:  # elif ..., else
+            yield from _small_statements(other.body)
+            other = getattr(other, "orelse", None)
 
 
 def _step(node: Any, steps: dict[str, int]) -> int | None:
@@ -202,7 +205,7 @@ def _apart(target: Any, steps: dict[str, int]) -> bool:
     if not isinstance(target, cst.Subscript):
         return False
     for element in target.slice:
-        index = element.slice
+        index: Any = element.slice
         if isinstance(index, cst.Index):
             if _step(index.value, steps):
                 return True

@@ -17,7 +17,7 @@ What has no form in Beta 1 is refused by name, DialectError.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
@@ -26,7 +26,6 @@ from libcst.helpers import get_full_name_for_node
 from nmm_compiler.codegen.beta1 import table
 from nmm_compiler.codegen.beta1.expressions import (
     Expression,
-    integer,
     number,
     parsed,
     root,
@@ -34,10 +33,12 @@ from nmm_compiler.codegen.beta1.expressions import (
     text,
 )
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, keyword
+from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, without_counters
 from nmm_compiler.codegen.beta1.layout import laid_out
 from nmm_compiler.codegen.beta1.loops import with_iterators
-from nmm_compiler.codegen.beta1.views import METHODS, Names, Scope, View, returned_view
-from nmm_compiler.codegen.fold_constants import BodyFolder, assigned_names
+from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
+from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
+from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.trees import Editor, nodes
 from nmm_compiler.codegen.unused import names_used, remove_unused
 from nmm_compiler.errors import DialectError
@@ -50,9 +51,9 @@ def to_beta_1(source: str) -> str:
     module = cst.parse_module(source)
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
-    functions[kernel] = _with_body(functions[kernel], _unrolled(_body(functions[kernel])))
+    functions[kernel] = _with_body(functions[kernel], unrolled(_body(functions[kernel])))
     views = {name: f for name, f in functions.items() if returned_view(f) is not None}
-    counters = {name for name, f in functions.items() if _is_counter(f)}
+    counters = {name for name, f in functions.items() if is_counter(f)}
     facts = Facts(functions, kernel)
     made = {
         name: _Function(name, f, facts, Scope(views), counters).translated()
@@ -87,12 +88,6 @@ def _import(statement: Any) -> Any:
     return statement.with_changes(body=made.body)
 
 
-def _is_counter(function: cst.FunctionDef) -> bool:
-    """Return whether a function stores a loop's variable in SBUF: an index by itself in Beta 1."""
-    names = {get_full_name_for_node(n.func) for n in nodes(function) if isinstance(n, cst.Call)}
-    return names == {"nl.ndarray", "nisa.register_store"}
-
-
 def _reachable(functions: dict[str, cst.FunctionDef], kernel: str) -> dict[str, cst.FunctionDef]:
     """Return the kernel and the helpers that it calls, in their order."""
     used, left = set(), [kernel]
@@ -102,29 +97,6 @@ def _reachable(functions: dict[str, cst.FunctionDef], kernel: str) -> dict[str, 
             used.add(name)
             left += names_used([functions[name].body]) & set(functions)
     return {name: function for name, function in functions.items() if name in used}
-
-
-def _unrolled(body: Sequence[Statement]) -> list[Statement]:
-    """Return a kernel's statements with loops that make tensors in shared HBM written out.
-
-    Beta 1 makes them at the top level of a kernel only (err_shared_hbm_must_in_kernel_level).
-    """
-    folder = BodyFolder({}, {}, named=True)
-    made: list[Statement] = []
-    for statement in body:
-        folded = folder.fold([statement])
-        if not (isinstance(statement, cst.For) and "nl.shared_hbm" in text(statement)):
-            made.append(statement)
-            continue
-        iterator: Any = folded[0]
-        bounds = [number(arg.value) for arg in iterator.iter.args]
-        if None in bounds:
-            raise DialectError(f"results made in a loop of {text(iterator.iter)}")
-        for turn in range(*bounds):  # type: ignore[arg-type]
-            once = [cst.Arg(integer(turn)), cst.Arg(integer(turn + 1))]
-            lone = statement.with_changes(iter=statement.iter.with_changes(args=once))
-            made += folder.fold([lone])
-    return made
 
 
 @dataclasses.dataclass
@@ -169,7 +141,10 @@ class _Function:
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
             return node.func.value in self.scope.helpers
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            module = isinstance(node.func.value, cst.Name) and node.func.value.value in ("nl", "nisa")
+            module = isinstance(node.func.value, cst.Name) and node.func.value.value in (
+                "nl",
+                "nisa",
+            )
             return not module and node.func.attr.value in METHODS
         return isinstance(node, cst.Subscript) and root(node) in names
 
@@ -177,14 +152,14 @@ class _Function:
 
     def _block(self, body: Sequence[Statement]) -> list[Statement]:
         made: list[Statement] = []
-        left = list(body)
+        left = with_lists(body)
         leading: list[cst.EmptyLine] = []
         while left:
             statement = left.pop(0)
             if isinstance(statement, cst.If):
                 statement, left = self._sunk(statement, left)
-            new = self._statement(statement, left)
-            comments = [line for line in getattr(statement, "leading_lines", ())]
+            new = self._statement(statement)
+            comments = list(getattr(statement, "leading_lines", ()))
             if not new:  # its comment goes to what comes next
                 leading += comments if any(line.comment for line in comments) else []
                 continue
@@ -195,7 +170,7 @@ class _Function:
             made += new
         return made
 
-    def _statement(self, statement: Any, left: list[Statement]) -> list[Statement]:
+    def _statement(self, statement: Any) -> list[Statement]:
         if isinstance(statement, cst.FunctionDef):
             self.bodies[statement.name.value] = statement
             return []
@@ -205,13 +180,18 @@ class _Function:
             return [statement.with_changes(body=self._nested(statement.body))]
         small = statement.body[0]
         if isinstance(small, cst.Assign):
-            return self._assign(statement, small, left)
+            return self._assign(statement, small)
         if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
             full = get_full_name_for_node(small.value.func) or ""
             if full == "nl.fori_loop":
                 return [self._device_loop(statement, small.value)]
             if full.startswith("nisa."):
                 return self._instruction(statement, small.value, full.removeprefix("nisa."))
+            if full.endswith(".append"):
+                (given,) = small.value.args
+                tile = self._tile(small.value.func.value, given.value)
+                call = small.value.with_changes(args=[given.with_changes(value=tile)])
+                small = small.with_changes(value=call)
         before, spelled = self._spelled(small)
         return self._with(before, statement, spelled)
 
@@ -232,7 +212,7 @@ class _Function:
         if isinstance(orelse, cst.Else):
             if text(orelse.body) == text(body):
                 return list(body.body)
-            chosen = _chosen(statement.test, body, orelse.body)
+            chosen = chosen_tile(statement.test, body, orelse.body)
             if chosen is not None:  # a tile made in a branch is not known outside of it
                 return [chosen.with_changes(leading_lines=statement.leading_lines)]
         before, (test) = self._spelled(statement.test)
@@ -254,9 +234,7 @@ class _Function:
         orelse = orelse.with_changes(body=other)
         return statement.with_changes(body=body, orelse=orelse), rest
 
-    def _assign(
-        self, statement: Any, small: cst.Assign, left: list[Statement]
-    ) -> list[Statement]:
+    def _assign(self, statement: Any, small: cst.Assign) -> list[Statement]:
         target, value = small.targets[0].target, small.value
         if isinstance(target, cst.Name):
             if target.value in self.views:
@@ -268,30 +246,8 @@ class _Function:
             constant = number(value)
             if constant is not None:
                 self.scope.constants[target.value] = constant
-            if isinstance(value, cst.List) and not value.elements:
-                filled = self._filled(target.value, left)
-                if filled is not None:
-                    value = filled
         before, made = self._spelled(small.with_changes(value=self._tile(target, value)))
         return self._with(before, statement, made)
-
-    def _filled(self, name: str, left: list[Statement]) -> Expression | None:
-        """Return the list that the next statement fills; takes the statement away."""
-        following: Any = left[0] if left else None
-        if isinstance(following, cst.SimpleStatementLine):
-            element = _appended(following, name)
-            if element is None:
-                return None
-            left.pop(0)
-            return cst.List([cst.Element(element)])
-        if not isinstance(following, cst.For):
-            return None
-        found = [_appended(s, name) for s in following.body.body]
-        if len(found) != 1 or found[0] is None:
-            return None
-        left.pop(0)
-        iterator = following.iter.with_changes(func=parsed("nl.static_range"))
-        return cst.ListComp(found[0], cst.CompFor(following.target, iterator))
 
     def _tile(self, target: Any, value: Any) -> Any:
         """Return the creation of a tile, zeroed if matmuls sum into it."""
@@ -323,7 +279,7 @@ class _Function:
         (variable,) = (p.name for p in body.params.params)
         bounds = [stop] if number(start) == 0 else [start, stop]
         iterator = cst.Call(parsed("nl.affine_range"), [cst.Arg(bound) for bound in bounds])
-        statements = _without_counters(list(body.body.body), self.counters)  # type: ignore[arg-type]
+        statements = without_counters(list(body.body.body), self.counters)
         block = cst.IndentedBlock(statements)
         return cst.For(variable, iterator, self._nested(block), leading_lines=leading)
 
@@ -428,58 +384,11 @@ def _tensor(dst: Expression) -> Expression:
             return dst
 
 
-def _target(dst: Expression) -> Expression:
+def _target(dst: Expression) -> Any:
     """Return what to assign to: t[...] for a whole tile."""
-    if isinstance(dst, cst.Subscript) or isinstance(dst, cst.Call):
+    if isinstance(dst, (cst.Subscript, cst.Call)):
         return dst
     return subscript(dst, [cst.Index(cst.Ellipsis())])
-
-
-def _appended(statement: Any, name: str) -> Expression | None:
-    """Return what a statement appends to a list, None if it does something else."""
-    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
-        if get_full_name_for_node(small.value.func) == f"{name}.append":
-            return small.value.args[0].value
-    return None
-
-
-def _chosen(test: Expression, body: Any, other: Any) -> Any:
-    """Return one tile of a shape that `test` chooses, for an `if` that makes one in each branch."""
-    made = []
-    for block in (body, other):
-        only = block.body[0] if len(block.body) == 1 else None
-        small = only.body[0] if isinstance(only, cst.SimpleStatementLine) else None
-        if not isinstance(small, cst.Assign) or not isinstance(small.value, cst.Call):
-            return None
-        if text(small.value.func) not in ("nl.ndarray", "nl.zeros"):
-            return None
-        made.append(small)
-    one, two = made
-    shapes = [small.value.args[0] for small in made]
-    two_as_one = two.value.with_changes(args=[shapes[0], *two.value.args[1:]])
-    if text(one.with_changes(value=two_as_one)) != text(one):
-        return None
-    shape = cst.IfExp(test=test, body=shapes[0].value, orelse=shapes[1].value)
-    arguments = [shapes[0].with_changes(value=shape), *one.value.args[1:]]
-    call = one.value.with_changes(args=arguments)
-    return cst.SimpleStatementLine([one.with_changes(value=call)])
-
-
-def _without_counters(statements: Iterable[Any], counters: set[str]) -> list[Statement]:
-    """Return the body of a device loop with its variable where a copy of it in SBUF was."""
-    made: list[Statement] = []
-    renamed: dict[str, Expression] = {}
-    for statement in statements:
-        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-        value = small.value if isinstance(small, cst.Assign) else None
-        if isinstance(value, cst.Call) and isinstance(value.func, cst.Name):
-            if value.func.value in counters:
-                target = cst.ensure_type(small.targets[0].target, cst.Name)  # type: ignore[union-attr]
-                renamed[target.value] = value.args[0].value
-                continue
-        made.append(Names(renamed).edit(statement))
-    return made
 
 
 class _Views(Editor):

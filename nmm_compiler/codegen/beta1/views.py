@@ -131,9 +131,7 @@ class View:
                 if number(inner.size) != 1:
                     terms.append((inner, factor))
             changed = any(a is axis for a, _ in dimension.terms)
-            dimensions.append(
-                Dimension(dimension.start, tuple(terms)) if changed else dimension
-            )
+            dimensions.append(Dimension(dimension.start, tuple(terms)) if changed else dimension)
         axes = (*self.axes[:place], outer, inner, *self.axes[place + 1 :])
         return dataclasses.replace(self, dimensions=tuple(dimensions), axes=axes)
 

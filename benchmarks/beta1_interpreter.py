@@ -1,0 +1,162 @@
+"""Run emitted NKI Beta 1 kernels in an interpreter that is not ours: triton-viz's NKI interpreter.
+
+What it covers, and is used for here: tensors and their views (basic and nl.arange indices,
+reshape), nl.ndarray, nl.zeros, nl.load, nl.store, nl.affine_range, nl.matmul, nl.copy, nl.multiply,
+the unary functions, and its rewriting of loads and stores. What it lacks is in `_names` and `_isa`:
+dtypes and memories, which it takes from neuronxcc, static ranges, and nki.isa, whose functions are
+said here in terms of its own. Its gelu is the tanh one; it knows no fp8 and no DMA transposes.
+
+Needs a clone of github.com/Deep-Learning-Profiling-Tools/triton-viz; nothing of it is installed.
+
+Usage: python benchmarks/beta1_interpreter.py --checkout DIR [--target trn1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import operator
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.beta1_kernels import unpacked
+from nmm_compiler.codegen.build import Kernel, build_kernel
+from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.options import Options
+
+F = {"dtype": "float32"}
+SPECS = (
+    LowRankSpec(m=200, k=300, r=200, n=700, bias=True, activation="silu", **F),
+    LowRankSpec(m=1, k=512, r=128, n=512, **F),
+    LowRankSpec(m=130, k=256, r=129, n=300, base=True, scale=0.5, x_layout="col", out_layout="col",
+                **F),
+    LowRankSharedSpec(m=100, k=300, pairs=((128, (256, 300)), (200, (300,))),
+                      bias=(True, False, True), activation=("identity", "silu", "relu"),
+                      out_layout=("row", "col", "row"), **F),
+    MatmulSpec(m=200, k=500, n=300, out_layout="col", bias=True, w_layout="col", **F),
+    MatmulSpec(m=513, k=257, n=515, activation="relu", **F),
+    GatedMLPUpSpec(m=100, k=300, n=300, gate_r=100, up_r=0, gate_bias=True, **F),
+    GatedMLPSpec(m=100, k=300, n=300, gate_r=100, up_r=200, down_r=129, down_bias=True, **F),
+)  # fmt: skip
+LOOPED = LowRankSpec(m=4200, k=256, r=128, n=512, **F)
+
+
+def interpreter(checkout: Path) -> tuple[Any, Any]:
+    """Return triton-viz's interpreter and its transformer, imported from a clone."""
+    folder = unpacked(checkout, "HEAD", "triton_viz")
+    for name in ("triton_viz", "triton_viz.core"):  # without their doors, which want an install
+        package = sys.modules[name] = types.ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+    for name in ("nki", "nki.language", "nki.isa"):
+        sys.modules[f"neuronxcc.{name}"] = types.ModuleType(f"neuronxcc.{name}")
+    nki, nl, nisa = (sys.modules[f"neuronxcc.{n}"] for n in ("nki", "nki.language", "nki.isa"))
+    sys.modules["neuronxcc"] = types.ModuleType("neuronxcc")
+    sys.modules["neuronxcc"].nki, nki.language, nki.isa = nki, nl, nisa
+    vars(nl).update(_names())
+    found = importlib.import_module("triton_viz.core.simulation.nki")
+    found.nki_patch_lang()
+    nl.add, nl.maximum = operator.add, lambda x, least: found.nki_builder.relu(x + -least) + least
+    vars(nisa).update(_isa(found))
+    return found, importlib.import_module("triton_viz.core.frontend.nki_transform")
+
+
+def _names() -> dict[str, Any]:
+    """Return what the interpreter takes from neuronxcc: dtypes, memories, other ranges."""
+    memories = {name: name for name in ("sbuf", "psum", "hbm", "shared_hbm")}
+    ranges = {"static_range": range, "sequential_range": range}
+    return {"float32": np.float32, "par_dim": int, "broadcast_to": None, **memories, **ranges}
+
+
+def _isa(viz: Any) -> dict[str, Any]:
+    """Return functions of nki.isa in terms of the interpreter's own."""
+    builder = viz.nki_builder
+
+    def activation(
+        op: Any, data: Any, bias: Any = None, scale: Any = 1.0, dtype: Any = None
+    ) -> Any:
+        scaled = builder.multiply(data, scale)
+        return op(scaled if bias is None else scaled + bias)
+
+    def tensor_scalar(
+        data: Any, op0: Any, operand0: Any, op1: Any = None, operand1: Any = None, dtype: Any = None
+    ) -> Any:
+        first = op0(data, operand0)
+        return first if op1 is None else op1(first, operand1)
+
+    def scalar_tensor_tensor(
+        data: Any, op0: Any, operand0: Any, op1: Any, operand1: Any, dtype: Any = None
+    ) -> Any:
+        return op1(op0(data, operand0), operand1)
+
+    return {
+        "activation": activation,
+        "tensor_scalar": tensor_scalar,
+        "scalar_tensor_tensor": scalar_tensor_tensor,
+        "tensor_tensor": lambda data1, data2, op, dtype=None: op(data1, data2),
+        "tensor_copy": lambda src, engine=None, dtype=None: builder.copy(src),
+        "nc_matmul": lambda stationary, moving: builder.matmul(
+            stationary, moving, transpose_x=True
+        ),
+        "nc_transpose": lambda data, engine=None: builder.load_transpose2d(data),
+        "memset": lambda shape, value, dtype: viz.NDArray(value=np.full(shape, value, dtype)),
+        "vector_engine": "vector",
+        "tensor_engine": "tensor",
+        "scalar_engine": "scalar",
+    }
+
+
+def run(kernel: Kernel, viz: Any, transform: Any) -> tuple[str, bool]:
+    """Return what became of a kernel in the interpreter, and whether it is right."""
+    viz.nki_builder.shared_hbm_arrays = {}
+    scope: dict[str, Any] = {}
+    code = compile(transform.transform_code(kernel.source), f"{kernel.name}.py", "exec")
+    exec(code, scope)  # noqa: S102  (a kernel that this process has emitted)
+    arrays = random_arrays(kernel.spec, seed=5)
+    results = scope[kernel.name](*(viz.NDArray(value=array.copy()) for array in arrays))
+    several = results if isinstance(results, tuple) else (results,)
+    got = tuple(result.data.astype(np.float64) for result in several)
+    wanted, bound, typical = (
+        value if isinstance(value, tuple) else (value,)
+        for value in (
+            kernel.spec.reference(*arrays),
+            kernel.spec.error_bound(*arrays),
+            kernel.spec.typical_error(*arrays),
+        )
+    )
+    proof = compare(kernel.name, got, wanted, bound, typical)
+    share = f"{100 * proof.max_bound_share:.1f} % of its bound"
+    return f"{'right' if proof.passed else 'WRONG'}, {share}", proof.passed
+
+
+def main() -> int:
+    """Build every kernel, run it in the interpreter, print a line each; 1 unless all are right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkout", type=Path, required=True, help="clone of triton-viz")
+    parser.add_argument("--target", default="trn1")
+    given = parser.parse_args()
+    plain, small = Options(cache="off"), Options(cache="off", instruction_budget=100)
+    kernels = [
+        build_kernel(spec, given.target, dialect="neuronxcc", options=options)
+        for spec, options in [*((spec, plain) for spec in SPECS), (LOOPED, small)]
+    ]
+    viz, transform = interpreter(given.checkout)
+    good = True
+    for kernel in kernels:
+        said, right = run(kernel, viz, transform)
+        good = good and right
+        loop = ", a loop over blocks" if kernel.schedule.to_dict().get("m_loop") else ""
+        print(f"{kernel.spec}{loop}: {said}")
+    return not good
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,61 @@
+"""Loops of a kernel that Beta 1 spells another way: on the device, and around its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from nmm_compiler.codegen.beta1.expressions import Expression, integer, number, text
+from nmm_compiler.codegen.beta1.views import Names
+from nmm_compiler.codegen.fold_constants import BodyFolder
+from nmm_compiler.codegen.trees import nodes
+from nmm_compiler.errors import DialectError
+
+Statement = cst.BaseStatement
+
+
+def unrolled(body: Sequence[Statement]) -> list[Statement]:
+    """Return a kernel's statements with loops that make tensors in shared HBM written out.
+
+    Beta 1 makes them at the top level of a kernel only (err_shared_hbm_must_in_kernel_level).
+    """
+    folder = BodyFolder({}, {}, named=True)
+    made: list[Statement] = []
+    for statement in body:
+        folded = folder.fold([statement])
+        if not (isinstance(statement, cst.For) and "nl.shared_hbm" in text(statement)):
+            made.append(statement)
+            continue
+        iterator: Any = folded[0]
+        bounds = [number(arg.value) for arg in iterator.iter.args]
+        if None in bounds:
+            raise DialectError(f"results made in a loop of {text(iterator.iter)}")
+        for turn in range(*bounds):  # type: ignore[arg-type]
+            once = [cst.Arg(integer(turn)), cst.Arg(integer(turn + 1))]
+            lone = statement.with_changes(iter=statement.iter.with_changes(args=once))
+            made += folder.fold([lone])
+    return made
+
+
+def is_counter(function: cst.FunctionDef) -> bool:
+    """Return whether a function stores a loop's variable in SBUF: an index by itself in Beta 1."""
+    names = {get_full_name_for_node(n.func) for n in nodes(function) if isinstance(n, cst.Call)}
+    return names == {"nl.ndarray", "nisa.register_store"}
+
+
+def without_counters(statements: Iterable[Any], counters: set[str]) -> list[Statement]:
+    """Return the body of a device loop with its variable where a copy of it in SBUF was."""
+    made: list[Statement] = []
+    renamed: dict[str, Expression] = {}
+    for statement in statements:
+        small: Any = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+        call: Any = small.value if isinstance(small, cst.Assign) else None
+        if isinstance(call, cst.Call) and get_full_name_for_node(call.func) in counters:
+            target = cst.ensure_type(small.targets[0].target, cst.Name)
+            renamed[target.value] = call.args[0].value
+        else:
+            made.append(Names(renamed).edit(statement))
+    return made
