@@ -79,6 +79,8 @@ NAMED = {
                            "convolution"),
     "3x3, then 1x1": (lambda p, x: F.conv2d(F.conv2d(x, p.c3), p.c2), "convolution"),
     "patches": (lambda p, x: L(F.conv2d(x, p.patch, stride=4).flatten(2).mT, p.b), "convolution"),
+    "no sum": (lambda p, x: L(x, p.a)[..., None] * p.b.t(), "unsummed"),
+    "no sum, the other way round": (lambda p, x: p.b * L(x, p.a)[..., None, :], "unsummed"),
     "an embedding": (lambda p, x: L(F.embedding(x, p.table), p.b), "embedding"),
 }  # fmt: skip
 INPUTS = {

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from nmm_compiler.passes.pipeline import run
+from nmm_compiler.passes.pipeline import explain, run
 
 
 class Model(nn.Module):
@@ -176,3 +176,17 @@ def test_a_base_that_is_subtracted_keeps_its_sign():
     result = run(fx.symbolic_trace(model), (x,))
     torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 256)
     assert "lora" not in [match.kind for match in result.rewritten]
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_an_uncompressed_llama_has_no_refusals(tokens):
+    """Dense layers, rotary embeddings and attention are no chains that something hinders."""
+    pytest.importorskip("transformers")
+    from models import MODELS
+
+    model, _ = MODELS["llama"]()
+    found = explain(model.eval(), torch.arange(tokens).view(1, tokens))
+    assert not found.matches
+    assert not found.declined, str(found)
+    assert "left alone" not in str(found)
+    assert found.opportunities

@@ -1,7 +1,7 @@
 """Names graphs that look like low-rank chains but have no kernel, with the way out.
 
 conv2d(conv2d(x, 3x3), 1x1), patch embedding then projection, embedding then projection,
-linear(cat(h1, h2), [b1 | b2]), 1x1 convolutions with a stride
+linear(cat(h1, h2), [b1 | b2]), 1x1 convolutions with a stride, (x @ a)[..., None] * b without a sum
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from nmm_compiler.passes.graph.canonical_forms import Key, Opaque, Product
 from nmm_compiler.passes.graph.torch_names import Call
 
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
+SPREAD = "mul"  # opaque where it is larger than both of its operands, else a scale
 _TABLES = frozenset({"embedding"})
 
 
 def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
     """Return why a product or a convolution is not part of the chain that it resembles."""
+    if isinstance(form, Opaque) and form.name == SPREAD:
+        assert isinstance(key, fx.Node)
+        return _unsummed(c, key)
     if isinstance(form, Opaque):
         assert isinstance(key, fx.Node)
         call = Call(key, form.name)
@@ -47,6 +51,33 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
         if behind.name in ("cat", "concat", "concatenate") and _of_products(c, base):
             return Refusal("concatenated", "inner values are joined before the second product",
                            base, "add up the chains: h1 @ v1 + h2 @ v2 is one call")  # fmt: skip
+    return None
+
+
+def _unsummed(c: Canonical, key: fx.Node) -> Refusal | None:
+    """Name a second factor that multiplies element by element, with nothing summed."""
+    operands = [operand for operand in key.all_input_nodes if operand in c.views]
+    if len(operands) != 2:
+        return None
+    for value, factor in (operands, operands[::-1]):
+        base = c.base(value)[0]
+        inner = c.forms[base]
+        made, whole = c.shape(base) or (), c.shape(key) or ()
+        if not isinstance(inner, Product) or not c.is_weight(factor) or len(whole) <= len(made):
+            continue
+        first = inner.rhs if c.is_weight(inner.rhs) else inner.lhs
+        sizes = [*(c.shape(c.base(first)[0]) or ()), *(c.shape(factor) or ())]
+        if not c.is_weight(first) or not all(isinstance(s, int) for s in sizes):
+            continue
+        r = made[-1]
+        if not isinstance(r, int):
+            continue
+        parts = (c.shape(c.base(first)[0]) or (), c.shape(factor) or ())
+        (k, rest), (n, more) = (divmod(math.prod(map(int, shape)), r) for shape in parts)
+        if rest == more == 0 and r * (k + n) < k * n:
+            reason = "the second factor multiplies element by element, and nothing is summed"
+            remedy = "sum over the inner dimension, as (x @ a) @ b does"
+            return Refusal("unsummed", reason, key, remedy)
     return None
 
 

@@ -13,13 +13,19 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
-from nmm_compiler.passes.chains.near_misses import CONVOLUTIONS, near_miss
+from nmm_compiler.passes.chains.near_misses import CONVOLUTIONS, SPREAD, near_miss
 from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.safety import refuse
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Key, Opaque, Product, Virtual, owner_of
+from nmm_compiler.passes.graph.canonical_forms import (
+    Key,
+    Opaque,
+    Product,
+    Virtual,
+    owner_of,
+)
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
 
@@ -73,10 +79,10 @@ class LowRank(KernelRule):
     name = "lowrank"
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every product at the node, and convolutions."""
+        """Propose every product at the node, and what may look like a factor and is none."""
         yield from products_at(graph, node)
         form = graph.forms.get(node)
-        if isinstance(form, Opaque) and form.name in CONVOLUTIONS:
+        if isinstance(form, Opaque) and form.name in (*CONVOLUTIONS, SPREAD):
             yield node, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
