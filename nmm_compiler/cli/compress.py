@@ -90,7 +90,7 @@ def compress(
     if out_dir.exists() and not out_dir.is_dir():
         raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
     transformers = models.require_transformers("nmm compress")
-    with console.status(Text(f"loading {model_dir}")):
+    with Console(markup=False, stderr=True).status(Text(f"loading {model_dir}")):
         model, tokenizer = _load(model_dir)
     batches = None
     if text is not None:

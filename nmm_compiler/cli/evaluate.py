@@ -31,7 +31,7 @@ def evaluate(
 
     console = Console(markup=False)
     models.require_transformers("nmm eval")
-    with console.status(Text(f"evaluating {model_dir}")):
+    with Console(markup=False, stderr=True).status(Text(f"evaluating {model_dir}")):
         report = run(model_dir, tasks, dense=dense, limit=limit, batch_size=batch)
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     if json is not None:

@@ -48,10 +48,9 @@ def explain(
     from nmm_compiler.cli.predicted import predict_loaded, predicted_parts
     from nmm_compiler.passes.pipeline import explain as run
 
-    console = Console(markup=False)
-    with console.status(Text(f"loading {model}")):
+    with Console(markup=False, stderr=True).status(Text(f"loading {model}")):
         loaded, inputs = models.load(model, tokens)
-    with console.status("tracing and matching"):
+    with Console(markup=False, stderr=True).status("tracing and matching"):
         named: dict[str, Any] = dict(inputs)
         taken = sorted({"model", "options", "rules"} & set(named))
         if taken:
@@ -63,7 +62,7 @@ def explain(
     if predict or html is not None:
         dense = not any(match.rewritten for match in report.matches)
         ratio = 0.2 if dense and report.opportunities else None
-        with console.status("predicting the whole model"):
+        with Console(markup=False, stderr=True).status("predicting the whole model"):
             try:
                 made = predict_loaded(model, loaded, inputs, target, ratio)
             except NmmError as error:

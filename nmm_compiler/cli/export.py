@@ -37,9 +37,9 @@ def export(
     from nmm_compiler.mlir.export import export_mlir
 
     console = Console(markup=False)
-    with console.status(Text(f"loading {model}")):
+    with Console(markup=False, stderr=True).status(Text(f"loading {model}")):
         loaded, inputs = models.load(model, tokens)
-    with console.status("tracing, rewriting, lowering"):
+    with Console(markup=False, stderr=True).status("tracing, rewriting, lowering"):
         module = export_mlir(
             loaded,
             inputs,

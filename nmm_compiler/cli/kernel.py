@@ -137,7 +137,7 @@ def kernel(
         if print_source:
             print(built.source, end="")
         if proof is not None:
-            show(f"check     {proof}", style="green" if proof.passed else "red")
+            show([Line(f"check     {proof}", hang=10)], style="green" if proof.passed else "red")
     if html is not None:
         parts: list[Part] = [Line(f"{built.spec} as {built.schedule}")]
         parts += [Line(str(proof), "plain" if proof.passed else "warning")] if proof else []

@@ -52,7 +52,7 @@ def plan(
     def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    with console.status(Text(f"reading {config}")) as status:
+    with Console(markup=False, stderr=True).status(Text(f"reading {config}")) as status:
         made = run(
             config,
             targets=listed(target, str),

@@ -14,6 +14,7 @@ from nmm_compiler.cli.kernel_arguments import Arguments, arguments_of, save
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.report.parts import Line
 
 _MODULES = (
     "ml_dtypes",
@@ -111,7 +112,7 @@ def simulate(
     else:
         show(found["text"])
         for note in found["notes"]:
-            show(note, style="red" if "DIFFERS" in note else "")
+            show([Line(note)], style="red" if "DIFFERS" in note else "")
     if not found["passed"]:
         raise typer.Exit(1)
 

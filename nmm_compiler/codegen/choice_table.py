@@ -21,7 +21,7 @@ def schedule_table(choices: Sequence[Choice]) -> Grid:
             str(i), simulated, f"{choice.cost_us:.1f}", f"{choice.instructions:,}",
             str(choice.schedule) if i == 0 else ", ".join(differs),
         ))  # fmt: skip
-    head = ("rank", "simulated us", "closed form us", "instructions", "differs from rank 0 in")
+    head = ("rank", "us", "closed form us", "instr", "differs from rank 0 in")
     return Grid.of(head, rows, right=head[:-1])
 
 

@@ -142,7 +142,7 @@ class CompressionReport(Shown, Record):
 
     def page_parts(self) -> list[Part]:
         """Return the summary, charts of rank and error per layer, then the table."""
-        summary, table = self.parts()
+        summary, *table = self.parts()
         ranks = [
             Bar(layer.name, (float(layer.parameters), float(layer.removed)))
             for layer in self.layers
@@ -163,7 +163,7 @@ class CompressionReport(Shown, Record):
         if self.layers:
             text = "parameters kept and removed of each layer"
             charts.append(bars(ranks, ("kept", "removed"), "parameters", text))
-        return [summary, *charts, table]
+        return [summary, *charts, *table]
 
     def __repr__(self) -> str:
         return f"<CompressionReport: {self.summary()}>"
@@ -186,11 +186,13 @@ class CompressionReport(Shown, Record):
             (skip.name, " x ".join(map(str, skip.shape)), "-", "-", "-", "-", skip.reason)
             for skip in self.skipped
         ]
-        figures = ("n x k", "rank", "removed", "weight error", "output error")
+        figures = ("n x k", "rank", "removed", "weight", "output")
         return [
             Line(self.summary(), "headline"),
             Grid.of(("layer", *figures, "note"), rows, right=figures),
-        ]
+            Line("weight, output: relative error of the weight, and of the output over calibration",
+                 "note"),
+        ]  # fmt: skip
 
 
 def _figure(value: float | None) -> str:

@@ -80,13 +80,17 @@ class Plan(Shown, Record):
         made: list[Part] = [
             Line(text, "headline" if i == 0 else "plain") for i, text in enumerate(self.verdict())
         ]
-        head = ("target", "tp", "batch", "prompt", "context", "ratio", "TTFT ms", "gain",
-                "TPOT ms", "gain", "tokens/s", "GiB a core", "fits")  # fmt: skip
+        head = ("on", "tp", "batch", "prompt", "context", "ratio", "TTFT ms", "gain", "TPOT ms",
+                "gain", "tok/s", "GiB", "fits")  # fmt: skip
         rows = [_cells(p) for p in self.predictions]
-        made.append(Grid(head, tuple(rows), head[1:-1]))
+        same = [i for i in range(_SETTINGS) if len({row[i] for row in rows}) == 1]
+        shown = [i for i in range(len(head)) if i not in same]
+        made.append(Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)))
+        grid = [tuple(row[i] for i in shown) for row in rows]
+        made.append(Grid.of([head[i] for i in shown], grid, head[1:-1]))
         made.append(
-            Line("predicted, not measured; gains are over our dense kernels in the same setting",
-                 "note")
+            Line("predicted, not measured; gains are over our dense kernels in the same setting; "
+                 "GiB are those of one core", "note")
         )  # fmt: skip
         made += [Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused]
         gains = [(p, _gain(p)) for p in self.predictions if p.gain]
@@ -191,6 +195,9 @@ def _setting(p: ModelPrediction) -> str:
     return (
         f"{p.target}, tp {p.tp}, batch {p.batch}, prompt {p.prompt}, context {p.context}, {ratio}"
     )
+
+
+_SETTINGS = 5  # columns of `_cells` that say which setting a row is of
 
 
 def _cells(p: ModelPrediction) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ def make():
 # Open what is folded with the button, then say what stands there and what has a size on the screen.
 READER = """
 const drawn = [...document.querySelectorAll("figure > svg")];
-const all = [...document.querySelectorAll("button")].find(b => b.textContent.startsWith("open all"));
+const buttons = [...document.querySelectorAll("button")];
+const all = buttons.find(b => b.textContent.startsWith("open all"));
 const folded = document.querySelectorAll("details:not([open])").length;
 all.click();
 const named = text => [...document.querySelectorAll("summary")].filter(s => s.textContent == text);

@@ -160,6 +160,9 @@ class Rule:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.name}>"
+
 
 class KernelRule(Rule):
     """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
