@@ -1,0 +1,172 @@
+"""Every construct of every emitted kernel has an AWS document, or a kernel of AWS, that allows it.
+
+`python tests/codegen/test_conformance.py` prints docs/conformance.md from conformance.toml.
+"""
+
+import itertools
+import random
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from nmm_compiler.codegen.choose import on_device
+from nmm_compiler.codegen.emitted_file import kernel_source
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.nki_api.api import VERSIONS
+from nmm_compiler.nki_api.lint import lint_source, oldest_version
+from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.targets import get
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "kernels")]
+from constructs import of_source, of_trace  # noqa: E402
+from specs import SPECS  # noqa: E402
+
+ROWS = tomllib.loads((HERE / "conformance.toml").read_text(encoding="utf-8"))["row"]
+KNOWN = {construct for row in ROWS for construct in row["constructs"]}
+PAGE = HERE.parents[1] / "docs" / "conformance.md"
+GOLDEN = HERE.parent / "golden"
+DOCUMENTS = (
+    "nki-language-guide", "nki-library d2ad3a5, ", "nki.", "nki-dge", "nki/", "release notes of NKI"
+)  # fmt: skip
+# A kernel that fails is shown as it was drawn: to shrink it takes minutes.
+RANDOM = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": (Phase.explicit, Phase.generate),
+}
+
+
+def drawn(family, data):
+    """Return an emitted kernel of any spec and any legal schedule, half of them with a loop."""
+    spec = data.draw(SPECS[family], label="spec")
+    target = get(data.draw(st.sampled_from(("trn2", "trn3")), label="target"))
+    order = random.Random(data.draw(st.integers(0, 10**6), label="order"))
+    candidates = list(itertools.islice(FAMILIES[family].candidates(spec, target), 400))
+    order.shuffle(candidates)
+    schedule = next(s for s in candidates if _legal(s, spec, target))
+    if order.random() < 0.5:
+        schedule = on_device(spec, schedule, target) or schedule
+    name, source = kernel_source(spec, schedule, target)
+    return spec, target, name, source
+
+
+def _legal(schedule, spec, target):
+    try:
+        schedule.check(spec, target)
+    except (CapacityError, SpecError):
+        return False
+    return True
+
+
+def check_kernel(family, data, folder):
+    """Every construct has a row; the lint finds what is too young, and nothing else."""
+    spec, target, name, source = drawn(family, data)
+    path = folder / "kernel.py"
+    path.write_text(source, encoding="utf-8")
+    arrays = [ArraySpec(t.shape, t.dtype) for t in spec.inputs()]
+    run = simulate(f"{path}:{name}", *arrays, target=target, mode="timing")
+    assert not run.warnings, run.warnings
+    new = (of_source(source) | of_trace(run.trace.instructions)) - KNOWN
+    assert not new, f"{new}: add rows to conformance.toml, with the document that allows them"
+    check_versions(source)
+
+
+def check_versions(source):
+    """No findings from the oldest version that has every name; below it, only those names."""
+    oldest = oldest_version(source)
+    views = re.search(r"\.(reshape_dim|permute|broadcast|select)\(", source)
+    assert oldest == ("0.6" if "fori_loop" in source else "0.5" if views else "0.3")
+    for version in VERSIONS:
+        findings = lint_source(source, nki=version)
+        if version >= oldest:
+            assert findings == ()
+            continue
+        assert {f.code for f in findings} == {"NKI-E102"}, findings
+        named = {re.sub(r".* (\S+) (came|since).*", r"\1", f.message) for f in findings}
+        young = {"nki.language.fori_loop"} if version == "0.5" else named
+        assert named == young
+        if version < "0.5":
+            assert any("()" in name for name in named), named  # views came with 0.5
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda p: p.stem)
+def test_the_goldens(path):
+    source = path.read_text(encoding="utf-8")
+    assert of_source(source) <= KNOWN
+    check_versions(source)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@given(data=st.data())
+@settings(max_examples=4, **RANDOM)
+def test_random_kernels(tmp_path, family, data):
+    check_kernel(family, data, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", list(FAMILIES))
+@given(data=st.data())
+@settings(max_examples=60, **RANDOM)
+def test_many_random_kernels(tmp_path, family, data):
+    check_kernel(family, data, tmp_path)
+
+
+def test_every_row_has_a_source_and_every_construct_one_row():
+    for row in ROWS:
+        assert row["source"].startswith(DOCUMENTS), row
+        assert row["says"].endswith("."), row
+        assert row["constructs"], row
+    every = [construct for row in ROWS for construct in row["constructs"]]
+    assert len(every) == len(set(every))
+
+
+def test_a_new_construct_is_found():
+    kernel = '@nki.jit\ndef k(x):\n    """Return x."""\n    {}\n    return x\n'
+    for line in (
+        "nisa.nc_transpose(dst=x, data=x, engine=nisa.engine.vector)",
+        "nisa.dma_transpose(dst=x, src=x, axes=(3, 1, 2, 0))",
+        "x.rearrange('a b -> b a')",
+        "for i in nl.affine_range(4): pass",
+        "nl.fori_loop(0, 4, x)",
+        "y = [i for i in x]",
+        "nisa.tensor_copy(dst=x, src=x, engine=nisa.vector_engine)",
+        "y = x[0:4, 1, 2]",
+    ):
+        assert of_source(kernel.format(line)) - KNOWN, line
+    assert not of_source(kernel.format("nisa.dma_copy(dst=x, src=x)")) - KNOWN
+
+
+INTRODUCTION = """\
+# Conformance
+
+Every construct that emitted kernels hold, {count} of them, and where AWS allows it: a document, of
+Neuron SDK 2.32 unless it says otherwise, or a kernel of AWS that has the same (`nki-library`,
+commit d2ad3a5, files under `src/nkilib_src/nkilib`). Calls are shown with what is fixed in them;
+`op: memory dtype from ...`, `op reads` and `op writes` are of runs in the simulator.
+`tests/codegen/test_conformance.py` walks the goldens and random kernels, fails on a construct
+without a row, and prints this page when it is run as a script. No emitted kernel ran on a device
+yet: see [Neuron](neuron.md)."""
+
+
+def page():
+    """Return the text of docs/conformance.md."""
+    lines = [INTRODUCTION.format(count=len(KNOWN))]
+    for row in ROWS:
+        lines += ["", f"## {row['says']}", "", f"Source: {row['source']}.", ""]
+        lines += [f"- `{construct}`" for construct in row["constructs"]]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run this file as a script"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
