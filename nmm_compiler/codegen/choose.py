@@ -194,6 +194,7 @@ def ordered(schedule: Any, spec: KernelSpec, target: Target) -> Any:
         schedule,
         own_queue=target.dma_generates_descriptors,
         ahead=schedule.most_ahead(spec, target),
+        tail=schedule.short_tail(spec, target),
     )
 
 

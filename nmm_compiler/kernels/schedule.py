@@ -19,6 +19,8 @@ from nmm_compiler.kernels.tiling import LOADED, LOADS, ORDERS, turned_loads
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
+# Tokens of a last tile that are stored in short runs, a run for each token and partition.
+SHORT_TAIL = 8
 # Panels of weights that are loaded ahead: their time covers the start of a DMA many times over.
 MOST_AHEAD = 8
 
@@ -67,6 +69,8 @@ class KernelSchedule(Record):
         that writes descriptors on the device can, and the chooser sets it there.
     ahead: so many panels of weights are loaded before the results of the one before them are
         stored; the chooser sets what SBUF holds.
+    tail: a last tile of at most so many tokens moves past stationary weights, where the results are
+        whole tiles of rows without a bias; the chooser sets it.
     """
 
     x: Operand
@@ -74,6 +78,7 @@ class KernelSchedule(Record):
     m_block: int
     own_queue: bool = False
     ahead: int = 0
+    tail: int = 0
 
     remedies: ClassVar[Mapping[str, str]]  # SBUF buffer -> the field that decides its size
     kept: ClassVar[Operand] = Operand(load="none")  # the intermediate
@@ -160,6 +165,11 @@ class KernelSchedule(Record):
         for name, lies_right in self.loads(spec).items():
             check_load(name, attrgetter(name)(self), lies_right, spec.dtype, target)
         check_name("k_order", self.k_order, ORDERS)
+        if self.tail and (spec.fp8 or not target.dma_generates_descriptors):
+            raise SpecError(
+                "schedule: tail stores short runs by descriptors that the device writes, and takes "
+                f"no scales; drop tail for {spec.dtype} on {target.name}"
+            )
         if self.own_queue and not target.dma_generates_descriptors:
             raise SpecError(
                 f"schedule: own_queue needs descriptors that the device writes, and {target.name} "
@@ -241,6 +251,12 @@ class KernelSchedule(Record):
             return 0
         panel = self.panel_bytes(spec)
         return MOST_AHEAD if not panel else min(MOST_AHEAD, 1 + room // panel)
+
+    def short_tail(self, spec: Any, target: Target) -> int:
+        """Return the tokens of a last tile that is worth holding the weights stationary for."""
+        left = spec.m % 128
+        short = spec.m > 128 and left <= SHORT_TAIL and not spec.fp8
+        return left if short and target.dma_generates_descriptors else 0
 
     def panel_bytes(self, spec: Any) -> int:
         """Return bytes per partition that one more panel of the last weights takes."""

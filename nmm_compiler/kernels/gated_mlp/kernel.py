@@ -183,7 +183,8 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
     k = spec.k
     n = spec.n
     order = schedule.k_order
-    result = Result(out, False, schedule.own_queue)
+    tail = schedule.tail if spec.k % 128 == 0 and not spec.down_bias else 0
+    result = Result(out, False, schedule.own_queue, tail)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
     p_dtype = (

@@ -156,8 +156,9 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule):
     product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide)
     epilogue = Epilogue(held.y_scale_sb, held.bias_sb, spec.scales, spec.bias, spec.activation)
     if spec.out_layout == "row" and not schedule.v_stationary:
-        result = Result(out, False, schedule.own_queue)
+        whole = spec.n % 128 == 0 and not spec.bias and not spec.base
+        result = Result(out, False, schedule.own_queue, schedule.tail if whole else 0)
         expand_rows(result, left, right, base, at, product, epilogue)
     else:
-        result = Result(out, spec.out_layout == "row", schedule.own_queue)
+        result = Result(out, spec.out_layout == "row", schedule.own_queue, 0)
         expand_columns(result, left, right, base, at, product, epilogue)

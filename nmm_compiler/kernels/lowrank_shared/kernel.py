@@ -150,10 +150,11 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
             epilogue = Epilogue(None, bias_sb, None, bias_of[j] >= 0, activations[j])
             at = Block(m0, tokens)
             if stationary[j]:
-                result = Result(outs[j], out_layouts[j] == "row", schedule.own_queue)
+                result = Result(outs[j], out_layouts[j] == "row", schedule.own_queue, 0)
                 expand_columns(result, left, right, base, at, product, epilogue)
             else:
-                result = Result(outs[j], False, schedule.own_queue)
+                tail = schedule.tail if ns[j] % 128 == 0 and bias_of[j] < 0 else 0
+                result = Result(outs[j], False, schedule.own_queue, tail)
                 expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 

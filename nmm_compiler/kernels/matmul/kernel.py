@@ -77,7 +77,8 @@ def matmul_block(out, x, right: Weight, epilogue: Epilogue, at: Block, spec, sch
     left = Strip(x_sb, x, schedule.x)
     product = Product(spec.k, spec.n, schedule.k_order, spec.k, schedule.double_row, False)
     base = Base(None, None, 0, "rows", 128, schedule.k_order)
-    result = Result(out, False, schedule.own_queue)
+    whole = spec.n % 128 == 0 and not spec.bias
+    result = Result(out, False, schedule.own_queue, schedule.tail if whole else 0)
     if spec.out_layout == "row":
         expand_rows(result, left, right, base, at, product, epilogue)
     else:

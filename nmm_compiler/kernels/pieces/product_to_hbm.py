@@ -6,7 +6,7 @@ The left factor has its contraction index on the partitions. A weight is loaded 
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import finish_columns, finish_rows, load, store, store_rows
+from .loads_and_stores import activate, finish_columns, finish_rows, load, store, store_rows
 from .records import Base, Block, Epilogue, Part, Product, Result, Strip, Weight
 
 
@@ -88,6 +88,11 @@ def expand_rows(
         for mt in range((at.tokens + 127) // 128):
             ms = 128 * mt
             mw = min(128, at.tokens - ms)
+            if mw <= result.tail and not right.plan.stream:
+                rows = result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns]
+                s_sb = left.strip[0:128, 0 : (product.k + 127) // 128, ms : ms + mw]
+                expand_tail(rows, s_sb, w_sb, columns, product, epilogue)
+                continue
             y_sb = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
             for n1 in range(0, columns, 512 * right.plan.group):
                 group = (min(512 * right.plan.group, columns - n1) + 511) // 512
@@ -168,6 +173,29 @@ def expand_rows(
             store(
                 result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
             )
+
+
+def expand_tail(rows, s_sb, w_sb, columns, product: Product, epilogue: Epilogue):
+    """Store a panel of y for a few tokens: weights stationary, which costs half of a whole tile."""
+    tokens = s_sb.shape[2]
+    k_tiles = (product.k + 127) // 128
+    n_tiles = columns // 128
+    y_sb = nl.ndarray((128, tokens, n_tiles), dtype=rows.dtype, buffer=nl.sbuf)
+    for n1 in range(0, n_tiles, 512 // tokens):
+        group = min(512 // tokens, n_tiles - n1)
+        sums = nl.ndarray((128, group, tokens), dtype=nl.float32, buffer=nl.psum)
+        for kt in range(k_tiles):
+            kp = min(128, product.k - 128 * kt)
+            for i in range(group):
+                nisa.nc_matmul(
+                    dst=sums[0:128, i, 0:tokens],
+                    stationary=w_sb[0:kp, kt, n1 + i : columns : n_tiles],
+                    moving=s_sb[0:kp, kt, 0:tokens],
+                    accumulate=kt > 0,
+                )
+        y_part = y_sb[0:128, 0:tokens, n1 : n1 + group].permute((0, 2, 1))
+        activate(y_part, sums, epilogue.activation, 0)
+    store(rows.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)), y_sb, True)
 
 
 def expand_columns(

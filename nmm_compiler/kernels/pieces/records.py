@@ -160,12 +160,13 @@ class Result(nl.NKIObject):
     """A result in HBM.
 
     as_rows: tokens first, though the outputs are on the partitions. own_queue: stores have a queue
-    of their own.
+    of their own. tail: a last tile of at most so many tokens moves past stationary weights.
     """
 
     out: object
     as_rows: bool
     own_queue: bool
+    tail: int
 
 
 @dataclass
