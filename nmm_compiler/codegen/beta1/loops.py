@@ -224,18 +224,18 @@ def _of_list(node: Any) -> bool:
     return isinstance(index, cst.Index) and not isinstance(index.value, cst.Ellipsis)
 
 
-def _read_first(body: Sequence[Any]) -> set[str]:
+def read_first(body: Sequence[Any]) -> set[str]:
     """Return the names that statements may read before they assign them."""
     read: set[str] = set()
     assigned: set[str] = set()
     for statement in body:
         if isinstance(statement, cst.For):
-            inner = _read_first(statement.body.body) - {statement.target.value}  # type: ignore[attr-defined]
+            inner = read_first(statement.body.body) - {statement.target.value}  # type: ignore[attr-defined]
             read |= (names_used([statement.iter]) | inner) - assigned
         elif isinstance(statement, (cst.If, cst.Else)):
             test = names_used([statement.test]) if isinstance(statement, cst.If) else set()
             other = [statement.orelse] if isinstance(statement, cst.If) and statement.orelse else []
-            read |= (test | _read_first(statement.body.body) | _read_first(other)) - assigned
+            read |= (test | read_first(statement.body.body) | read_first(other)) - assigned
         else:
             read |= names_used([statement]) - assigned
             assigned |= assigned_names([statement])
@@ -245,9 +245,9 @@ def _read_first(body: Sequence[Any]) -> set[str]:
 def _live(body: Sequence[Any], after: set[str]) -> Iterator[tuple[cst.For, set[str]]]:
     """Yield each loop with the names that are read after one of its iterations."""
     for place, statement in enumerate(body):
-        following = after | _read_first(body[place + 1 :])
+        following = after | read_first(body[place + 1 :])
         if isinstance(statement, cst.For):
-            following |= _read_first(statement.body.body)
+            following |= read_first(statement.body.body)
             yield statement, following
         if isinstance(statement, (cst.For, cst.If, cst.Else)):
             yield from _live(statement.body.body, following)

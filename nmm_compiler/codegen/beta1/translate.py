@@ -35,7 +35,7 @@ from nmm_compiler.codegen.beta1.expressions import (
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, keyword
 from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, without_counters
 from nmm_compiler.codegen.beta1.layout import laid_out
-from nmm_compiler.codegen.beta1.loops import with_iterators
+from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
 from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
 from nmm_compiler.codegen.fold_constants import assigned_names
@@ -221,7 +221,7 @@ class _Function:
 
     def _sunk(self, statement: cst.If, left: list[Statement]) -> tuple[cst.If, list[Statement]]:
         """Return an `if` whose branches define a view, with what uses the view in each branch."""
-        views = self.views & assigned_names([statement])
+        views = self.views & assigned_names([statement]) & read_first(left)
         uses = [place for place, s in enumerate(left) if names_used([s]) & views]
         if not uses:
             return statement, left
