@@ -74,21 +74,39 @@ def wrapped(text: str, width: int, indent: int = 0, hang: int = 4) -> list[str]:
 
 
 def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
-    """Return a table as aligned lines under its head, the last column wrapped to the width."""
+    """Return a table as aligned lines under its head, the last column wrapped to the width.
+
+    Where that is not enough, the widest other column of words wraps too.
+    """
     rows = [grid.head, *grid.rows]
     count = len(grid.head)
     widths = [max(len(row[i]) for row in rows) for i in range(count)]
     right = [name in grid.right for name in grid.head]
     gap = "  " if sum(widths) + 2 * count <= width else " "
+    least = min(_longest_word(rows, count - 1), width // 2)
+    excess = sum(size + len(gap) for size in widths[:-1]) + least - width
+    wordy = [i for i in range(count - 1) if not right[i]]
+    narrowed = max(wordy, key=lambda i: widths[i], default=None) if excess > 0 else None
+    if narrowed is not None:
+        widths[narrowed] = max(_longest_word(rows, narrowed), widths[narrowed] - excess)
     start = sum(size + len(gap) for size in widths[:-1])
-    room = max(width - start, _NARROWEST_LAST_COLUMN)
+    widths[-1] = max(width - start, _NARROWEST_LAST_COLUMN)
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(size) if to_right else cell.ljust(size)
-            for cell, size, to_right in zip(row, widths, right, strict=True)
-        ]
-        last = [cells[-1]] if right[-1] else wrapped(row[-1], room, hang=0)
-        lines.append(gap.join([*cells[:-1], last[0]]))
-        lines += [" " * start + more for more in last[1:]]
+            wrapped(cell, widths[i], hang=0)
+            if i == narrowed or (i == count - 1 and not right[i]) else [cell]
+            for i, cell in enumerate(row)
+        ]  # fmt: skip
+        for k in range(max(map(len, cells))):
+            texts = [cell[k] if k < len(cell) else "" for cell in cells]
+            lines.append(gap.join(
+                text.rjust(size) if to_right and i < count - 1 else
+                text.rjust(max(len(row[i]) for row in rows)) if to_right else text.ljust(size)
+                for i, (text, size, to_right) in enumerate(zip(texts, widths, right, strict=True))
+            ))  # fmt: skip
     return [line.rstrip() for line in lines]
+
+
+def _longest_word(rows: Sequence[Sequence[str]], column: int) -> int:
+    return max((len(word) for row in rows for word in row[column].split()), default=0)
