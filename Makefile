@@ -12,7 +12,7 @@ CORE_TESTS := $(addprefix tests/,simulator kernels codegen targets report nki_ap
 	test_door.py test_import_directions.py test_options.py test_records.py test_style.py)
 WORKERS ?= 2
 
-.PHONY: docs captures figures demo test test-core test-long stress mutants lint format clean bench \
+.PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
 	bench-timing bench-neuronmm bench-models bench-public
 
@@ -28,6 +28,10 @@ test-core: $(CORE_READY)
 
 test-long: $(DEV_READY)
 	$(RUN) -m pytest -n $(WORKERS) -m "long or not long" --hypothesis-profile=default
+
+# On a machine with a Neuron device, in the environment of Neuron's image; elsewhere all is skipped.
+test-device:
+	$(PYTHON) -m pytest -n 0 -rs -m "long or not long" tests/runtime/test_on_device.py
 
 # One area: make stress ARGS="--only command_lines --seed 7 --scale 0.1"
 stress: $(STRESS_READY)
