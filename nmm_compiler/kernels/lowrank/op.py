@@ -131,6 +131,7 @@ def _lower(
         base=w is not None,
         activation=kw.get("activation", "identity"),
         scale=float(kw.get("scale", 1.0)),
+        inner_bias=False,
     )
     return [Launch(spec, tuple(t for t in (rows, u, v, w, bias) if t is not None))]
 
