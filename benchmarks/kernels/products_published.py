@@ -209,7 +209,7 @@ def rms_normed(data, width, gain):
 
 
 def times(tile, weights, identity, k, n, keep):
-    """Yield (column, PSUM tile) of tile [128, k] times weights [k][n]; nl.matmul transposes.
+    """Yield (column, PSUM tile) of tile [128, k] times weights(step, column); nl.matmul transposes.
 
     keep: the transposed tiles are made once and not for each 512 columns of the result.
     """
@@ -223,20 +223,33 @@ def times(tile, weights, identity, k, n, keep):
             nisa.nc_matmul(
                 dst=total,
                 stationary=turned[step] if keep else turned[-1],
-                moving=weights[step][:, column : column + COLUMNS],
+                moving=weights(step, column),
             )
         yield column, total
 
 
+def weights_of(w, inside):
+    """Return (step, column) -> tile [128, 512] of w: from rows loaded once, or loaded at each use.
+
+    inside: the published text loads where it multiplies; the profiles of trn1 count one load.
+    """
+    if inside:
+        return lambda step, column: load(
+            w[step * P : (step + 1) * P, column : column + COLUMNS], P, COLUMNS
+        )
+    rows = [load(w[depth : depth + P, :], P, w.shape[1]) for depth in range(0, w.shape[0], P)]
+    return lambda step, column: rows[step][:, column : column + COLUMNS]
+
+
 @nki.jit
-def add_rmsnorm_then_product(x, z, g, w, identity):
-    """(x + z) normed and scaled, times w; the weights are loaded once, as the profile counts."""
+def add_rmsnorm_then_product(x, z, g, w, identity, inside=False):
+    """(x + z) normed and scaled, times w; inside: `weights_of` says."""
     m, k = x.shape
     n = w.shape[1]
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
     one = load(identity, P, P)
     gain = spread(load(g, 1, k), k)
-    weights = [load(w[depth : depth + P, :], P, n) for depth in range(0, k, P)]
+    weights = weights_of(w, inside)
     for row in range(0, m, P):
         total = new(P, k)
         nisa.tensor_tensor(
@@ -251,14 +264,14 @@ def add_rmsnorm_then_product(x, z, g, w, identity):
 
 
 @nki.jit
-def product_then_add_rmsnorm(x, w, z, g, identity):
-    """x times w, plus z, normed and scaled; the weights are loaded once, as the profile counts."""
+def product_then_add_rmsnorm(x, w, z, g, identity, inside=False):
+    """x times w, plus z, normed and scaled; inside: `weights_of` says."""
     m, k = x.shape
     n = w.shape[1]
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
     one = load(identity, P, P)
     gain = spread(load(g, 1, n), n)
-    weights = [load(w[depth : depth + P, :], P, n) for depth in range(0, k, P)]
+    weights = weights_of(w, inside)
     for row in range(0, m, P):
         tile = load(x[row : row + P, :], P, k)
         products = new(P, n)
