@@ -102,6 +102,7 @@ class Target:
     vector_fast_modes: bool
     vector_two_input_passes: float
     vector_reciprocal_cycles: float
+    vector_memset_cycles: float
     wide_stride_bytes: int
     wide_stride_factor: float
     unset_engine_prefers_scalar: bool

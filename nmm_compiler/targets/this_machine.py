@@ -62,7 +62,7 @@ def with_verdicts(target: Target, path: Path) -> Target:
     """
     try:
         found = path.stat()
-    except (OSError, ValueError):  # not there, or no path at all: the cache says that itself
+    except OSError:
         return target
     return _with_verdicts(target, path, (found.st_mtime_ns, found.st_size))
 

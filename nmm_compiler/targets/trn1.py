@@ -89,6 +89,7 @@ TARGET = TRN2.variant(
     wide_stride_factor=documented(
         2.0, "trainium_inferentia2_arch: strides of 16 B and more halve SBUF and PSUM bandwidth"
     ),
+    vector_memset_cycles=documented(1.0, "instruction cost tables of NKI 0.1: memset N"),
     unset_engine_prefers_scalar=measured(
         True, "NKIBench profiles: copies and tensor_scalar are ScalarE's, VectorE idles in matmul"
     ),

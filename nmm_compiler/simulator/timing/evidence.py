@@ -34,7 +34,7 @@ NOT_OF_TIMING = frozenset({
     "matmul_float8_e4m3fn", "matmul_psum_banks", "matmul_tile_min_elements",
     "moving_free_max_elements", "physical_cores_per_logical_core", "scalar_all_operators",
     "scalar_number_bias", "scalar_tensor_scalar", "tensor_indirection", "tensor_transposes_fp8",
-    "device_loops", "dma_transposes_in_loops", "float8_kernels",
+    "device_loops", "dma_transposes_in_loops", "float8_kernels", "nki_beta_1",
     "vector_transpose_max_elements",
 })  # fmt: skip
 
