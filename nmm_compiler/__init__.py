@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from nmm_compiler.simulator.run import ArraySpec as ArraySpec
     from nmm_compiler.simulator.run import Simulation as Simulation
     from nmm_compiler.simulator.run import simulate as simulate
+    from nmm_compiler.simulator.run import simulate_ranks as simulate_ranks
     from nmm_compiler.simulator.timing.profile import Profile as Profile
     from nmm_compiler.simulator.timing.profile import write_trace as write_trace
 
@@ -95,6 +96,7 @@ _HOMES = {
     "rule": "nmm_compiler.passes.rules",
     "save_factors": "nmm_compiler.compress.save",
     "simulate": "nmm_compiler.simulator.run",
+    "simulate_ranks": "nmm_compiler.simulator.run",
     "write_trace": "nmm_compiler.simulator.timing.profile",
 }
 

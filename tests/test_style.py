@@ -41,7 +41,7 @@ MANY_PARAMETERS = {
     "kernels/lowrank_shared/op.py": {"lowrank_matmul_shared_x", "lowrank_matmul_shared_u"},
     "prediction/plan.py": {"plan"},
     "prediction/predict.py": {"predict"},
-    "simulator/run.py": {"simulate"},
+    "simulator/run.py": {"simulate", "simulate_ranks"},
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_NAMES = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}

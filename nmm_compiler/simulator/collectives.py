@@ -121,9 +121,17 @@ def _operands(
 
 
 def _exchange(
-    move: _Move, pairs: list[tuple[NkiTensor, NkiTensor]], combine: Combine, shape: Any, name: Any
+    move: _Move,
+    pairs: list[tuple[NkiTensor, NkiTensor]],
+    combine: Combine,
+    shape: Any,
+    name: Any,
+    local: tuple[NkiTensor, Combine] | None = None,
 ) -> Instruction:
-    """Check shapes, record the collective, and compute every destination from all sources."""
+    """Check shapes, record the collective, and compute every destination from all sources.
+
+    local: a tensor of this rank, and how its values are combined with the source that is sent.
+    """
     machine, ranks = move.machine, len(move.ranks)
     for src, dst in pairs:
         wanted = shape(src)
@@ -138,7 +146,7 @@ def _exchange(
     record = machine.record(
         move.op,
         "dma",
-        tuple(s.access() for s, _ in pairs),
+        tuple(s.access() for s in (*(s for s, _ in pairs), *(local or ())[:1])),
         tuple(d.access() for _, d in pairs),
         {
             "issuer": "sync", "dge_mode": "none", "transpose": False, "indirect": False,
@@ -149,6 +157,8 @@ def _exchange(
     sent: Any = None
     if machine.data:
         sent = [_sent(machine, src) for src, _ in pairs]
+        if local is not None:
+            sent = [_reduced(sent[0], _sent(machine, local[0]), local[1])]
     if machine.programs is None:
         met = {move.ranks[0]: sent}
     else:
@@ -169,6 +179,15 @@ def _sent(machine: Machine, src: NkiTensor) -> tuple[np.ndarray, Any, str]:
     values = src.load().copy()
     noted, machine.poisoned = machine.poisoned, []
     return (values, noted[0][1], noted[0][2]) if noted else (values, None, "")
+
+
+def _reduced(
+    one: tuple[np.ndarray, Any, str], other: tuple[np.ndarray, Any, str], reduce: Combine
+) -> tuple[np.ndarray, Any, str]:
+    """Return what a rank sends that reduces two of its own tensors first."""
+    masks = [mask for _, mask, _ in (one, other) if mask is not None]
+    values = reduce([one[0], other[0]], 0)
+    return values, reduce(masks, 0) if masks else None, one[2] or other[2]
 
 
 def _write(machine: Machine, dst: NkiTensor, values: np.ndarray) -> None:
@@ -330,6 +349,29 @@ def collective_permute_implicit(
         _exchange(move, pairs, _predecessor, lambda s: s.shape, name)
 
 
+def collective_permute_implicit_reduce(
+    srcs0_by_channel: Any, srcs1_by_channel: Any, dsts_by_channel: Any, replica_group: Any, op: Any,
+    channel_ids: Any = (0,), priority: Any = None, name: Any = None,
+) -> None:  # fmt: skip
+    """Send src0 <op> src1 to the ring's successor, receive the predecessor's, in each channel."""
+    kind = "collective_permute_implicit_reduce"
+    rings = _ring(kind, srcs0_by_channel, dsts_by_channel, replica_group, channel_ids)
+    if len(srcs1_by_channel) != len(rings):
+        raise rings[0][0].error(
+            KernelArgumentError,
+            f"{len(srcs1_by_channel)} second sources for {len(rings)} channels; one for each",
+        )
+    for (move, srcs, dsts), others in zip(rings, srcs1_by_channel, strict=True):
+        ((other, _),) = _operands(move, others, dsts, priority, True, single=True)
+        pairs = _operands(move, srcs, dsts, priority, True, single=True)
+        if other.shape != pairs[0][0].shape:
+            raise move.error(
+                TensorShapeError, f"sources {pairs[0][0].shape} and {other.shape}; make equal"
+            )
+        reduce = _reduction(move, op)
+        _exchange(move, pairs, _predecessor, lambda s: s.shape, name, (other, reduce))
+
+
 def collective_permute_implicit_current_processing_rank_id(
     iteration_id: Any, replica_group: Any, channel_id: Any = 0, name: Any = None
 ) -> VirtualRegister:
@@ -347,7 +389,8 @@ NAMES: dict[str, Any] = {
     f.__name__: f
     for f in (
         all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute,
-        collective_permute_implicit, collective_permute_implicit_current_processing_rank_id,
+        collective_permute_implicit, collective_permute_implicit_reduce,
+        collective_permute_implicit_current_processing_rank_id,
         rank_id, ReplicaGroup,
     )
 }  # fmt: skip

@@ -184,6 +184,8 @@ def simulate_ranks(
     strict: bool = True,
     uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
+    loads: Literal["as_written", "reused"] | str | None = None,
+    reorder: bool = True,
 ) -> tuple[Simulation, ...]:
     """Run a kernel on several ranks that exchange data by `nki.collectives`.
 
@@ -193,7 +195,7 @@ def simulate_ranks(
     """
     if not 1 <= len(inputs) <= MAX_RANKS:
         raise KernelArgumentError(f"{len(inputs)} ranks; the simulator runs 1 to {MAX_RANKS}")
-    options = _Options(target, grid, mode, strict, uninitialized, max_instructions)
+    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, loads, reorder)
     given = [((), dict(i)) if isinstance(i, Mapping) else (tuple(i), {}) for i in inputs]
     return _launch(kernel, given, options)
 
@@ -258,12 +260,13 @@ def _launch(
             )
         ranks.append((machines, binder))
         bodies += [functools.partial(_run, m, function, args, kwargs) for m in machines]
-    with np.errstate(all="ignore"), contextlib.nullcontext() if data else collector_held_off():
-        if programs is None:
-            bodies[0]()
-        else:
-            programs.run(bodies)
-    return tuple(_result(machines, binder, function, options) for machines, binder in ranks)
+    with contextlib.nullcontext() if data else collector_held_off():
+        with np.errstate(all="ignore"):
+            if programs is None:
+                bodies[0]()
+            else:
+                programs.run(bodies)
+        return tuple(_result(machines, binder, function, options) for machines, binder in ranks)
 
 
 def _result(
@@ -285,6 +288,8 @@ def _result(
         profiles = profile_traces(traces, machines[0].target, reorder=options.reorder)
         profile = max(profiles, key=lambda p: p.latency_us)
     warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings))
+    for machine in machines:
+        machine.forget_tensors()
     return Simulation(
         outputs, profile, machines[0].trace, warnings, tuple(m.trace for m in machines), specs,
         single,

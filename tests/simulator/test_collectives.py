@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from simulator_kernels import HEADER, kernel_file
 
+import nmm_compiler
 from nmm_compiler import errors
 from nmm_compiler.simulator.run import ArraySpec, simulate_ranks
 from nmm_compiler.targets import get
@@ -47,6 +48,11 @@ CALLS = {
     "ring": (
         "a.shape", "ncc.collective_permute_implicit([[src]], [[dst]], group)",
         lambda x, r: x[r - 1],
+    ),
+    "ring with a reduction": (
+        "a.shape",
+        "ncc.collective_permute_implicit_reduce([[src]], [[src]], [[dst]], group, nl.add)",
+        lambda x, r: 2 * x[r - 1],
     ),
 }  # fmt: skip
 
@@ -116,6 +122,31 @@ def test_it_takes_the_published_time():
         assert record.attributes["collective_us"] == wanted
         alone = simulate_ranks(f"{path}:kernel", [(spec, 1)], mode="timing")[0].profile
         assert wanted < results[0].profile.latency_us < wanted + alone.latency_us
+
+
+def test_ranks_are_timed_in_program_order_too():
+    text = (
+        "import nki\nimport nki.isa as nisa\nimport nki.language as nl\n"
+        + """
+@nki.jit
+def kernel(a):
+    result = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
+    for row in range(0, a.shape[0], 128):
+        tile = nl.ndarray((128, a.shape[1]), dtype=a.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=a[row : row + 128, :])
+        nisa.tensor_scalar(dst=tile, data=tile, op0=nl.add, operand0=1.0)
+        nisa.dma_copy(dst=result[row : row + 128, :], src=tile)
+    return result
+"""
+    )
+    path, spec = f"{kernel_file(text)}:kernel", ArraySpec((512, 512), "float32")
+    taken = []
+    for reorder in (True, False):
+        ranks = nmm_compiler.simulate_ranks(path, [(spec,)] * 2, mode="timing", reorder=reorder)
+        alone = nmm_compiler.simulate(path, spec, mode="timing", reorder=reorder)
+        assert {r.profile.latency_us for r in ranks} == {alone.profile.latency_us}
+        taken.append(alone.profile.latency_us)
+    assert taken[0] < taken[1]  # loads do not wait for the stores before them
 
 
 @pytest.mark.parametrize(
