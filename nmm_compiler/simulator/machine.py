@@ -27,12 +27,13 @@ class _Current(threading.local):
     place: tuple[str, int] | None = None
 
 
-_current = _Current()
+CURRENT = _Current()
+"""Of this thread: the machine that runs, and the place that stands for the kernel's line."""
 
 
 def current() -> Machine:
     """Return the machine of the running kernel; error outside a simulation."""
-    machine = _current.machine
+    machine = CURRENT.machine
     if machine is None:
         raise SimulationError(
             "an NKI call outside a simulation; run the kernel with nmm_compiler.simulate(...)"
@@ -42,12 +43,12 @@ def current() -> Machine:
 
 def running() -> Machine | None:
     """Return the machine of the running kernel, or None."""
-    return _current.machine
+    return CURRENT.machine
 
 
 def set_current(machine: Machine | None) -> None:
     """Direct the NKI calls of this thread to `machine`."""
-    _current.machine = machine
+    CURRENT.machine = machine
 
 
 def _is_own(filename: str) -> bool:
@@ -60,8 +61,8 @@ def _is_own(filename: str) -> bool:
 
 def kernel_frame() -> tuple[str, int]:
     """Return (file, line) of the innermost frame that is not the simulator's."""
-    if _current.place is not None:
-        return _current.place
+    if CURRENT.place is not None:
+        return CURRENT.place
     frame: Any = sys._getframe(1)
     own = _OWN_FILES
     while frame is not None:
@@ -77,12 +78,12 @@ def kernel_frame() -> tuple[str, int]:
 @contextlib.contextmanager
 def place_instructions(machine: Machine, place: tuple[str, int]) -> Iterator[None]:
     """Give the instructions and errors inside the kernel's (file, line) `place`."""
-    before, first = _current.place, len(machine.instructions)
-    _current.place = place
+    before, first = CURRENT.place, len(machine.instructions)
+    CURRENT.place = place
     try:
         yield
     finally:
-        _current.place = before
+        CURRENT.place = before
         for instruction in machine.instructions[first:]:
             instruction.file, instruction.line = place
 
@@ -130,13 +131,16 @@ class Machine:
     poison_spreads: unwritten elements may be read; what depends on them is marked.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     kept: mask of the inputs that the running instruction reads, None for all of them.
+    alike: without data, what calls of instructions came to (`isa/alike.py`); None with data.
+    warned: how often a rule was broken that only warns.
     """
 
     __slots__ = (
-        "absent", "accumulators", "assign", "data", "dialect", "grid", "identities", "instructions",
-        "kept", "loop_depth", "max_instructions", "no_reorder_depth", "outputs", "poison_spreads",
-        "poisoned", "program_id", "programs", "random_state", "rank", "ranks", "shared_count",
-        "storages", "strict", "target", "trace", "warning_keys", "warnings",
+        "absent", "accumulators", "alike", "assign", "data", "dialect", "grid", "identities",
+        "instructions", "kept", "loop_depth", "max_instructions", "no_reorder_depth", "outputs",
+        "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank", "ranks",
+        "shared_count", "storages", "strict", "target", "trace", "warned", "warning_keys",
+        "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -154,6 +158,8 @@ class Machine:
         self.assign = assign
         self.absent = frozenset(target.absent_instructions)
         self.data = data
+        self.alike: dict[tuple[Any, ...], Any] | None = None if data else {}
+        self.warned = 0
         self.strict = strict
         self.max_instructions = max_instructions
         self.program_id, self.grid, self.programs = seat.program_id, seat.grid, seat.programs
@@ -175,6 +181,12 @@ class Machine:
         self.outputs: Any = None
         self.dialect: Any = None
 
+    def forget_tensors(self) -> None:
+        """Let go of all tensors, which know their machine: so no cycle keeps a trace in memory."""
+        self.outputs = self.dialect = self.programs = None
+        self.identities.clear()
+        self.poisoned.clear()
+
     @property
     def place(self) -> int:
         """The number of this program among those of all ranks."""
@@ -193,6 +205,7 @@ class Machine:
 
     def warn(self, message: str) -> None:
         """Record a warning once per kernel line."""
+        self.warned += 1
         file, line = kernel_frame()
         key = (message.split(":")[0], file, line)
         if key not in self.warning_keys:

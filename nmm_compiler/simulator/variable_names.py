@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 import linecache
 
-from nmm_compiler.simulator.machine import kernel_frame
 
-
-def assigned_name() -> str:
-    """Return the target of the assignment that the kernel executes now, or an empty string.
+def assigned_name(file: str, line: int) -> str:
+    """Return the target of the assignment on a line of a kernel's file, or an empty string.
 
     `tile = nl.ndarray(...)` gives "tile", `tiles[i] = ...` and `tiles.append(...)` give "tiles".
     """
-    file, line = kernel_frame()
     lines = linecache.getlines(file) if file else []
     known = _KNOWN.get(file)
     if known is None or known[0] is not lines:

@@ -69,6 +69,7 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
     like_dst=("data",),
     hazards=("data",),
     indirect={"dst": ("scalar",), "data": ("scalar",)},
+    alike=True,
 )
 def activation(
     call: Call,

@@ -118,7 +118,11 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
 
 
 @instruction(
-    engines=("dma",), writes={"dst": DMA_MEMORIES}, reads={"src": DMA_MEMORIES}, hazards=("src",)
+    engines=("dma",),
+    writes={"dst": DMA_MEMORIES},
+    reads={"src": DMA_MEMORIES},
+    hazards=("src",),
+    alike=True,
 )
 def dma_copy(
     call: Call,
@@ -213,7 +217,9 @@ def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiT
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
-@instruction(engines=("dma",), writes={"dst": SBUF + ("hbm",)}, reads={"src": DMA_MEMORIES})
+@instruction(
+    engines=("dma",), writes={"dst": SBUF + ("hbm",)}, reads={"src": DMA_MEMORIES}, alike=True
+)
 def dma_transpose(
     call: Call,
     dst: Any,

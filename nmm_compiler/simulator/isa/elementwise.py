@@ -58,6 +58,7 @@ _ALL_ENGINES = ("vector", "scalar", "gpsimd")
     like_dst=("src",),
     hazards=("src",),
     indirect={"dst": ("vector", "scalar"), "src": ("vector", "scalar")},
+    alike=True,
 )
 def tensor_copy(
     call: Call,
@@ -111,7 +112,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
     raise call.error(TensorDtypeError, problem)
 
 
-@instruction(engines=("vector", "gpsimd"), writes={"dst": ON_CHIP})
+@instruction(engines=("vector", "gpsimd"), writes={"dst": ON_CHIP}, alike=True)
 def memset(
     call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN, name: str | None = None
 ) -> Steps:
@@ -183,6 +184,7 @@ def _exact(machine: Machine, function: Any, a: Any, b: Any, dtype: Any) -> np.nd
     hazards=("data1", "data2"),
     pair=("data1", "data2"),
     indirect={"dst": ("vector", "gpsimd"), "data1": ("vector", "gpsimd")},
+    alike=True,
 )
 def tensor_tensor(
     call: Call,
@@ -256,6 +258,7 @@ def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np
     like_dst=("data",),
     hazards=("data",),
     indirect={"dst": _ALL_ENGINES, "data": _ALL_ENGINES},
+    alike=True,
 )
 def tensor_scalar(
     call: Call,
@@ -337,6 +340,7 @@ def tensor_scalar(
     like_dst=("data", "operand1"),
     hazards=("data", "operand1"),
     pair=("data", "operand1"),
+    alike=True,
 )
 def scalar_tensor_tensor(
     call: Call,
@@ -380,6 +384,7 @@ def scalar_tensor_tensor(
     reads={"data": ON_CHIP},
     like_dst=("data",),
     hazards=("data",),
+    alike=True,
 )
 def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
     """dst = 1 / data on VectorE."""

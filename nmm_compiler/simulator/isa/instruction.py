@@ -27,6 +27,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
 )
 from nmm_compiler.simulator.isa import enums
+from nmm_compiler.simulator.isa.alike import REMEMBER, form_of, recall, remember
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     check_destination,
@@ -44,7 +45,7 @@ from nmm_compiler.simulator.isa.operands import (
     scalar_operand,
 )
 from nmm_compiler.simulator.isa.poison import spread
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
@@ -188,6 +189,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
         same partition on.
     indirect: operands that may be `.indirect()` views, each with the engines for that.
     waits: the part after the yield runs without data as well.
+    alike: what comes before the yield depends on nothing but the operands' geometry and the other
+        arguments, so that without data a call like an earlier one is recorded at once (`alike.py`).
     """
 
     engines: tuple[str, ...]
@@ -200,6 +203,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     pair: tuple[str, str] | None = None
     indirect: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     waits: bool = False
+    alike: bool = False
 
     def __call__(self, body: Callable[Concatenate[Call, P], Steps]) -> Callable[P, Any]:
         """Return the instruction: its declared checks, the body, and its record."""
@@ -213,7 +217,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
             "check_destination": check_destination, "check_hazard": check_hazard,
             "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
             "refuse_dtype": refuse_dtype, "refuse_rank": refuse_rank, "check_pair": check_pair,
-            "member": member, "spread": spread,
+            "member": member, "spread": spread, "CURRENT": CURRENT, "form_of": form_of,
+            "remember": remember,
         }  # fmt: skip
         for p in parameters:
             if p.default is not p.empty:
@@ -225,7 +230,11 @@ class instruction:  # noqa: N801 - a decorator, written as one
             known[f"{role}_dtypes"] = allowed
         for name, members in MEMBERS.items():
             known[f"{name}_members"] = members
-        text = _signature(op, parameters) + _checks(self) + _body(self, parameters)
+        defaults = {p.name for p in parameters if p.default is not p.empty}
+        text = _signature(op, parameters)
+        if self.alike:
+            text += recall(list(self.writes), list(self.reads), names, defaults)
+        text += _checks(self) + _body(self, parameters)
         several = len(self.engines) > 1
         text += _choice("engine" if several else "None", (*self.writes, *self.reads))
         text += _indirections((*self.reads, *self.writes))
@@ -250,7 +259,7 @@ def _signature(op: str, parameters: list[inspect.Parameter]) -> str:
     )
     lines = [
         f"def {op}({shown}):",
-        "    machine = current()",
+        "    machine = CURRENT.machine or current()",
         "    if OP in machine.absent:",
         "        require_instruction(machine, OP)",
     ]
@@ -352,7 +361,7 @@ def _record(declared: instruction, parameters: list[str]) -> str:
     return (
         "    record = machine.record(\n"
         f"        OP, chosen, tuple(call.reads), tuple(call.writes), attributes, {name}\n"
-        f"    )\n{with_data}    next(steps, None)\n"
+        f"    )\n{REMEMBER if declared.alike else ''}{with_data}    next(steps, None)\n"
         "    if machine.poisoned:\n"
         f"        spread(machine, OP, {{{shown}}}, {tuple(declared.writes)!r})\n"
         + ("" if name == "None" else "    return record\n")

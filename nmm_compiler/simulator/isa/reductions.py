@@ -75,6 +75,7 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
     indirect={"dst": ("vector",), "data": ("vector",)},
+    alike=True,
 )
 def tensor_reduce(
     call: Call,

@@ -108,6 +108,7 @@ def check_indirect_product(call: Call, tile: Any, *views: NkiTensor) -> None:
     writes={"dst": PSUM},
     reads={"stationary": SBUF, "moving": SBUF},
     indirect={"dst": ("tensor",), "stationary": ("tensor",), "moving": ("tensor",)},
+    alike=True,
 )
 def nc_matmul(
     call: Call,
@@ -334,6 +335,7 @@ def _check_operand_dtypes(
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
     hazards=("data",),
+    alike=True,
 )
 def nc_transpose(
     call: Call, dst: Any, data: Any, engine: Any = engine.unknown, name: str | None = None

@@ -17,7 +17,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
-from nmm_compiler.simulator.machine import Machine, current, running
+from nmm_compiler.simulator.machine import Machine, current, kernel_frame, running
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
@@ -153,8 +153,9 @@ def ndarray(
         shape = (1,)
     elif machine.grid > 1 and buffer is shared_hbm and machine.programs is not None:
         return machine.programs.shared(machine, name or "shared", shape, kind, buffer)
-    name = name or assigned_name() or memory
-    storage = Storage(machine, name, buffer, memory, shape, kind, address)
+    place = kernel_frame()
+    name = name or assigned_name(*place) or memory
+    storage = Storage(machine, name, buffer, memory, shape, kind, address, line=place[1])
     if memory != "hbm":
         check_allocation(machine, storage)
     return make_tensor(storage)

@@ -70,6 +70,29 @@ def walk_pattern(
     return pattern, extent
 
 
+class DynamicSlice:
+    """`nl.ds(start, size)`: `size` elements from `start`, which may be a register."""
+
+    __slots__ = ("size", "start")
+
+    def __init__(self, start: Any, size: int) -> None:
+        self.start, self.size = start, size
+
+
+class Indirection:
+    """The runtime index of an indirect view.
+
+    kind: "vector" (one index per row of dim 0), "scalar" (resolved already, and kept for the checks
+        of views), or "columns" (tensor indirection of trn3).
+    """
+
+    __slots__ = ("column_count", "dim", "index", "kind", "step")
+
+    def __init__(self, kind: str, dim: int, index: Any, step: int = 0, count: int = 0) -> None:
+        self.kind, self.dim, self.index, self.step = kind, dim, index, step
+        self.column_count = count
+
+
 class TensorData(Reshaping):
     """The part of `NkiTensor` that reaches its storage."""
 

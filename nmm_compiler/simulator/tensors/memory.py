@@ -26,7 +26,7 @@ from nmm_compiler.simulator.trace import Allocation
 class Storage:
     """One allocation in HBM, SBUF or PSUM.
 
-    raw: the bytes (None in timing mode).
+    raw: the bytes (None in timing mode). line: the kernel's line that allocates it, if known.
     unwritten: bool per `granule` bytes: never written, or dependent on unwritten elements; None
         when there are none. origin: of dependent elements, which unwritten elements were read
         first, and where.
@@ -49,7 +49,7 @@ class Storage:
         dtype: DType,
         address: tuple[int, int] | None = None,
         raw: np.ndarray | None = None,
-        keep: Allocation | None = None,
+        line: int = -1,
     ) -> None:
         self.machine = machine
         self.name = name
@@ -78,8 +78,9 @@ class Storage:
         self.identity = identity = machine.storages + (machine.place << 40)
         machine.storages += 1
         self.allocation = machine.trace.allocations[identity] = Allocation(
-            identity, name, memory, shape, dtype, row * item, -1, -1, kernel_frame()[1], address
-        )
+            identity, name, memory, shape, dtype, row * item, -1, -1,
+            kernel_frame()[1] if line < 0 else line, address,
+        )  # fmt: skip
 
     def refine(self, granule: int) -> None:
         """Track written elements at a finer size than the tensor's own dtype."""
@@ -145,18 +146,16 @@ def _describe(allocations: Iterable[Allocation], unit: str, limit: int = 12) -> 
 
 def _peak(items: list[tuple[Allocation, int]]) -> tuple[int, int]:
     """Return (largest sum of sizes live at once, an instruction where it is reached)."""
-    events: list[tuple[int, int, int]] = []
-    for allocation, size in items:
-        if allocation.first_index >= 0:
-            events.append((allocation.first_index, 1, size))
-            events.append((allocation.last_index, 2, -size))
-    events.sort()
-    total = best = at = 0
-    for index, _, size in events:
-        total += size
-        if total > best:
-            best, at = total, index
-    return best, at
+    touched = [(a.first_index, a.last_index, size) for a, size in items if a.first_index >= 0]
+    if not touched:
+        return 0, 0
+    first, last, sizes = np.array(touched, np.int64).T
+    change = np.zeros(int(last.max()) + 2, np.int64)
+    np.add.at(change, first, sizes)
+    np.subtract.at(change, last + 1, sizes)
+    live = np.cumsum(change)
+    at = int(live.argmax())
+    return int(live[at]), at
 
 
 def check_capacity(machine: Machine) -> None:

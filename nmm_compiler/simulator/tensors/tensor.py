@@ -24,6 +24,8 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
+from nmm_compiler.simulator.tensors.data import Indirection as Indirection
 from nmm_compiler.simulator.tensors.data import TensorData
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage
@@ -31,34 +33,13 @@ from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.reshaping import fail
 from nmm_compiler.simulator.trace import Access
 
-
-class DynamicSlice:
-    """`nl.ds(start, size)`: `size` elements from `start`, which may be a register."""
-
-    __slots__ = ("size", "start")
-
-    def __init__(self, start: Any, size: int) -> None:
-        self.start, self.size = start, size
-
-
-class Indirection:
-    """The runtime index of an indirect view.
-
-    kind: "vector" (one index per row of dim 0), "scalar" (resolved already, and kept for the checks
-        of views), or "columns" (tensor indirection of trn3).
-    """
-
-    __slots__ = ("column_count", "dim", "index", "kind", "step")
-
-    def __init__(self, kind: str, dim: int, index: Any, step: int = 0, count: int = 0) -> None:
-        self.kind, self.dim, self.index, self.step = kind, dim, index, step
-        self.column_count = count
+_FIXED = frozenset({int, type(None), type, bool})
 
 
 class NkiTensor(TensorData):
     """A view of a tensor in HBM, SBUF or PSUM."""
 
-    __slots__ = ("indirection", "shape", "strides")
+    __slots__ = ("form", "indirection", "parts", "shape", "strides")
 
     def __init__(
         self,
@@ -78,6 +59,8 @@ class NkiTensor(TensorData):
         self._access: Access | None = None
         self._array: np.ndarray | None = None
         self.special = False
+        self.form = 0  # of isa/alike.py
+        self.parts: dict[tuple[Any, ...], NkiTensor] | None = None
 
     # Attributes that a kernel may read
 
@@ -176,8 +159,40 @@ class NkiTensor(TensorData):
         )
 
     def __getitem__(self, key: Any) -> NkiTensor:
+        """Return the view that a key selects; the same view for the same numbers."""
         if key.__class__ is not tuple:
             key = (key,)
+        if self.indirection is not None:
+            return self._view(key)
+        numbers: list[Any] = []
+        for k in key:
+            kind = k.__class__
+            if kind is slice:
+                numbers += k.start, k.stop, k.step
+            elif kind is int:
+                numbers += int, k
+            elif kind is DynamicSlice:
+                numbers += DynamicSlice, k.start, k.size
+            else:
+                return self._view(key)
+        at = tuple(numbers)
+        parts = self.parts
+        try:
+            if parts is not None and at in parts:
+                return parts[at]
+            for number in numbers:
+                if number.__class__ not in _FIXED:
+                    return self._view(key)  # a register, say, whose value may change
+        except TypeError:  # an index that cannot be hashed, such as an array
+            return self._view(key)
+        part = self._view(key)
+        if parts is None:
+            parts = self.parts = {}
+        parts[at] = part
+        return part
+
+    def _view(self, key: tuple[Any, ...]) -> NkiTensor:
+        """Return the view that a key selects, after the rules for keys."""
         shape, strides = self.shape, self.strides
         rank = len(shape)
         given = len(key)

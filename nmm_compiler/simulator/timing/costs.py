@@ -56,8 +56,8 @@ class ComputeCosts:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._tensor: dict[tuple[object, ...], Cost] = {}
-        self._other: dict[tuple[object, ...], Cost] = {}
+        self._tensor: dict[tuple[object, ...], tuple[Cost, object]] = {}
+        self._other: dict[tuple[object, ...], tuple[Cost, object]] = {}
         self._clock_us = {
             "tensor": _US / target.tensor_clock_hz,
             "vector": _US / target.vector_clock_hz,
@@ -69,17 +69,19 @@ class ComputeCosts:
 
     def tensor(self, instruction: Instruction) -> Cost:
         """Return the cost of a matmul or a transpose on TensorE, at full clock."""
-        reads = instruction.reads
+        reads, attributes = instruction.reads, instruction.attributes
         moving = reads[-1]
-        dtype = "float32" if reads[0].dtype == "float32" else tensor_dtype(instruction)
-        attributes = instruction.attributes
-        pattern = moving.pattern if dtype == "float32" or "n" not in attributes else None
-        # equal attributes are one dictionary, which the trace keeps alive
-        key = (id(attributes), instruction.op, dtype, pattern)
-        cost = self._tensor.get(key)
-        if cost is None:
-            cost = self._tensor[key] = self._tensor_cost(instruction, dtype)
-        return cost
+        # equal attributes are one dictionary; the memory keeps it alive, so that its id stays its
+        key: tuple[object, ...] = (
+            id(attributes), instruction.op, reads[0].dtype, moving.dtype, moving.pattern,
+        )  # fmt: skip
+        if len(reads) > 2:
+            key += tuple(access.dtype for access in reads)
+        known = self._tensor.get(key)
+        if known is None:
+            cost = self._tensor_cost(instruction, tensor_dtype(instruction))
+            known = self._tensor[key] = cost, attributes
+        return known[0]
 
     def _tensor_cost(self, instruction: Instruction, dtype: str) -> Cost:
         """MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
@@ -123,20 +125,16 @@ class ComputeCosts:
         engine: where the compiler has placed it, by default where the trace says.
         """
         attributes = instruction.attributes
-        engine = engine or instruction.engine
-        key = (
-            instruction.op,
-            engine,
-            attributes.get("function"),
-            attributes.get("reduces"),
-            attributes.get("value"),
-            tuple((a.memory, a.pattern, a.dtype) for a in instruction.reads),
-            tuple((a.memory, a.pattern, a.dtype) for a in instruction.writes),
-        )
-        cost = self._other.get(key)
-        if cost is None:
-            cost = self._other[key] = self._other_cost(instruction, engine)
-        return cost
+        key: list[object] = [instruction.op, engine or instruction.engine, id(attributes)]
+        for accesses in (instruction.reads, instruction.writes):
+            for access in accesses:
+                key += access.memory, access.pattern, access.dtype
+            key.append(None)
+        known = self._other.get(tuple(key))
+        if known is None:
+            cost = self._other_cost(instruction, engine or instruction.engine)
+            known = self._other[tuple(key)] = cost, attributes
+        return known[0]
 
     def _other_cost(self, instruction: Instruction, engine: str) -> Cost:
         """No instruction issues sooner than 64 cycles after the one before it."""
@@ -266,8 +264,9 @@ def _reduce(target: Target, instruction: Instruction, engine: str, n: int) -> fl
 
 
 def _memset(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    sixteen = all(a.dtype in _SIXTEEN_BIT for a in instruction.writes)
-    return n / 2.0 if sixteen and not instruction.attributes.get("value") else float(n)
+    if all(a.dtype in _SIXTEEN_BIT for a in instruction.writes):
+        return float(n) if instruction.attributes.get("value") else n / 2.0
+    return target.vector_memset_cycles * n if engine == "vector" else float(n)
 
 
 def _reciprocal(target: Target, instruction: Instruction, engine: str, n: int) -> float:

@@ -73,39 +73,47 @@ class _Place:
         )
 
 
-_NEVER_READ = Records()  # shared by all storages until one is read before a later write
+_NOTHING = Records()  # shared by all storages until there is something to remember
 
 
 class Storage:
     """The state of one allocation for the dependence check.
 
     end: end of the last access so far; floor: when its memory is free, negative before first use.
+    whole: the one write record if it covers all bytes of a tensor on chip; `writes` is stale then.
+    put_off: (access, whether it writes, store) of each store that was put off and touches it.
+    partitions, bytes: what an access covers that covers all; -1 in HBM.
     """
 
     __slots__ = (
+        "bytes",
         "end",
         "floor",
         "last_use",
         "last_write",
+        "partitions",
         "place",
         "pool",
         "put_off",
         "reads",
         "size",
+        "whole",
         "writes",
     )
 
     def __init__(self) -> None:
-        self.writes = Records()
-        self.reads = _NEVER_READ
+        self.writes = _NOTHING
+        self.reads = _NOTHING
+        self.whole: Record | None = None
         self.last_use = -1
         self.last_write = -1
         self.end = 0.0
         self.floor = -1.0
         self.place: _Place | None = None
         self.pool: Pool | None = None
-        self.put_off: list[Store] = []
+        self.put_off: list[tuple[Access, bool, Store]] = []
         self.size = 0
+        self.partitions = self.bytes = -1
 
 
 class Dependences:
@@ -130,7 +138,10 @@ class Dependences:
         self.psum = Pool(target.psum_banks * target.psum_bank_bytes_per_partition, settle)
         self._placed: list[Storage] = []
         self._book = book
-        self._wake = wake_table(target)
+        wake = wake_table(target)
+        self._wake_of = [[row[consumer] for row in wake] for consumer in range(6)]
+        # the compiler reuses memory in the order in which it dies; engines signal as ever
+        self._free_wake = [wake[VECTOR if e == TENSOR else TENSOR][e] for e in range(6)]
         self._survey(trace, target)
 
     def _survey(self, trace: Trace, target: Target) -> None:
@@ -160,11 +171,13 @@ class Dependences:
                     storage = storages[access.storage] = Storage()
                 storage.last_use = index
         bank = target.psum_bank_bytes_per_partition
+        allocations = trace.allocations
         for identity, storage in storages.items():
-            allocation = trace.allocations.get(identity)
+            allocation = allocations.get(identity)
             if allocation is None or allocation.memory == "hbm":
                 continue
-            storage.size = allocation.bytes_per_partition
+            storage.size = storage.bytes = allocation.bytes_per_partition
+            storage.partitions = allocation.shape[0]
             if allocation.address is not None:
                 storage.place = _Place(allocation)
                 continue
@@ -173,11 +186,9 @@ class Dependences:
                 storage.pool = self.psum
                 storage.size = -(-storage.size // bank) * bank
 
-    def ready(
-        self, index: int, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]
-    ) -> float:
+    def ready(self, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]) -> float:
         """Return when the instruction's operands are there and its results may be written."""
-        storages, wake, in_order = self.storages, self._wake, self._in_order
+        storages, wake = self.storages, self._wake_of[engine]
         ready = 0.0
         for access in reads:
             storage = storages.get(access.storage)
@@ -186,11 +197,18 @@ class Dependences:
             if storage.floor < 0.0:
                 self._enter(storage)
             if storage.put_off:
-                self._book_writers(storage, access)
+                self._book_users(storage, access, writers_only=True)
+            record = storage.whole
+            if record is not None:
+                when = record.end + wake[record.engine]
+                if when > ready:
+                    ready = when
+                continue
             for record in storage.writes.near(access):
-                when = record.end + wake[record.engine][engine]
+                when = record.end + wake[record.engine]
                 if when > ready and overlaps(record.access, access):
                     ready = when
+        own = engine if self._in_order[engine] else -1
         for access in writes:
             storage = storages[access.storage]
             if storage.floor < 0.0:
@@ -199,49 +217,54 @@ class Dependences:
                 self._book_users(storage, access)
             when = storage.floor
             if when > 0.0:
-                # the compiler reuses memory in the order of last uses; engines signal as usual
-                when += wake[VECTOR if engine == TENSOR else TENSOR][engine]
+                when += self._free_wake[engine]
                 if when > ready:
                     ready = when
-            for records in (storage.writes, storage.reads):
-                for record in records.near(access):
-                    producer = record.engine
-                    if producer == engine and in_order[engine]:
+            record = storage.whole
+            if record is not None:
+                if record.engine != own:
+                    when = record.end + wake[record.engine]
+                    if when > ready:
+                        ready = when
+            elif storage.writes.used:
+                for record in storage.writes.near(access):
+                    if record.engine == own:
                         continue
-                    when = record.end + wake[producer][engine]
+                    when = record.end + wake[record.engine]
+                    if when > ready and overlaps(record.access, access):
+                        ready = when
+            if storage.reads.used:
+                for record in storage.reads.near(access):
+                    if record.engine == own:
+                        continue
+                    when = record.end + wake[record.engine]
                     if when > ready and overlaps(record.access, access):
                         ready = when
         return ready
 
     def put_off(self, store: Store) -> None:
-        """Remember that `store` has to be booked before its operands are used again."""
-        for access in (*store.instruction.reads, *store.instruction.writes):
-            storage = self.storages.get(access.storage)
-            if storage is not None:
-                storage.put_off.append(store)
+        """Remember that `store` still has to be booked before its operands are touched again."""
+        instruction = store.instruction
+        for accesses, writes in ((instruction.writes, True), (instruction.reads, False)):
+            for access in accesses:
+                storage = self.storages.get(access.storage)
+                if storage is not None:
+                    storage.put_off.append((access, writes, store))
 
     def booked(self, store: Store) -> None:
         """Forget a store that has been booked."""
         for access in (*store.instruction.reads, *store.instruction.writes):
             storage = self.storages.get(access.storage)
-            if storage is not None and store in storage.put_off:
-                storage.put_off.remove(store)
+            if storage is not None:
+                storage.put_off = [entry for entry in storage.put_off if entry[2] is not store]
 
-    def _book_writers(self, storage: Storage, access: Access) -> None:
-        for store in list(storage.put_off):
-            if self._touches(store.instruction.writes, storage, access):
+    def _book_users(self, storage: Storage, access: Access, *, writers_only: bool = False) -> None:
+        """Book the stores of a storage that overlap an access, or only those that write there."""
+        done: Store | None = None
+        for other, writes, store in storage.put_off:
+            if (writes or not writers_only) and store is not done and overlaps(other, access):
                 self._book(store)
-
-    def _book_users(self, storage: Storage, access: Access) -> None:
-        for store in list(storage.put_off):
-            accesses = (*store.instruction.writes, *store.instruction.reads)
-            if self._touches(accesses, storage, access):
-                self._book(store)
-
-    def _touches(self, accesses: tuple[Access, ...], storage: Storage, access: Access) -> bool:
-        return any(
-            self.storages.get(a.storage) is storage and overlaps(a, access) for a in accesses
-        )
+                done = store
 
     def _enter(self, storage: Storage) -> None:
         if storage.place is not None:
@@ -257,13 +280,17 @@ class Dependences:
             if not place.meets(other.place):
                 kept.append(other)
                 continue
-            for store in list(other.put_off):
-                self._book(store)
+            self._book_all(other)
             when = max(when, other.end)
             if not place.covers(other.place):
                 kept.append(other)
         self._placed = [*kept, storage]
         return when
+
+    def _book_all(self, storage: Storage) -> None:
+        """Book every store that was put off and touches a storage."""
+        while storage.put_off:
+            self._book(storage.put_off[0][2])
 
     def done(
         self,
@@ -281,14 +308,11 @@ class Dependences:
             if end > storage.end:
                 storage.end = end
             if index < storage.last_use:
-                older, readers = storage.writes, storage.reads
-                if older.used or readers.used:
-                    dense = is_dense(
-                        access.pattern, access.item_bytes, access.byte_stop - access.byte_start
-                    )
-                    older.replace_covered(access, dense)
-                    readers.replace_covered(access, dense)
-                older.add(Record(access, end, engine))
+                record = storage.whole
+                if record is not None and record.access is access:
+                    record.end, record.engine, storage.reads = end, engine, _NOTHING
+                else:
+                    self._remember_write(storage, access, engine, end)
             elif storage.pool is not None:
                 self._release(storage, storage.pool)
         for access in reads:
@@ -298,16 +322,43 @@ class Dependences:
             if read_end > source.end:
                 source.end = read_end
             if index < source.last_write:
-                if source.reads is _NEVER_READ:
+                if source.reads is _NOTHING:
                     source.reads = Records()
                 self._remember_read(source.reads, access, engine, read_end)
             elif index == source.last_use and source.pool is not None:
                 self._release(source, source.pool)
 
+    @staticmethod
+    def _remember_write(storage: Storage, access: Access, engine: int, end: float) -> None:
+        """Add a write in place of those that it covers, in one record if it covers everything."""
+        extent = access.byte_stop - access.byte_start
+        dense = is_dense(access.pattern, access.item_bytes, extent)
+        whole = storage.whole
+        if (
+            dense
+            and extent == storage.bytes
+            and access.partition_stop - access.partition_start == storage.partitions
+        ):
+            storage.reads = _NOTHING
+            if whole is None:
+                storage.whole = Record(access, end, engine)
+            else:
+                whole.access, whole.end, whole.engine = access, end, engine
+            return
+        if whole is not None or storage.writes is _NOTHING:
+            storage.writes = Records()
+            if whole is not None:
+                storage.writes.add(whole)
+                storage.whole = None
+        older, readers = storage.writes, storage.reads
+        if older.used or readers.used:
+            older.replace_covered(access, dense)
+            readers.replace_covered(access, dense)
+        older.add(Record(access, end, engine))
+
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""
-        for store in list(storage.put_off):
-            self._book(store)
+        self._book_all(storage)
         pool.release(storage.size, storage.end)
         storage.pool = None
 

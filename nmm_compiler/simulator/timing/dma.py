@@ -30,6 +30,7 @@ class DmaCost:
     uniform_us: the share of each engine when all carry the same, else 0.
     tail_us: from the end of the last engine's work until the data is there; no engine is busy then.
     gpsimd_us: the time of GpSimd to write the descriptors.
+    stores: all that it writes is in HBM.
     """
 
     read_bytes: int
@@ -44,6 +45,7 @@ class DmaCost:
     uniform_us: float
     tail_us: float
     gpsimd_us: float
+    stores: bool
 
 
 def _bytes(access: Access) -> int:
@@ -60,33 +62,43 @@ class DmaCosts:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._memory: dict[tuple[object, ...], DmaCost] = {}
+        self._memory: dict[tuple[object, ...], tuple[DmaCost, object]] = {}
 
     def cost(self, instruction: Instruction) -> DmaCost:
         """Return the cost of `instruction` (any op of engine "dma")."""
         attributes = instruction.attributes
-        mode = attributes.get("dge_mode")
-        transpose = bool(attributes.get("transpose"))
-        issuer = attributes.get("issuer")
-        together = attributes.get("collective_us")
-        key: tuple[object, ...] = (
-            together,
-            mode,
-            transpose,
-            issuer,
-            tuple(_geometry(a) for a in instruction.reads),
-            tuple(_geometry(a) for a in instruction.writes),
-        )
-        known = self._memory.get(key)
+        # equal attributes are one dictionary; the memory keeps it alive, so that its id stays its
+        key: list[object] = [id(attributes)]
+        for accesses in (instruction.reads, instruction.writes):
+            for access in accesses:
+                if access.memory == "hbm":
+                    key += "hbm", access.pattern, access.item_bytes
+                else:
+                    key += (
+                        access.partition_start, access.partition_stop, access.pattern,
+                        access.item_bytes, access.dtype,
+                    )  # fmt: skip
+            key.append(None)
+        known = self._memory.get(tuple(key))
         if known is None:
-            known = self._compute(instruction, _plain(mode), transpose, _plain(issuer))
-            if together is not None:  # a queue of its own, for the published time
-                known = dataclasses.replace(
-                    known, queue="collectives", issue_us=float(str(together)), shares=((0, 0.0),),
-                    uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,
-                )  # fmt: skip
-            self._memory[key] = known
-        return known
+            known = self._memory[tuple(key)] = self._cost(instruction), attributes
+        return known[0]
+
+    def _cost(self, instruction: Instruction) -> DmaCost:
+        attributes = instruction.attributes
+        cost = self._compute(
+            instruction,
+            _plain(attributes.get("dge_mode")),
+            bool(attributes.get("transpose")),
+            _plain(attributes.get("issuer")),
+        )
+        together = attributes.get("collective_us")
+        if together is not None:  # a queue of its own, for as long as is published
+            cost = dataclasses.replace(
+                cost, queue="collectives", issue_us=float(str(together)), shares=((0, 0.0),),
+                uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,
+            )  # fmt: skip
+        return cost
 
     def _compute(
         self, instruction: Instruction, mode: str, transpose: bool, issuer: str
@@ -145,6 +157,7 @@ class DmaCosts:
             uniform_us=timed[0][1] if same else 0.0,
             tail_us=tail / target.dma_bytes_per_second_per_engine * _US,
             gpsimd_us=target.dma_software_gpsimd_seconds * _US if by_gpsimd else 0.0,
+            stores=all(a.memory == "hbm" for a in writes),
         )
 
     def _row_bytes(self, run: int, moved: int) -> int:
@@ -197,13 +210,6 @@ def _is_index(access: Access, instruction: Instruction) -> bool:
         and access.memory == "sbuf"
         and access.dtype in ("int32", "uint32")
     )
-
-
-def _geometry(access: Access) -> tuple[object, ...]:
-    if access.memory == "hbm":
-        return "hbm", access.pattern, access.item_bytes
-    start, stop = access.partition_start, access.partition_stop
-    return start, stop, access.pattern, access.item_bytes
 
 
 def _split(

@@ -7,7 +7,9 @@ The names that AWS's profiler (neuron-explorer) uses are given with each field.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from nmm_compiler.simulator.timing.causes import Step, causes_of
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_trace, write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, bands, kernel_class
+from nmm_compiler.simulator.timing.regions import Pattern
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
-from nmm_compiler.simulator.trace import Access, Instruction, Trace
+from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
 _US = 1e6
@@ -265,19 +268,22 @@ def profile_timeline(timeline: Timeline) -> Profile:
     transposes = {"dma": 0, "tensor": 0, "vector": 0}
     flops = transpose_flops = 0
     ideal_us = 0.0
+    kinds: dict[tuple[object, ...], _Kind] = {}
     for instruction in trace.instructions:
-        ops = instructions.setdefault(instruction.engine, {})
-        ops[instruction.op] = ops.get(instruction.op, 0) + 1
-        where = _transposes_on(instruction)
-        if where:
-            transposes[where] += 1
-        if instruction.engine == "tensor":
-            work = _matmul_flops(instruction)
-            if where:
-                transpose_flops += work
-            else:
-                flops += work
-                ideal_us += work / _peak(target, instruction) * _US
+        key = _kind_key(instruction)
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _Kind(instruction, target)
+        kind.count += 1
+        ideal_us += kind.ideal_us
+    for kind in kinds.values():
+        ops = instructions.setdefault(kind.engine, {})
+        ops[kind.op] = ops.get(kind.op, 0) + kind.count
+        if kind.transposes_on:
+            transposes[kind.transposes_on] += kind.count
+            transpose_flops += kind.count * kind.flops
+        else:
+            flops += kind.count * kind.flops
     read = sum(transfer.hbm_read_bytes for transfer in timeline.transfers)
     written = sum(transfer.hbm_write_bytes for transfer in timeline.transfers)
     minimal = minimal_hbm_bytes(trace)
@@ -346,38 +352,67 @@ def _unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterat
         yield f"{target.name}: no public measurement; documented rates and trn2's mechanisms"
 
 
+class _Kind:
+    """Instructions that count alike: how many, their products, and those at TensorE's peak."""
+
+    __slots__ = ("count", "engine", "flops", "ideal_us", "op", "transposes_on")
+
+    def __init__(self, instruction: Instruction, target: Target) -> None:
+        self.engine, self.op, self.count = instruction.engine, instruction.op, 0
+        self.transposes_on = _transposes_on(instruction)
+        self.flops, self.ideal_us = 0, 0.0
+        if self.engine == "tensor":
+            self.flops = _matmul_flops(instruction)
+            if not self.transposes_on:
+                self.ideal_us = self.flops / _peak(target, instruction) * _US
+
+
+def _kind_key(instruction: Instruction) -> tuple[object, ...]:
+    """Return what instructions of one kind have in common; equal attributes are one dictionary."""
+    key = instruction.engine, instruction.op, id(instruction.attributes)
+    if instruction.engine != "tensor":
+        return key
+    reads = instruction.reads
+    if "k" in instruction.attributes:
+        if len(reads) == 2:
+            return (*key, reads[0].dtype, reads[1].dtype)
+        return (*key, *[access.dtype for access in reads])
+    return (*key, *[(a.dtype, a.partitions, a.pattern) for a in reads])
+
+
 def minimal_hbm_bytes(trace: Trace) -> int:
     """Return the distinct bytes of kernel inputs and outputs that the trace touches.
 
     HBM that is written first and read later is scratch and does not count.
     """
-    regions: dict[int, dict[tuple[object, ...], int]] = {}
+    # storage -> region -> item_bytes
+    regions: dict[int, dict[tuple[int, Pattern], int]] = collections.defaultdict(dict)
     written_first: set[int] = set()
     scratch: set[int] = set()
     for instruction in trace.instructions:
+        if instruction.engine == "tensor":
+            continue
         for access in instruction.reads:
             if access.memory == "hbm":
                 if access.storage in written_first:
                     scratch.add(access.storage)
-                _note(regions, access)
+                regions[access.storage][access.byte_start, access.pattern] = access.item_bytes
         for access in instruction.writes:
             if access.memory == "hbm":
                 if access.storage not in regions:
                     written_first.add(access.storage)
-                _note(regions, access)
+                regions[access.storage][access.byte_start, access.pattern] = access.item_bytes
     total = 0
     for storage, touched in regions.items():
         if storage in scratch:
             continue
-        size = sum(touched.values())
+        size = sum(
+            math.prod(count for _, count in pattern) * item
+            for (_, pattern), item in touched.items()
+        )
         allocation = trace.allocations.get(storage)
         total += min(size, allocation.bytes_per_partition) if allocation else size
     return total
-
-
-def _note(regions: dict[int, dict[tuple[object, ...], int]], access: Access) -> None:
-    bytes_ = access.elements_per_partition * access.item_bytes
-    regions.setdefault(access.storage, {})[(access.byte_start, access.pattern)] = bytes_
 
 
 def _transposes_on(instruction: Instruction) -> str:

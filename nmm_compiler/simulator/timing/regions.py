@@ -100,9 +100,9 @@ def overlaps(first: Access, second: Access) -> bool:
         or second.partition_start >= first.partition_stop
     ):
         return False
-    one = is_dense(first.pattern, first.item_bytes, first.byte_stop - first.byte_start)
-    two = is_dense(second.pattern, second.item_bytes, second.byte_stop - second.byte_start)
-    if one and two:
+    if is_dense(first.pattern, first.item_bytes, first.byte_stop - first.byte_start) and is_dense(
+        second.pattern, second.item_bytes, second.byte_stop - second.byte_start
+    ):
         return True
     return _patterns_meet(
         first.pattern,

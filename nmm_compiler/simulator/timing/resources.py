@@ -48,7 +48,7 @@ class Slots:
         """
         gaps, left = self.gaps, duration
         if not gaps or gaps[-1][1] <= ready:
-            return self.place(ready, duration)
+            return self._append(ready, duration)
         for start, stop in gaps:
             if (start if start > ready else ready) + duration <= stop:
                 return self.place(ready, duration)
@@ -82,9 +82,14 @@ class Slots:
                     ]
                     del gaps[:-_GAPS_KEPT]
                     return at
+        return self._append(ready, duration)
+
+    def _append(self, ready: float, duration: float) -> float:
+        """Book behind everything; what stays free before it is a gap."""
         tail = self.tail
         if ready > tail:
             if ready - tail > _SMALLEST_GAP_US:
+                gaps = self.gaps
                 gaps.append((tail, ready))
                 if len(gaps) > _GAPS_KEPT:
                     del gaps[0]

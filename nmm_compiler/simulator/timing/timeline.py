@@ -29,7 +29,7 @@ from nmm_compiler.simulator.timing.dependence import (
     Store,
     wake_table,
 )
-from nmm_compiler.simulator.timing.dma import DmaCosts, DmaEngines
+from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts, DmaEngines
 from nmm_compiler.simulator.timing.placement import PassedOn, scalar_can
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.trace import Instruction, Trace
@@ -134,18 +134,27 @@ def time_traces(
             for walk, _, _ in arrived:
                 walk.floor = max(walk.floor, latest)
             running = [(walk, steps) for walk, steps, _ in arrived]
-        return [walk.timeline() for walk in walks]
+        timelines = [walk.timeline() for walk in walks]
+        for walk in walks:  # it and its dependences know each other: nobody has to find that cycle
+            vars(walk).clear()
+        return timelines
 
 
 @contextlib.contextmanager
 def collector_held_off() -> Iterator[None]:
-    """Keep Python's garbage collector from scanning a large trace again and again."""
+    """Keep Python's garbage collector from scanning a large trace again and again.
+
+    What was made meanwhile joins the oldest generation without a scan: nearly all of it is alive.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():  # or else somebody wants to keep theirs frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -176,7 +185,7 @@ class _Pass:
         self.edges = set(trace.loop_edges)
         self.floor, self.last_edge = 0.0, 0
         self.queues: dict[str, Slots] = {}
-        self.waiting: list[Store] = []
+        self.waiting: list[tuple[float, int, Store]] = []  # by when it is ready, then index
         self.dma_engines = DmaEngines(target)
         self.dma_start_us = target.dma_start_latency_seconds * _US
         self.transfers: list[Transfer] = []
@@ -194,19 +203,22 @@ class _Pass:
         self.utilization = 0.0
         self.utilization_at = 0.0
         self.throttled_us = 0.0
+        self.decay: dict[float, float] = {}  # interval -> what is left of the utilization after it
+        # when instructions were in flight, by engine
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in ENGINES]
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
-        instructions = self.trace.instructions
         start, end, interval_end = self.start, self.end, self.interval_end
         codes, edges = self.codes, self.edges
         ready_of, done = self.dependences.ready, self.dependences.done
-        repeated = self.dependences.repeated
+        tensor, compute, transfer = self._tensor, self._compute, self._transfer
+        repeated, spans = self.dependences.repeated, self.spans
         prefers_scalar = self.target.unset_engine_prefers_scalar
-        for index, instruction in enumerate(instructions):
-            if index in edges:
+        for index, instruction in enumerate(self.trace.instructions):
+            if edges and index in edges:
                 self._meet(index)
-            if index in repeated:
+            if repeated and index in repeated:
                 start[index] = end[index] = interval_end[index] = end[repeated[index]]
                 continue
             engine = codes[instruction.engine]
@@ -217,17 +229,18 @@ class _Pass:
             if prefers_scalar and engine == VECTOR and scalar_can(instruction):
                 engine, self.placed[index] = SCALAR, "scalar"
             reads, writes = instruction.reads, instruction.writes
-            ready = ready_of(index, engine, reads, writes)
+            ready = ready_of(engine, reads, writes)
             if instruction.after:
                 ready = max(ready, self._after(instruction, engine))
             if engine == DMA:
-                self._transfer(index, instruction, ready)
+                transfer(index, instruction, ready)
                 continue
             if engine == TENSOR:
-                begin, next_free, stop = self._tensor(index, instruction, ready)
+                begin, next_free, stop = tensor(index, instruction, ready)
             else:
-                begin, next_free, stop = self._compute(index, engine, instruction, ready)
+                begin, next_free, stop = compute(index, engine, instruction, ready)
             start[index], end[index], interval_end[index] = begin, stop, next_free
+            spans[engine].append((begin, stop))
             done(index, engine, reads, writes, next_free, stop)
         while self._settle():
             pass
@@ -256,7 +269,7 @@ class _Pass:
         ready = 0.0
         for producer in instruction.after:
             at = self.numbers[id(producer)]
-            for store in [store for store in self.waiting if store.index == at]:
+            for store in [store for _, index, store in self.waiting if index == at]:
                 self._book(store)
             wake = self.wake[self.codes[self.placed.get(at, producer.engine)]][engine]
             ready = max(ready, self.end[at] + wake)
@@ -272,33 +285,42 @@ class _Pass:
         """
         interval, latency = self.costs.tensor(instruction)
         slots = self.engines[TENSOR]
+        tail = slots.tail
         into = instruction.writes[0]
         key = (into.storage, into.byte_start, into.partition_start)
-        begin = max(self.sums.get(key, 0.0), self.floor)
-        if self.in_order[index] and slots.tail > begin:
-            begin = slots.tail
+        begin = self.sums.get(key, 0.0)
+        if self.floor > begin:
+            begin = self.floor
+        in_order = self.in_order[index]
+        if in_order and tail > begin:
+            begin = tail
         if ready > begin:
             begin = ready
         fill = latency - interval
-        if begin > slots.tail and begin > 0.0:
+        if begin > tail and begin > 0.0:
             fill += self.costs.stationary_load_us(instruction)
-        if self.ramp_us:
-            gap = max(begin, slots.tail) - self.utilization_at
+        ramp_us = self.ramp_us
+        if ramp_us:
+            gap = (begin if begin > tail else tail) - self.utilization_at
             used = self.utilization * math.exp(-gap / self.window) if gap > 0.0 else 1.0
             if used < 0.5:
                 self.ramp_done = 0.0
-            if self.ramp_done < self.ramp_us:
+            if self.ramp_done < ramp_us:
                 slow = interval / self.target.tensor_ramp_start_fraction
                 self.throttled_us += slow - interval
                 interval = slow
                 self.ramp_done += interval
-        book = slots.place if self.in_order[index] else slots.squeeze
-        begin = book(begin, interval)
-        if self.ramp_us and slots.tail > self.utilization_at:
-            used = self.utilization * math.exp(-max(gap, 0.0) / self.window)
-            self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / self.window)
+        begin = (slots.place if in_order else slots.squeeze)(begin, interval)
+        if ramp_us and slots.tail > self.utilization_at:
+            used = self.utilization
+            if gap > 0.0:
+                used *= math.exp(-gap / self.window)
+            kept = self.decay.get(interval)
+            if kept is None:
+                kept = self.decay[interval] = math.exp(-interval / self.window)
+            self.utilization = 1.0 - (1.0 - used) * kept
             self.utilization_at = slots.tail
-        self.sums[key] = begin + max(interval, self.fill_us)
+        self.sums[key] = begin + (interval if interval > self.fill_us else self.fill_us)
         return begin, begin + interval, begin + interval + fill
 
     def _compute(
@@ -357,58 +379,63 @@ class _Pass:
     def _transfer(self, index: int, instruction: Instruction, ready: float) -> None:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
         cost = self.dma_costs.cost(instruction)
-        ready = max(ready, self.floor)
+        if self.floor > ready:
+            ready = self.floor
         queue = self.queues.get(cost.queue)
         if queue is None:
             queue = self.queues[cost.queue] = Slots()
-        in_order = self.in_order[index]
-        if in_order:
-            ready = max(ready, queue.tail)
-        store = Store(index, instruction, ready, cost)
-        put_off = (
-            not in_order
-            and ready > queue.tail
-            and all(a.memory == "hbm" for a in instruction.writes)
-        )
+        put_off = False
+        if self.in_order[index]:
+            if queue.tail > ready:
+                ready = queue.tail
+        elif ready > queue.tail:
+            put_off = cost.stores
         waiting = self.waiting
-        until = 0.0 if put_off else ready
-        while waiting and waiting[0].ready <= max(until, self.queues[waiting[0].cost.queue].tail):
-            self._book(waiting[0])
+        if waiting:
+            until = 0.0 if put_off else ready
+            while waiting:
+                when, _, first = waiting[0]
+                if when > until and when > self.queues[first.cost.queue].tail:
+                    break
+                self._book(first)
         if put_off:
-            bisect.insort(waiting, store, key=_ready_then_index)
+            store = Store(index, instruction, ready, cost)
+            bisect.insort(waiting, (ready, index, store))
             self.dependences.put_off(store)
         else:
-            self._issue(store)
+            self._issue(index, instruction, ready, cost)
 
     def _settle(self) -> bool:
         """Book the first store that was put off; return whether there was one."""
         if not self.waiting:
             return False
-        self._book(self.waiting[0])
+        self._book(self.waiting[0][2])
         return True
 
     def _book(self, store: Store) -> None:
         """Book a store that was put off."""
-        self.waiting.remove(store)
+        waiting = self.waiting
+        del waiting[bisect.bisect_left(waiting, (store.ready, store.index))]
         self.dependences.booked(store)
-        self._issue(store)
+        self._issue(store.index, store.instruction, store.ready, store.cost)
 
-    def _issue(self, job: Store) -> None:
+    def _issue(self, index: int, instruction: Instruction, begin: float, cost: DmaCost) -> None:
         """Book the issuing queue, then the DMA engines."""
-        cost, index = job.cost, job.index
-        begin = job.ready
         if cost.gpsimd_us:
             begin = self.engines[GPSIMD].place(begin, cost.gpsimd_us)
-        issued = self.queues[cost.queue].place(begin, cost.issue_us)
-        stop = issued + cost.issue_us
-        parts = self.dma_engines.place(cost, issued + max(cost.issue_us, self.dma_start_us))
+        issue_us = cost.issue_us
+        issued = self.queues[cost.queue].place(begin, issue_us)
+        start_us = self.dma_start_us
+        parts = self.dma_engines.place(
+            cost, issued + (issue_us if issue_us > start_us else start_us)
+        )
         end = self.dma_engines.end(parts) + cost.tail_us
         self.transfers.append(
             Transfer(
                 index,
                 cost.queue,
                 issued,
-                stop,
+                issued + issue_us,
                 parts,
                 cost.hbm_read_bytes,
                 cost.hbm_write_bytes,
@@ -416,7 +443,6 @@ class _Pass:
             )
         )
         self.start[index], self.end[index], self.interval_end[index] = issued, end, end
-        instruction = job.instruction
         self.dependences.done(index, DMA, instruction.reads, instruction.writes, end, end)
 
     def _psum_peak_bytes(self) -> int:
@@ -425,14 +451,8 @@ class _Pass:
 
     def _busy_us(self) -> dict[str, float]:
         """Return per engine the time with at least one instruction in flight."""
-        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES[:-1]}
-        repeated, placed = self.dependences.repeated, self.placed
-        start, end = self.start, self.end
-        for index, instruction in enumerate(self.trace.instructions):
-            engine = instruction.engine
-            if engine != "dma" and index not in repeated:
-                spans[placed.get(index, engine)].append((start[index], end[index]))
-        spans["scalar"] += self.table_loads
+        spans = dict(zip(ENGINES[:-1], self.spans, strict=False))
+        spans["scalar"] = spans["scalar"] + self.table_loads
         return {name: _covered(found) for name, found in spans.items()}
 
     def timeline(self) -> Timeline:
@@ -468,10 +488,6 @@ class _Pass:
             sbuf_overflow_bytes=dependences.sbuf.overflow,
             psum_overflow_bytes=dependences.psum.overflow,
         )
-
-
-def _ready_then_index(store: Store) -> tuple[float, int]:
-    return store.ready, store.index
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

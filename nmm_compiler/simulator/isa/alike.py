@@ -1,0 +1,132 @@
+"""Calls like an earlier one: without data they are recorded at once, without their checks.
+
+A kernel calls an instruction thousands of times with operands of the same geometry. Whether such a
+call is legal, on which engine it runs and what it costs depends on that geometry and on the other
+arguments alone, so the first call answers for all. Calls that break a rule, even one that only
+warns, and calls with runtime addresses are never remembered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from enum import Enum
+from typing import Any
+
+from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Instruction
+
+_FORMS: dict[tuple[Any, ...], int] = {}
+_NUMBERS = itertools.count(1)
+_KEPT = 100_000
+_PLAIN = (int, float, str, Enum, type(None), type)
+
+
+def form_of(view: NkiTensor) -> int:
+    """Return the number of a view's geometry, equal for views that no check tells apart.
+
+    Where a view begins in HBM does not count. A view with runtime addresses gets a number that no
+    other has.
+    """
+    access = view._access or view.access()
+    if view.indirection is not None:
+        return next(_NUMBERS)
+    storage = view.storage
+    chip = access.memory != "hbm"
+    key = (
+        access.memory, view.shape, view.strides, view.dtype, storage.constant,
+        chip and (access.partition_start, view.offset, storage.bytes_per_partition,
+                  storage.address, storage.shape[0]),
+    )  # fmt: skip
+    found = _FORMS.get(key)
+    if found is None:
+        if len(_FORMS) >= _KEPT:
+            _FORMS.clear()  # numbers are never given twice
+        found = _FORMS[key] = next(_NUMBERS)
+    view.form = found
+    return found
+
+
+def recall(written: list[str], read: list[str], parameters: list[str], defaults: set[str]) -> str:
+    """Return the text that records a call like an earlier one, of an instruction's function.
+
+    The key holds the form of each tensor, the identity of each other argument (which the memory
+    keeps alive), and which operands lie in the storage of dst.
+    """
+    required = [*written, *read]
+    dst, parts = written[0], ["OP"]
+    for p in parameters:
+        form = f"({p}.form or form_of({p}))"
+        if p in required:
+            parts.append(form)
+        elif p != "name":
+            default = f"0 if {p} is {p}_default else " if p in defaults else ""
+            parts.append(f"{default}{form} if {p}.__class__ is NkiTensor else id({p})")
+    parts += [f"{p}.storage is {dst}.storage" for p in required if p != dst]
+    tensors = " and ".join(f"{p}.__class__ is NkiTensor" for p in required)
+    reads, writes = (
+        "(" + "".join(f"{p}._access, " for p in roles) + ")" for roles in (read, written)
+    )
+    values = "(" + "".join(f"{p}, " for p in parameters if p != "name") + ")"
+    name = "name" if "name" in parameters else "None"
+    return (
+        "    key = None\n"
+        f"    if machine.alike is not None and {tensors}:\n"
+        f"        key = ({', '.join(parts)})\n"
+        "        known = machine.alike.get(key)\n"
+        "        if known is not None:\n"
+        "            if known[2] is None:\n"
+        "                return machine.record(\n"
+        f"                    OP, known[0], {reads}, {writes}, known[1], {name}\n"
+        "                )\n"
+        f"            values = {values}\n"
+        "            reads = tuple([values[i]._access for i in known[2]])\n"
+        "            writes = tuple([values[i]._access for i in known[3]])\n"
+        f"            return machine.record(OP, known[0], reads, writes, known[1], {name})\n"
+        f"        values, plain, warned = {values}, ({reads}, {writes}), machine.warned\n"
+    )
+
+
+REMEMBER = (
+    "    if key is not None and warned == machine.warned:\n"
+    "        remember(machine, key, values, plain, record)\n"
+)
+
+
+def remember(
+    machine: Machine, key: tuple[Any, ...], values: tuple[Any, ...], plain: Any, record: Instruction
+) -> None:
+    """Keep what a call came to: engine, attributes, and which arguments it reads and writes."""
+    memory = machine.alike
+    places: dict[int, int] = {}
+    for place, value in enumerate(values):
+        if value.__class__ is NkiTensor:
+            if value.indirection is not None or _shared_hbm(values, value):
+                return
+            places[id(value._access)] = place
+        elif not (
+            isinstance(value, _PLAIN)
+            or callable(value)
+            or (value.__class__ is tuple and all(n.__class__ is int for n in value))
+        ):
+            return
+    if memory is None or any(
+        id(access) not in places for access in (*record.reads, *record.writes)
+    ):
+        return
+    if len(memory) >= _KEPT:
+        memory.clear()
+    found = [tuple(places[id(a)] for a in accesses) for accesses in (record.reads, record.writes)]
+    as_declared = (record.reads, record.writes) == plain
+    # the other arguments are kept, so that no object to come gets the identity of one of them
+    others = [value for value in values if value.__class__ is not NkiTensor]
+    places_of = (None, None) if as_declared else found
+    memory[key] = record.engine, record.attributes, *places_of, others
+
+
+def _shared_hbm(values: tuple[Any, ...], one: NkiTensor) -> bool:
+    """Tell whether `one` is in HBM and another argument in its storage."""
+    return one.memory == "hbm" and any(
+        value.__class__ is NkiTensor and value is not one and value.storage is one.storage
+        for value in values
+    )

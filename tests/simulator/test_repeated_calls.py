@@ -1,0 +1,138 @@
+"""Speed without data: calls like an earlier one are recorded at once, and still rightly.
+
+Time on a shared machine says little, so the guards count Python calls instead of seconds.
+"""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+from simulator_kernels import kernel_file, run
+from test_rules import attempt
+
+from nmm_compiler import errors
+from nmm_compiler.nki_api.rules import rules
+from nmm_compiler.simulator.run import ArraySpec, simulate
+
+TILED = """\
+def kernel(lhsT, rhs):
+    k, m = lhsT.shape
+    result = nl.ndarray((m, rhs.shape[1]), lhsT.dtype, buffer=nl.shared_hbm)
+    for i in range(m // 128):
+        for j in range(rhs.shape[1] // 512):
+            acc = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
+            for l in range(k // 128):
+                rows = nl.ds(l * 128, 128)
+                a = nl.ndarray((128, 128), lhsT.dtype, buffer=nl.sbuf)
+                b = nl.ndarray((128, 512), rhs.dtype, buffer=nl.sbuf)
+                nisa.dma_copy(dst=a, src=lhsT[rows, i * 128:(i + 1) * 128])
+                nisa.dma_copy(dst=b, src=rhs[rows, j * 512:(j + 1) * 512])
+                nisa.nc_matmul(dst=acc, stationary=a, moving=b)
+            out = nl.ndarray((128, 512), lhsT.dtype, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=out, src=acc)
+            nisa.dma_copy(dst=result[i * 128:(i + 1) * 128, j * 512:(j + 1) * 512], src=out)
+    return result
+"""
+
+
+def tiled(rows, mode="timing"):
+    path = kernel_file("import nki\nimport nki.isa as nisa\nimport nki.language as nl\n\n" + TILED)
+    shapes = (512, rows), (512, 1024)
+    given = [ArraySpec(shape, "bfloat16") for shape in shapes]
+    if mode != "timing":
+        given = [np.ones(shape, np.float32) for shape in shapes]
+    return simulate(f"{path}:kernel", *given, mode=mode)
+
+
+def one_program(rule):
+    return rule.grid == 1 and not rule.needs_data and rule.on == (rule.holds_on or rule.on)
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(r, id=f"{r.topic}: {r.says}") for r in rules() if one_program(r)]
+)
+def test_a_breaker_is_refused_after_calls_that_hold_the_rule(rule):
+    with pytest.raises(errors.SimulationError) as caught:
+        attempt(rule, f"{rule.holder}\n{rule.holder}\n{rule.breaker}", rule.on, "timing")
+    assert type(caught.value).__name__ == rule.error, caught.value
+
+
+def test_a_call_is_known_by_which_operands_share_memory():
+    body = """
+    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    b = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    nisa.memset(dst=a, value=0.0)
+    nisa.memset(dst=b, value=0.0)
+    nisa.tensor_copy(dst=a[:, 1:5], src=b[:, 0:4])
+    nisa.tensor_copy(dst=b[:, 1:5], src=a[:, 0:4])
+    nisa.tensor_copy(dst=a[:, 1:5], src=a[:, 0:4])
+    return out(a)
+    """
+    with pytest.raises(errors.HazardError):
+        run(body, mode="timing")
+
+
+def test_a_rule_that_only_warns_warns_on_every_line():
+    body = """
+    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    nisa.memset(dst=a, value=0.0)
+    b = nl.ndarray((64, 8), nl.float32, nl.sbuf)
+    nisa.tensor_copy(dst=b, src=a[32:96])
+    nisa.tensor_copy(dst=b, src=a[32:96])
+    return out(a)
+    """
+    said = run(body, mode="timing", strict=False).warnings
+    assert len([text for text in said if "starts at partition 32" in text]) == 2
+
+
+def test_a_view_by_a_register_is_not_kept():
+    body = """
+    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    nisa.memset(dst=a, value=0.0)
+    for i in nl.dynamic_range(3):
+        nisa.memset(dst=a[:, nl.ds(i, 1)], value=1.0)
+    return out(a)
+    """
+    trace = run(body, mode="timing").trace
+    starts = [i.writes[0].byte_start for i in trace.instructions if i.op == "memset"]
+    assert starts == [0, 0, 4, 8]
+
+
+def test_calls_of_python_for_an_instruction():
+    """A timed instruction of a tiled product takes few calls from its line to the profile.
+
+    With every call checked anew it took 116.
+    """
+    tiled(256)
+
+    def calls(rows):
+        count = 0
+
+        def note(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            found = tiled(rows)
+        finally:
+            sys.setprofile(None)
+        return count, len(found.trace.instructions)
+
+    (few, small), (many, large) = calls(512), calls(2048)
+    each = (many - few) / (large - small)
+    assert each < 80
+
+
+@pytest.mark.parametrize("mode", ["timing", "functional", "full"])
+def test_a_run_leaves_nothing_for_the_garbage_collector(mode):
+    """What no cycle holds is freed at once: many runs keep no old traces in memory."""
+    tiled(128, mode)
+    gc.collect()
+    gc.disable()
+    try:
+        tiled(128, mode)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
