@@ -189,7 +189,8 @@ class _Function:
                 return self._instruction(statement, small.value, full.removeprefix("nisa."))
             if full.endswith(".append"):
                 (given,) = small.value.args
-                tile = self._tile(small.value.func.value, given.value)
+                listed = cst.ensure_type(small.value.func, cst.Attribute).value
+                tile = self._tile(listed, given.value)
                 call = small.value.with_changes(args=[given.with_changes(value=tile)])
                 small = small.with_changes(value=call)
         before, spelled = self._spelled(small)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
 from nmm_compiler.ops.definition import UV, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, add, back_to, rows_of
-from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
@@ -123,7 +123,8 @@ def _lower(
         r=r,
         n=features(v, v_layout)[1],
         dtype=dtype_name(rows),
-        **layouts(kw),
+        x_layout=kw.get("x_layout", "row"),
+        out_layout=kw.get("out_layout", "row"),
         u_layout=u_layout,
         v_layout=v_layout,
         w_layout=w_layout,
