@@ -70,7 +70,7 @@ tokenizer.save_pretrained("llama")
 
 ARRAYS = "--arg a=128x4096:bf16 --arg b=128x4096:bf16"
 COMMANDS = {
-    "demo": "nmm demo --ratio 0.2",
+    "demo": "nmm demo --model all-MiniLM-L6-v2 --ratio 0.2",
     "kernel": "nmm kernel lowrank --m 64 --k 512 --r 128 --n 1024 --check --schedules",
     "explain": "nmm explain model.py:make",
     "plan": "nmm plan config.json --ratio 0.2 --batch 1,8",
@@ -83,6 +83,7 @@ COMMANDS = {
     "eval": "nmm eval lowrank --dense llama --limit 4",
     "export": "nmm export model.py:make -o model.mlir",
     "doctor": "nmm doctor",
+    "calibrate": "nmm calibrate --help",
     "cache": "nmm cache list",
 }
 """One example of each command; `eval` reads what `compress` wrote."""
