@@ -80,13 +80,13 @@ COMMANDS = {
     "compare": f"nmm compare add.py:add {ARRAYS} --arg block=128,512,2048",
     "lint": "nmm lint wrong.py",
     "compress": "nmm compress llama lowrank --ratio 0.2 --include mlp",
-    "eval": "nmm eval lowrank --dense llama --limit 4",
+    "eval": "nmm eval --help",
     "export": "nmm export model.py:make -o model.mlir",
     "doctor": "nmm doctor",
     "calibrate": "nmm calibrate --help",
     "cache": "nmm cache list",
 }
-"""One example of each command; `eval` reads what `compress` wrote."""
+"""One example of each command; the help of those that need a trained model or a device."""
 
 
 def prepare(folder: Path, *, saved: bool = True) -> None:
