@@ -62,7 +62,7 @@ def with_verdicts(target: Target, path: Path) -> Target:
     """
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in the cache directory's name
         return target
     return _with_verdicts(target, path, (found.st_mtime_ns, found.st_size))
 

@@ -96,7 +96,10 @@ def check_versions(source):
             assert any("()" in name for name in named), named  # views came with 0.5
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda p: p.stem)
+CURRENT = [path for path in sorted(GOLDEN.glob("*.txt")) if "_neuronxcc" not in path.name]
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=lambda p: p.stem)
 def test_the_goldens(path):
     source = path.read_text(encoding="utf-8")
     assert of_source(source) <= KNOWN

@@ -74,7 +74,7 @@ def test_the_local_tasks_run_on_a_dense_and_a_compressed_model(saved):
     one = found["manual_perplexity", "word_perplexity"]
     assert one.value != one.dense
     assert "±" in str(report)
-    assert "lower is better" in str(report)
+    assert "(lower" in str(report)  # the table may wrap "(lower is better)"
     again = evaluate(make(), "manual_perplexity", tokenizer=tokenizer(), limit=6)
     assert again.scores[0].value == pytest.approx(one.dense, rel=1e-4)
 

@@ -120,15 +120,19 @@ class _Function:
         return _with_body(self.function, made).with_changes(decorators=decorators)
 
     def _view_names(self, body: Sequence[Statement]) -> set[str]:
-        """Return the names that stand for strided views, and so for no tensor of Beta 1."""
-        local = assigned_names(body)
+        """Return the names that stand for strided views, and so for no tensor of Beta 1.
+
+        A tile of its own stays one where a part of it is viewed: `tile[0:128, 0:4].permute(...)`.
+        """
+        local, tiles = assigned_names(body), _tiles(body)
         found: set[str] = set()
         while True:
             before = set(found)
             for node in nodes(*body):
                 if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
                     name = root(node.func.value)
-                    if node.func.attr.value in METHODS and name in local:
+                    part = isinstance(node.func.value, cst.Subscript) and name in tiles
+                    if node.func.attr.value in METHODS and name in local and not part:
                         found.add(name)
                 elif isinstance(node, cst.Assign):
                     target = node.targets[0].target
@@ -383,6 +387,18 @@ def _tensor(dst: Expression) -> Expression:
             return dst.value
         else:
             return dst
+
+
+def _tiles(body: Sequence[Statement]) -> set[str]:
+    """Return the names that are assigned new tiles."""
+    return {
+        node.targets[0].target.value
+        for node in nodes(*body)
+        if isinstance(node, cst.Assign)
+        and isinstance(node.targets[0].target, cst.Name)
+        and isinstance(node.value, cst.Call)
+        and get_full_name_for_node(node.value.func) == "nl.ndarray"
+    }
 
 
 def _target(dst: Expression) -> Any:

@@ -195,7 +195,8 @@ def expand_tail(rows, s_sb, w_sb, columns, product: Product, epilogue: Epilogue)
                 )
         y_part = y_sb[0:128, 0:tokens, n1 : n1 + group].permute((0, 2, 1))
         activate(y_part, sums, epilogue.activation, 0)
-    store(rows.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)), y_sb, True)
+    view = rows[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
+    store(view.permute((1, 0, 2)), y_sb, True)
 
 
 def expand_columns(
