@@ -1,85 +1,274 @@
 """Dense product y = activation(x w + bias), in any layout of x, w and y.
 
 The contraction lies on the partitions of both operands. For y the tokens are stationary and w
-moves; for y^T tiles of w are stationary and the tokens move. Sums stay in PSUM over all of k.
+moves; for y^T tiles of w are stationary and the tokens move. A patch of the result, several tiles
+each way, is summed in PSUM at a time: each chunk of x and w that arrives has work for all of them.
+One tile takes all of a chunk, then the next does, so that the first leaves PSUM before the last is
+done. The contraction may be cut into segments, whose sums are added in fp32 in SBUF.
 """
 
 import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.loads_and_stores import bias_columns, position, product_scales, split, spread_bias
-from ..pieces.product_to_hbm import expand_columns, expand_rows
-from ..pieces.records import Base, Block, Epilogue, Product, Result, Strip, Weight
+from ..pieces.loads_and_stores import (
+    bias_columns,
+    evict,
+    finish_columns,
+    finish_rows,
+    load,
+    position,
+    product_scales,
+    split,
+    spread_bias,
+    store,
+    store_rows,
+)
+from ..pieces.records import Block, Chunks, Contraction, Epilogue, Part, Result, Weight
 
 
 @nki.jit
 def matmul(x, w, spec, schedule, **others):
     """Return y."""
-    m = spec.m  # tokens
-    k = spec.k  # input features
-    n = spec.n  # output features
+    as_rows = spec.out_layout == "row"
     m_block = schedule.m_block
-    k_tiles = (k + 127) // 128
-    w_all = None
-    bias_sb = None
-    scale_sb = None
     y_dtype = x.dtype if spec.result_dtype == spec.dtype else getattr(nl, spec.result_dtype)
-    if spec.out_layout == "row":
-        out = nl.ndarray((m, n), dtype=y_dtype, buffer=nl.shared_hbm)
+    if as_rows:
+        out = nl.ndarray((spec.m, spec.n), dtype=y_dtype, buffer=nl.shared_hbm)
     else:
-        out = nl.ndarray((n, m), dtype=y_dtype, buffer=nl.shared_hbm)
-    if spec.bias:
-        if spec.out_layout == "row":
-            bias_sb = spread_bias(others.get("bias"), n)
-        else:
-            bias_sb = bias_columns(others.get("bias"), n)
+        out = nl.ndarray((spec.n, spec.m), dtype=y_dtype, buffer=nl.shared_hbm)
+    if not spec.bias:
+        bias_sb = None
+    elif as_rows:
+        bias_sb = spread_bias(others.get("bias"), spec.n)
+    else:
+        bias_sb = bias_columns(others.get("bias"), spec.n)
     if spec.fp8:
         scale_sb = product_scales(
-            others.get("w_scale"), others.get("x_scale"), n, spec.scales,
-            spec.out_layout == "col", True,
-        )  # fmt: skip
+            others.get("w_scale"), others.get("x_scale"), spec.n, spec.scales, not as_rows, True
+        )
+    else:
+        scale_sb = None
+    resident = []
     if schedule.w.resident:
         aligned = schedule.double_row or schedule.w.load == "dma"
-        w_pitch = (n + 15) // 16 * 16 if aligned else n
-        w_all = nl.ndarray((128, k_tiles, w_pitch), dtype=w.dtype, buffer=nl.sbuf)
-    right = Weight(w, w_all, schedule.w, schedule.ahead, False, None)
+        for n0 in range(0, spec.n, schedule.w.block):
+            columns = min(schedule.w.block, spec.n - n0)
+            pitch = (columns + 15) // 16 * 16 if aligned else columns
+            for k0 in range(0, spec.k, schedule.w.chunk):
+                k_tiles = (min(schedule.w.chunk, spec.k - k0) + 127) // 128
+                resident.append(nl.ndarray((128, k_tiles, pitch), dtype=w.dtype, buffer=nl.sbuf))
+    weight = Weight(w, resident, schedule.w, 0, False, None)
     epilogue = Epilogue(scale_sb, bias_sb, spec.scales, spec.bias, spec.activation)
 
     first = 0
     if schedule.m_loop:
         # on the device: the compiled program holds one block, whatever the number of tokens
-        first = m - m % m_block
+        first = spec.m - spec.m % m_block
         x_dim = 1 if spec.x_layout == "col" else 0
-        out_dim = 0 if spec.out_layout == "row" else 1
-        x_blocks = split(x, x_dim, m // m_block, m_block)
-        out_blocks = split(out, out_dim, m // m_block, m_block)
+        out_dim = 0 if as_rows else 1
+        x_blocks = split(x, x_dim, spec.m // m_block, m_block)
+        out_blocks = split(out, out_dim, spec.m // m_block, m_block)
 
         def body(i):
             at = position(i)
             x_part = x_blocks.select(x_dim, at)
             out_part = out_blocks.select(out_dim, at)
-            matmul_block(out_part, x_part, right, epilogue, Block(0, m_block), spec, schedule)
+            matmul_block(out_part, x_part, weight, epilogue, Block(0, m_block), spec, schedule)
 
         # a bound in a register makes the variable one too
-        nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
-    for m0 in range(first, m, m_block):
-        matmul_block(out, x, right, epilogue, Block(m0, min(m_block, m - m0)), spec, schedule)
+        nl.fori_loop(0, nisa.register_alloc(spec.m // m_block), body)
+    for m0 in range(first, spec.m, m_block):
+        at = Block(m0, min(m_block, spec.m - m0))
+        matmul_block(out, x, weight, epilogue, at, spec, schedule)
     return out
 
 
-def matmul_block(out, x, right: Weight, epilogue: Epilogue, at: Block, spec, schedule):
+def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, schedule):
     """Compute a block of tokens."""
-    k_tiles = (spec.k + 127) // 128
-    turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
-    pitch = (at.tokens + 15) // 16 * 16 if schedule.double_row or turned else at.tokens
-    x_sb = nl.ndarray((128, k_tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
-    left = Strip(x_sb, x, schedule.x)
-    product = Product(spec.k, spec.n, schedule.k_order, spec.k, schedule.double_row, False)
-    base = Base(None, None, 0, "rows", 128, schedule.k_order)
-    whole = spec.n % 128 == 0 and not spec.bias
-    result = Result(out, False, schedule.own_queue, schedule.tail if whole else 0)
-    if spec.out_layout == "row":
-        expand_rows(result, left, right, base, at, product, epilogue)
-    else:
-        expand_columns(result, left, right, base, at, product, epilogue)
+    as_rows = spec.out_layout == "row"
+    result = Result(out, False, schedule.own_queue, 0)
+    m_wide = schedule.x.group * (128 if as_rows else 512)
+    n_wide = schedule.w.group * (512 if as_rows else 128)
+    segment = schedule.k_segment
+    several = segment < spec.k
+    x_turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
+    x_aligned = schedule.double_row or x_turned
+    w_aligned = schedule.double_row or schedule.w.load == "dma"
+    w_chunks = (spec.k + schedule.w.chunk - 1) // schedule.w.chunk
+    x_tiles = []
+    for n0 in range(0, spec.n, schedule.w.block):
+        columns = min(schedule.w.block, spec.n - n0)
+        totals = []
+        for k0 in range(0, spec.k, segment):
+            depth = min(segment, spec.k - k0)
+            x_chunks = (depth + schedule.x.chunk - 1) // schedule.x.chunk
+            run = Contraction(
+                k0, depth, schedule.w.chunk, spec.k, schedule.k_order, schedule.double_row
+            )
+            # a tile for each chunk: it is free again as soon as nothing more reads the chunk
+            if schedule.w.resident:
+                w_tiles = weight.whole
+            else:
+                w_tiles = []
+                pitch = (columns + 15) // 16 * 16 if w_aligned else columns
+                for k1 in range(0, depth, schedule.w.chunk):
+                    k_tiles = (min(schedule.w.chunk, depth - k1) + 127) // 128
+                    w_tiles.append(
+                        nl.ndarray((128, k_tiles, pitch), dtype=weight.weight.dtype, buffer=nl.sbuf)
+                    )
+            if several:
+                x_tiles = []
+            for m1 in range(0, at.tokens, m_wide):
+                tokens = min(m_wide, at.tokens - m1)
+                if several or n0 == 0:
+                    pitch = (tokens + 15) // 16 * 16 if x_aligned else tokens
+                    for k1 in range(0, depth, schedule.x.chunk):
+                        k_tiles = (min(schedule.x.chunk, depth - k1) + 127) // 128
+                        x_tiles.append(
+                            nl.ndarray((128, k_tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
+                        )
+                for n1 in range(0, columns, n_wide):
+                    left = Chunks(
+                        x_tiles, m1 // m_wide * x_chunks, x, schedule.x, at.m0 + m1, tokens,
+                        0, tokens, (several or n0 == 0) and n1 == 0,
+                    )  # fmt: skip
+                    right = Chunks(
+                        w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
+                        weight.weight, schedule.w, n0, columns, n1, min(n_wide, columns - n1),
+                        m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident),
+                    )  # fmt: skip
+                    if as_rows:
+                        sums = sum_patch(left, right, run)
+                    else:
+                        sums = sum_patch(right, left, run)
+                    if several:
+                        patch = m1 // m_wide * ((columns + n_wide - 1) // n_wide) + n1 // n_wide
+                        if k0 == 0:
+                            totals.append(sums_in_sbuf(sums))
+                        else:
+                            add_up(totals[patch], sums)
+                        sums = totals[patch]
+                    if k0 + depth == spec.k and as_rows:
+                        finish_patch_rows(result, sums, left, right, epilogue)
+                    elif k0 + depth == spec.k:
+                        finish_patch_columns(result, sums, left, right, epilogue)
+
+
+def sum_patch(left: Chunks, right: Chunks, run: Contraction):
+    """Return the sums of a patch over a run of the contraction; loads what is new. Right moves."""
+    across = (right.width + 511) // 512
+    sums = []
+    for _ in range((left.width + 127) // 128 * across):
+        sums.append(
+            nl.ndarray(
+                (min(128, left.width), min(512, right.width)),
+                dtype=nl.float32,
+                buffer=nl.psum,
+            )
+        )
+    for k0 in range(0, run.depth, run.step):
+        stop = min(k0 + run.step, run.depth)
+        l_sb = left.tiles[left.tile + k0 // left.plan.chunk]
+        r_sb = right.tiles[right.tile + k0 // right.plan.chunk]
+        l_first = k0 % left.plan.chunk // 128
+        r_first = k0 % right.plan.chunk // 128
+        if left.new and l_first == 0:
+            load_chunk(l_sb, left, k0, run)
+        if right.new and r_first == 0:
+            load_chunk(r_sb, right, k0, run)
+        pairs = (stop - k0) // 256 if run.double_row else 0
+        for a in range((left.width + 127) // 128):
+            s0 = left.first + 128 * a
+            sw = min(128, left.width - 128 * a)
+            for b in range(across):
+                m0 = right.first + 512 * b
+                mw = min(512, right.width - 512 * b)
+                for pair in range(pairs):
+                    st = l_first + 2 * pair
+                    mt = r_first + 2 * pair
+                    nisa.nc_matmul(
+                        dst=sums[a * across + b][0:sw, 0:mw],
+                        stationary=l_sb[0:128, st : st + 2, s0 : s0 + sw],
+                        moving=r_sb[0:128, mt : mt + 2, m0 : m0 + mw],
+                        accumulate=k0 + pair > 0,
+                        perf_mode=nisa.matmul_perf_mode.double_row,
+                    )
+                for kt in range(2 * pairs, (stop - k0 + 127) // 128):
+                    kp = min(128, stop - k0 - 128 * kt)
+                    nisa.nc_matmul(
+                        dst=sums[a * across + b][0:sw, 0:mw],
+                        stationary=l_sb[0:kp, l_first + kt, s0 : s0 + sw],
+                        moving=r_sb[0:kp, r_first + kt, m0 : m0 + mw],
+                        accumulate=k0 + kt > 0,
+                    )
+    return sums
+
+
+def load_chunk(tile, operand: Chunks, k0, run: Contraction):
+    """Load a chunk of an operand, from row k0 of the run."""
+    rows = min(operand.plan.chunk, run.depth - k0)
+    part = Part(operand.source, run.first + k0, rows, operand.column, operand.columns)
+    load(tile, 0, part, operand.plan.load, run.order, run.total)
+
+
+def sums_in_sbuf(sums):
+    """Take the sums of the first segment out of PSUM."""
+    totals = []
+    for i in range(len(sums)):
+        totals.append(nl.ndarray(sums[i].shape, dtype=nl.float32, buffer=nl.sbuf))
+        evict(totals[i], sums[i], i)
+    return totals
+
+
+def add_up(totals, sums):
+    """Add the sums of a segment to those before it."""
+    for i in range(len(sums)):
+        nisa.tensor_tensor(dst=totals[i], data1=totals[i], data2=sums[i], op=nl.add)
+
+
+def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):
+    """Store a patch of y: tokens on the partitions."""
+    across = (outputs.width + 511) // 512
+    start = outputs.column + outputs.first
+    for a in range((tokens.width + 127) // 128):
+        m0 = tokens.column + 128 * a
+        mw = min(128, tokens.width - 128 * a)
+        y_sb = nl.ndarray((mw, outputs.width), dtype=result.out.dtype, buffer=nl.sbuf)
+        for b in range(across):
+            ns = 512 * b
+            nw = min(512, outputs.width - ns)
+            n_at = start + ns
+            b_tile = epilogue.bias[0:mw, n_at : n_at + nw] if epilogue.has_bias else None
+            if epilogue.scales == "channel":
+                s_tile = epilogue.scale[0:mw, n_at : n_at + nw]
+            elif epilogue.scales == "tensor":
+                s_tile = epilogue.scale[0:mw, 0:1]
+            else:
+                s_tile = None
+            done = Epilogue(s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation)
+            total = sums[a * across + b][0:mw, 0:nw]
+            finish_rows(y_sb[0:mw, ns : ns + nw], total, done, a + b)
+        rows = result.out[m0 : m0 + mw, start : start + outputs.width]
+        store(rows, y_sb, result.own_queue)
+
+
+def finish_patch_columns(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):
+    """Store a patch of y^T: outputs on the partitions."""
+    across = (tokens.width + 511) // 512
+    start = outputs.column + outputs.first
+    n_tiles = (outputs.width + 127) // 128
+    y_sb = nl.ndarray((128, n_tiles, tokens.width), dtype=result.out.dtype, buffer=nl.sbuf)
+    for a in range(n_tiles):
+        nw = min(128, outputs.width - 128 * a)
+        nt = start // 128 + a
+        st = nt if epilogue.scales == "channel" else 0
+        b_tile = epilogue.bias[0:nw, nt : nt + 1] if epilogue.has_bias else None
+        s_tile = epilogue.scale[0:nw, st : st + 1] if epilogue.scales else None
+        done = Epilogue(s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation)
+        for b in range(across):
+            ms = 512 * b
+            mw = min(512, tokens.width - ms)
+            total = sums[a * across + b][0:nw, 0:mw]
+            finish_columns(y_sb[0:nw, a, ms : ms + mw], total, done, a + b)
+    store_rows(result, y_sb, start, outputs.width, tokens.column, tokens.width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import Family
@@ -43,16 +43,22 @@ from nmm_compiler.targets import Target
 class MatmulSchedule(KernelSchedule):
     """How a matmul kernel runs.
 
-    x, w: how these arrive; w.group counts output tiles.
+    x, w: how these arrive. A patch of x.group by w.group tiles of the result is summed in PSUM at a
+        time: tiles of 128 tokens by 512 outputs, for y^T of 512 tokens by 128 outputs.
+    k_segment: contraction rows summed in PSUM at a time; fewer than k: the segments are added up in
+        fp32 in SBUF, and x and w stay there for one segment only. 0: all of k.
     m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
     double_row: fp8 only, TensorE takes pairs of tiles of k in one pass.
     """
 
     w: Operand
+    k_segment: int = 0
     m_loop: bool = False
     double_row: bool = False
 
-    remedies: ClassVar[Mapping[str, str]] = {"x": "m_block", "w": "w.block", "flat": "w.chunk"}
+    remedies: ClassVar[Mapping[str, str]] = {
+        "x": "m_block", "w": "w.block", "flat": "w.chunk", "total": "w.block",
+    }  # fmt: skip
 
     def sizes(self, spec: MatmulSpec) -> dict[str, int]:
         """Return field -> the size that it divides."""
@@ -62,19 +68,47 @@ class MatmulSchedule(KernelSchedule):
         """Return how x and w are loaded."""
         return (self.x.load, self.w.load)
 
+    def kind(self) -> tuple[Any, ...]:
+        """Return the token block and the shape of a patch."""
+        return (self.m_block, self.x.group, self.w.block)
+
+    def settled(self, spec: Any) -> MatmulSchedule:
+        """Return the schedule as the kernel of `spec` reads it."""
+        return dataclasses.replace(super().settled(spec), k_segment=self.segment(spec))
+
+    def segment(self, spec: MatmulSpec) -> int:
+        """Return contraction rows summed in PSUM at a time, at most k."""
+        return min(self.k_segment or spec.k, spec.k)
+
+    def patch(self, spec: MatmulSpec) -> tuple[int, int]:
+        """Return the tokens and the outputs that are summed at a time."""
+        tile = (128, 512) if spec.out_layout == "row" else (512, 128)
+        tokens = min(tile[0] * self.x.group, self.m_block, spec.m)
+        return tokens, min(tile[1] * self.w.group, self.w.block, spec.n)
+
+    def one_pass(self, spec: MatmulSpec) -> bool:
+        """Return whether one patch takes a panel of w for all tokens of a block."""
+        tokens, outputs = self.patch(spec)
+        panel = min(self.w.block, spec.n)
+        return not self.w.resident and tokens >= min(self.m_block, spec.m) and outputs >= panel
+
     def sbuf_bytes(self, spec: MatmulSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
-        k_tiles = tiles(spec.k, 128)
+        k_tiles = tiles(self.segment(spec), 128)
         tokens, panel = min(self.m_block, spec.m), min(self.w.block, spec.n)
+        patch_tokens, patch_outputs = self.patch(spec)
         rows = spec.out_layout == "row"
+        w_tiles = tiles(min(self.w.chunk, spec.k), 128) if self.one_pass(spec) else k_tiles
+        w_columns = spec.n if self.w.resident else panel
         held = {
             "x": k_tiles * pitch(tokens, self.double_row or self.x.load == "dma") * size,
-            "w": (tiles(self.w.chunk, 128) if self.w.stream else k_tiles)
-            * pitch(spec.n if self.w.resident else panel, self.double_row or self.w.load == "dma")
-            * size,
-            "y": result_elements(panel, tokens, rows=rows) * y_size,
+            "w": w_tiles * pitch(w_columns, self.double_row or self.w.load == "dma") * size,
+            "y": result_elements(patch_outputs, patch_tokens, rows=rows) * y_size,
         }
+        if self.segment(spec) < spec.k:
+            across = (tokens, panel) if rows else (panel, tokens)
+            held["total"] = tiles(across[0], 128) * across[1] * 4
         if spec.bias:
             held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
         if spec.fp8:
@@ -86,87 +120,121 @@ class MatmulSchedule(KernelSchedule):
         return held
 
     def overlapped_bytes(self, spec: MatmulSpec) -> int:
-        """Return bytes per partition with a second copy of what streams, so that loads overlap."""
-        streams = ["y", "sum", "flat"]
-        m_blocks = tiles(spec.m, self.m_block)
-        if not self.w.resident and (m_blocks > 1 or self.w.block < spec.n or self.w.stream):
-            streams.append("w")
-        if m_blocks > 1:
-            streams.append("x")
-        return self.with_copies(spec, streams)
+        """Return bytes per partition with room for the next loads.
 
-    def one_pass(self, spec: MatmulSpec) -> bool:
-        """Return whether one group of PSUM sums takes a whole panel of w, for all its tokens."""
-        if spec.out_layout == "col":
-            return self.w.block <= 128 * self.w.group
-        return self.w.block <= 512 * self.w.group and min(self.m_block, spec.m) <= 128
+        What streams is freed chunk by chunk: a few more of them are enough.
+        """
+        size = item_bytes(spec.dtype)
+        several = self.segment(spec) < spec.k
+        m_blocks = tiles(spec.m, self.m_block)
+        needed = self.with_copies(spec, ["y", "sum", "flat"])
+        if not self.w.resident and (m_blocks > 1 or self.w.block < spec.n or several):
+            chunk = tiles(min(self.w.chunk, spec.k), 128)
+            needed += _AHEAD * chunk * min(self.w.block, spec.n) * size
+        if m_blocks > 1 or several:
+            needed += _AHEAD * tiles(min(self.x.chunk, spec.k), 128) * self.patch(spec)[0] * size
+        return needed
 
     def psum_banks(self, spec: MatmulSpec) -> dict[str, int]:
-        """Return PSUM banks in use while a group of outputs is summed."""
-        m_tiles = 1 if spec.out_layout == "row" else tiles(min(self.m_block, spec.m), 512)
-        return {"w.group": self.w.group * m_tiles + turning(self.x.load, self.w.load)}
+        """Return PSUM banks in use while a patch is summed."""
+        tile = (128, 512) if spec.out_layout == "row" else (512, 128)
+        tokens, outputs = self.patch(spec)
+        banks = tiles(tokens, tile[0]) * tiles(outputs, tile[1])
+        return {"w.group": banks + turning(self.x.load, self.w.load), "x.group": self.x.group}
 
     def check_own(self, spec: MatmulSpec, target: Target) -> None:
         """Raise SpecError for the rules that only matmul has."""
         self.check_multiple("x.chunk", "w.chunk", spec.k)
         self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
-        if self.w.stream and (self.w.resident or not self.one_pass(spec)):
+        segment = self.segment(spec)
+        if segment < spec.k and (self.w.resident or segment % self.x.chunk):
             raise SpecError(
-                "schedule: w.stream needs one pass over k per panel of w; lower w.block from "
-                f"{self.w.block} or m_block from {self.m_block}, and keep w not resident"
+                f"schedule: a k_segment of {self.k_segment} holds whole loads and reads w again; "
+                f"pass a multiple of x.chunk = {self.x.chunk}, and keep w not resident"
             )
+        if self.w.stream:
+            raise SpecError("schedule: every chunk of w is freed after its last use; drop w.stream")
 
     def short(self) -> str:
         """Return the blocks."""
         loop = " loop" if self.m_loop else ""
         double = " double-row" if self.double_row else ""
-        blocks = f"n{self.w.block} k{self.w.chunk}"
+        segment = f" s{self.k_segment}" if self.k_segment else ""
+        patch = f"{self.x.group}x{self.w.group}"
+        blocks = f"n{self.w.block} k{self.w.chunk}{segment} {patch}"
         return f"m{self.m_block}{loop} {blocks} {self.k_order}{self.uses('w')}{double}"
+
+
+_AHEAD = 2  # loads in flight beyond what is in use
+_SEGMENT = 2048
 
 
 def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
     """Yield schedules that may be legal, in no order."""
-    size = item_bytes(spec.dtype)
     w_loads = ["rows"] if spec.w_layout == "row" else turned_loads(spec.dtype, target)
     loads = x_loads(spec.m, spec.x_layout, spec.dtype, target)
     m_blocks = blocks(spec.m, (128, 256, 512, 1024, 2048))
-    n_blocks = blocks(spec.n, (128, 256, 512, 1024, 2048, 4096))
-    for x_load, w_load, m_block, n_block in itertools.product(loads, w_loads, m_blocks, n_blocks):
-        banks = free_banks(target, x_load, w_load)
-        m_tiles = tiles(min(m_block, spec.m), 512)
-        if m_tiles > banks:
-            continue
-        most = banks if tiles(spec.m, 128) == 1 else 4
-        n_group = most if spec.out_layout == "row" else max(1, most // m_tiles)
-        uses = [(False, False), (False, True)]
-        if spec.m > m_block:
-            uses.append((True, False))
-        k_chunk = chunk_rows(spec.k, min(n_block, spec.n) * size)
-        for (resident, stream), double_row in itertools.product(
-            uses, row_modes(spec.dtype, target)
+    for x_load, w_load, m_block in itertools.product(loads, w_loads, m_blocks):
+        for x_group, w_group, n_block in _patches(
+            spec, m_block, free_banks(target, x_load, w_load)
         ):
-            made = MatmulSchedule(
-                x=Operand(load=x_load, chunk=x_rows(spec.m, spec.k, k_chunk)),
-                w=Operand(
-                    load=w_load, block=n_block, chunk=k_chunk, group=n_group, resident=resident,
-                    stream=stream,
-                ),
-                k_order=chunk_order(spec.k, (x_load, w_load)),
-                m_block=m_block,
-                double_row=double_row,
-            )  # fmt: skip
-            if not stream or made.one_pass(spec):
-                yield made
+            for chunk, segment in _chunks(spec, n_block):
+                x_chunk = x_rows(spec.m, segment or spec.k, chunk)
+                order = chunk_order(spec.k, (x_load, w_load))
+                again = spec.m > m_block and not segment
+                for resident, double_row in itertools.product(
+                    (False, True) if again else (False,), row_modes(spec.dtype, target)
+                ):
+                    yield MatmulSchedule(
+                        x=Operand(load=x_load, chunk=x_chunk, group=x_group),
+                        w=Operand(
+                            load=w_load, block=n_block, chunk=chunk, group=w_group,
+                            resident=resident,
+                        ),
+                        k_order=order,
+                        k_segment=segment,
+                        m_block=m_block,
+                        double_row=double_row,
+                    )  # fmt: skip
+
+
+def _patches(spec: MatmulSpec, m_block: int, banks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (tiles of tokens, tiles of outputs) of a patch that PSUM holds, and panels of w."""
+    m_tile, n_tile = (128, 512) if spec.out_layout == "row" else (512, 128)
+    m_tiles, n_tiles = tiles(min(m_block, spec.m), m_tile), tiles(spec.n, n_tile)
+    even = tiles(m_tiles, tiles(m_tiles, 4))  # patches of about equal height
+    for x_group in sorted({min(count, m_tiles) for count in (1, 2, even, 4)}):
+        for most in sorted({banks, 4}):
+            w_group = min(most // x_group, n_tiles)
+            if w_group:
+                for panels in (1, 2):
+                    n_block = n_tile * w_group * panels
+                    yield x_group, w_group, min(n_block, 128 * tiles(spec.n, 128))
+        if spec.n <= 2048:  # little to do: narrow panels, which begin and end sooner
+            for n_block in (128, 256):
+                yield x_group, tiles(n_block, n_tile), n_block
+
+
+def _chunks(spec: MatmulSpec, n_block: int) -> Iterator[tuple[int, int]]:
+    """Yield (contraction rows per load of w, rows per segment or 0)."""
+    row_bytes = min(n_block, spec.n) * item_bytes(spec.dtype)
+    for chunk in {chunk_rows(spec.k, row_bytes, wanted) for wanted in (2048, 4096, 8192)}:
+        yield chunk, 0
+        segment = max(1, _SEGMENT // chunk) * chunk
+        if segment < spec.k:
+            yield chunk, segment
 
 
 def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
     row = spec.out_layout == "row"
     moves = "x^T stationary, w moving" if row else "w stationary, x^T moving"
+    tokens, outputs = schedule.patch(spec)
+    rows = "all of" if schedule.segment(spec) == spec.k else f"{schedule.k_segment} rows of"
     return (
         f"x: {LOADED[schedule.x.load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
         f"w: {schedule.w.arrives(spec.n)}.",
-        f"product: {moves}; summed in PSUM over all of k.",
+        f"product: {moves}; {tokens} x {outputs} summed in PSUM over {rows} k.",
         f"epilogue: {'bias, ' if spec.bias else ''}{spec.activation}, while leaving PSUM.",
     )
 
@@ -176,23 +244,27 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
     m, k, n = spec.m, spec.k, spec.n
     k_tiles, m_blocks = tiles(k, 128), tiles(m, schedule.m_block)
-    tokens, panel = min(schedule.m_block, m), min(schedule.w.block, n)
+    panel, segments = min(schedule.w.block, n), tiles(k, schedule.segment(spec))
+    tokens, outputs = schedule.patch(spec)
     if spec.out_layout == "row":
-        out_tiles, columns = tiles(m, 128) * tiles(n, min(512, panel)), min(512, panel)
-        store_run, stores = panel * y_size, tiles(m, 128) * tiles(n, panel)
+        out_tiles, columns = tiles(m, 128) * tiles(n, min(512, outputs)), min(512, outputs)
+        store_run, stores = outputs * y_size, tiles(m, 128) * tiles(n, outputs)
+        in_patch = tiles(tokens, 128) * tiles(outputs, 512)
     else:
         out_tiles, columns = tiles(n, 128) * tiles(m, min(512, tokens)), min(512, tokens)
-        store_run, stores = tokens * y_size, m_blocks * tiles(n, panel)
+        store_run, stores = tokens * y_size, tiles(m, tokens) * tiles(n, outputs)
+        in_patch = tiles(outputs, 128) * tiles(tokens, 512)
     tally = Tally()
     tally.matmuls.append((passes(k, schedule.w.chunk, schedule.double_row) * out_tiles, columns))
-    tally.evictions.append((out_tiles, columns))
+    tally.evictions.append((out_tiles * (segments + (segments > 1)), columns))
     tally.store(m * n * y_size, stores, store_run)
     k_chunks = tiles(k, schedule.w.chunk)
     at_once = schedule.w.chunk // 128 if schedule.k_order == "consecutive_rows" else 1
     w_times = 1 if schedule.w.resident else m_blocks
-    x_run = tokens * size * (at_once if tokens == m else 1)
+    x_times = tiles(n, panel) if segments > 1 else 1
     for how, count, run, free in (
-        (schedule.x.load, k_chunks * m_blocks, x_run, m),
+        (schedule.x.load, tiles(k, schedule.x.chunk) * tiles(m, tokens) * x_times,
+         tokens * size * (at_once if tokens == m else 1), m * x_times),
         (schedule.w.load, k_chunks * tiles(n, panel) * w_times,
          panel * size * (at_once if panel == n else 1), n * w_times),
     ):  # fmt: skip
@@ -201,11 +273,11 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
         run = at_once * size if how == "strided" else run
         tally.load(how, k * free * size, count, run, turned)
     first = min(schedule.w.chunk, k)
-    last = passes(first, first, schedule.double_row) * tiles(panel, columns)
+    last = passes(first, first, schedule.double_row) * in_patch
     return tally.work(
-        lead_bytes=first * (tokens + panel) * size,
+        lead_bytes=(min(schedule.x.chunk, k) * tokens + first * panel) * size,
         tail_matmuls=(last, columns),
-        tail_bytes=min(m, 128) * panel * y_size,
+        tail_bytes=min(m, 128) * outputs * y_size,
     )
 
 

@@ -115,6 +115,37 @@ class Epilogue(nl.NKIObject):
 
 
 @dataclass
+class Chunks(nl.NKIObject):
+    """An operand of a patch of a result: tiles in SBUF from `tile` on, one a contraction chunk.
+
+    They hold `columns` columns of the operand from `column` on. The patch takes `width` of these
+    from `first` on. new: they are loaded on this use, their first.
+    """
+
+    tiles: object
+    tile: int
+    source: object
+    plan: Operand
+    column: int
+    columns: int
+    first: int
+    width: int
+    new: bool
+
+
+@dataclass
+class Contraction(nl.NKIObject):
+    """A run of a contraction `total` long: `depth` of it from `first` on, `step` at a time."""
+
+    first: int
+    depth: int
+    step: int
+    total: int
+    order: str  # which rows of the contraction share a partition
+    double_row: bool
+
+
+@dataclass
 class Branch(nl.NKIObject):
     """A product of a strip that is there, and its epilogue."""
 
