@@ -133,7 +133,7 @@ class _Replace(Editor):
 
 
 class ShortCalls(Editor):
-    """Puts statements on one line where they fit."""
+    """Puts statements on one line where they fit, and breaks signatures that do not."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -146,6 +146,27 @@ class ShortCalls(Editor):
     ) -> cst.IndentedBlock:
         self.depth -= 1
         return updated
+
+    def leave_FunctionDef(
+        self, original: cst.FunctionDef, updated: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        """Break a signature that is longer than a line."""
+        names = [parameter.name.value for parameter in updated.params.params]
+        first = f"def {updated.name.value}({', '.join(names)}):"
+        if 4 * self.depth + len(first) <= WIDTH:
+            return updated
+        line = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace("    "))
+        end = cst.ParenthesizedWhitespace(indent=True)
+        made, column = [], 4 * self.depth + 4
+        for place, parameter in enumerate(updated.params.params):
+            column += len(names[place]) + 2
+            follows = place + 1 < len(names)
+            gap: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
+            if not follows or column + len(names[place + 1]) + 1 > WIDTH:
+                gap, column = (line if follows else end), 4 * self.depth + 4
+            made.append(parameter.with_changes(comma=cst.Comma(whitespace_after=gap)))
+        params = updated.params.with_changes(params=made)
+        return updated.with_changes(params=params, whitespace_before_params=line)
 
     def leave_SimpleStatementLine(
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
