@@ -24,7 +24,7 @@ from ..pieces.loads_and_stores import (
     store,
     store_rows,
 )
-from ..pieces.records import Block, Chunks, Contraction, Epilogue, Part, Result, Weight
+from ..pieces.records import Block, Chunks, Contraction, Epilogue, Part, Patch, Result, Weight
 
 
 @nki.jit
@@ -99,7 +99,14 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
     x_tiles = []
     for n0 in range(0, spec.n, schedule.w.block):
         columns = min(schedule.w.block, spec.n - n0)
-        totals = []
+        totals = None
+        if several:
+            # fp32 sums of the segments: x and w need to stay in SBUF for one segment only
+            height = at.tokens if as_rows else columns
+            across = columns if as_rows else at.tokens
+            totals = nl.ndarray(
+                (128, (height + 127) // 128, across), dtype=nl.float32, buffer=nl.sbuf
+            )
         for k0 in range(0, spec.k, segment):
             depth = min(segment, spec.k - k0)
             x_chunks = (depth + schedule.x.chunk - 1) // schedule.x.chunk
@@ -129,30 +136,33 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                             nl.ndarray((128, k_tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
                         )
                 for n1 in range(0, columns, n_wide):
+                    width = min(n_wide, columns - n1)
                     left = Chunks(
                         x_tiles, m1 // m_wide * x_chunks, x, schedule.x, at.m0 + m1, tokens,
                         0, tokens, (several or n0 == 0) and n1 == 0,
                     )  # fmt: skip
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
-                        weight.weight, schedule.w, n0, columns, n1, min(n_wide, columns - n1),
+                        weight.weight, schedule.w, n0, columns, n1, width,
                         m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident),
                     )  # fmt: skip
                     if as_rows:
                         sums = sum_patch(left, right, run)
                     else:
                         sums = sum_patch(right, left, run)
-                    if several:
-                        patch = m1 // m_wide * ((columns + n_wide - 1) // n_wide) + n1 // n_wide
-                        if k0 == 0:
-                            totals.append(sums_in_sbuf(sums))
+                    patch = Patch(
+                        (m1 if as_rows else n1) // 128, n1 if as_rows else m1,
+                        tokens if as_rows else width, width if as_rows else tokens,
+                    )  # fmt: skip
+                    if k0 + depth < spec.k:
+                        add_up(totals, sums, patch, k0 == 0)
+                    else:
+                        if several:
+                            sums = totals_of(totals, sums, patch)
+                        if as_rows:
+                            finish_patch_rows(result, sums, left, right, epilogue)
                         else:
-                            add_up(totals[patch], sums)
-                        sums = totals[patch]
-                    if k0 + depth == spec.k and as_rows:
-                        finish_patch_rows(result, sums, left, right, epilogue)
-                    elif k0 + depth == spec.k:
-                        finish_patch_columns(result, sums, left, right, epilogue)
+                            finish_patch_columns(result, sums, left, right, epilogue)
 
 
 def sum_patch(left: Chunks, right: Chunks, run: Contraction):
@@ -212,19 +222,39 @@ def load_chunk(tile, operand: Chunks, k0, run: Contraction):
     load(tile, 0, part, operand.plan.load, run.order, run.total)
 
 
-def sums_in_sbuf(sums):
-    """Take the sums of the first segment out of PSUM."""
-    totals = []
-    for i in range(len(sums)):
-        totals.append(nl.ndarray(sums[i].shape, dtype=nl.float32, buffer=nl.sbuf))
-        evict(totals[i], sums[i], i)
-    return totals
-
-
-def add_up(totals, sums):
+def add_up(totals, sums, patch: Patch, begin):
     """Add the sums of a segment to those before it."""
-    for i in range(len(sums)):
-        nisa.tensor_tensor(dst=totals[i], data1=totals[i], data2=sums[i], op=nl.add)
+    across = (patch.width + 511) // 512
+    for a in range((patch.height + 127) // 128):
+        height = min(128, patch.height - 128 * a)
+        for b in range(across):
+            start = patch.column + 512 * b
+            width = min(512, patch.width - 512 * b)
+            total = totals[0:height, patch.tile + a, start : start + width]
+            more = sums[a * across + b][0:height, 0:width]
+            if begin:
+                evict(total, more, a + b)
+            else:
+                nisa.tensor_tensor(dst=total, data1=total, data2=more, op=nl.add)
+
+
+def totals_of(totals, sums, patch: Patch):
+    """Return the sums of all segments: those of the last one, and those before."""
+    across = (patch.width + 511) // 512
+    whole = []
+    for a in range((patch.height + 127) // 128):
+        height = min(128, patch.height - 128 * a)
+        for b in range(across):
+            start = patch.column + 512 * b
+            width = min(512, patch.width - 512 * b)
+            whole.append(nl.ndarray((height, width), dtype=nl.float32, buffer=nl.sbuf))
+            nisa.tensor_tensor(
+                dst=whole[a * across + b][0:height, 0:width],
+                data1=totals[0:height, patch.tile + a, start : start + width],
+                data2=sums[a * across + b][0:height, 0:width],
+                op=nl.add,
+            )
+    return whole
 
 
 def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):

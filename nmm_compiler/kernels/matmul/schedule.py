@@ -109,6 +109,7 @@ class MatmulSchedule(KernelSchedule):
         if self.segment(spec) < spec.k:
             across = (tokens, panel) if rows else (panel, tokens)
             held["total"] = tiles(across[0], 128) * across[1] * 4
+            held["y"] += tiles(patch_tokens, 128) * patch_outputs * 4
         if spec.bias:
             held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
         if spec.fp8:

@@ -146,6 +146,16 @@ class Contraction(nl.NKIObject):
 
 
 @dataclass
+class Patch(nl.NKIObject):
+    """A patch of a result among the fp32 sums in SBUF: height by width, from a tile and column."""
+
+    tile: int
+    column: int
+    height: int
+    width: int
+
+
+@dataclass
 class Branch(nl.NKIObject):
     """A product of a strip that is there, and its epilogue."""
 
