@@ -4,7 +4,8 @@ The contraction lies on the partitions of both operands. For y the tokens are st
 moves; for y^T tiles of w are stationary and the tokens move. A patch of the result, several tiles
 each way, is summed in PSUM at a time: each chunk of x and w that arrives has work for all of them.
 One tile takes all of a chunk, then the next does, so that the first leaves PSUM before the last is
-done. The contraction may be cut into segments, whose sums are added in fp32 in SBUF.
+done. The contraction may be cut into segments, whose sums are added in fp32 in SBUF. A last tile of
+a few tokens of y moves past stationary w, in one pass with the others.
 """
 
 import nki
@@ -12,6 +13,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.loads_and_stores import (
+    activate,
     bias_columns,
     evict,
     finish_columns,
@@ -87,7 +89,7 @@ def matmul(x, w, spec, schedule, **others):
 def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, schedule):
     """Compute a block of tokens."""
     as_rows = spec.out_layout == "row"
-    result = Result(out, False, schedule.own_queue, 0)
+    result = Result(out, False, schedule.own_queue, schedule.tail)
     m_wide = schedule.x.group * (128 if as_rows else 512)
     n_wide = schedule.w.group * (512 if as_rows else 128)
     segment = schedule.k_segment
@@ -147,9 +149,9 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                         m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident),
                     )  # fmt: skip
                     if as_rows:
-                        sums = sum_patch(left, right, run)
+                        sums = sum_patch(left, right, run, result.tail)
                     else:
-                        sums = sum_patch(right, left, run)
+                        sums = sum_patch(right, left, run, 0)
                     patch = Patch(
                         (m1 if as_rows else n1) // 128, n1 if as_rows else m1,
                         tokens if as_rows else width, width if as_rows else tokens,
@@ -165,14 +167,26 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                             finish_patch_columns(result, sums, left, right, epilogue)
 
 
-def sum_patch(left: Chunks, right: Chunks, run: Contraction):
-    """Return the sums of a patch over a run of the contraction; loads what is new. Right moves."""
+def sum_patch(left: Chunks, right: Chunks, run: Contraction, tail):
+    """Return the sums of a patch over a run of the contraction; loads what is new. Right moves.
+
+    tail: of a last tile of at most so many columns of left, which moves instead, the sums are last.
+    """
     across = (right.width + 511) // 512
+    down = (left.width + 127 - tail) // 128
     sums = []
-    for _ in range((left.width + 127) // 128 * across):
+    for _ in range(down * across):
         sums.append(
             nl.ndarray(
                 (min(128, left.width), min(512, right.width)),
+                dtype=nl.float32,
+                buffer=nl.psum,
+            )
+        )
+    if left.width > 128 * down:
+        sums.append(
+            nl.ndarray(
+                (128, right.width // 128, left.width - 128 * down),
                 dtype=nl.float32,
                 buffer=nl.psum,
             )
@@ -188,7 +202,7 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction):
         if right.new and r_first == 0:
             load_chunk(r_sb, right, k0, run)
         pairs = (stop - k0) // 256 if run.double_row else 0
-        for a in range((left.width + 127) // 128):
+        for a in range(down):
             s0 = left.first + 128 * a
             sw = min(128, left.width - 128 * a)
             for b in range(across):
@@ -210,6 +224,22 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction):
                         dst=sums[a * across + b][0:sw, 0:mw],
                         stationary=l_sb[0:kp, l_first + kt, s0 : s0 + sw],
                         moving=r_sb[0:kp, r_first + kt, m0 : m0 + mw],
+                        accumulate=k0 + kt > 0,
+                    )
+        if left.width > 128 * down:
+            m0 = left.first + 128 * down
+            mw = left.width - 128 * down
+            n_tiles = right.width // 128
+            for kt in range((stop - k0 + 127) // 128):
+                kp = min(128, stop - k0 - 128 * kt)
+                for i in range(n_tiles):
+                    s0 = right.first + i
+                    nisa.nc_matmul(
+                        dst=sums[down * across][0:128, i, 0:mw],
+                        stationary=r_sb[
+                            0:kp, r_first + kt, s0 : right.first + right.width : n_tiles
+                        ],
+                        moving=l_sb[0:kp, l_first + kt, m0 : m0 + mw],
                         accumulate=k0 + kt > 0,
                     )
     return sums
@@ -261,7 +291,10 @@ def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epi
     """Store a patch of y: tokens on the partitions."""
     across = (outputs.width + 511) // 512
     start = outputs.column + outputs.first
-    for a in range((tokens.width + 127) // 128):
+    down = (tokens.width + 127 - result.tail) // 128
+    if tokens.width > 128 * down:
+        store_tail(result, sums[down * across], tokens, outputs, epilogue)
+    for a in range(down):
         m0 = tokens.column + 128 * a
         mw = min(128, tokens.width - 128 * a)
         y_sb = nl.ndarray((mw, outputs.width), dtype=result.out.dtype, buffer=nl.sbuf)
@@ -281,6 +314,18 @@ def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epi
             finish_rows(y_sb[0:mw, ns : ns + nw], total, done, a + b)
         rows = result.out[m0 : m0 + mw, start : start + outputs.width]
         store(rows, y_sb, result.own_queue)
+
+
+def store_tail(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):
+    """Store the last few tokens of a patch of y: partition p holds neighbouring outputs of each."""
+    n_tiles = outputs.width // 128
+    mw = tokens.width % 128
+    m0 = tokens.column + tokens.width - mw
+    start = outputs.column + outputs.first
+    y_sb = nl.ndarray((128, mw, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
+    activate(y_sb.permute((0, 2, 1)), sums, epilogue.activation, 0)
+    rows = result.out[m0 : m0 + mw, start : start + outputs.width]
+    store(rows.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)), y_sb, result.own_queue)
 
 
 def finish_patch_columns(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):

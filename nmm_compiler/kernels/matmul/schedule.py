@@ -17,7 +17,7 @@ from nmm_compiler.kernels.number_formats import (
     scale_bytes,
     sum_bytes,
 )
-from nmm_compiler.kernels.schedule import KernelSchedule, Operand
+from nmm_compiler.kernels.schedule import SHORT_TAIL, KernelSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
@@ -74,7 +74,18 @@ class MatmulSchedule(KernelSchedule):
 
     def settled(self, spec: Any) -> MatmulSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
-        return dataclasses.replace(super().settled(spec), k_segment=self.segment(spec))
+        return dataclasses.replace(
+            super().settled(spec), k_segment=self.segment(spec), tail=self.moved(spec)
+        )
+
+    def moved(self, spec: MatmulSpec) -> int:
+        """Return the most tokens of a last tile that moves past stationary weights."""
+        whole = spec.out_layout == "row" and spec.n % 128 == 0 and not spec.bias
+        return self.tail if whole and self.segment(spec) == spec.k else 0
+
+    def most_ahead(self, spec: MatmulSpec, target: Target) -> int:
+        """Return 0: each chunk is loaded as soon as a place in SBUF is free, stores never wait."""
+        return 0
 
     def segment(self, spec: MatmulSpec) -> int:
         """Return contraction rows summed in PSUM at a time, at most k."""
@@ -145,6 +156,10 @@ class MatmulSchedule(KernelSchedule):
 
     def check_own(self, spec: MatmulSpec, target: Target) -> None:
         """Raise SpecError for the rules that only matmul has."""
+        if self.ahead:
+            raise SpecError("schedule: each chunk of w is loaded as soon as it can; drop ahead")
+        if self.tail > SHORT_TAIL:
+            raise SpecError(f"schedule: tail is {self.tail}; pass at most {SHORT_TAIL}")
         self.check_multiple("x.chunk", "w.chunk", spec.k)
         self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
         segment = self.segment(spec)
@@ -256,6 +271,10 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
         store_run, stores = tokens * y_size, tiles(m, tokens) * tiles(n, outputs)
         in_patch = tiles(outputs, 128) * tiles(tokens, 512)
     tally = Tally()
+    if 0 < m % 128 <= schedule.moved(spec):  # TensorE takes 64 columns for fewer
+        out_tiles -= tiles(n, columns)
+        tally.matmuls.append((k_tiles * tiles(n, 128), 64))
+        tally.evictions.append((tiles(n, outputs), 64))
     tally.matmuls.append((passes(k, schedule.w.chunk, schedule.double_row) * out_tiles, columns))
     tally.evictions.append((out_tiles * (segments + (segments > 1)), columns))
     tally.store(m * n * y_size, stores, store_run)
