@@ -96,9 +96,10 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
     several = segment < spec.k
     x_turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
     x_aligned = schedule.double_row or x_turned
-    w_aligned = schedule.double_row or schedule.w.load == "dma"
+    early = schedule.ahead > 0 and not several and not schedule.w.resident
     w_chunks = (spec.k + schedule.w.chunk - 1) // schedule.w.chunk
     x_tiles = []
+    w_next = []
     for n0 in range(0, spec.n, schedule.w.block):
         columns = min(schedule.w.block, spec.n - n0)
         totals = None
@@ -118,14 +119,10 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
             # a tile for each chunk: it is free again as soon as nothing more reads the chunk
             if schedule.w.resident:
                 w_tiles = weight.whole
+            elif early and n0 > 0:
+                w_tiles = w_next
             else:
-                w_tiles = []
-                pitch = (columns + 15) // 16 * 16 if w_aligned else columns
-                for k1 in range(0, depth, schedule.w.chunk):
-                    k_tiles = (min(schedule.w.chunk, depth - k1) + 127) // 128
-                    w_tiles.append(
-                        nl.ndarray((128, k_tiles, pitch), dtype=weight.weight.dtype, buffer=nl.sbuf)
-                    )
+                w_tiles = panel_tiles(weight, columns, depth, schedule)
             if several:
                 x_tiles = []
             for m1 in range(0, at.tokens, m_wide):
@@ -146,12 +143,19 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
                         weight.weight, schedule.w, n0, columns, n1, width,
-                        m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident),
+                        m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
+                        and not (early and n0 > 0),
                     )  # fmt: skip
                     if as_rows:
                         sums = sum_patch(left, right, run, result.tail)
                     else:
                         sums = sum_patch(right, left, run, 0)
+                    n2 = n0 + schedule.w.block
+                    last = m1 + m_wide >= at.tokens and n1 + n_wide >= columns
+                    if early and last and n2 < spec.n:
+                        # the next panel is asked for before this one is stored
+                        w_next = panel_tiles(weight, min(columns, spec.n - n2), depth, schedule)
+                        load_ahead(w_next, weight, n2, min(columns, spec.n - n2), run)
                     patch = Patch(
                         (m1 if as_rows else n1) // 128, n1 if as_rows else m1,
                         tokens if as_rows else width, width if as_rows else tokens,
@@ -165,6 +169,25 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                             finish_patch_rows(result, sums, left, right, epilogue)
                         else:
                             finish_patch_columns(result, sums, left, right, epilogue)
+
+
+def panel_tiles(weight: Weight, columns, depth, schedule):
+    """Return tiles for a panel of w, one a chunk."""
+    aligned = schedule.double_row or schedule.w.load == "dma"
+    pitch = (columns + 15) // 16 * 16 if aligned else columns
+    tiles = []
+    for k1 in range(0, depth, schedule.w.chunk):
+        k_tiles = (min(schedule.w.chunk, depth - k1) + 127) // 128
+        tiles.append(nl.ndarray((128, k_tiles, pitch), dtype=weight.weight.dtype, buffer=nl.sbuf))
+    return tiles
+
+
+def load_ahead(tiles, weight: Weight, n0, columns, run: Contraction):
+    """Load all chunks of a panel of w."""
+    for k0 in range(0, run.depth, weight.plan.chunk):
+        rows = min(weight.plan.chunk, run.depth - k0)
+        part = Part(weight.weight, run.first + k0, rows, n0, columns)
+        load(tiles[k0 // weight.plan.chunk], 0, part, weight.plan.load, run.order, run.total)
 
 
 def sum_patch(left: Chunks, right: Chunks, run: Contraction, tail):
@@ -183,7 +206,7 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction, tail):
                 buffer=nl.psum,
             )
         )
-    if left.width > 128 * down:
+    if tail > 0 and left.width > 128 * down:
         sums.append(
             nl.ndarray(
                 (128, right.width // 128, left.width - 128 * down),
@@ -226,7 +249,7 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction, tail):
                         moving=r_sb[0:kp, r_first + kt, m0 : m0 + mw],
                         accumulate=k0 + kt > 0,
                     )
-        if left.width > 128 * down:
+        if tail > 0 and left.width > 128 * down:
             m0 = left.first + 128 * down
             mw = left.width - 128 * down
             n_tiles = right.width // 128
@@ -292,7 +315,7 @@ def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epi
     across = (outputs.width + 511) // 512
     start = outputs.column + outputs.first
     down = (tokens.width + 127 - result.tail) // 128
-    if tokens.width > 128 * down:
+    if result.tail > 0 and tokens.width > 128 * down:
         store_tail(result, sums[down * across], tokens, outputs, epilogue)
     for a in range(down):
         m0 = tokens.column + 128 * a
@@ -325,7 +348,7 @@ def store_tail(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: 
     y_sb = nl.ndarray((128, mw, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
     activate(y_sb.permute((0, 2, 1)), sums, epilogue.activation, 0)
     rows = result.out[m0 : m0 + mw, start : start + outputs.width]
-    store(rows.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)), y_sb, result.own_queue)
+    store(rows.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)), y_sb, True)
 
 
 def finish_patch_columns(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):

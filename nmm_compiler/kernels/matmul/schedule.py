@@ -84,8 +84,12 @@ class MatmulSchedule(KernelSchedule):
         return self.tail if whole and self.segment(spec) == spec.k else 0
 
     def most_ahead(self, spec: MatmulSpec, target: Target) -> int:
-        """Return 0: each chunk is loaded as soon as a place in SBUF is free, stores never wait."""
-        return 0
+        """Return 1 if a panel of w fits beside the one in use; more have no use."""
+        if self.w.resident or self.w.block >= spec.n or self.segment(spec) < spec.k:
+            return 0
+        panel = tiles(spec.k, 128) * min(self.w.block, spec.n) * item_bytes(spec.dtype)
+        held = sum(self.sbuf_bytes(spec).values()) + panel * (2 if self.one_pass(spec) else 1)
+        return int(held <= target.sbuf_usable_bytes_per_partition)
 
     def segment(self, spec: MatmulSpec) -> int:
         """Return contraction rows summed in PSUM at a time, at most k."""
@@ -156,8 +160,6 @@ class MatmulSchedule(KernelSchedule):
 
     def check_own(self, spec: MatmulSpec, target: Target) -> None:
         """Raise SpecError for the rules that only matmul has."""
-        if self.ahead:
-            raise SpecError("schedule: each chunk of w is loaded as soon as it can; drop ahead")
         if self.tail > SHORT_TAIL:
             raise SpecError(f"schedule: tail is {self.tail}; pass at most {SHORT_TAIL}")
         self.check_multiple("x.chunk", "w.chunk", spec.k)
