@@ -126,7 +126,6 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                     v_all = v_alls[j]
                 firsts.append(
                     load_panel(
-                        Strip(None, None, schedule.kept),
                         Weight(vs[j], v_all, schedule.v, True, False, None),
                         Block(m0, tokens),
                         Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False),

@@ -10,15 +10,7 @@ from .loads_and_stores import activate, finish_columns, finish_rows, load, store
 from .records import Base, Block, Epilogue, Part, Product, Result, Strip, Weight
 
 
-def load_left(left: Strip, at: Block, product: Product, k0):
-    """Load the left factor from row k0 of the contraction, if a load starts there."""
-    if k0 % left.plan.chunk == 0:
-        rows = min(left.plan.chunk, product.k - k0)
-        part = Part(left.source, k0, rows, at.m0, at.tokens)
-        load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
-
-
-def load_panel(left: Strip, right: Weight, at: Block, product: Product, n0):
+def load_panel(right: Weight, at: Block, product: Product, n0):
     """Return the weights of the outputs from n0 on, loaded."""
     w_type = nl.float32 if product.widen else right.weight.dtype
     k_tiles = (product.k + 127) // 128
@@ -31,8 +23,6 @@ def load_panel(left: Strip, right: Weight, at: Block, product: Product, n0):
         w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
     for k0 in range(0, product.k, right.plan.chunk):
         rows = min(right.plan.chunk, product.k - k0)
-        if left.plan.load != "none" and n0 == 0:
-            load_left(left, at, product, k0)
         if at.m0 == 0 or not right.plan.resident:
             part = Part(right.weight, k0, rows, n0, columns)
             load(w_sb, k0 // 128, part, right.plan.load, product.order, product.k)
@@ -70,7 +60,7 @@ def expand_rows(
         if base.length > 0:
             base_panels.append(load_base_panel(base, right, product, n0))
         if not right.plan.stream and (n0 > 0 or not right.loaded):
-            w_panels.append(load_panel(left, right, at, product, n0))
+            w_panels.append(load_panel(right, at, product, n0))
     for n0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - n0)
         aligned = product.double_row or right.plan.load == "dma"
@@ -83,7 +73,7 @@ def expand_rows(
             base_sb = base_panels[n0 // right.plan.block]
         if not right.plan.stream:
             if following < product.n:
-                w_panels.append(load_panel(left, right, at, product, following))
+                w_panels.append(load_panel(right, at, product, following))
             w_sb = w_panels[n0 // right.plan.block]
         for mt in range((at.tokens + 127) // 128):
             ms = 128 * mt
@@ -118,8 +108,6 @@ def expand_rows(
                     rows = min(right.plan.chunk, product.k - k0)
                     first = k0 // 128
                     if right.plan.stream:
-                        if left.plan.load != "none" and n0 == 0 and mt == 0 and n1 == 0:
-                            load_left(left, at, product, k0)
                         w_sb = nl.ndarray(
                             (128, (rows + 127) // 128, pitch),
                             dtype=w_type,
@@ -218,7 +206,7 @@ def expand_columns(
         if base.length > 0:
             base_panels.append(load_base_panel(base, right, product, n0))
         if not right.plan.stream and (n0 > 0 or not right.loaded):
-            w_panels.append(load_panel(left, right, at, product, n0))
+            w_panels.append(load_panel(right, at, product, n0))
     m_tiles = (at.tokens + 511) // 512
     for n0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - n0)
@@ -233,7 +221,7 @@ def expand_columns(
             base_sb = base_panels[n0 // right.plan.block]
         if not right.plan.stream:
             if following < product.n:
-                w_panels.append(load_panel(left, right, at, product, following))
+                w_panels.append(load_panel(right, at, product, following))
             w_sb = w_panels[n0 // right.plan.block]
         if result.as_rows:
             y_sb = nl.ndarray((128, at.tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
@@ -270,8 +258,6 @@ def expand_columns(
                 rows = min(right.plan.chunk, product.k - k0)
                 first = k0 // 128
                 if right.plan.stream:
-                    if left.plan.load != "none" and n0 == 0 and n1 == 0:
-                        load_left(left, at, product, k0)
                     w_sb = nl.ndarray(
                         (128, (rows + 127) // 128, pitch),
                         dtype=w_type,
