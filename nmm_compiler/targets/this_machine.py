@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ WITH: Mapping[str, Mapping[str, Any]] = {"TensorE transpose fp8": {"tensor_trans
 
 FILE = ".json"
 """How the name of a target ends that is a file."""
+LARGEST_BYTES = 1 << 24
+"""Of a file of verdicts or of a calibrated target; both have some thousand."""
 DEVICE = "neuron"
 """The executor whose verdicts are of a device; a simulator's say nothing of one."""
 
@@ -113,11 +116,19 @@ def from_file(path: Path, registered: Mapping[str, Target]) -> Target:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise MachineFileError, naming the file, without one."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        found = path.stat()
+        whole = stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_BYTES
+        text = path.read_text(encoding="utf-8") if whole else ""  # a device may have no end
+        told = json.loads(text) if whole else None
     except OSError as error:
         raise MachineFileError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise MachineFileError(f"{path} is not JSON ({error}); write it anew") from None
+    if not whole:
+        raise MachineFileError(
+            f"{path} is no regular file of at most {LARGEST_BYTES:,} bytes; pass one that "
+            "nmm doctor --device or nmm calibrate wrote"
+        )
     if not isinstance(told, dict):
         raise MachineFileError(
             f"{path} holds a {type(told).__name__}, not an object; write it anew"

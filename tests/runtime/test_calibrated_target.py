@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -139,6 +140,8 @@ def test_files_that_say_nothing_are_errors(device, tmp_path):
         (tmp_path / "file.json").write_text(text)
         with pytest.raises(MachineFileError, match=r"file\.json"):
             targets.get(str(tmp_path / "file.json"))
+    with pytest.raises(MachineFileError, match="no regular file"):
+        calibrate(Path("/dev/full"))
     with pytest.raises(MachineFileError, match="cannot read"):
         targets.get("nowhere.json")
     with pytest.raises(UnknownNameError):
