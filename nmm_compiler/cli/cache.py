@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.help_text import WrappedHelp
 from nmm_compiler.cli.show import show as say
 from nmm_compiler.cli.show import show_json
 from nmm_compiler.report.parts import Grid, Line, Part
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from nmm_compiler.cache.store import Store
 
 app = typer.Typer(
+    cls=WrappedHelp,
     help="The kernel cache: list, show, explain, verify, prune, clear, export, import.",
     epilog="Where: NMM_CACHE_DIR. How: NMM_CACHE=off|ro|rw|require. See docs/cache.md.",
     no_args_is_help=True,
@@ -113,8 +115,7 @@ def show(
 
 
 @app.command(
-    epilog="Examples: nmm cache explain | nmm cache explain 3fa9c1 | "
-    "nmm cache explain --key wanted.json"
+    epilog="Example: nmm cache explain 3fa9c1\n\nExample: nmm cache explain --key wanted.json"
 )
 def explain(
     entry: Annotated[
@@ -175,7 +176,7 @@ def explain(
         ])  # fmt: skip
 
 
-@app.command(epilog="Examples: nmm cache verify | nmm cache verify --quick")
+@app.command(epilog="Example: nmm cache verify\n\nExample: nmm cache verify --quick")
 def verify(
     directory: Directory = None,
     quick: Annotated[bool, typer.Option("--quick", help="sha256 only, build nothing")] = False,
@@ -188,7 +189,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Examples: nmm cache prune | nmm cache prune --max-bytes 100000000")
+@app.command(epilog="Example: nmm cache prune\n\nExample: nmm cache prune --max-bytes 100000000")
 def prune(
     directory: Directory = None,
     max_bytes: Annotated[
@@ -215,7 +216,7 @@ def clear(
     say(f"{counted(store.clear(), 'entry', 'entries')} deleted")
 
 
-@app.command(epilog="Examples: nmm cache export kernels.tar.gz | nmm cache export --push")
+@app.command(epilog="Example: nmm cache export kernels.tar.gz\n\nExample: nmm cache export --push")
 def export(
     path: Annotated[
         Path | None, values.output_argument("the archive to write, .tar or .tar.gz")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from nmm_compiler.cli import (
     cache,
@@ -23,6 +22,7 @@ from nmm_compiler.cli import (
     report,
     simulate,
 )
+from nmm_compiler.cli.help_text import WrappedHelp
 from nmm_compiler.version import VERSION
 
 
@@ -34,7 +34,7 @@ class Stopped(BaseException):
         self.error = error
 
 
-class Commands(TyperGroup):
+class Commands(WrappedHelp):
     """The top group: every exception but typer's own goes to `main`."""
 
     def invoke(self, ctx: Any) -> Any:

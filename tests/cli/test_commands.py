@@ -185,3 +185,18 @@ def test_simulate_runs_a_file_with_random_arguments(tmp_path):
     assert "sub" in bad.stderr
     assert nmm("simulate", f"{source}:add", "--arg", "a=128x:float32").returncode == 2
     assert "dtype" in nmm("simulate", f"{source}:add", "--arg", "a=8x8:float33").stderr
+
+
+def test_help_is_wrapped_at_the_terminal_and_not_where_a_docstring_is():
+    def sentence(words):
+        shown = nmm(*words, "--help", COLUMNS="80", TERMINAL_WIDTH="80").stdout
+        return [line.strip() for line in shown.splitlines()]
+
+    # A line of the docstring's own width would be wrapped to a line of two words.
+    assert "us\" is a line's share of the critical path; these figures add up to the" in sentence(
+        ["profile"]
+    )
+    assert any(
+        line.startswith("With --key, it is why that kernel would be built;")
+        for line in sentence(["cache", "explain"])
+    )
