@@ -16,7 +16,11 @@ from nmm_compiler.outputs import write_text
 
 def plan(
     config: Annotated[
-        str, typer.Argument(help="CONFIG.json, DIRECTORY, or a public name such as llama-3.2-1b")
+        str,
+        typer.Argument(
+            help="CONFIG.json, DIRECTORY, or a public name such as llama-3.2-1b",
+            autocompletion=values.public_models,
+        ),
     ],
     target: Annotated[str, values.list_option("target", "targets, as trn1,trn2,trn3")] = "trn2",
     ratio: Annotated[str, values.list_option("share", "shares of the parameters")] = "0.1,0.2",

@@ -129,6 +129,15 @@ def families() -> list[str]:
     return list(FAMILIES)
 
 
+def public_models() -> list[str]:
+    """Return the names of the models whose shapes come with the package, for completion."""
+    import json
+    from importlib.resources import files
+
+    shapes = files("nmm_compiler.prediction").joinpath("public_models.json")
+    return list(json.loads(shapes.read_text("utf-8")))
+
+
 Family = Annotated[
     str,
     typer.Argument(help="see `nmm kernel --help`", metavar="FAMILY", autocompletion=families),
