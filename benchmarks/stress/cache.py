@@ -112,6 +112,7 @@ def _count(folder: Path, tally: Tally) -> set[int]:
 
 def _check_what_stays(folder: Path, served: set[int], tally: Tally) -> None:
     """Each key that was served is on disk, whole, and leftovers of the killed can be cleared."""
+    from nmm_compiler.cache.disk import FOLDER
     from nmm_compiler.cache.key import Key
     from nmm_compiler.cache.store import Store
 
@@ -126,8 +127,9 @@ def _check_what_stays(folder: Path, served: set[int], tally: Tally) -> None:
     store.prune()
     tally.attempts += 1
     states = {info.state for info in store.list()}
-    hidden = [p.name for p in (folder / "cache" / "v1").glob(".*") if p.name != ".locks"]
-    locks = list((folder / "cache" / "v1" / ".locks").glob("*"))
+    kept = folder / "cache" / FOLDER
+    hidden = [p.name for p in kept.glob(".*") if p.name != ".locks"]
+    locks = list((kept / ".locks").glob("*"))
     if states <= {"ok"} and not hidden and not locks:
         tally.right += 1
     else:

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.stress.children import Ended, environment, python
 from benchmarks.stress.tally import Tally
+from nmm_compiler.cache.disk import FOLDER
 
 UNKNOWN, NOBODY = 61234, 65534
 SECONDS = 90.0  # for one child
@@ -88,8 +89,8 @@ def _places(base: Path) -> dict[str, Path]:
         directory(name, mode)
     directory("readonly", 0o555, UNKNOWN)
     directory("theirs", 0o755, NOBODY)
-    (directory("occupied") / "v1").write_text("not a directory")
-    (directory("locked") / "v1").mkdir(mode=0)
+    (directory("occupied") / FOLDER).write_text("not a directory")
+    (directory("locked") / FOLDER).mkdir(mode=0)
     made["file"] = base / "file"
     made["file"].write_text("x")
     made["link"] = base / "link"

@@ -1,15 +1,16 @@
 """The first level: entries as directories, whole or absent, on any POSIX filesystem.
 
-    <cache directory>/v1/<digest>/meta.json, kernel.py, ...
-    <cache directory>/v1/.stage-*   being written    .trash-*  being deleted
-    <cache directory>/v1/.locks/    see locks        .checked/ see checked
+    <cache directory>/v2/<first digit>/<digest>/meta.json, kernel.py, ... and .checked, see checked
+    <cache directory>/v2/.stage-*   being written    .trash-*  being deleted    .locks/ see locks
+
+Sixteen shards keep a listing short, so that a full cache can be judged by one or two of them.
 
 An entry is staged beside its final place, each file fsynced, the manifest last, and then renamed.
 Only the rename publishes. A process that finds the place taken discards its own copy and reads the
 published one. Deletion renames first too, so no reader sees half an entry. Locks only save work:
 nothing here relies on them.
 
-A change of this layout takes a new folder, "v2".
+A change of this layout takes a new folder, "v3"; `prune` deletes the older ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nmm_compiler.cache import checked, trust
@@ -29,7 +30,9 @@ from nmm_compiler.cache.entry import MANIFEST, Entry, check_digest, fingerprint,
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.errors import DamagedEntryError
 
-FOLDER = "v1"
+FOLDER = "v2"
+OLDER = ("v1",)
+SHARDS = "0123456789abcdef"
 STAGE, TRASH = ".stage-", ".trash-"
 _PUBLISH_ATTEMPTS = 4
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -44,11 +47,20 @@ class Disk:
         self.folder = root / FOLDER
         self._believed = trust.owners(writing)
 
-    def check(self) -> bool:
-        """Return whether the directory is there; raise CacheTrustError when it is not trusted."""
-        return trust.check_directory(self.root, self.writing) and trust.check_itself(
+    def place(self, digest: str) -> Path:
+        """Return the directory of an entry."""
+        return self.folder / digest[0] / digest
+
+    def check(self, shards: Iterable[str] = ()) -> bool:
+        """Return whether the directory is there; raise CacheTrustError when it, or one of these
+        shards, is not trusted.
+        """
+        there = trust.check_directory(self.root, self.writing) and trust.check_itself(
             self.folder, self.writing
         )
+        for shard in shards if there else ():
+            trust.check_itself(self.folder / shard, self.writing)
+        return there
 
     def prepare(self) -> None:
         """Create what is missing, with mode 0700; raise OSError when it cannot be written."""
@@ -64,9 +76,9 @@ class Disk:
         Raises FileNotFoundError when there is none, DamagedEntryError when it is not whole,
         CacheTrustError when the directory is not trusted, OSError when it cannot be read.
         """
-        if not self.check():
+        if not self.check(digest[0]):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
-        path = self.folder / digest
+        path = self.place(digest)
         folder = trust.open_entry(path, self._believed)
         try:
             return self._read_open(path, folder, digest)
@@ -83,7 +95,7 @@ class Disk:
         raw, seen = trust.read_file(MANIFEST, folder, self._believed)
         manifest = parse(raw, digest)
         stamp = [(str(path / MANIFEST), fingerprint(seen))]
-        names = set(os.listdir(folder)) - {MANIFEST}
+        names = set(os.listdir(folder)) - {MANIFEST, checked.MARK}
         if "__pycache__" in names and "__pycache__" not in manifest.files:
             # Left by whoever imported the source; bytecode is not verified, so it must not stay.
             self._drop_bytecode(path)
@@ -109,7 +121,7 @@ class Disk:
     def touch(self, digest: str) -> None:
         """Mark an entry as used now: the modification time of its directory."""
         try:
-            os.utime(self.folder / digest)
+            os.utime(self.place(digest))
         except OSError:
             return  # gone, or not ours: only its place in the order of eviction is lost
 
@@ -129,7 +141,9 @@ class Disk:
     def _publish_once(self, entry: Entry) -> Entry:
         self.prepare()
         digest = entry.key.digest
-        final = self.folder / digest
+        final = self.place(digest)
+        if not self.check(digest[0]) or not final.parent.is_dir():
+            trust.create_directory(final.parent)
         stage = self.folder / leftover_name(STAGE)
         try:
             os.mkdir(stage, 0o700)
@@ -144,7 +158,7 @@ class Disk:
                     if error.errno not in _TAKEN:
                         raise
                 else:
-                    _sync_directory(self.folder)
+                    _sync_directory(final.parent)
                     return Entry(
                         entry.key, entry.files, entry.meta, entry.created, final, entry.manifest
                     )
@@ -162,11 +176,10 @@ class Disk:
         """Delete an entry; return whether there was one. Raises OSError when it cannot be."""
         trash = self.folder / leftover_name(TRASH)
         try:
-            os.rename(self.folder / digest, trash)
+            os.rename(self.place(digest), trash)
         except FileNotFoundError:
             return False
         delete_tree(trash)
-        checked.unmark(self.folder, digest)
         return True
 
     def check_once(self, entry: Entry) -> None:
@@ -174,26 +187,32 @@ class Disk:
 
         An entry on disk that passed the same rules before, in any process, is not parsed again.
         """
-        on_disk = entry.directory is not None
-        if on_disk and checked.is_marked(self.folder, entry, self._believed):
+        if checked.is_marked(entry, self._believed):
             return
         for name, text in entry.files.items():
             if name.endswith(".py"):
                 check_shape(f"{name} of cache entry {entry.key.digest[:12]}", text)
-        if on_disk and self.writing:
-            checked.mark(self.folder, entry)
+        if self.writing:
+            checked.mark(entry)
 
     def digests(self) -> list[str]:
         """Return the names of all entries, damaged ones too, in order."""
-        if not self.check():
+        if not self.check(SHARDS):
             return []
-        return sorted(name for name in os.listdir(self.folder) if check_digest(name))
+        return sorted(digest for shard in SHARDS for digest in self.listing(shard))
+
+    def listing(self, shard: str) -> list[str]:
+        """Return the names of a shard's entries; whoever asks has checked the directory."""
+        try:
+            return [name for name in os.listdir(self.folder / shard) if check_digest(name)]
+        except FileNotFoundError:
+            return []  # a shard is made when it is needed
 
 
 class NoDisk(Disk):
     """A disk level without a directory: it finds nothing and reads nothing."""
 
-    def check(self) -> bool:
+    def check(self, shards: Iterable[str] = ()) -> bool:
         """Return False: there is no directory."""
         return False
 
@@ -252,8 +271,8 @@ def delete_tree(path: Path) -> None:
         return
 
 
-def leftovers(folder: Path, names: Sequence[str] | None = None) -> Iterator[Path]:
-    """Yield what killed processes may have left; `names` are the folder's, where they are known."""
-    for name in os.listdir(folder) if names is None else names:
+def leftovers(folder: Path) -> Iterator[Path]:
+    """Yield what killed processes may have left."""
+    for name in os.listdir(folder):
         if name.startswith((STAGE, TRASH)):
             yield folder / name

@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from nmm_compiler.cache import scratch
 from nmm_compiler.cache.key import Key, plain
 from nmm_compiler.cache.trust import MAX_FILE_BYTES
 from nmm_compiler.errors import CacheKeyError, DamagedEntryError
+from nmm_compiler.version import VERSION
 
 MANIFEST = "meta.json"
 SIGNATURE = f"{MANIFEST}.minisig"
@@ -93,12 +93,8 @@ def check_digest(digest: str) -> bool:
 @functools.cache
 def made_by() -> dict[str, str]:
     """Return the versions that go into each manifest: package, Python, machine."""
-    try:
-        version = importlib.metadata.version("nmm-compiler")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown"  # run from a source tree that was never installed
     return {
-        "by": f"nmm_compiler {version}",
+        "by": f"nmm_compiler {VERSION}",
         "python": platform.python_version(),
         "platform": f"{sys.platform}-{platform.machine()}",
     }

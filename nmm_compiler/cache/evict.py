@@ -13,18 +13,17 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nmm_compiler.cache import checked, locks
-from nmm_compiler.cache.disk import Disk, delete_tree, host_name, leftovers
+from nmm_compiler.cache import locks
+from nmm_compiler.cache.disk import SHARDS, Disk, delete_tree, host_name, leftovers
 
 LEFTOVER_SECONDS = 3600.0
-SAMPLE = 128
-OLDEST = 4
+ENOUGH = 1000  # names, listed shard by shard
+SAMPLE = 64
+OLDEST = 2
 SLACK = 1 / 64
-DIGEST_LENGTH = 64
 SCAN_SHARE = 8  # the size bound may be passed by 1/8 of what was free, for a cheaper publication
 MOMENT_NS = 2_000_000_000  # above the steps in which filesystems keep time
 
@@ -40,7 +39,7 @@ class Usage:
 
 def usage(disk: Disk) -> list[Usage]:
     """Return every entry's usage, least recently used first."""
-    found = [u for d in disk.digests() if (u := _usage(disk.folder / d, d)) is not None]
+    found = [u for d in disk.digests() if (u := _usage(disk.place(d), d)) is not None]
     return sorted(_without_future(disk, found), key=lambda u: (u.used_ns, u.digest))
 
 
@@ -53,7 +52,7 @@ def _without_future(disk: Disk, found: list[Usage]) -> list[Usage]:
         mended[seen.digest] = stamp
         if disk.writing:
             try:
-                os.utime(disk.folder / seen.digest, ns=(stamp, stamp))
+                os.utime(disk.place(seen.digest), ns=(stamp, stamp))
             except OSError:
                 continue  # evicted meanwhile
     return [Usage(u.digest, u.size_bytes, mended.get(u.digest, u.used_ns)) for u in found]
@@ -81,12 +80,12 @@ def evict(disk: Disk, max_bytes: int, keep: str | None = None) -> tuple[list[Usa
 class Bound:
     """Keeps a cache within `max_bytes`, without reading all of it at each publication.
 
-    Up to SAMPLE entries all are looked at. In larger caches each look takes the names, the last use
-    of SAMPLE random entries, and the sizes of those among them that it does not know yet. The known
-    sizes give an estimate of the total, with a margin of three standard errors. Sizes never change,
-    so the estimate becomes exact while a process lives. The least recently used of the sample are
-    deleted until the estimate leaves SLACK free. Where only the margin exceeds the bound, at most
-    OLDEST of them are deleted, since the others may be in use.
+    Up to SAMPLE entries all are looked at. In larger caches each look lists shards, in random
+    order, until it has ENOUGH names. It takes the last use of SAMPLE random ones among them, and
+    the sizes of those that it does not know yet. Digests are spread evenly, so what was listed is
+    a fair part of the whole. The estimate of the total has a margin of three standard errors. The
+    least recently used of the sample are deleted until the estimate leaves SLACK free: at most
+    OLDEST of them, which leaves the rest to the next looks, unless the bound is surely exceeded.
     """
 
     def __init__(self, disk: Disk, max_bytes: int) -> None:
@@ -97,49 +96,48 @@ class Bound:
 
     def published(self, digest: str, size_bytes: int) -> None:
         """Note a new entry and, when it is time, delete others; raises OSError."""
-        names = None
-        if self._until_look is None:  # one listing of the directory serves both
-            names = os.listdir(self._disk.folder)
-            clear_leftovers(self._disk, names=names)
+        if self._until_look is None:
+            clear_leftovers(self._disk)
         self._sizes[digest] = size_bytes
         self._until_look = (self._until_look or 0) - size_bytes
         if self._until_look >= 0:
             return
-        names = names or os.listdir(self._disk.folder)
-        digests = [name for name in names if len(name) == DIGEST_LENGTH]
-        if len(digests) <= SAMPLE:
+        digests: list[str] = []
+        shards = self._random.sample(SHARDS, len(SHARDS))
+        while shards and len(digests) < ENOUGH:
+            digests += self._disk.listing(shards.pop())
+        if not shards and len(digests) <= SAMPLE:
             _, total = evict(self._disk, self._max_bytes, keep=digest)
         else:
-            total = self._thin_out(digests, digest)
+            total = self._thin_out(digests, 1 - len(shards) / len(SHARDS), digest)
         self._until_look = max(0, self._max_bytes - total) // SCAN_SHARE
 
-    def _thin_out(self, digests: list[str], keep: str) -> int:
-        """Delete the oldest of a sample of entries; return the bytes that are left, estimated."""
-        sample = self._random.sample(digests, SAMPLE)
+    def _thin_out(self, digests: list[str], share: float, keep: str) -> int:
+        """Delete the oldest of a sample of entries; return the bytes that are left, estimated.
+
+        digests: the entries of `share` of the cache.
+        """
+        sample = self._random.sample(digests, min(SAMPLE, len(digests)))
         seen = [u for u in map(self._usage, sample) if u is not None]
-        here = set(digests)
-        self._sizes = {d: size for d, size in self._sizes.items() if d in here}
-        known = list(self._sizes.values())
+        known = [self._sizes[digest] for digest in digests if digest in self._sizes]
         if not known:
             return 0  # all of them were deleted meanwhile
-        unknown = len(digests) - len(known)
-        # The variance of a sum of `unknown` sizes, whose mean is known from the others only.
-        variance = statistics.pvariance(known) * (unknown**2 / len(known) + unknown)
-        error = 3 * math.sqrt(variance)
-        total = sum(known) + unknown * statistics.fmean(known) + error
+        total, error = _estimate(known, len(digests), share)
+        total += error
         if total > self._max_bytes:
-            surely_over = total - 2 * error > self._max_bytes
             oldest = sorted(seen, key=lambda u: (u.used_ns, u.digest))
-            for old in oldest if surely_over else oldest[:OLDEST]:
-                if total <= self._max_bytes * (1 - SLACK):
+            for deleted, old in enumerate(u for u in oldest if u.digest != keep):
+                surely_over = total - 2 * error > self._max_bytes
+                enough = deleted >= OLDEST and not surely_over
+                if enough or total <= self._max_bytes * (1 - SLACK):
                     break
-                if old.digest != keep and self._disk.remove(old.digest):
+                if self._disk.remove(old.digest):
                     total -= self._sizes.pop(old.digest, 0)
         return math.ceil(total)
 
     def _usage(self, digest: str) -> Usage | None:
         known = self._sizes.get(digest)
-        found = _usage(self._disk.folder / digest, digest, known)
+        found = _usage(self._disk.place(digest), digest, known)
         if found is not None:
             self._sizes[digest] = found.size_bytes
             if found.used_ns > time.time_ns():  # the clock went back: counts as a moment ago
@@ -161,21 +159,34 @@ def _usage(path: Path, digest: str, size_bytes: int | None = None) -> Usage | No
     return Usage(digest, size_bytes, used)
 
 
-def clear_leftovers(
-    disk: Disk, everything: bool = False, names: Sequence[str] | None = None
-) -> int:
+def _estimate(known: list[int], count: int, share: float) -> tuple[float, float]:
+    """Return the size of all entries in bytes, and three standard errors of it.
+
+    known: the sizes of some of the `count` entries that were listed. share: the part of the cache
+    that was listed.
+    """
+    mean, unknown = statistics.fmean(known), count - len(known)
+    spread = statistics.pvariance(known, mean)
+    listed = sum(known) + unknown * mean
+    # The variance of a sum of `unknown` sizes, whose mean is known from the others only, and of
+    # the number of entries that fall into the listed shards.
+    variance = spread * (unknown**2 / len(known) + unknown)
+    variance += count * (mean**2 + spread) * (1 - share)
+    return listed / share, 3 * math.sqrt(variance) / share
+
+
+def clear_leftovers(disk: Disk, everything: bool = False) -> int:
     """Delete stages and trash of processes that are gone (or of all), and locks that nobody holds;
-    return how many stages and trash. `names` are those of the directory, where they are known.
+    return how many stages and trash.
 
     A live process whose stage is deleted by mistake stages again: that costs time only.
     """
     count = 0
-    for path in leftovers(disk.folder, names) if disk.check() else ():
+    for path in leftovers(disk.folder) if disk.check() else ():
         if everything or _is_abandoned(path):
             delete_tree(path)
             count += 1
     locks.clear(disk.folder)
-    checked.clear(disk.folder, names)
     return count
 
 

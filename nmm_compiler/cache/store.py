@@ -21,7 +21,7 @@ from typing import Any
 from nmm_compiler import options as options_module
 from nmm_compiler.cache import archive, evict, locks
 from nmm_compiler.cache import entry as entries
-from nmm_compiler.cache.disk import NoDisk
+from nmm_compiler.cache.disk import OLDER, SHARDS, NoDisk, delete_tree
 from nmm_compiler.cache.entry import Entry
 from nmm_compiler.cache.explain import (
     Explanation,
@@ -85,7 +85,7 @@ class Store(Levels):
     def _look(self) -> None:
         """Raise CacheTrustError or CacheDirectoryError when the directory may not be used."""
         try:
-            self._disk.check()
+            self._disk.check(SHARDS)
         except (OSError, ValueError) as error:  # no right to look, too long, a NUL in it
             raise CacheDirectoryError(
                 f"cache directory {str(self.directory)!r:.200} cannot be looked at: {error!s:.200}"
@@ -351,7 +351,7 @@ class Store(Levels):
                 gone.append(seen)
         bound = self.max_bytes if max_bytes is None else max_bytes
         evicted, _ = evict.evict(self._disk, bound)
-        evict.clear_leftovers(self._disk)
+        self._clear_leftovers()
         return (*gone, *evicted)
 
     def clear(self) -> int:
@@ -359,8 +359,13 @@ class Store(Levels):
         self._need_writing("clear")
         self._memory.drop()
         count = sum(self._disk.remove(digest) for digest in self._disk.digests())
-        evict.clear_leftovers(self._disk, everything=True)
+        self._clear_leftovers(everything=True)
         return count
+
+    def _clear_leftovers(self, everything: bool = False) -> None:
+        evict.clear_leftovers(self._disk, everything)
+        for name in OLDER:
+            delete_tree(self.directory / name)
 
     def export(
         self, path: str | os.PathLike[str], prefix: str = "", *, signer: Signer | None = None

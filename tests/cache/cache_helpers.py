@@ -25,6 +25,11 @@ def key_of(number: int, **more: object) -> Key:
     return Key.make({"family": "lowrank", "spec": {"m": number, "k": 64}, "target": "trn2", **more})
 
 
+def place(directory: Path, key: Key) -> Path:
+    """Return where the entry of a key is on disk."""
+    return disk_module.Disk(directory, writing=True).place(key.digest)
+
+
 class Builder:
     """Counts how often it was asked."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from cache_helpers import Builder, key_of
+from cache_helpers import Builder, key_of, place
 
 from nmm_compiler.cache import checked, disk
 from nmm_compiler.cache.store import Store
@@ -34,7 +34,7 @@ def _put(store: Store, text: str = KERNEL):
 
 
 def _mark(directory):
-    return directory / "v1" / checked.FOLDER / key_of(1).digest
+    return place(directory, key_of(1)) / checked.MARK
 
 
 def test_a_source_is_parsed_once_for_all_processes(directory, parsed):
@@ -80,15 +80,13 @@ def test_the_rules_are_the_file_that_holds_them(monkeypatch, tmp_path):
     assert checked.rules.__wrapped__() != before
 
 
-@pytest.mark.parametrize("kind", ["open to others", "open folder", "symlink", "half written"])
+@pytest.mark.parametrize("kind", ["open to others", "symlink", "half written"])
 def test_a_mark_that_others_could_have_written_does_not_count(kind, directory, parsed):
     store = Store(directory)
     store.check_once(_put(store))
     mark = _mark(directory)
     if kind == "open to others":
         mark.chmod(0o622)
-    elif kind == "open folder":
-        mark.parent.chmod(0o722)
     elif kind == "symlink":
         mark.rename(directory / "elsewhere")
         mark.symlink_to(directory / "elsewhere")
@@ -111,22 +109,20 @@ def test_archives_bring_no_mark(directory, tmp_path, parsed):
     assert len(parsed) == 1
 
 
-def test_marks_go_with_their_entries(directory):
-    store = Store(directory)
-    store.check_once(_put(store))
-    stray = _mark(directory).with_name(key_of(2).digest)
-    stray.write_text("x")
-    (stray.with_name(f"{stray.name}.0123")).write_text("half")
-    store.prune()
-    assert os.listdir(stray.parent) == [key_of(1).digest]
-    store.prune(max_bytes=0)
-    assert os.listdir(stray.parent) == []
-
-
-def test_a_folder_that_takes_no_mark_costs_time_only(directory, parsed):
+def test_a_mark_lies_in_its_entry_and_goes_with_it(directory):
     store = Store(directory)
     entry = _put(store)
-    _mark(directory).parent.write_text("a file in the way")
+    store.check_once(entry)
+    assert sorted(os.listdir(entry.path)) == [checked.MARK, "kernel.py", "meta.json"]
+    assert [info.state for info in store.list()] == ["ok"]
+    store.prune(max_bytes=0)
+    assert not any(files for _, _, files in os.walk(directory))
+
+
+def test_an_entry_that_takes_no_mark_costs_time_only(directory, parsed):
+    store = Store(directory)
+    entry = _put(store)
+    os.mkfifo(_mark(directory), 0o600)
     for _ in range(2):
         store.check_once(entry)
     assert len(parsed) == 2

@@ -26,12 +26,13 @@ from cache_helpers import (
     fork,
     key_of,
     open_directory,
+    place,
     run_forked,
 )
 
 from nmm_compiler.cache import disk as disk_module
 from nmm_compiler.cache import evict, locks
-from nmm_compiler.cache.disk import Disk
+from nmm_compiler.cache.disk import FOLDER, Disk
 from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheWarning
 
@@ -95,7 +96,7 @@ def test_disk_full_on_a_real_small_filesystem(tmp_path):
         on_disk = Store(mounted / "cache").list()
         assert 1 <= len(on_disk) < 10
         assert all(info.state == "ok" for info in on_disk)
-        assert list(disk_module.leftovers(mounted / "cache" / "v1")) == []
+        assert list(disk_module.leftovers(mounted / "cache" / FOLDER)) == []
         store.clear()  # and when there is room again, it is used again
         assert store.get_or_build(key_of(99), Builder(text)).directory is not None
         subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
@@ -109,7 +110,7 @@ def test_disk_full_on_a_real_small_filesystem(tmp_path):
 def test_a_directory_that_cannot_be_written():
     directory = open_directory(0o700, NOBODY)
     run_forked(lambda: Store(directory).get_or_build(key_of(1), Builder()), NOBODY)
-    for path in (directory / "v1", directory):
+    for path in (directory / FOLDER, directory):
         path.chmod(0o500)
 
     def body():
@@ -126,7 +127,7 @@ def test_a_directory_that_cannot_be_written():
         assert "NMM_CACHE_DIR" in str(caught[0].message)
 
     run_forked(body, NOBODY)
-    for path in (directory, directory / "v1"):
+    for path in (directory, directory / FOLDER):
         path.chmod(0o700)
     shutil.rmtree(directory)
 
@@ -253,7 +254,7 @@ def test_a_clock_that_went_back_does_not_shield_old_entries(directory):
     future = time.time() + 10 * 365 * 86400
     for number in (1, 2, 3, 4):  # used when the clock was ten years ahead, 1 first
         store.get_or_build(key_of(number), Builder(text))
-        os.utime(directory / "v1" / key_of(number).digest, (future + number, future + number))
+        os.utime(place(directory, key_of(number)), (future + number, future + number))
     for number in (5, 6, 7):
         store = Store(directory, max_bytes=45_000)
         assert store.get_or_build(key_of(number), Builder(text)).directory is not None
@@ -296,7 +297,7 @@ def test_the_layout_of_a_later_version_is_left_alone(directory):
 @pytest.mark.parametrize("fault", ["no flock", "hanging holder"])
 def test_without_a_lock_the_build_goes_on(directory, monkeypatch, fault):
     Store(directory).get_or_build(key_of(2), Builder())
-    path = directory / "v1" / ".locks" / f"{key_of(1).digest}.lock"
+    path = directory / FOLDER / ".locks" / f"{key_of(1).digest}.lock"
     with open(path, "w") as holder:
         if fault == "hanging holder":
             monkeypatch.setattr(locks, "WAIT_SECONDS", 0.1)
@@ -315,7 +316,7 @@ def test_without_a_lock_the_build_goes_on(directory, monkeypatch, fault):
 def test_leftovers_of_the_living_stay_and_of_the_dead_go(directory):
     Store(directory).get_or_build(key_of(1), Builder())
     disk = Disk(directory, writing=True)
-    host, folder = disk_module.host_name(), directory / "v1"
+    host, folder = disk_module.host_name(), directory / FOLDER
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     names = {

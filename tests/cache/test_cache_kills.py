@@ -17,6 +17,7 @@ from cache_helpers import (
     count_down,
     fork,
     key_of,
+    place,
 )
 
 from nmm_compiler.cache import disk as disk_module
@@ -79,7 +80,7 @@ def test_eight_processes_build_the_same_twenty_keys(tmp_path, directory, use_loc
     store = Store(directory)
     assert len(store.list()) == 20
     assert all(info.state == "ok" for info in store.list())
-    assert list(disk_module.leftovers(directory / "v1")) == []
+    assert list(disk_module.leftovers(directory / disk_module.FOLDER)) == []
 
 
 # Kills
@@ -93,14 +94,14 @@ def _killed_builds(directory, kills, seed):
     Store(directory).get_or_build(key_of(-1), lambda: FILES)
     longest = 2 * (time.perf_counter() - start)
     for number in range(kills):
-        before = len(list(disk_module.leftovers(directory / "v1")))
+        before = len(list(disk_module.leftovers(directory / disk_module.FOLDER)))
         child = fork(lambda n=number: Store(directory).get_or_build(key_of(n), lambda: FILES))
         time.sleep(generator.uniform(0, longest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert_whole_or_absent(directory, lambda key: FILES)
-        present = (directory / "v1" / key_of(number).digest).exists()
-        staged = len(list(disk_module.leftovers(directory / "v1"))) > before
+        present = place(directory, key_of(number)).exists()
+        staged = len(list(disk_module.leftovers(directory / disk_module.FOLDER))) > before
         landed["published" if present else "staged" if staged else "absent"] += 1
         build = Builder("again\n")
         expected = FILES if present else {"kernel.py": "again\n"}
@@ -117,7 +118,7 @@ def test_kills_at_random_moments(directory):
     assert sum(landed.values()) == 30
     # What the killed ones left is cleared by the next process that publishes.
     Store(directory).get_or_build(key_of(1000), Builder())
-    assert list(disk_module.leftovers(directory / "v1")) == []
+    assert list(disk_module.leftovers(directory / disk_module.FOLDER)) == []
 
 
 @pytest.mark.long
@@ -153,9 +154,9 @@ def test_a_kill_before_each_system_call_of_a_publish(directory):
     assert seen[0] == []
     assert seen[-1] == ["ok"]
     assert seen == sorted(seen)  # absent, absent, ..., then whole
-    assert len(list(disk_module.leftovers(directory / "v1"))) > 5
+    assert len(list(disk_module.leftovers(directory / disk_module.FOLDER))) > 5
     evict.clear_leftovers(Disk(directory, writing=True))
-    assert list(disk_module.leftovers(directory / "v1")) == []
+    assert list(disk_module.leftovers(directory / disk_module.FOLDER)) == []
 
 
 def test_a_kill_before_each_system_call_of_a_deletion(directory):
@@ -182,7 +183,7 @@ def test_a_kill_before_each_system_call_of_a_deletion(directory):
     assert seen[0] == ["ok"]
     assert seen[1:] == [[]] * (len(seen) - 1)
     Store(directory).prune()
-    assert list(disk_module.leftovers(directory / "v1")) == []
+    assert list(disk_module.leftovers(directory / disk_module.FOLDER)) == []
 
 
 def test_everything_is_on_disk_before_the_rename(directory, monkeypatch):
@@ -203,4 +204,4 @@ def test_everything_is_on_disk_before_the_rename(directory, monkeypatch):
     Store(directory).get_or_build(key_of(1), lambda: {"a.py": "a", "kernel.py": "b"})
     assert calls[:3] == ["a.py", "kernel.py", "meta.json"]  # the manifest last
     assert calls[3].startswith(".stage-")
-    assert calls[4:] == ["rename", "v1"]
+    assert calls[4:] == ["rename", key_of(1).digest[0]]

@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from cache_helpers import key_of
+from cache_helpers import key_of, place
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -39,7 +39,7 @@ class History(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def _entry(self, number: int) -> Path:
-        return self.folder / "cache" / "v1" / key_of(number).digest
+        return place(self.folder / "cache", key_of(number))
 
     @rule(store=stores, number=numbers)
     def build(self, store, number):

@@ -8,9 +8,18 @@ import socket
 import warnings
 
 import pytest
-from cache_helpers import NOBODY, Builder, key_of, mend, open_directory, run_forked
+from cache_helpers import (
+    NOBODY,
+    Builder,
+    key_of,
+    mend,
+    open_directory,
+    place,
+    run_forked,
+)
 
 from nmm_compiler.cache import store as store_module
+from nmm_compiler.cache.disk import FOLDER
 from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheDirectoryError, CacheTrustError, CacheWarning
 
@@ -60,7 +69,7 @@ def test_a_directory_of_another_user_is_refused_until_mended(directory):
 def test_a_closed_directory_of_root_can_be_read_by_anybody_and_written_by_nobody():
     directory = open_directory(0o700)
     entry = Store(directory).get_or_build(key_of(1), Builder())
-    for path in (directory, entry.path.parent, entry.path):
+    for path in (entry.path, *entry.path.parents[:3]):
         path.chmod(0o755)
     for file in entry.path.iterdir():
         file.chmod(0o644)
@@ -98,9 +107,25 @@ def test_a_symlink_below_is_refused(tmp_path, directory):
     other = tmp_path / "other"
     Store(other).get_or_build(key_of(1), Builder("evil = 1\n"))
     directory.mkdir(mode=0o700)
-    (directory / "v1").symlink_to(other / "v1")
+    (directory / FOLDER).symlink_to(other / FOLDER)
     with pytest.raises(CacheTrustError, match="symlink"):
         Store(directory)
+
+
+def test_a_shard_that_is_a_symlink_or_open_to_others_is_refused(tmp_path, directory):
+    store = Store(directory)
+    store.get_or_build(key_of(1), Builder())
+    shard = place(directory, key_of(1)).parent
+    shard.chmod(0o722)
+    with pytest.raises(CacheTrustError, match="0722"):
+        Store(directory)
+    shard.chmod(0o700)
+    assert Store(directory).get(key_of(1))
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    for read in (lambda: Store(directory), lambda: store._disk.read(key_of(1).digest), store.list):
+        with pytest.raises(CacheTrustError, match="symlink"):
+            read()
 
 
 def test_a_file_is_not_a_cache_directory(directory):

@@ -8,6 +8,7 @@ import tarfile
 import pytest
 from typer.testing import CliRunner
 
+from nmm_compiler.cache.disk import Disk
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli.cache import app
@@ -52,7 +53,7 @@ def test_list(directory):
 
 
 def test_list_marks_damage_and_deletes_nothing(directory):
-    file = directory / "v1" / _key(128).digest / "kernel.py"
+    file = Disk(directory, True).place(_key(128).digest) / "kernel.py"
     file.write_text("[red]other[/]\n")
     assert "damaged: kernel.py" in run("list")
     assert file.exists()
@@ -103,7 +104,7 @@ def test_explain_refuses_what_is_no_key(directory, tmp_path):
 
 def test_verify_quick(directory):
     assert "2 entries: 2 same" in run("verify", "--quick")
-    (directory / "v1" / _key(128).digest / "kernel.py").write_text("other\n")
+    (Disk(directory, True).place(_key(128).digest) / "kernel.py").write_text("other\n")
     assert "1 damaged" in run("verify", "--quick", code=1)
 
 
