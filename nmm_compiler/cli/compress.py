@@ -171,7 +171,9 @@ def _load(name: str) -> tuple[Any, Any]:
     """Return (model, tokenizer or None) of a directory, or of the demo's encoder."""
     from nmm_compiler.cli import models
     from nmm_compiler.compress.load import load_tokenizer
+    from nmm_compiler.compress.replace import put_back
 
+    put_back(Path(name))
     if name == models.ENCODER:
         return models.encoder()
     if not (Path(name) / "config.json").is_file():

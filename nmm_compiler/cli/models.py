@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from nmm_compiler.compress.replace import put_back
 from nmm_compiler.errors import (
     MissingPackageError,
     NmmError,
@@ -44,6 +45,7 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
         return model, tokenizer(sentences()[:4], padding=True, return_tensors="pt")
     if name == LANGUAGE_MODEL:
         return language_model()[0], {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+    put_back(Path(name))
     if (Path(name) / "config.json").is_file():
         require_transformers(f"loading {name}")
         from nmm_compiler.compress.load import load_directory

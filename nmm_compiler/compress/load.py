@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nmm_compiler.compress import hf
+from nmm_compiler.compress.replace import put_back
 from nmm_compiler.errors import FactorsFileError, NmmError
 
 _INDEX = "model.safetensors.index.json"
@@ -39,6 +40,7 @@ def load_directory(directory: str | Path) -> Any:
     """
     directory = Path(directory)
     try:
+        put_back(directory)
         check_files(directory)
         return _load(directory)
     except NmmError as error:

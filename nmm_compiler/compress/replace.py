@@ -11,7 +11,8 @@ replaced are hard-linked into the new directory before the exchange.
 A staging directory whose lock nobody holds was abandoned by a killed process. The next save into
 the same directory removes it. Where the file system cannot exchange directories (NFS), the old one
 is renamed to `files.old` first: between the two renames there is no directory, both are complete
-inside the staging directory, and the next save begins by putting the old one back.
+inside the staging directory, and the next save or `put_back`, which loading calls, puts the old one
+back.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -67,6 +70,23 @@ def replace_directory(
         _restore(root, target)
         _remove(root)
         os.close(lock)
+
+
+def put_back(directory: Path) -> None:
+    """Put the old directory back if a save was killed between its two renames.
+
+    Where that save still runs, wait for its second rename, for a second at most. Does nothing where
+    the directory is there, was never saved, or may not be written.
+    """
+    with contextlib.suppress(OSError, ValueError):  # not to be looked at, or no path at all
+        target = Path(os.path.realpath(directory))
+        aside = f"{glob.escape(f'.{target.name}{_MARK}')}*/files.old"
+        for _ in range(50):
+            if target.exists() or not any(target.parent.glob(aside)):
+                return
+            for abandoned in _abandoned(target):
+                _restore(abandoned, target)
+            time.sleep(0.02)
 
 
 def _put(new: Path, target: Path) -> None:

@@ -1,6 +1,7 @@
 """A directory replaced in one step: at every kill point it is the old one or the new one."""
 
 import errno
+import fcntl
 import os
 import signal
 import sys
@@ -80,8 +81,7 @@ def test_every_kill_point_leaves_the_old_or_the_new_directory(exchange, target, 
             (root,) = target.parent.iterdir()  # both are whole, beside where they belong
             assert contents(root / "files.old") == old
             assert contents(root / "files") == new
-            with pytest.raises(ZeroDivisionError):  # the next save puts the old one back
-                replace_directory(target, lambda directory: 1 / 0)
+            replace.put_back(target)
             outcomes.append("absent")
         found = contents(target)
         assert found in (old, new), step
@@ -95,6 +95,52 @@ def test_every_kill_point_leaves_the_old_or_the_new_directory(exchange, target, 
     assert outcomes.count(False) > 10
     assert outcomes.count(True) > 3
     assert outcomes.count("absent") == (0 if exchange else 1)
+
+
+def _between_two_renames(target):
+    """Leave what a save leaves that is killed between its two renames; return its directory."""
+    root = target.with_name(".model.nmm-save-abcd")
+    (root / "files").mkdir(parents=True)
+    writer(NEW)(root / "files")
+    (root / "lock").touch()
+    target.rename(root / "files.old")
+    return root
+
+
+def test_the_next_save_puts_the_old_directory_back(target):
+    _between_two_renames(target)
+    with pytest.raises(ZeroDivisionError):
+        replace_directory(target, lambda directory: 1 / 0)
+    assert contents(target) == OLD | KEPT
+    assert os.listdir(target.parent) == ["model"]
+
+
+def test_putting_back_waits_for_a_save_that_runs(target, monkeypatch):
+    """Its second rename comes; until then nobody may take its directories."""
+    root, slept = _between_two_renames(target), []
+    with open(root / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def sleep(seconds):
+            slept.append(seconds)
+            if len(slept) == 3:
+                (root / "files").rename(target)
+
+        monkeypatch.setattr(replace.time, "sleep", sleep)
+        replace.put_back(target)
+        assert contents(target) == NEW
+        assert len(slept) == 3
+        (root / "files").mkdir()
+        target.rename(root / "elsewhere")
+        replace.put_back(target)  # it hangs
+    assert not target.exists()
+    assert len(slept) == 53
+
+
+def test_a_directory_that_nobody_saved_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(replace.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    for name in ("none", "none/none", "[x]", "n" * 300, "a\0b"):
+        replace.put_back(tmp_path / name)
 
 
 def test_a_write_that_fails_leaves_everything_as_it_was(target):
