@@ -389,6 +389,10 @@ class AheadOfTimeError(NmmError, RuntimeError):
         )
 
 
+class TemplateError(NmmError, TypeError):
+    """A kernel template uses a record as code generation cannot write it out."""
+
+
 class DialectError(NmmError, ValueError):
     """A kernel says something that the wanted dialect of NKI has no form for."""
 

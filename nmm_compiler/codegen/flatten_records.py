@@ -7,8 +7,9 @@ fields.
 
 A parameter is a record if its annotation names a class of the template's files. A field may be a
 record again. The argument for a record is a record parameter, a field of one, a new record, None,
-or a constant of the schedule. An argument has its field's name where that is free in the function,
-else with the parameter's name, or the record's, before it.
+or a constant of the schedule. A record that is set in a branch or a loop is known there only: its
+use behind it raises TemplateError. An argument has its field's name where that is free in the
+function, else with the parameter's name, or the record's, before it.
 """
 
 # libcst names its visitor methods after node classes.
@@ -24,6 +25,7 @@ import libcst as cst
 
 from nmm_compiler.codegen.tidy import with_comments
 from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.errors import TemplateError
 
 Classes = Mapping[str, Sequence[tuple[str, str]]]
 """Class -> (field, its class if it is a record, else "")."""
@@ -105,7 +107,7 @@ def _name(leaf: tuple[str, ...], every: Sequence[tuple[str, ...]], taken: set[st
         name = short(leaf)
         if name not in taken and [short(other) for other in every].count(name) == 1:
             return name
-    raise AssertionError(f"{'.'.join(leaf)} has no name of its own")
+    raise TemplateError(f"{'.'.join(leaf)} has no name of its own; rename the parameter")
 
 
 def _last(leaf: tuple[str, ...]) -> str:
@@ -130,6 +132,8 @@ class _Flatten(Editor):
         classes: Classes,
     ) -> None:
         self.records, self.signatures, self.classes = dict(records), signatures, classes
+        self.outer: list[dict[str, Leaves]] = []  # the records before each block that is open
+        self.unsure: set[str] = set()
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         return False  # look up the whole chain at once, from its outer end
@@ -138,6 +142,7 @@ class _Flatten(Editor):
         self, original: cst.Attribute, updated: cst.Attribute
     ) -> cst.BaseExpression:
         root, path = _chain(original)
+        self._check_sure(root)
         held = self.records.get(root, {})
         for length in range(len(path), 0, -1):
             value: Any = held.get(path[:length])
@@ -158,6 +163,11 @@ class _Flatten(Editor):
             target = small.targets[0].target
             assert isinstance(target, cst.Name)
             self.records[target.value] = self.leaves(small.value, kind)
+            self.unsure.discard(target.value)
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        """Remember the records before the block."""
+        self.outer.append(dict(self.records))
 
     def leave_IndentedBlock(
         self, original: cst.IndentedBlock, updated: cst.IndentedBlock
@@ -166,6 +176,9 @@ class _Flatten(Editor):
             None if self._makes_record(before) else after
             for before, after in zip(original.body, updated.body, strict=True)
         ]
+        before_block = self.outer.pop()
+        changed = {n for n, made in self.records.items() if before_block.get(n) is not made}
+        self.records, self.unsure = before_block, self.unsure | changed
         return updated.with_changes(body=with_comments(made, list(original.body)))
 
     def _makes_record(self, node: cst.CSTNode) -> bool:
@@ -177,7 +190,8 @@ class _Flatten(Editor):
         signature = self.signatures.get(name, ()) if isinstance(name, str) else ()
         if not any(kind for _, kind in signature):
             return updated
-        assert all(arg.keyword is None for arg in original.args), f"{name}: pass by position"
+        if any(arg.keyword is not None for arg in original.args):
+            raise TemplateError(f"a call of {name} has keywords; pass its records by position")
         flat: list[cst.Arg] = []
         for place, (before, after) in enumerate(zip(original.args, updated.args, strict=True)):
             kind = signature[place][1]
@@ -196,6 +210,7 @@ class _Flatten(Editor):
         if isinstance(node, cst.Name) and node.value == "None":
             return dict.fromkeys(paths, node)
         root, before = _chain(node)
+        self._check_sure(root)
         if root in self.records:
             return {path: self.records[root][(*before, *path)] for path in paths}
         made: Leaves = {}
@@ -220,8 +235,17 @@ class _Flatten(Editor):
                 made |= {(field, *path): leaf for path, leaf in nested.items()}
             else:
                 made[(field,)] = self.edit(value)
-        assert not given, f"{kind} has no fields {sorted(given)}"
+        if given:
+            raise TemplateError(f"{kind} has no fields {sorted(given)}; it has {dict(fields)}")
         return made
+
+    def _check_sure(self, name: str) -> None:
+        """Raise TemplateError for a record that only a branch or a loop sets."""
+        if name in self.unsure:
+            raise TemplateError(
+                f"the record {name} is set in a branch or a loop and used behind it; set it once, "
+                "before, and choose its fields there"
+            )
 
 
 def _made_class(node: cst.BaseExpression, classes: Classes) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
 from nmm_compiler.codegen.specialize import functions_of, specialize
+from nmm_compiler.errors import TemplateError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import NKI_PIECES
 from nmm_compiler.kernels.schedule import Operand
@@ -91,8 +92,62 @@ def test_what_stands_for_a_record():
 
 
 def test_what_is_no_field_is_an_error():
-    with pytest.raises(AssertionError, match="Part has no fields"):
+    with pytest.raises(TemplateError, match="Part has no fields"):
         flat("def f(p: Part):\n    f(Part(1, 2, 3, depth=4))")
+
+
+def test_each_branch_has_its_own_record():
+    made = flat(
+        """
+        def f(p: Part):
+            return p.row
+
+        def outer(x, wide):
+            if wide:
+                part = Part(x, 1, 2)
+                f(part)
+            else:
+                part = Part(x, 3, 4)
+                f(part)
+        """
+    )
+    assert [line.strip() for line in made["outer"].splitlines()[1:]] == [
+        "if wide:", "f(x, 1, 2)", "else:", "f(x, 3, 4)"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", ["f(part)", "f(Part(part.src, 0, 0))", "f(None) or part.row"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "if wide:\n        part = Part(x, 1, 2)\n    else:\n        part = Part(x, 3, 4)",
+        "part = Part(x, 1, 2)\n    if wide:\n        part = Part(x, 3, 4)",
+        "if wide:\n        if wide > 2:\n            part = Part(x, 1, 2)",
+        "for i in range(4):\n        part = Part(x, i, 2)",
+    ],
+)
+def test_a_record_that_a_branch_sets_is_refused_behind_it(setting, use):
+    """Of two assignments the last would win, whichever branch runs."""
+    source = f"def f(p: Part):\n    return p.row\n\ndef outer(x, wide):\n    {setting}\n    {use}"
+    with pytest.raises(TemplateError, match="part is set in a branch or a loop"):
+        flat(source)
+
+
+def test_a_record_set_again_behind_a_branch_is_sure():
+    made = flat(
+        """
+        def f(p: Part):
+            return p.row
+
+        def outer(x, wide):
+            if wide:
+                part = Part(x, 1, 2)
+                f(part)
+            part = Part(x, 3, 4)
+            f(part)
+        """
+    )
+    assert made["outer"].endswith("f(x, 3, 4)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
