@@ -16,7 +16,7 @@ from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec, Tensors
-from nmm_compiler.kernels.schedule import KernelSchedule
+from nmm_compiler.kernels.schedule import KernelSchedule, LoopedSchedule
 from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import Target
 
@@ -200,8 +200,7 @@ def ordered(schedule: Any, spec: KernelSpec, target: Target) -> Any:
 
 def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
     """Return the schedule with its blocks of tokens as a loop on the device; None if it cannot."""
-    names = {field.name for field in dataclasses.fields(schedule)}
-    if "m_loop" not in names:
+    if not isinstance(schedule, LoopedSchedule):
         return None
     resident = {f"{name}.resident": False for name in schedule.operands()}
     looped = ordered(schedule.changed({"m_loop": True, **resident}), spec, target)
@@ -233,7 +232,8 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
     from nmm_compiler.simulator.run import ArraySpec, simulate
     from nmm_compiler.simulator.timing.timeline import time_trace
 
-    if getattr(schedule, "m_loop", False) and spec.m > 2 * schedule.m_block:  # type: ignore[attr-defined]
+    looped = isinstance(schedule, LoopedSchedule) and schedule.m_loop
+    if looped and spec.m > 2 * schedule.m_block:  # type: ignore[attr-defined]
         (blocks, _), *rest = turns(spec, schedule)
         two = dataclasses.replace(spec, m=2 * schedule.m_block)  # type: ignore[call-arg]
         latency, count, in_order = simulated(two, schedule, target)

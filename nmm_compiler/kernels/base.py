@@ -190,20 +190,27 @@ class Tensors(tuple[str, ...]):
 class Family:
     """One kernel family: a spec class, a schedule class, an NKI function, and how they connect.
 
-    folder: in kernels; its kernel.py holds the NKI function, named as the folder. candidates:
-    schedules that may be legal. work: see Work. gathered: tuple parameters of the NKI function, and
-    how the names of the operands begin that make them up.
+    candidates: schedules that may be legal. work: see Work. gathered: tuple parameters of the NKI
+    function, and how the names of the operands begin that make them up.
     data_flow: at most five lines for the header of the emitted file.
     """
 
-    name: str
     spec_class: type[Any]
     schedule_class: type[Any]
-    folder: str
     candidates: Callable[[Any, Target], Iterator[Any]]
     work: Callable[[Any, Any, Target], Work]
     data_flow: Callable[[Any, Any], tuple[str, ...]]
     gathered: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the family, which its specs bear."""
+        return str(self.spec_class.family)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the family; its kernel.py holds the NKI function of the same name."""
+        return str(self.spec_class.__module__).split(".")[-2]
 
     def arguments(self, spec: Any, schedule: Any) -> dict[str, Any]:
         """Return the NKI function's parameters beside operands, and the operands that it

@@ -101,15 +101,12 @@ class KernelSchedule(Record):
     def settled(self, spec: Any) -> Self:
         """Return the schedule as the kernel of `spec` reads it.
 
-        fp8 tiles are turned on TensorE as bfloat16: "tensor" is "tensor16". In a loop on the device
-        the address of x is known at run time, and its DMA transposes take 16 rows: "dma16".
+        fp8 tiles are turned on TensorE as bfloat16: "tensor" is "tensor16".
         """
         changes = {}
         if str(spec.dtype).startswith("float8"):
             turned = [name for name, operand in self.operands().items() if operand.load == "tensor"]
             changes = {f"{name}.load": "tensor16" for name in turned}
-        if getattr(self, "m_loop", False) and self.x.load == "dma":
-            changes["x.load"] = "dma16"
         return self.changed(changes)
 
     def kind(self) -> tuple[Any, ...]:
@@ -201,28 +198,6 @@ class KernelSchedule(Record):
                 f"{whole}"
             )
 
-    def check_modes(self, spec: Any, target: Target, *, m_loop: bool, double_row: bool) -> None:
-        """Raise SpecError unless a loop on the device, and fp8 double rows, are possible.
-
-        The loop needs two whole blocks of tokens, and each turn loads what it uses.
-        """
-        check_double_row(double_row, spec.dtype, target)
-        if m_loop and not target.device_loops:
-            raise SpecError(
-                f"schedule: m_loop needs loops on the device, and {target.name} has none"
-            )
-        if m_loop and self.x.load == "dma" and not target.dma_transposes_in_loops:
-            raise SpecError(
-                "schedule: x.load is 'dma' in a loop on the device, and DMA transposes do not run "
-                f"there on {target.name}; use 'tensor'"
-            )
-        resident = m_loop and any(operand.resident for operand in self.operands().values())
-        if m_loop and (resident or spec.m < 2 * self.m_block):
-            raise SpecError(
-                f"schedule: m_loop needs at least two whole blocks of {self.m_block} tokens, got "
-                f"{spec.m} tokens, and no resident weights; lower m_block or drop what is resident"
-            )
-
     def check_sbuf(self, spec: Any, target: Target) -> None:
         """Raise CapacityError if one copy of every buffer does not fit; name what to lower."""
         remedies = self.remedies
@@ -279,6 +254,58 @@ class KernelSchedule(Record):
             for use in ("resident", "stream")
             if getattr(getattr(self, name), use)
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopedSchedule(KernelSchedule):
+    """Base of the schedules of one chain of products.
+
+    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
+    k_segment: rows of k summed in PSUM at a time, 0 for all of them. The sums of several segments
+        are added up in fp32 in SBUF.
+    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
+    """
+
+    m_loop: bool = False
+    k_segment: int = 0
+    double_row: bool = False
+
+    def segment(self, spec: Any) -> int:
+        """Return rows of k summed in PSUM at a time, at most k."""
+        return int(min(self.k_segment or spec.k, spec.k))
+
+    def settled(self, spec: Any) -> Self:
+        """Return the schedule as the kernel of `spec` reads it.
+
+        In a loop on the device the address of x is known at run time, and its DMA transposes take
+        16 rows: "dma16".
+        """
+        made = super().settled(spec).changed({"k_segment": self.segment(spec)})
+        return made.changed({"x.load": "dma16"} if self.m_loop and self.x.load == "dma" else {})
+
+    def check_own(self, spec: Any, target: Target) -> None:
+        """Raise SpecError unless a loop on the device, and fp8 double rows, are possible.
+
+        The loop needs two whole blocks of tokens, and each turn loads what it uses.
+        """
+        check_double_row(self.double_row, spec.dtype, target)
+        if not self.m_loop:
+            return
+        if not target.device_loops:
+            raise SpecError(
+                f"schedule: m_loop needs loops on the device, and {target.name} has none"
+            )
+        if self.x.load == "dma" and not target.dma_transposes_in_loops:
+            raise SpecError(
+                "schedule: x.load is 'dma' in a loop on the device, and DMA transposes do not run "
+                f"there on {target.name}; use 'tensor'"
+            )
+        resident = any(operand.resident for operand in self.operands().values())
+        if resident or spec.m < 2 * self.m_block:
+            raise SpecError(
+                f"schedule: m_loop needs at least two whole blocks of {self.m_block} tokens, got "
+                f"{spec.m} tokens, and no resident weights; lower m_block or drop what is resident"
+            )
 
 
 def check_load(name: str, how: str, lies_right: bool, dtype: str, target: Target) -> None:

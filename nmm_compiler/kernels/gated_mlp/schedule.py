@@ -17,7 +17,7 @@ from nmm_compiler.kernels.number_formats import (
     row_modes,
     scale_bytes,
 )
-from nmm_compiler.kernels.schedule import KernelSchedule, Operand
+from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
@@ -41,26 +41,21 @@ from nmm_compiler.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedMLPSchedule(KernelSchedule):
+class GatedMLPSchedule(LoopedSchedule):
     """How a gated MLP kernel runs.
 
     u: how gate_u and up_u arrive; v: the weights that make h; down: down_u; out: the weights that
         make y. All weights are loaded in the same way.
     m_block: tokens whose h^T (or intermediates) stay in SBUF.
-    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
-    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
-    k_segment, n_segment: rows of u and of down_u summed in PSUM at a time, 0 for all; between
-    segments the sums are in fp32 in SBUF. Of h^T then one n_segment is in SBUF at a time.
+    n_segment: rows of down_u summed in PSUM at a time, as k_segment for gate_u and up_u, 0 for all
+        of n. Of several segments of h^T one is in SBUF at a time.
     """
 
     u: Operand
     v: Operand
     down: Operand
     out: Operand
-    m_loop: bool = False
-    k_segment: int = 0
     n_segment: int = 0
-    double_row: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u.block",
@@ -90,13 +85,11 @@ class GatedMLPSchedule(KernelSchedule):
 
     def settled(self, spec: Any) -> GatedMLPSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
-        k_segment, n_segment = self.segments(spec)
-        made = super().settled(spec)
-        return dataclasses.replace(made, k_segment=k_segment, n_segment=n_segment)
+        return dataclasses.replace(super().settled(spec), n_segment=self.segments(spec)[1])
 
     def segments(self, spec: GatedMLPUpSpec) -> tuple[int, int]:
         """Return rows of u, and of down_u, summed in PSUM at a time."""
-        return min(self.k_segment or spec.k, spec.k), min(self.n_segment or spec.n, spec.n)
+        return self.segment(spec), min(self.n_segment or spec.n, spec.n)
 
     def sbuf_bytes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
@@ -207,11 +200,11 @@ class GatedMLPSchedule(KernelSchedule):
 
     def check_own(self, spec: GatedMLPUpSpec, target: Target) -> None:
         """Raise SpecError for the rules that only gated MLPs have."""
+        super().check_own(spec, target)
         if len({self.u.load, self.v.load, self.down.load, self.out.load}) > 1:
             raise SpecError("schedule: all weights of a gated MLP are loaded alike")
         if spec.intermediates():
             check_widened("v.load", self.v.load, spec)
-        self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
         self._check_segments(spec)
 
     def _check_segments(self, spec: GatedMLPUpSpec) -> None:
@@ -434,12 +427,10 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
 
 
 GATED_MLP_UP = Family(
-    name="gated_mlp_up",
     spec_class=GatedMLPUpSpec,
     schedule_class=GatedMLPSchedule,
-    folder="gated_mlp",
     candidates=candidates,
     work=work,
     data_flow=data_flow,
 )
-GATED_MLP = dataclasses.replace(GATED_MLP_UP, name="gated_mlp", spec_class=GatedMLPSpec)
+GATED_MLP = dataclasses.replace(GATED_MLP_UP, spec_class=GatedMLPSpec)

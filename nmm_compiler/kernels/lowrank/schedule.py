@@ -18,7 +18,7 @@ from nmm_compiler.kernels.number_formats import (
     scale_bytes,
     sum_bytes,
 )
-from nmm_compiler.kernels.schedule import KernelSchedule, Operand
+from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
@@ -42,27 +42,21 @@ from nmm_compiler.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LowRankSchedule(KernelSchedule):
+class LowRankSchedule(LoopedSchedule):
     """How a lowrank kernel runs.
 
     x, u, v: how these arrive; u.group counts rank tiles of stage 1, v.group output tiles of
         stage 2. w_load: how w of a base product is loaded, with the chunks of u and blocks of v.
     m_block: tokens whose intermediate stays in SBUF.
-    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
-    k_segment: contraction rows summed in PSUM at a time; fewer than k: p is added up in fp32 in
-        SBUF, so that x and u are read once for any number of tokens and rank tiles. 0 is all of k.
+    k_segment: with several segments x and u are read once for any number of tokens and rank tiles.
         x.stream: x stays in SBUF for one segment only.
     v_stationary: stage 2 holds v stationary for a "row" result too, which is faster for few tokens.
-    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     """
 
     u: Operand
     v: Operand
     w_load: str = "rows"
-    m_loop: bool = False
-    k_segment: int = 0
     v_stationary: bool = False
-    double_row: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "u": "u.block", "p": "m_block", "v": "v.block", "w": "v.block",
@@ -90,13 +84,9 @@ class LowRankSchedule(KernelSchedule):
 
     def settled(self, spec: Any) -> LowRankSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
-        made = dataclasses.replace(super().settled(spec), k_segment=self.segment(spec))
+        made = super().settled(spec)
         turned = spec.fp8 and made.w_load == "tensor"
         return dataclasses.replace(made, w_load="tensor16") if turned else made
-
-    def segment(self, spec: LowRankSpec) -> int:
-        """Return contraction rows summed in PSUM at a time, at most k."""
-        return min(self.k_segment or spec.k, spec.k)
 
     def sbuf_bytes(self, spec: LowRankSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
@@ -170,9 +160,9 @@ class LowRankSchedule(KernelSchedule):
 
     def check_own(self, spec: LowRankSpec, target: Target) -> None:
         """Raise SpecError for the rules that only lowrank has."""
+        super().check_own(spec, target)
         check_widened("v.load", self.v.load, spec)
         self.check_multiple("x.chunk", "u.chunk", spec.k)
-        self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
         self._check_segment(spec)
         self._check_stream()
         panel = min(self.v.block, spec.n)
@@ -419,10 +409,8 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
 
 
 LOWRANK = Family(
-    name="lowrank",
     spec_class=LowRankSpec,
     schedule_class=LowRankSchedule,
-    folder="lowrank",
     candidates=candidates,
     work=work,
     data_flow=data_flow,

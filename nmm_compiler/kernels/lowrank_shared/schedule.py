@@ -352,10 +352,8 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
 
 
 LOWRANK_SHARED = Family(
-    name="lowrank_shared",
     spec_class=LowRankSharedSpec,
     schedule_class=LowRankSharedSchedule,
-    folder="lowrank_shared",
     candidates=candidates,
     work=work,
     data_flow=data_flow,

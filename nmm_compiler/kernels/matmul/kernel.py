@@ -324,17 +324,8 @@ def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epi
         for b in range(across):
             ns = 512 * b
             nw = min(512, outputs.width - ns)
-            n_at = start + ns
-            b_tile = epilogue.bias[0:mw, n_at : n_at + nw] if epilogue.has_bias else None
-            if epilogue.scales == "channel":
-                s_tile = epilogue.scale[0:mw, n_at : n_at + nw]
-            elif epilogue.scales == "tensor":
-                s_tile = epilogue.scale[0:mw, 0:1]
-            else:
-                s_tile = None
-            done = Epilogue(s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation)
             total = sums[a * across + b][0:mw, 0:nw]
-            finish_rows(y_sb[0:mw, ns : ns + nw], total, done, a + b)
+            finish_rows(y_sb[0:mw, ns : ns + nw], total, epilogue, start + ns, a + b)
         rows = result.out[m0 : m0 + mw, start : start + outputs.width]
         store(rows, y_sb, result.own_queue)
 
@@ -359,14 +350,9 @@ def finish_patch_columns(result: Result, sums, tokens: Chunks, outputs: Chunks, 
     y_sb = nl.ndarray((128, n_tiles, tokens.width), dtype=result.out.dtype, buffer=nl.sbuf)
     for a in range(n_tiles):
         nw = min(128, outputs.width - 128 * a)
-        nt = start // 128 + a
-        st = nt if epilogue.scales == "channel" else 0
-        b_tile = epilogue.bias[0:nw, nt : nt + 1] if epilogue.has_bias else None
-        s_tile = epilogue.scale[0:nw, st : st + 1] if epilogue.scales else None
-        done = Epilogue(s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation)
         for b in range(across):
             ms = 512 * b
             mw = min(512, tokens.width - ms)
             total = sums[a * across + b][0:nw, 0:mw]
-            finish_columns(y_sb[0:nw, a, ms : ms + mw], total, done, a + b)
+            finish_columns(y_sb[0:nw, a, ms : ms + mw], total, epilogue, start // 128 + a, a + b)
     store_rows(result, y_sb, start, outputs.width, tokens.column, tokens.width)

@@ -17,7 +17,7 @@ from nmm_compiler.kernels.number_formats import (
     scale_bytes,
     sum_bytes,
 )
-from nmm_compiler.kernels.schedule import SHORT_TAIL, KernelSchedule, Operand
+from nmm_compiler.kernels.schedule import SHORT_TAIL, LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
@@ -40,21 +40,15 @@ from nmm_compiler.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulSchedule(KernelSchedule):
+class MatmulSchedule(LoopedSchedule):
     """How a matmul kernel runs.
 
     x, w: how these arrive. A patch of x.group by w.group tiles of the result is summed in PSUM at a
         time: tiles of 128 tokens by 512 outputs, for y^T of 512 tokens by 128 outputs.
-    k_segment: contraction rows summed in PSUM at a time; fewer than k: the segments are added up in
-        fp32 in SBUF, and x and w stay there for one segment only. 0: all of k.
-    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
-    double_row: fp8 only, TensorE takes pairs of tiles of k in one pass.
+    k_segment: of several segments, x and w are in SBUF for one at a time.
     """
 
     w: Operand
-    k_segment: int = 0
-    m_loop: bool = False
-    double_row: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "w": "w.block", "flat": "w.chunk", "total": "w.block",
@@ -74,9 +68,7 @@ class MatmulSchedule(KernelSchedule):
 
     def settled(self, spec: Any) -> MatmulSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
-        return dataclasses.replace(
-            super().settled(spec), k_segment=self.segment(spec), tail=self.moved(spec)
-        )
+        return dataclasses.replace(super().settled(spec), tail=self.moved(spec))
 
     def moved(self, spec: MatmulSpec) -> int:
         """Return the most tokens of a last tile that moves past stationary weights."""
@@ -90,10 +82,6 @@ class MatmulSchedule(KernelSchedule):
         panel = tiles(spec.k, 128) * min(self.w.block, spec.n) * item_bytes(spec.dtype)
         held = sum(self.sbuf_bytes(spec).values()) + panel * (2 if self.one_pass(spec) else 1)
         return int(held <= target.sbuf_usable_bytes_per_partition)
-
-    def segment(self, spec: MatmulSpec) -> int:
-        """Return contraction rows summed in PSUM at a time, at most k."""
-        return min(self.k_segment or spec.k, spec.k)
 
     def patch(self, spec: MatmulSpec) -> tuple[int, int]:
         """Return the tokens and the outputs that are summed at a time."""
@@ -160,10 +148,10 @@ class MatmulSchedule(KernelSchedule):
 
     def check_own(self, spec: MatmulSpec, target: Target) -> None:
         """Raise SpecError for the rules that only matmul has."""
+        super().check_own(spec, target)
         if self.tail > SHORT_TAIL:
             raise SpecError(f"schedule: tail is {self.tail}; pass at most {SHORT_TAIL}")
         self.check_multiple("x.chunk", "w.chunk", spec.k)
-        self.check_modes(spec, target, m_loop=self.m_loop, double_row=self.double_row)
         segment = self.segment(spec)
         if segment < spec.k and (self.w.resident or segment % self.x.chunk):
             raise SpecError(
@@ -304,10 +292,8 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
 
 
 MATMUL = Family(
-    name="matmul",
     spec_class=MatmulSpec,
     schedule_class=MatmulSchedule,
-    folder="matmul",
     candidates=candidates,
     work=work,
     data_flow=data_flow,

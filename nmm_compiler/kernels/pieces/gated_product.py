@@ -81,18 +81,13 @@ def gate_columns(
             for i in range(group):
                 nw = min(128, columns - 128 * (n1 + i))
                 nt = n0 // 128 + n1 + i
-                st = nt if gate.epilogue.scales == "channel" else 0
-                gate_b = gate.epilogue.bias[0:nw, nt : nt + 1] if gate.epilogue.has_bias else None
-                gate_s = gate.epilogue.scale[0:nw, st : st + 1] if gate.epilogue.scales else None
-                done = Epilogue(
-                    gate_s, gate_b, gate.epilogue.scales, gate.epilogue.has_bias,
-                    gate.epilogue.activation,
-                )  # fmt: skip
                 for mt in range(m_tiles):
                     ms = 512 * mt
                     mw = min(512, at.tokens - ms)
                     gate_sum = gates[i * m_tiles + mt][0:nw, 0:mw]
-                    finish_columns(active_sb[0:nw, n1 + i, ms : ms + mw], gate_sum, done, 1)
+                    finish_columns(
+                        active_sb[0:nw, n1 + i, ms : ms + mw], gate_sum, gate.epilogue, nt, 1
+                    )
         for n1 in range(0, n_tiles, plan.group):
             group = min(plan.group, n_tiles - n1)
             ups = []
@@ -102,10 +97,6 @@ def gate_columns(
             for i in range(group):
                 nw = min(128, columns - 128 * (n1 + i))
                 nt = n0 // 128 + n1 + i
-                st = nt if gate.epilogue.scales == "channel" else 0
-                up_b = up.epilogue.bias[0:nw, nt : nt + 1] if up.epilogue.has_bias else None
-                up_s = up.epilogue.scale[0:nw, st : st + 1] if up.epilogue.scales else None
-                shifted = Epilogue(up_s, up_b, up.epilogue.scales, up.epilogue.has_bias, "identity")
                 for mt in range(m_tiles):
                     ms = 512 * mt
                     mw = min(512, at.tokens - ms)
@@ -113,26 +104,30 @@ def gate_columns(
                     y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
                     if kept.keep and kept.requantize:
                         h_tile = nl.ndarray((nw, mw), dtype=nl.float32, buffer=nl.sbuf)
-                        multiply(h_tile, ups[i * m_tiles + mt][0:nw, 0:mw], active, shifted)
+                        multiply(h_tile, ups[i * m_tiles + mt][0:nw, 0:mw], active, up.epilogue, nt)
                         quantize(y_tile, h_tile, kept.inverse[0:nw, 0:1])
                     else:
-                        multiply(y_tile, ups[i * m_tiles + mt][0:nw, 0:mw], active, shifted)
+                        multiply(y_tile, ups[i * m_tiles + mt][0:nw, 0:mw], active, up.epilogue, nt)
         if not kept.keep:
             store_rows(result, y_sb, n0, columns, at.m0, at.tokens)
 
 
-def multiply(dst, up_sum, active, epilogue: Epilogue):
-    """Take the up sum out of PSUM times the active gate, outputs on the partitions."""
+def multiply(dst, up_sum, active, epilogue: Epilogue, tile):
+    """Write the up sum times the active gate to dst: a tile of outputs on the partitions."""
+    rows = up_sum.shape[0]
+    b_tile = epilogue.bias[0:rows, tile : tile + 1] if epilogue.has_bias else None
+    at = tile if epilogue.scales == "channel" else 0
+    s_tile = epilogue.scale[0:rows, at : at + 1] if epilogue.scales else None
     if epilogue.has_bias and epilogue.scales:
         up = nl.ndarray(up_sum.shape, dtype=nl.float32, buffer=nl.sbuf)
-        activate_scaled_with_bias_column(up, up_sum, epilogue.scale, epilogue.bias, "identity")
+        activate_scaled_with_bias_column(up, up_sum, s_tile, b_tile, "identity")
         nisa.tensor_tensor(dst=dst, data1=up, data2=active, op=nl.multiply)
     elif epilogue.has_bias:
         nisa.scalar_tensor_tensor(
             dst=dst,
             data=up_sum,
             op0=nl.add,
-            operand0=epilogue.bias,
+            operand0=b_tile,
             op1=nl.multiply,
             operand1=active,
         )
@@ -141,7 +136,7 @@ def multiply(dst, up_sum, active, epilogue: Epilogue):
             dst=dst,
             data=up_sum,
             op0=nl.multiply,
-            operand0=epilogue.scale,
+            operand0=s_tile,
             op1=nl.multiply,
             operand1=active,
         )
@@ -219,37 +214,12 @@ def gate_rows(result: Result, gate: Branch, up: Branch, plan: Operand, at: Block
                 for i in range(group):
                     ns = n1 + 512 * i
                     nw = min(512, columns - ns)
-                    n_at = n0 + ns
-                    gate_b = (
-                        gate.epilogue.bias[0:mw, n_at : n_at + nw]
-                        if gate.epilogue.has_bias
-                        else None
-                    )
-                    up_b = (
-                        up.epilogue.bias[0:mw, n_at : n_at + nw] if up.epilogue.has_bias else None
-                    )
-                    if gate.epilogue.scales == "channel":
-                        gate_s = gate.epilogue.scale[0:mw, n_at : n_at + nw]
-                        up_s = up.epilogue.scale[0:mw, n_at : n_at + nw]
-                    elif gate.epilogue.scales == "tensor":
-                        gate_s = gate.epilogue.scale[0:mw, 0:1]
-                        up_s = up.epilogue.scale[0:mw, 0:1]
-                    else:
-                        gate_s = None
-                        up_s = None
                     active = nl.ndarray((mw, nw), dtype=nl.float32, buffer=nl.sbuf)
-                    done = Epilogue(
-                        gate_s, gate_b, gate.epilogue.scales, gate.epilogue.has_bias,
-                        gate.epilogue.activation,
-                    )  # fmt: skip
-                    finish_rows(active, gates[i][0:mw, 0:nw], done, 1)
+                    finish_rows(active, gates[i][0:mw, 0:nw], gate.epilogue, n0 + ns, 1)
                     up_sum = ups[i][0:mw, 0:nw]
                     if up.epilogue.has_bias or gate.epilogue.scales:
                         shifted = nl.ndarray((mw, nw), dtype=nl.float32, buffer=nl.sbuf)
-                        plain = Epilogue(
-                            up_s, up_b, up.epilogue.scales, up.epilogue.has_bias, "identity"
-                        )
-                        finish_rows(shifted, up_sum, plain, 0)
+                        finish_rows(shifted, up_sum, up.epilogue, n0 + ns, 0)
                         up_sum = shifted
                     nisa.tensor_tensor(
                         dst=y_sb[0:mw, ns : ns + nw], data1=up_sum, data2=active, op=nl.multiply

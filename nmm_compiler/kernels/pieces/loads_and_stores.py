@@ -255,42 +255,51 @@ def round_to(dst, src, scale, requantize, scaled, turn):
         evict(dst, src, turn)
 
 
-def finish_rows(dst, src, epilogue: Epilogue, turn):
-    """Take sums out of PSUM through the epilogue, outputs along the free axis."""
+def finish_rows(dst, src, epilogue: Epilogue, first, turn):
+    """Write sums to dst through the epilogue: tokens on the partitions, outputs from `first` on."""
+    rows = src.shape[0]
+    stop = first + src.shape[1]
+    b_tile = epilogue.bias[0:rows, first:stop] if epilogue.has_bias else None
+    if epilogue.scales == "channel":
+        s_tile = epilogue.scale[0:rows, first:stop]
+    else:
+        s_tile = epilogue.scale[0:rows, 0:1] if epilogue.scales else None
     if not epilogue.scales:
         if epilogue.has_bias:
-            activate_with_bias_row(dst, src, epilogue.bias, epilogue.activation, turn)
+            activate_with_bias_row(dst, src, b_tile, epilogue.activation, turn)
         else:
             activate(dst, src, epilogue.activation, turn)
     elif epilogue.scales == "tensor" and not epilogue.has_bias:
-        activate_scaled(dst, src, epilogue.scale, epilogue.activation, turn)
+        activate_scaled(dst, src, s_tile, epilogue.activation, turn)
     elif epilogue.activation == "identity" and not epilogue.has_bias:
-        nisa.tensor_tensor(dst=dst, data1=src, data2=epilogue.scale, op=nl.multiply)
+        nisa.tensor_tensor(dst=dst, data1=src, data2=s_tile, op=nl.multiply)
     else:
         whole = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
         if epilogue.scales == "tensor":
-            evict_scaled(whole, src, epilogue.scale, turn)
+            evict_scaled(whole, src, s_tile, turn)
         else:
-            nisa.tensor_tensor(dst=whole, data1=src, data2=epilogue.scale, op=nl.multiply)
+            nisa.tensor_tensor(dst=whole, data1=src, data2=s_tile, op=nl.multiply)
         if epilogue.has_bias:
-            activate_with_bias_row(dst, whole, epilogue.bias, epilogue.activation, turn)
+            activate_with_bias_row(dst, whole, b_tile, epilogue.activation, turn)
         else:
             activate(dst, whole, epilogue.activation, turn)
 
 
-def finish_columns(dst, src, epilogue: Epilogue, turn):
-    """Take sums out of PSUM through the epilogue, outputs on the partitions."""
+def finish_columns(dst, src, epilogue: Epilogue, tile, turn):
+    """Write sums to dst through the epilogue: a tile of outputs on the partitions."""
+    rows = src.shape[0]
+    b_tile = epilogue.bias[0:rows, tile : tile + 1] if epilogue.has_bias else None
+    at = tile if epilogue.scales == "channel" else 0
+    s_tile = epilogue.scale[0:rows, at : at + 1] if epilogue.scales else None
     if not epilogue.scales:
         if epilogue.has_bias:
-            activate_with_bias_column(dst, src, epilogue.bias, epilogue.activation)
+            activate_with_bias_column(dst, src, b_tile, epilogue.activation)
         else:
             activate(dst, src, epilogue.activation, turn)
     elif epilogue.has_bias:
-        activate_scaled_with_bias_column(
-            dst, src, epilogue.scale, epilogue.bias, epilogue.activation
-        )
+        activate_scaled_with_bias_column(dst, src, s_tile, b_tile, epilogue.activation)
     else:
-        activate_scaled(dst, src, epilogue.scale, epilogue.activation, turn)
+        activate_scaled(dst, src, s_tile, epilogue.activation, turn)
 
 
 def activate_scaled(dst, src, scale, activation, turn):

@@ -136,8 +136,9 @@ def project_segment(
                         else rounding.factor
                     )
                     turn = i * m_tiles + mt
-                    b_tile = rounding.bias[0:rp, rt : rt + 1] if rounding.has_bias else None
-                    inner = Epilogue(None, b_tile, None, rounding.has_bias, rounding.activation)
+                    inner = Epilogue(
+                        None, rounding.bias, None, rounding.has_bias, rounding.activation
+                    )
                     if segment.several:
                         part = segment.parts[0:rp, rt, ms : ms + mw]
                         if segment.first == 0:
@@ -147,10 +148,10 @@ def project_segment(
                         else:
                             nisa.tensor_tensor(dst=p_tile, data1=part, data2=p_sum, op=nl.add)
                         if segment.stop == product.k and shaped:
-                            finish_columns(p_tile, part, inner, turn)
+                            finish_columns(p_tile, part, inner, rt, turn)
                         elif segment.stop == product.k and scaled:
                             round_to(p_tile, part, p_scale, rounding.requantize, scaled, turn)
                     elif shaped:
-                        finish_columns(p_tile, p_sum, inner, turn)
+                        finish_columns(p_tile, p_sum, inner, rt, turn)
                     else:
                         round_to(p_tile, p_sum, p_scale, rounding.requantize, scaled, turn)

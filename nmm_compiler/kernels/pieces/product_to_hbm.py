@@ -145,19 +145,10 @@ def expand_rows(
                 for i in range(group):
                     ns = n1 + 512 * i
                     nw = min(512, columns - ns)
-                    n_at = n0 + ns
-                    b_tile = epilogue.bias[0:mw, n_at : n_at + nw] if epilogue.has_bias else None
-                    if epilogue.scales == "channel":
-                        s_tile = epilogue.scale[0:mw, n_at : n_at + nw]
-                    elif epilogue.scales == "tensor":
-                        s_tile = epilogue.scale[0:mw, 0:1]
-                    else:
-                        s_tile = None
                     turn = i + mt + n0 // 512
-                    done = Epilogue(
-                        s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation
+                    finish_rows(
+                        y_sb[0:mw, ns : ns + nw], sums[i][0:mw, 0:nw], epilogue, n0 + ns, turn
                     )
-                    finish_rows(y_sb[0:mw, ns : ns + nw], sums[i][0:mw, 0:nw], done, turn)
             store(
                 result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
             )
@@ -316,14 +307,7 @@ def expand_columns(
                     else:
                         y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
                     y_sum = sums[i * m_tiles + mt][0:nw, 0:mw]
-                    nt = n0 // 128 + n1 + i
-                    st = nt if epilogue.scales == "channel" else 0
-                    b_tile = epilogue.bias[0:nw, nt : nt + 1] if epilogue.has_bias else None
-                    s_tile = epilogue.scale[0:nw, st : st + 1] if epilogue.scales else None
-                    done = Epilogue(
-                        s_tile, b_tile, epilogue.scales, epilogue.has_bias, epilogue.activation
-                    )
-                    finish_columns(y_tile, y_sum, done, i + mt)
+                    finish_columns(y_tile, y_sum, epilogue, n0 // 128 + n1 + i, i + mt)
         if result.as_rows:
             view = result.out[at.m0 : at.m0 + at.tokens, n0 : n0 + columns].reshape_dim(
                 1, (128, n_tiles)
