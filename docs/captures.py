@@ -68,12 +68,16 @@ tokenizer.eos_token = tokenizer.sep_token
 tokenizer.save_pretrained("llama")
 """
 
+SPECS = '{"family": "lowrank", "spec": {"m": 16, "k": 512, "r": 64, "n": 1024}}\n'
+
 ARRAYS = "--arg a=128x4096:bf16 --arg b=128x4096:bf16"
 COMMANDS = {
     "demo": "nmm demo --model all-MiniLM-L6-v2 --ratio 0.2",
     "kernel": "nmm kernel lowrank --m 64 --k 512 --r 128 --n 1024 --check --schedules",
     "explain": "nmm explain model.py:make",
     "plan": "nmm plan config.json --ratio 0.2 --batch 1,8",
+    "build": "nmm build specs.jsonl",
+    "tune": "nmm tune specs.jsonl",
     "report": "nmm report model.py:make --html report.html",
     "simulate": f"nmm simulate add.py:add {ARRAYS} --reference add.py:expected",
     "profile": f"nmm profile add.py:add {ARRAYS}",
@@ -94,7 +98,13 @@ def prepare(folder: Path, *, saved: bool = True) -> None:
     tutorial = (ROOT / "docs" / "tutorials" / "kernel.md").read_text(encoding="utf-8")
     kernel = re.search(r"```python\n(# add\.py\n.*?)```", tutorial, re.DOTALL)
     assert kernel is not None, "docs/tutorials/kernel.md has no block that is add.py"
-    files = {"add.py": kernel[1], "model.py": MODEL, "wrong.py": WRONG, "config.json": CONFIG}
+    files = {
+        "add.py": kernel[1],
+        "model.py": MODEL,
+        "wrong.py": WRONG,
+        "config.json": CONFIG,
+        "specs.jsonl": SPECS,
+    }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     if saved:

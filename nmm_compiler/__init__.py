@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nmm_compiler.backend import reports as reports
     from nmm_compiler.codegen.build import Kernel as Kernel
     from nmm_compiler.codegen.build import build_kernel as build_kernel
+    from nmm_compiler.codegen.build_many import build_many as build_many
     from nmm_compiler.compress.apply import calibrate as calibrate
     from nmm_compiler.compress.apply import compress as compress
     from nmm_compiler.compress.checkpoints import load_checkpoint as load_checkpoint
@@ -78,6 +79,7 @@ _HOMES = {
     "Rule": "nmm_compiler.passes.rules",
     "Simulation": "nmm_compiler.simulator.run",
     "build_kernel": "nmm_compiler.codegen.build",
+    "build_many": "nmm_compiler.codegen.build_many",
     "check_rule": "nmm_compiler.passes.check_rule",
     "calibrate": "nmm_compiler.compress.apply",
     "compress": "nmm_compiler.compress.apply",

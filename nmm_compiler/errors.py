@@ -401,3 +401,15 @@ class DialectError(NmmError, ValueError):
             f"NKI Beta 1 (neuronxcc.nki) has no form for {what}, which this kernel needs; emit it "
             "with dialect 'nki', or pass a schedule that does without"
         )
+
+
+class WorkerError(NmmError, RuntimeError):
+    """A process that builds or times kernels ended, or its call raised."""
+
+    def __init__(self, attempts: int, said: str = "") -> None:
+        super().__init__(
+            f"a worker process failed: {said}"
+            if said
+            else f"{attempts} worker processes ended within the same call, the last one too; the "
+            "machine may be short of memory, so try fewer with jobs="
+        )

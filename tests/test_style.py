@@ -29,11 +29,13 @@ MAX_PARAMETERS = 9
 # Functions whose parameters are the user's options, the operands of a torch op, or (in
 # simulator/isa, under @instruction) the parameters that NKI gives an instruction.
 MANY_PARAMETERS = {
+    "cli/build.py": {"build"},
     "cli/compress.py": {"compress"},
     "cli/kernel.py": {"kernel"},
     "cli/plan.py": {"plan"},
     "cli/profile.py": {"profile", "compare"},
     "cli/simulate.py": {"simulate"},
+    "cli/tune.py": {"tune"},
     "compress/apply.py": {"compress"},
     "compress/recover.py": {"recover"},
     "kernels/gated_mlp/op.py": {"gated_mlp_up", "gated_mlp"},

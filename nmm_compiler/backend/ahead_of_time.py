@@ -29,7 +29,7 @@ from nmm_compiler.backend.published import publish
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build import SOURCE_FILE, check_foreign, kernel_key
+from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import AheadOfTimeError
 from nmm_compiler.kernels import FAMILIES
@@ -105,7 +105,7 @@ class AheadOfTime(SerializableCallable):
 
 
 def _saved(kernel: Any, options: Options) -> dict[str, Any]:
-    key = kernel_key(kernel.spec, kernel.target, None, options.instruction_budget, kernel.dialect)
+    key = asked(kernel.spec, kernel.target, dialect=kernel.dialect, options=options).key
     return {
         "family": kernel.spec.family,
         "spec": kernel.spec.to_dict(),
@@ -121,7 +121,10 @@ def _options(header: dict[str, Any]) -> Options:
 
 
 def _restore(saved: dict[str, Any], options: Options) -> None:
-    """Put a kernel into the cache, unless this version of the package would emit another one."""
+    """Put a kernel into the cache, unless this version of the package would emit another one.
+
+    One with a tuned schedule has another key and is left out: the tuning may not be here.
+    """
     spec = FAMILIES[saved["family"]].spec_class.from_dict(saved["spec"])
     chip = machine_target(options.target, options)
     key = kernel_key(spec, chip, None, options.instruction_budget, saved["dialect"])

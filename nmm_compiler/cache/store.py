@@ -172,14 +172,14 @@ class Store(Levels):
 
     # Reading
 
-    def get(self, key: Key) -> Entry | None:
-        """Return the verified entry of `key`, or None.
+    def get(self, key: Key, *, remote: bool = True) -> Entry | None:
+        """Return the verified entry of `key`, or None; remote: ask the remote level too.
 
         Damaged entries count as absent, with a warning, and are deleted in mode "rw".
         """
         if self.mode == "off":
             return None
-        return self._get_local(key) or self._get_remote(key)
+        return self._get_local(key) or (self._get_remote(key) if remote else None)
 
     def check_once(self, entry: Entry) -> None:
         """Raise CacheTrustError when a Python source of the entry is more than NKI kernels.

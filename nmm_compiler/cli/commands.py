@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cli import (
+    build,
     cache,
     calibrate,
     compress,
@@ -21,6 +22,7 @@ from nmm_compiler.cli import (
     profile,
     report,
     simulate,
+    tune,
 )
 from nmm_compiler.cli.help_text import WrappedHelp
 from nmm_compiler.version import VERSION
@@ -58,6 +60,8 @@ app.command()(demo.demo)
 app.command(cls=kernel.KernelCommand)(kernel.kernel)
 app.command()(explain.explain)
 app.command()(plan.plan)
+app.command()(build.build)
+app.command()(tune.tune)
 app.command()(report.report)
 app.command()(simulate.simulate)
 app.command()(profile.profile)

@@ -23,6 +23,7 @@ from nmm_compiler.codegen.code_digests import code_fields, printer_version
 from nmm_compiler.codegen.dialects import dialect_for
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.tuned import tuned_schedule, tuning_key
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSpec
@@ -142,26 +143,37 @@ def build_kernel(
 ) -> Kernel:
     """Return the kernel of `spec` for `target`, from the cache when it is there.
 
-    schedule: how to run; None chooses it. dialect: "nki", "neuronxcc" (NKI Beta 1) or "auto"; None
-    is that of the options. options: which cache, and how many instructions at most. Raises
-    SpecError or CapacityError, with the numbers, when nothing legal exists, DialectError for what
-    the dialect has no form for, LintError if the emitted source breaks a rule of the NKI compiler,
-    and CacheTrustError if one from the cache is more than a kernel.
+    schedule: how to run; None takes what `tune` found, else chooses it. dialect: "nki", "neuronxcc"
+    (NKI Beta 1) or "auto"; None is that of the options. options: which cache, and how many
+    instructions at most. Raises SpecError or CapacityError, with the numbers, when nothing legal
+    exists, DialectError for what the dialect has no form for, LintError if the emitted source
+    breaks a rule of the NKI compiler, and CacheTrustError if one from the cache is more than a
+    kernel.
     """
-    chip = machine_target(target, options)
-    store = Store.for_kernels(options, check=check_foreign)
-    budget = options.instruction_budget if options else INSTRUCTION_BUDGET
-    asked = dialect or (options.dialect if options else "auto")
-    spoken = dialect_for(chip, asked)
-    key = kernel_key(spec, chip, schedule, budget, spoken)
+    return built_or_found(spec, target, schedule, dialect=dialect, options=options)[0]
+
+
+def built_or_found(
+    spec: KernelSpec,
+    target: str | Target = "trn2",
+    schedule: KernelSchedule | None = None,
+    *,
+    dialect: str | None = None,
+    options: Options | None = None,
+) -> tuple[Kernel, bool]:
+    """Return what `build_kernel` returns, and whether this call built it."""
+    ask = asked(spec, target, schedule, dialect=dialect, options=options)
+    key, chip, spoken, store = ask.key, ask.target, ask.dialect, ask.store
     made: dict[str, Any] = {}
 
     def build() -> Mapping[str, str]:
-        chosen = _legal(spec, chip, schedule, budget)
+        chosen = _legal(spec, chip, ask.schedule, ask.budget)
         name, source = kernel_source(spec, chosen, chip, spoken)
         check_source(source, nki=API_VERSION, filename=f"{name}.py")
         made.update(name=name, family=spec.family, spec=spec.to_dict(), target=chip.name)
         made.update(schedule=chosen.to_dict(), dialect=spoken)
+        if ask.schedule is not schedule:
+            made.update(tuning=tuning_key(spec, chip, ask.budget).digest)
         written = Kernel(name, spec, chosen, chip, source, Path(f"{name}.py"), made, spoken)
         made.update(predicted=_run_timing(written).to_dict())
         return {SOURCE_FILE: source}
@@ -171,7 +183,7 @@ def build_kernel(
     )
     held = _KERNELS.get(key.digest)
     if held is not None and held[0] is entry:
-        return held[1]
+        return held[1], bool(made)
     store.check_once(entry)  # another process may have written it, perhaps with older rules
     family = FAMILIES[spec.family]
     kernel = Kernel(
@@ -192,7 +204,43 @@ def build_kernel(
     if len(_KERNELS) >= _KERNELS_HELD:
         _KERNELS.pop(next(iter(_KERNELS)), None)
     _KERNELS[key.digest] = (entry, kernel)
-    return kernel
+    return kernel, bool(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What `build_kernel` is asked for: the kernel's key, and what it is made of.
+
+    schedule: the given one, else the one that tuning found, else None: it is chosen.
+    """
+
+    key: Key
+    target: Target
+    schedule: KernelSchedule | None
+    budget: int
+    dialect: str
+    store: Store
+
+
+def asked(
+    spec: KernelSpec,
+    target: str | Target = "trn2",
+    schedule: KernelSchedule | None = None,
+    *,
+    dialect: str | None = None,
+    options: Options | None = None,
+) -> Asked:
+    """Return the key that `build_kernel` looks up for these arguments, and its parts."""
+    chip = machine_target(target, options)
+    store = Store.for_kernels(options, check=check_foreign)
+    budget = options.instruction_budget if options else INSTRUCTION_BUDGET
+    spoken = dialect_for(chip, dialect or (options.dialect if options else "auto"))
+    key = kernel_key(spec, chip, schedule, budget, spoken)
+    if schedule is None:
+        schedule = tuned_schedule(spec, chip, budget, store, key)
+        if schedule is not None:
+            key = kernel_key(spec, chip, schedule, budget, spoken)
+    return Asked(key, chip, schedule, budget, spoken, store)
 
 
 def _path(entry: Entry, name: str) -> Path:

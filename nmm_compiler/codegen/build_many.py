@@ -1,36 +1,76 @@
-"""Builds several kernels at once, each in a process of its own, through the kernel cache.
+"""Builds many kernels at once, in processes of their own, through the kernel cache.
 
-A worker is this file as a program: it reads one JSON line per kernel, builds it into the cache and
-answers with a line. Workers are started by command line and not forked, so they share neither
-threads nor the main module with the caller.
+    fill(requests)              every kernel into the cache, with counts and progress
+    fill_cache(specs)           the same for one target, if it is worth processes
+    build_many(specs)           and then the kernels themselves
+
+Each key is built once, whoever asks for it at the same time: the cache has a lock for each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from queue import Empty, SimpleQueue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build import Kernel, build_kernel, check_foreign, kernel_key
-from nmm_compiler.codegen.dialects import dialect_for
-from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import NmmError
+from nmm_compiler.codegen.build import (
+    Kernel,
+    asked,
+    build_kernel,
+    built_or_found,
+    check_foreign,
+)
+from nmm_compiler.codegen.workers import Submits, cores, on_processes, run
+from nmm_compiler.errors import CacheError, NmmError, SpecError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import Options
+from nmm_compiler.records import Record
+from nmm_compiler.report.text import counted
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from nmm_compiler.codegen.build_many import serve; serve()"
-)
+Request = tuple[KernelSpec, str]
+"""A spec, and the target that its kernel is for."""
+Progress = Callable[[str, int, int], None]
+"""Called with (what was done last, how many are done, how many there are)."""
 # Starting a worker takes about as long as building a small kernel.
 _WORTH_A_WORKER = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Record):
+    """A kernel that could not be built, and why."""
+
+    kernel: str
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled(Record):
+    """What `fill` did. Kernels of equal keys count once.
+
+    present: were in the cache before. built: by the workers. elsewhere: built meanwhile by other
+    processes. build_cpu_seconds: CPU time of the workers' builds, without their start.
+    """
+
+    kernels: int
+    present: int = 0
+    built: int = 0
+    elsewhere: int = 0
+    failed: tuple[Failed, ...] = ()
+    seconds: float = 0.0
+    build_cpu_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        counts = [f"{self.built} built", f"{self.present} were in the cache"]
+        counts += [f"{self.elsewhere} built by other processes"] if self.elsewhere else []
+        counts += [f"{len(self.failed)} failed"] if self.failed else []
+        return f"{counted(self.kernels, 'kernel')}: {', '.join(counts)}; {self.seconds:.1f} s"
 
 
 def build_many(
@@ -58,72 +98,135 @@ def fill_cache(
 ) -> int:
     """Build kernels that the cache lacks in parallel; return how many workers built.
 
-    A kernel that cannot be built stays missing, and `build_kernel` then raises the reason.
+    It does nothing where that is slower than building them here, and without a cache on disk. A
+    kernel that cannot be built stays missing, and `build_kernel` then raises the reason.
     """
     made = options or Options()
-    store = Store.for_kernels(made, check=check_foreign)
-    if store.mode != "rw":
+    if Store.for_kernels(made, check=check_foreign).mode != "rw":
         return 0
-    chip = machine_target(target, made)
-    told = (made.instruction_budget, dialect_for(chip, made.dialect))
-    keys = {spec: kernel_key(spec, chip, None, *told) for spec in specs}
-    digests = {key.digest for key in store.missing(list(keys.values()))}
-    missing = [spec for spec, key in keys.items() if key.digest in digests]
-    count = min(len(missing), jobs or len(os.sched_getaffinity(0)))
+    requests = [(spec, target) for spec in specs]
+    missing = _missing(requests, made)
+    count = min(len(missing), jobs or cores())
     if count < 2 or len(missing) < (_WORTH_A_WORKER if jobs else 2 * _WORTH_A_WORKER):
         return 0
-    queue: SimpleQueue[str] = SimpleQueue()
-    for spec in missing:
-        wanted = {"family": spec.family, "spec": spec.to_dict(), "target": target}
-        queue.put(json.dumps({**wanted, "options": made.call_options()}))
-    done: list[str] = []
-    threads = [threading.Thread(target=_feed, args=(queue, done)) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return done.count("built")
+    with on_processes(count) as workers:
+        done = _run(workers, missing, made)
+    return sum(one.get("built", False) for one in done.values())
 
 
-def _feed(queue: SimpleQueue[str], done: list[str]) -> None:
-    """Pass kernels to a worker, one by one, until none is left or the worker has ended."""
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
-    quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, text=True, **quiet) as worker:  # type: ignore[call-overload]
-        for line in _rest(queue):
-            try:
-                worker.stdin.write(line + "\n")
-                worker.stdin.flush()
-            except BrokenPipeError:  # it ended; what is missing is built by whoever needs it
-                return
-            answer = worker.stdout.readline().strip()
-            done.append(answer)
-            if not answer:
-                return
-        worker.stdin.close()
+def fill(
+    requests: Sequence[Request],
+    *,
+    options: Options | None = None,
+    jobs: int | None = None,
+    executor: Submits | None = None,
+    progress: Progress | None = None,
+) -> Filled:
+    """Build every kernel that the cache lacks, in processes; return the counts.
+
+    Kernels that the cache has are left alone, so a run that was killed goes on where it was. jobs:
+    processes at once, by default one for each core. executor: what runs the builds instead, with
+    this cache; anything with `submit`. Raises CacheError when the cache is not writable.
+    """
+    made, start = options or Options(), time.monotonic()
+    store = Store.for_kernels(made, check=check_foreign)
+    if store.mode != "rw":
+        raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
+    whole = len(_keys(requests, made))
+    missing = _missing(requests, made)
+    present = whole - len(missing)
+
+    def step(said: str, done: int) -> None:
+        if progress is not None:
+            progress(said, present + done, whole)
+
+    step("in the cache", 0)
+    with contextlib.ExitStack() as started:
+        where = executor
+        if where is None:
+            where = started.enter_context(on_processes(min(len(missing), jobs or cores())))
+        done = _run(where, missing, made, step)
+    failed = tuple(
+        Failed(kernel=missing[i][0].short(), target=missing[i][1], reason=one["failed"])
+        for i, one in sorted(done.items())
+        if "failed" in one
+    )
+    return Filled(
+        kernels=whole,
+        present=present,
+        built=sum(one.get("built", False) for one in done.values()),
+        elsewhere=sum(not one.get("built", True) for one in done.values()),
+        failed=failed,
+        seconds=time.monotonic() - start,
+        build_cpu_seconds=sum(one.get("cpu", 0.0) for one in done.values()),
+    )
 
 
-def _rest(queue: SimpleQueue[str]) -> Iterator[str]:
-    while True:
-        try:
-            yield queue.get_nowait()
-        except Empty:
-            return
+def _run(
+    executor: Submits,
+    missing: Sequence[Request],
+    options: Options,
+    step: Callable[[str, int], None] = lambda said, done: None,
+) -> dict[int, dict[str, Any]]:
+    """Return what became of each missing kernel, by its index; step: called after each."""
+    texts = [request_text(spec, target, options) for spec, target in missing]
+    done: dict[int, dict[str, Any]] = {}
+    for i, answer in run(executor, build_one, texts):
+        done[i] = {"failed": str(answer)} if isinstance(answer, Exception) else json.loads(answer)
+        said = "failed" if "failed" in done[i] else "built"
+        step(f"{said} {missing[i][0].short()} for {missing[i][1]}", len(done))
+    return done
 
 
-def serve() -> None:
-    """Build the kernels that standard input names, line by line, and print each result."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # output of libraries is no answer
-    for line in sys.stdin:
-        print(_built(json.loads(line)), file=answers, flush=True)
+def _keys(requests: Sequence[Request], options: Options) -> dict[str, tuple[Key, Request]]:
+    """Return digest -> (key, request) of the kernels that are wanted, each once."""
+    found: dict[str, tuple[Key, Request]] = {}
+    for spec, target in requests:
+        key = asked(spec, target, options=options).key
+        found.setdefault(key.digest, (key, (spec, target)))
+    return found
 
 
-def _built(told: dict[str, Any]) -> str:
-    spec = FAMILIES[told["family"]].spec_class.from_dict(told["spec"])
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in told["options"].items()}
+def _missing(requests: Sequence[Request], options: Options) -> list[Request]:
+    """Return the requests that the cache has no kernel for, each key once."""
+    wanted = _keys(requests, options)
+    store = Store.for_kernels(options, check=check_foreign)
+    return [wanted[key.digest][1] for key in store.missing([key for key, _ in wanted.values()])]
+
+
+def request_text(spec: KernelSpec, target: str, options: Options) -> str:
+    """Return a request as one line, for `build_one` in another process."""
+    wanted = {"family": spec.family, "spec": spec.to_dict(), "target": target}
+    return json.dumps({**wanted, "options": options.call_options()})
+
+
+def request_of(told: dict[str, Any]) -> tuple[KernelSpec, str, Options]:
+    """Return spec, target and options of the data of `request_text`.
+
+    Raises SpecError, or what a spec raises for bad fields, for anything else.
+    """
+    if not isinstance(told, dict) or not isinstance(told.get("spec"), dict):
+        raise SpecError(
+            f"{told!r:.80} names no kernel; write "
+            '{"family": "lowrank", "spec": {"m": 1, "k": 512, "r": 64, "n": 512}}'
+        )
+    family = told.get("family")
+    if family not in FAMILIES:
+        raise UnknownNameError("kernel family", str(family), list(FAMILIES))
     try:
-        build_kernel(spec, told["target"], options=Options.make(options))
+        spec = FAMILIES[family].spec_class.from_dict(told["spec"])
+    except TypeError as error:  # a field that is missing, or that nobody knows
+        raise SpecError(f"{family}: {error}") from error
+    options = Options.make(told.get("options") or {})
+    return spec, str(told.get("target", options.target)), options
+
+
+def build_one(text: str) -> str:
+    """Build the kernel of `request_text` into the cache; return as JSON what became of it."""
+    spec, target, options = request_of(json.loads(text))
+    start = time.process_time()
+    try:
+        _, built = built_or_found(spec, target, options=options)
     except (NmmError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        return type(error).__name__  # the caller builds it again, and gets the error itself
-    return "built"
+        return json.dumps({"failed": f"{type(error).__name__}: {error}"})
+    return json.dumps({"built": built, "cpu": time.process_time() - start})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from nmm_compiler.codegen.cost import closed_form_us, dma_us
@@ -64,8 +65,17 @@ def choose(
     return _choose(spec, machine_target(target), budget)
 
 
+Timing = Callable[[KernelSpec, Any, Target], tuple[float, int, float]]
+"""What `simulated` returns for a schedule."""
+
+
 @functools.lru_cache(maxsize=1024)
 def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]:
+    return search(spec, target, budget, simulated)
+
+
+def search(spec: KernelSpec, target: Target, budget: int, timing: Timing) -> tuple[Choice, ...]:
+    """Return what `choose` returns, with the schedules timed by `timing`."""
     spec.check(target)
     ranked = list(rank(spec, target, budget))
     tried: list[Choice] = []
@@ -78,19 +88,19 @@ def _choose(spec: KernelSpec, target: Target, budget: int) -> tuple[Choice, ...]
             break
         spent += choice.instructions
         if len(ranked) > 1:
-            latency, count, in_order = simulated(spec, choice.schedule, target)
+            latency, count, in_order = timing(spec, choice.schedule, target)
             choice = dataclasses.replace(
                 choice, simulated_us=latency, in_order_us=in_order, instructions=count
             )
         tried.append(choice)
-    tried.sort(
-        key=lambda choice: (
-            choice.instructions > budget,
-            _charged(_either_order_us(choice), choice),
-            choice.cost_us,
-        )
-    )
+    tried.sort(key=functools.partial(preference, budget=budget))
     return tuple(tried + ranked[len(tried) : SHOWN])
+
+
+def preference(choice: Choice, budget: int) -> tuple[bool, float, float]:
+    """Return the order of schedules that were timed: the least is the best."""
+    late = choice.instructions > budget
+    return late, _charged(_either_order_us(choice), choice), choice.cost_us
 
 
 @functools.lru_cache(maxsize=1024)
@@ -141,7 +151,6 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
     family = FAMILIES[spec.family]
     choices: list[tuple[tuple[bool, bool, float], Choice]] = []
     nearest: tuple[int, Exception] | None = None
-    dtype = str(getattr(spec, "dtype", "bfloat16"))
     limit = target.sbuf_usable_bytes_per_partition
     seen: set[KernelSchedule] = set()
     for candidate in family.candidates(spec, target):
@@ -156,25 +165,17 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
             if nearest is None or need < nearest[0]:
                 nearest = need, error
             continue
-        work = family.work(spec, schedule, target)
-        cost, instructions = closed_form_us(work, dtype, target), work.instructions
-        traffic = dma_us(work.dmas, target)
-        if instructions > budget:
+        choice = priced(spec, schedule, target)
+        if choice.instructions > budget:
             looped = on_device(spec, schedule, target)
             if looped is not None:
                 if looped in seen:
                     continue
                 seen.add(looped)
-                schedule, cost, traffic = looped, 0.0, 0.0
-                instructions = 1  # the bound of the loop, in a register
-                for times, block in turns(spec, looped):
-                    work = family.work(block, looped.settled(block), target)
-                    instructions += work.instructions
-                    cost += times * closed_form_us(work, dtype, target)
-                    traffic += times * dma_us(work.dmas, target)
-        crowded = schedule.overlapped_bytes(spec) > limit
-        choice = Choice(schedule, cost, instructions=instructions, traffic_us=traffic)
-        choices.append(((instructions > budget, crowded, _charged(cost, choice)), choice))
+                choice = priced(spec, looped, target)
+        late = choice.instructions > budget
+        crowded = choice.schedule.overlapped_bytes(spec) > limit
+        choices.append(((late, crowded, _charged(choice.cost_us, choice)), choice))
     if not choices:
         assert nearest is not None
         raise CapacityError(f"no schedule fits {target.name}; the nearest: {nearest[1]}")
@@ -182,6 +183,23 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
     ties = itertools.groupby(choices, key=lambda item: item[0])
     equal = ([choice for _, choice in tie] for _, tie in ties)
     return tuple(c for same in equal for c in (sorted(same, key=_text) if len(same) > 1 else same))
+
+
+def priced(spec: KernelSpec, schedule: Any, target: Target) -> Choice:
+    """Return a schedule with its closed-form cost, not timed."""
+    family, dtype = FAMILIES[spec.family], str(getattr(spec, "dtype", "bfloat16"))
+    if not getattr(schedule, "m_loop", False):
+        work = family.work(spec, schedule, target)
+        cost, traffic = closed_form_us(work, dtype, target), dma_us(work.dmas, target)
+        return Choice(schedule, cost, instructions=work.instructions, traffic_us=traffic)
+    cost = traffic = 0.0
+    instructions = 1  # the bound of the loop, in a register
+    for times, block in turns(spec, schedule):
+        work = family.work(block, schedule.settled(block), target)
+        instructions += work.instructions
+        cost += times * closed_form_us(work, dtype, target)
+        traffic += times * dma_us(work.dmas, target)
+    return Choice(schedule, cost, instructions=instructions, traffic_us=traffic)
 
 
 def _text(choice: Choice) -> str:

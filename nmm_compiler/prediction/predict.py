@@ -122,7 +122,7 @@ def _dtype_of(model: Any) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """A config's model on one core: `_prepare` caches it, and `_traced` caches its phases."""
+    """A config's model on one core: `prepare` caches it, and `_traced` caches its phases."""
 
     config: str
     low: str
@@ -132,7 +132,7 @@ class _Job:
 
 
 @dataclass
-class _Prepared:
+class Prepared:
     """A model ready to be traced."""
 
     model: MetaModel
@@ -170,14 +170,14 @@ class _Maker:
         tp, target = self.machine.tp, self.machine.target
         if isinstance(self.given, nn.Module):
             job = None
-            prepared = _prepare(self.given, low, self.dtype, split, tp)
+            prepared = prepare(self.given, low, self.dtype, split, tp)
         else:
             named = {**self.given.to_dict(), "name_or_path": self.given.name_or_path}
             job = _Job(_text(named), _text(low), self.dtype, split, tp)
-            prepared = _kept(job, lambda: _prepare(self.given, low, self.dtype, split, tp))
+            prepared = _kept(job, lambda: prepare(self.given, low, self.dtype, split, tp))
         model = prepared.model
         phases, cache = [], 0
-        for phase in _phases(model, self.setting, self.inputs):
+        for phase in model_phases(model, self.setting, self.inputs):
             sizes = (phase.name, phase.batch, phase.tokens)
             key = None if job is None else (job, target.name, *sizes)
             inputs = phase.inputs
@@ -231,9 +231,8 @@ def _kept(key: Any, make: Callable[[], Any]) -> Any:
     return _KEPT[key]
 
 
-def _prepare(
-    given: Any, low: Mapping[str, Any] | None, dtype: str, split: str, tp: int
-) -> _Prepared:
+def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, split: str, tp: int) -> Prepared:
+    """Return one core's share of one of each kind of layer; low: what `compress` is given."""
     model = meta_model(given, getattr(torch, dtype))
     if low is not None:
         _compress(model, low)
@@ -242,7 +241,7 @@ def _prepare(
     parameters = sum(p.numel() for p in model.module.parameters())
     shorten(model)
     shard(model, tp, split)
-    return _Prepared(model, ranks, bool(factors), parameters)
+    return Prepared(model, ranks, bool(factors), parameters)
 
 
 def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
@@ -256,7 +255,7 @@ def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _PhaseInputs:
+class PhaseInputs:
     """One phase: a function that makes its inputs, and the key-value cache among them."""
 
     name: str
@@ -266,7 +265,7 @@ class _PhaseInputs:
     cache_bytes: Callable[[], int] = int
 
 
-def _phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> list[_PhaseInputs]:
+def model_phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> list[PhaseInputs]:
     """Return the phases of a model: prefill and decode, or one pass."""
     batch, prompt, context = (setting[name] for name in ("batch", "prompt", "context"))
     if inputs is not None:
@@ -274,7 +273,7 @@ def _phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> list[_
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
         moved = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in values]
         given = dict(zip(inputs, moved, strict=True)) if named else tuple(moved)
-        return [_PhaseInputs("pass", batch, prompt, lambda: given)]
+        return [PhaseInputs("pass", batch, prompt, lambda: given)]
     module: Any = model.module
     config = getattr(module, "config", None)
     if config is None:
@@ -290,9 +289,9 @@ def _phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> list[_
         sizes = (size, size) if isinstance(size, int) else tuple(size)
         shape = (batch, getattr(config, "num_channels", 3), *sizes)
         pixels = {"pixel_values": torch.zeros(shape, dtype=module.dtype, device="meta")}
-        return [_PhaseInputs("pass", batch, 0, lambda: pixels)]
+        return [PhaseInputs("pass", batch, 0, lambda: pixels)]
     if not _generates(module):
-        return [_PhaseInputs("pass", batch, prompt, lambda: {"input_ids": ids(prompt)})]
+        return [PhaseInputs("pass", batch, prompt, lambda: {"input_ids": ids(prompt)})]
 
     def prefill() -> dict[str, Any]:
         return {"input_ids": ids(prompt), "use_cache": False, "logits_to_keep": 1}
@@ -306,8 +305,8 @@ def _phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> list[_
         return {"input_ids": ids(1), "use_cache": True, "past_key_values": cache()}
 
     return [
-        _PhaseInputs("prefill", batch, prompt, prefill),
-        _PhaseInputs("decode", batch, context, decode, lambda: _cache_bytes(model, cache())),
+        PhaseInputs("prefill", batch, prompt, prefill),
+        PhaseInputs("decode", batch, context, decode, lambda: _cache_bytes(model, cache())),
     ]
 
 

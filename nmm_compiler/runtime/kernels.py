@@ -77,15 +77,11 @@ class Kernels:
         Raises CacheMissError, naming all that is missing, in cache mode "require".
         """
         from nmm_compiler.cache.store import Store
-        from nmm_compiler.codegen.build import kernel_key
-        from nmm_compiler.codegen.dialects import dialect_for
-        from nmm_compiler.codegen.machine_target import machine_target
+        from nmm_compiler.codegen.build import asked
 
         store = Store.for_kernels(options)
-        chip = machine_target(target, options)
-        told = (options.instruction_budget, dialect_for(chip, options.dialect))
         new = [spec for spec in specs if (spec, target, options.dialect) not in self._kernels]
-        keys = {spec: kernel_key(spec, chip, None, *told) for spec in new}
+        keys = {spec: asked(spec, target, options=options).key for spec in new}
         if store.mode == "require":
             store.require(list(keys.values()))
         missing = {key.digest for key in store.missing(list(keys.values()))}

@@ -1,7 +1,6 @@
 """Kernels built in several processes are those that one process builds."""
 
-from nmm_compiler.codegen import build
-from nmm_compiler.codegen import build_many as module
+from nmm_compiler.codegen import build, workers
 from nmm_compiler.codegen.build_many import build_many, fill_cache
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
@@ -28,7 +27,7 @@ def test_two_processes(tmp_path, monkeypatch):
 def test_a_worker_that_ends_leaves_its_kernels_to_the_caller(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
     options = Options(cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(workers, "_PROGRAM", "raise SystemExit(3)")
     assert fill_cache(SPECS[:2], options=options, jobs=2) == 0
     assert [k.spec for k in build_many(SPECS[:2], options=options, jobs=2)] == SPECS[:2]
 

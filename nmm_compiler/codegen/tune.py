@@ -1,0 +1,331 @@
+"""tune: times a kernel's schedules on any executor and keeps the best one for `build_kernel`.
+
+    space -> what a journal has is replayed -> groups timed by workers -> best -> cache entry
+
+Times come as lines of a journal beside the cache, so that a run that was killed goes on where it
+was. The finished entry holds the times of all candidates; asking again times nothing. The workers
+only simulate: they write nothing, and any of them may die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen.build import check_foreign
+from nmm_compiler.codegen.build_many import Progress, Request, request_of, request_text
+from nmm_compiler.codegen.choose import Choice, preference, search, simulated
+from nmm_compiler.codegen.code_digests import code_digests
+from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.search_space import Space
+from nmm_compiler.codegen.tuned import (
+    BEST,
+    CANDIDATES,
+    choice_of,
+    files_of,
+    forget,
+    schedule_text,
+    tuning_key,
+)
+from nmm_compiler.codegen.tuning_journal import Journal
+from nmm_compiler.codegen.workers import Submits, cores, on_processes, run
+from nmm_compiler.errors import (
+    CacheError,
+    CapacityError,
+    MissingPackageError,
+    NmmError,
+    OptionTypeError,
+    UnknownNameError,
+    WorkerError,
+)
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.options import Options
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target, get
+from nmm_compiler.targets.this_machine import differences
+
+SEARCHES = ("candidates", "grid", "guided")
+# A task of a worker is about this many simulated instructions, at 30 us each.
+TASK_INSTRUCTIONS = 20_000
+TASK_SCHEDULES = 16
+# Kernels that are searched at once, so that workers have work while one is ranked or published.
+AT_ONCE = 4
+# A guided search asks for so many schedules at a time, whatever the number of workers: the answer
+# must not depend on who is quick.
+GUIDED_BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned(Record):
+    """The outcome for one kernel; times are simulated microseconds.
+
+    candidates: schedules with a time. simulated: those that this run timed; the others were in the
+    journal or in the cache. default_us: what `build_kernel` takes without tuning.
+    """
+
+    kernel: str
+    target: str
+    candidates: int
+    simulated: int
+    best_us: float
+    default_us: float
+    schedule: str
+
+    @property
+    def gain(self) -> float:
+        """How much faster the tuned schedule is."""
+        return self.default_us / self.best_us
+
+
+def tune(
+    specs: Sequence[KernelSpec] | Sequence[Request],
+    target: str = "trn2",
+    *,
+    search: str = "candidates",
+    trials: int = 64,
+    executor: Submits | None = None,
+    jobs: int | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> list[Tuned]:
+    """Time schedules of each kernel and keep the best in the cache; return the outcomes, in order.
+
+    specs: specs, or (spec, target) each. search: "candidates" times every candidate of the family;
+    "grid" every legal combination of their values; "guided" `trials` of the grid, as Optuna's TPE
+    sampler picks them. executor: anything with `submit` (concurrent.futures, dask, `RayExecutor`);
+    by default `jobs` processes here. The outcome does not depend on the executor.
+
+    Raises CacheError where the cache is not writable, WorkerError when workers keep dying, and
+    SpecError or CapacityError for a kernel without a legal schedule.
+    """
+    if search not in SEARCHES:
+        raise UnknownNameError("search", search, SEARCHES)
+    if search == "guided":
+        _optuna()
+        if trials < 1:
+            raise OptionTypeError("trials", trials, "a number of schedules above 0")
+    made = options or Options()
+    store = Store.for_kernels(made, check=check_foreign)
+    if store.mode != "rw":
+        raise CacheError(f"{store} cannot keep tunings; set NMM_CACHE=rw")
+    requests = [one if isinstance(one, tuple) else (one, target) for one in specs]
+    with contextlib.ExitStack() as started:
+        where = executor or started.enter_context(on_processes(jobs or cores()))
+        work = _Work(where, made, store, search, trials, _Steps(progress))
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            waiting = [threads.submit(work.tuned, *one) for one in dict.fromkeys(requests)]
+            try:
+                found = [one.result() for one in waiting]
+            except BaseException:  # Ctrl-C too; raised again
+                for one in waiting:
+                    one.cancel()
+                if executor is None:
+                    where.shutdown(cancel_futures=True)  # type: ignore[attr-defined]
+                raise
+    forget()
+    by_request = dict(zip(dict.fromkeys(requests), found, strict=True))
+    return [by_request[one] for one in requests]
+
+
+class _Steps:
+    """Counts timed schedules of all kernels for the progress that the user sees."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress, self.lock = progress, threading.Lock()
+        self.done = self.known = 0
+
+    def add(self, words: str, done: int = 0, known: int = 0) -> None:
+        with self.lock:
+            self.done += done
+            self.known += known
+            if self.progress is not None:
+                self.progress(words, self.done, self.known)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One run of `tune`."""
+
+    executor: Submits
+    options: Options
+    store: Store
+    search: str
+    trials: int
+    steps: _Steps
+
+    def tuned(self, spec: KernelSpec, target: str) -> Tuned:
+        """Return the outcome for one kernel, from the cache when it is there."""
+        chip, budget = machine_target(target, self.options), self.options.instruction_budget
+        counted = [0]
+
+        def build() -> dict[str, str]:
+            with Journal(self.store, spec, chip, budget) as journal:
+                rows = self._timed(spec, target, chip, journal)
+                counted[0] = journal.added
+                timed = [c for c in rows.values() if c.simulated_us is not None]
+                if not timed:
+                    raise CapacityError(f"{spec.short()}: no schedule could be timed on {target}")
+                ranked = sorted(timed, key=lambda c: (*preference(c, budget), schedule_text(c)))
+                return files_of(ranked[0], ranked)
+
+        key = tuning_key(spec, chip, budget)
+        entry = self.store.get_or_build(key, build, {"tuning": self.search})
+        Journal(self.store, spec, chip, budget).path.unlink(missing_ok=True)
+        rows = [choice_of(json.loads(t), spec) for t in entry.files[CANDIDATES].splitlines()]
+        best = choice_of(json.loads(entry.files[BEST]), spec)
+        default = _default(spec, chip, budget, rows)
+        assert best.simulated_us is not None
+        return Tuned(
+            kernel=spec.short(),
+            target=target,
+            candidates=len(rows),
+            simulated=counted[0],
+            best_us=best.simulated_us,
+            default_us=default,
+            schedule=best.schedule.short(),
+        )
+
+    def _timed(
+        self, spec: KernelSpec, target: str, chip: Target, journal: Journal
+    ) -> dict[str, Choice]:
+        """Return every schedule that was timed, by its text."""
+        space = Space(spec, chip, self.options.instruction_budget)
+        if self.search == "guided":
+            return self._guided(space, target, journal)
+        choices = list(space.candidates if self.search == "candidates" else space.grid())
+        return self._time(space, target, choices, journal)
+
+    def _time(
+        self, space: Space, target: str, choices: Sequence[Choice], journal: Journal
+    ) -> dict[str, Choice]:
+        """Return the schedules with their times: those of the journal, and the workers'."""
+        found = {
+            schedule_text(c): journal.rows[schedule_text(c)]
+            for c in choices
+            if schedule_text(c) in journal.rows
+        }
+        left = [choice for choice in choices if schedule_text(choice) not in found]
+        self.steps.add(space.spec.short(), len(found), len(choices))
+        groups = list(_groups(left))
+        request = json.loads(request_text(space.spec, target, self.options))
+        request["machine"] = differences(space.target, get(space.target.name))
+        request["code"] = dict(code_digests())
+        texts = [
+            json.dumps({**request, "schedules": [c.schedule.to_dict() for c in group]})
+            for group in groups
+        ]
+        failed: Exception | None = None
+        for i, answer in run(self.executor, time_schedules, texts):
+            if isinstance(answer, Exception):
+                failed = failed or answer  # what the others bring is kept first
+                continue
+            for choice, times in zip(groups[i], json.loads(answer), strict=True):
+                made = dataclasses.replace(choice, **times)
+                journal.add(made)
+                found[schedule_text(made)] = made
+            self.steps.add(space.spec.short(), len(groups[i]))
+        if failed is not None:
+            raise failed
+        return found
+
+    def _guided(self, space: Space, target: str, journal: Journal) -> dict[str, Choice]:
+        """Return the schedules that a sampler of Optuna picked, and the first candidates."""
+        optuna = _optuna()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+        found = self._time(space, target, space.candidates[:GUIDED_BATCH], journal)
+        distributions = {
+            name: optuna.distributions.CategoricalDistribution(range(len(values)))
+            for name, values in space.values.items()
+        }
+        asked = 0
+        while len(found) < self.trials and asked < 50 * self.trials and distributions:
+            batch = [study.ask(distributions) for _ in range(GUIDED_BATCH)]
+            asked += len(batch)
+            picked = [
+                space.legal({name: space.values[name][i] for name, i in trial.params.items()})
+                for trial in batch
+            ]
+            new = {schedule_text(c): c for c in picked if c is not None}
+            room = self.trials - len(found)
+            fresh = [c for name, c in new.items() if name not in found][:room]
+            found |= self._time(space, target, fresh, journal)
+            for trial, choice in zip(batch, picked, strict=True):
+                timed = None if choice is None else found.get(schedule_text(choice))
+                if timed is None or timed.simulated_us is None:
+                    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                else:
+                    study.tell(trial, preference(timed, space.budget)[1])
+        return found
+
+
+def _default(spec: KernelSpec, chip: Target, budget: int, rows: Iterable[Choice]) -> float:
+    """Return the time of the schedule that `choose` takes, from the times that are known."""
+    known = {choice.schedule: choice for choice in rows}
+
+    def timing(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
+        row = known.get(schedule)
+        if row is None or row.simulated_us is None or row.in_order_us is None:
+            return simulated(spec, schedule, target)
+        return row.simulated_us, row.instructions, row.in_order_us
+
+    first = search(spec, chip, budget, timing)[0]
+    return first.simulated_us or timing(spec, first.schedule, chip)[0]
+
+
+def _groups(choices: Sequence[Choice]) -> Iterator[list[Choice]]:
+    """Yield the schedules in tasks of about equal work."""
+    group: list[Choice] = []
+    size = 0
+    for choice in choices:
+        if group and (size + choice.instructions > TASK_INSTRUCTIONS
+                      or len(group) >= TASK_SCHEDULES):  # fmt: skip
+            yield group
+            group, size = [], 0
+        group.append(choice)
+        size += choice.instructions
+    if group:
+        yield group
+
+
+def time_schedules(text: str) -> str:
+    """Time the schedules of a task in the simulator; return the times as JSON.
+
+    A schedule that cannot run has no time. Raises WorkerError where this process has other code, or
+    knows another machine, than the one that asks.
+    """
+    told = json.loads(text)
+    spec, target, options = request_of(told)
+    chip = machine_target(target, options)
+    if told["code"] != dict(code_digests()) or told["machine"] != json.loads(
+        json.dumps(differences(chip, get(chip.name)))
+    ):
+        raise WorkerError(
+            1, "it runs another version of nmm_compiler, or has other verdicts of the device"
+        )
+    family = FAMILIES[spec.family]
+    rows: list[dict[str, Any]] = []
+    for one in told["schedules"]:
+        try:
+            us, count, in_order = simulated(spec, family.schedule_class.from_dict(one), chip)
+        except NmmError:
+            rows.append({})
+        else:
+            rows.append({"simulated_us": us, "instructions": count, "in_order_us": in_order})
+    return json.dumps(rows)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise MissingPackageError("optuna", "a guided search", "tune") from None
+    return optuna

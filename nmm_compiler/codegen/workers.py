@@ -1,0 +1,208 @@
+"""Processes that run functions of this package, as a `concurrent.futures.Executor`.
+
+A worker is this file as a program: it reads one JSON line per call, runs it and answers with a
+line. Workers are started by command line and not forked, so they share neither threads nor the main
+module with the caller. When one is killed, its call runs again in a new one. Functions take and
+return text, so that any other executor with `submit` can run them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, as_completed
+from queue import SimpleQueue
+from typing import Protocol
+
+from nmm_compiler.errors import NmmError, WorkerError
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from nmm_compiler.codegen.workers import serve; serve()"
+)
+Task = Callable[[str], str]
+ATTEMPTS = 3
+"""How often a call is begun whose worker dies each time."""
+
+
+class Submits(Protocol):
+    """What runs tasks: `submit(function, text)` returns a future of its text."""
+
+    def submit(self, function: Task, text: str, /) -> Future[str]:
+        """Return the future of `function(text)`."""
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Workers(Executor):
+    """`count` processes, each started when there is work for it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._queue: SimpleQueue[tuple[Future[str], str] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def submit(self, function: Task, text: str, /) -> Future[str]:  # type: ignore[override]
+        """Return the future of `function(text)`; the function is one of a module of this package.
+
+        The future raises WorkerError when each of ATTEMPTS workers died with the call.
+        """
+        future: Future[str] = Future()
+        name = f"{function.__module__}:{function.__qualname__}"
+        self._queue.put((future, json.dumps({"function": name, "text": text})))
+        if len(self._threads) < self.count:
+            self._threads.append(threading.Thread(target=self._feed, daemon=True))
+            self._threads[-1].start()
+        return future
+
+    def processes(self) -> list[int]:
+        """Return the ids of the workers that run now."""
+        return [process.pid for process in list(self._processes)]
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the workers end after the calls that wait; with cancel_futures, now."""
+        if cancel_futures:
+            self._stopped = True
+            for process in list(self._processes):
+                process.kill()  # entries of the cache are whole or absent
+        for _ in self._threads:
+            self._queue.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def _feed(self) -> None:
+        """Pass calls to one worker, until there are no more; a worker that died is replaced."""
+        worker: subprocess.Popen[str] | None = None
+        while (item := self._queue.get()) is not None:
+            future, line = item
+            if self._stopped or not future.set_running_or_notify_cancel():
+                future.cancel()
+                continue
+            answer = ""
+            try:
+                for _ in range(ATTEMPTS):
+                    worker = worker if worker is not None else self._start()
+                    answer = _asked(worker, line)
+                    if answer or self._stopped:
+                        break
+                    self._end(worker)
+                    worker = None
+            except OSError as error:  # no process can be started
+                future.set_exception(WorkerError(1, f"{type(error).__name__}: {error}"))
+                continue
+            _settle(future, answer)
+        if worker is not None:
+            self._end(worker)
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
+        worker = subprocess.Popen(
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._processes.add(worker)
+        if self._stopped:  # since `shutdown` looked
+            worker.kill()
+        return worker
+
+    def _end(self, worker: subprocess.Popen[str]) -> None:
+        with contextlib.suppress(OSError), worker:  # leaving closes its pipes, and waits
+            assert worker.stdin is not None
+            worker.stdin.close()
+        self._processes.discard(worker)
+
+
+def _asked(worker: subprocess.Popen[str], line: str) -> str:
+    """Return the worker's answer to a call, "" when it has ended."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    try:
+        worker.stdin.write(line + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except (OSError, ValueError):  # killed, and its pipe is closed
+        return ""
+    return answer if answer.endswith("\n") else ""
+
+
+def _settle(future: Future[str], answer: str) -> None:
+    if not answer:
+        future.set_exception(WorkerError(ATTEMPTS))
+        return
+    told = json.loads(answer)
+    if "error" in told:
+        future.set_exception(WorkerError(1, told["error"]))
+    else:
+        future.set_result(told["text"])
+
+
+def serve() -> None:
+    """Run the calls that standard input names, line by line, and print each result."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # output of libraries is no answer
+    for line in sys.stdin:
+        told = json.loads(line)
+        module, _, name = told["function"].partition(":")
+        try:
+            answer = {"text": getattr(importlib.import_module(module), name)(told["text"])}
+        except Exception as error:  # told to the caller, who raises it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def run(
+    executor: Submits, function: Task, texts: Sequence[str], attempts: int = ATTEMPTS
+) -> Iterator[tuple[int, str | Exception]]:
+    """Yield (index, result or exception) of `function` on every text, in the order of their ends.
+
+    A call that the executor lost is begun `attempts` times in all. Calls that have not begun are
+    cancelled where the caller stops early.
+    """
+    waiting = {executor.submit(function, text): i for i, text in enumerate(texts)}
+    begun = [1] * len(texts)
+    try:
+        while waiting:
+            lost: list[int] = []
+            for future in as_completed(list(waiting)):
+                i = waiting.pop(future)
+                error = future.exception()
+                if error is None:
+                    yield i, future.result()
+                elif not isinstance(error, Exception):
+                    raise error
+                elif isinstance(error, NmmError) or begun[i] >= attempts:
+                    yield i, error
+                else:  # the executor's own error: its process or its machine has gone
+                    lost.append(i)
+            for i in lost:
+                begun[i] += 1
+                waiting[executor.submit(function, texts[i])] = i
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+@contextlib.contextmanager
+def on_processes(count: int) -> Iterator[Workers]:
+    """Yield Workers that end with the block: after their calls, or at once if it raises."""
+    workers = Workers(count)
+    try:
+        yield workers
+    except BaseException:  # Ctrl-C too; raised again
+        workers.shutdown(cancel_futures=True)
+        raise
+    workers.shutdown()

@@ -1,0 +1,177 @@
+"""Many kernels in many processes: each built once, whatever is killed meanwhile."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+import nmm_compiler as nmm
+from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen import workers as module
+from nmm_compiler.codegen.build_many import build_one, fill
+from nmm_compiler.codegen.workers import Workers, on_processes, run
+from nmm_compiler.errors import CacheError, WorkerError
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.options import Options
+
+SPECS = [LowRankSpec(m=8, k=16, r=4, n=16 * n) for n in range(1, 7)]
+REQUESTS = [(spec, "trn2") for spec in SPECS]
+TOO_WIDE = LowRankSpec(m=8, k=16, r=4, n=16, dtype="float8_e4m3", scales="channel")
+
+
+def sleep_long(text):
+    """A task that ends only when its process is killed."""
+    time.sleep(600)
+    return text
+
+
+def end_at_once(text):
+    os._exit(3)
+
+
+def raises(text):
+    raise ValueError(f"no {text}")
+
+
+def test_build_many_is_at_the_door(cache):
+    made = nmm.build_many(SPECS[:2], jobs=2)
+    assert [kernel.spec for kernel in made] == SPECS[:2]
+    assert len(Store.open().list()) == 2
+
+
+def test_fill_counts_what_was_there_and_what_failed(cache):
+    steps = []
+    first = fill([*REQUESTS[:3], REQUESTS[0]], jobs=2, progress=lambda *step: steps.append(step))
+    assert (first.kernels, first.present, first.built, first.failed) == (3, 0, 3, ())
+    assert [(done, of) for _, done, of in steps] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert steps[-1][0].startswith("built lowrank")
+    again = fill([*REQUESTS[:4], (TOO_WIDE, "trn1")], jobs=1)
+    assert (again.kernels, again.present, again.built) == (5, 3, 1)
+    (failed,) = again.failed
+    assert failed.target == "trn1"
+    assert "SpecError" in failed.reason
+    assert "1 failed" in str(again)
+
+
+@pytest.mark.long
+def test_an_executor_of_the_standard_library_fills_it(cache):
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        filled = fill(REQUESTS[:2], executor=pool)
+    assert filled.built == 2
+    assert len(Store.open().list()) == 2
+
+
+def test_a_read_only_cache_is_refused(cache):
+    with pytest.raises(CacheError, match="NMM_CACHE=rw"):
+        fill(REQUESTS, options=Options(cache="ro"))
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_built_twice(cache):
+    with on_processes(2) as workers:
+        killed = []
+
+        def kill(said, done, of):
+            if done in (1, 3) and len(killed) < 2:
+                pid = workers.processes()[-1]
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+        filled = fill(REQUESTS, executor=workers, progress=kill)
+    assert len(killed) == 2
+    assert filled.failed == ()
+    # A worker may die after it has published and before it answers: then nobody builds again.
+    assert filled.built + filled.elsewhere == len(SPECS)
+    infos = Store.open().list()
+    assert sorted(info.state for info in infos) == ["ok"] * len(SPECS)
+    assert fill(REQUESTS).present == len(SPECS)
+
+
+def test_a_call_that_kills_every_worker_is_an_error_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(module, "_PROGRAM", "raise SystemExit(3)")
+    with on_processes(2) as workers:
+        answers = dict(run(workers, build_one, ["{}", "{}", "{}"]))
+    assert sorted(answers) == [0, 1, 2]
+    assert all(isinstance(one, WorkerError) for one in answers.values())
+    assert "short of memory" in str(answers[0])
+
+
+def test_what_a_call_raises_comes_back():
+    with on_processes(1) as workers, pytest.raises(WorkerError, match="ValueError"):
+        workers.submit(build_one, "no JSON").result()
+
+
+class Losing:
+    """An executor that loses the first call it is given."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def submit(self, function, text, /):
+        self.calls += 1
+        future = Future()
+        if self.calls == 1:
+            future.set_exception(ConnectionError("the node has gone"))
+        else:
+            future.set_result(text)
+        return future
+
+
+def test_a_call_that_an_executor_loses_is_begun_again():
+    executor = Losing()
+    assert dict(run(executor, build_one, ["a", "b"])) == {0: "a", 1: "b"}
+    assert executor.calls == 3
+    (lost,) = run(Losing(), build_one, ["a"], attempts=1)
+    assert isinstance(lost[1], ConnectionError)
+
+
+def test_leaving_early_ends_the_workers():
+    workers = Workers(1)
+    future = workers.submit(build_one, "{}")
+    waits = [workers.submit(build_one, "{}") for _ in range(50)]
+    with pytest.raises(WorkerError):
+        future.result()
+    started = time.monotonic()
+    workers.shutdown(cancel_futures=True)
+    assert time.monotonic() - started < 10
+    assert workers.processes() == []
+    assert all(one.done() for one in waits)
+
+
+@pytest.mark.long
+def test_builders_at_the_same_time_build_each_key_once(cache, tmp_path):
+    program = (
+        "import json, sys\n"
+        "from nmm_compiler.codegen.build_many import fill\n"
+        "from nmm_compiler.kernels.lowrank import LowRankSpec\n"
+        "specs = [LowRankSpec(m=8, k=16, r=4, n=16 * n) for n in range(1, 5)]\n"
+        "filled = fill([(spec, 'trn2') for spec in specs], jobs=1)\n"
+        "print(json.dumps(filled.to_dict()))\n"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [json.loads(one.communicate(timeout=120)[0]) for one in both]
+    assert sum(one["built"] for one in told) == 4
+    assert all(one["built"] + one["elsewhere"] + one["present"] == 4 for one in told)
+
+
+def test_workers_run_beside_threads_of_the_caller():
+    with on_processes(2) as workers:
+        found = []
+        threads = [
+            threading.Thread(target=lambda: found.append(len(list(run(workers, raises, "ab")))))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [2, 2]

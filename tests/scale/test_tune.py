@@ -1,0 +1,270 @@
+"""Tuning: the same choice on any executor, nothing timed twice, and used by `build_kernel`."""
+
+import dataclasses
+import json
+import os
+import signal
+import warnings
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nmm_compiler.cache.store import Store
+from nmm_compiler.cli import cache as cache_command
+from nmm_compiler.cli.commands import app
+from nmm_compiler.codegen import build, choose, tune, tuned
+from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.tune import time_schedules
+from nmm_compiler.codegen.tuning_journal import Journal
+from nmm_compiler.codegen.workers import on_processes
+from nmm_compiler.errors import UnknownNameError, WorkerError
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.options import Options
+
+SPEC = LowRankSpec(m=8, k=256, r=64, n=512)
+SPECS = [SPEC, LowRankSpec(m=16, k=256, r=64, n=512)]
+
+
+class Serial:
+    """An executor that runs each task at once, here, and counts the schedules it timed."""
+
+    def __init__(self, most=None):
+        self.timed, self.most = [], most
+
+    def submit(self, function, text, /):
+        future = Future()
+        schedules = json.loads(text)["schedules"]
+        if self.most is not None and len(self.timed) >= self.most:
+            future.set_exception(WorkerError(1, "the power is out"))
+            return future
+        self.timed += [json.dumps(one, sort_keys=True) for one in schedules]
+        future.set_result(function(text))
+        return future
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch, cache):
+    monkeypatch.setattr(tune, "TASK_SCHEDULES", 3)
+    tuned.forget()
+    yield
+    tuned.forget()
+
+
+def best_of(spec):
+    chip = machine_target("trn2")
+    entry = Store.open().get(tuned.tuning_key(spec, chip))
+    return json.loads(entry.files[tuned.BEST])["schedule"]
+
+
+def elsewhere(tmp_path, monkeypatch, name):
+    directory = tmp_path / name
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("NMM_CACHE_DIR", str(directory))
+
+
+def test_every_candidate_is_timed_once_and_asking_again_times_nothing():
+    executor = Serial()
+    (first,) = tune.tune([SPEC], executor=executor)
+    ranked = choose.rank(SPEC, machine_target("trn2"))
+    assert first.simulated == first.candidates == len(ranked) > 10
+    assert len(set(executor.timed)) == len(executor.timed) == len(ranked)
+    assert first.best_us <= first.default_us
+    default = choose.choose(SPEC)[0]
+    assert first.default_us == default.simulated_us
+    (again,) = tune.tune([SPEC], executor=Serial(most=0))
+    assert dataclasses.replace(first, simulated=0) == again
+
+
+def test_the_best_is_the_least_of_all_by_the_choosers_order():
+    tune.tune([SPEC], executor=Serial())
+    chip = machine_target("trn2")
+    budget = Options().instruction_budget
+    timed = []
+    for choice in choose.rank(SPEC, chip):
+        us, count, in_order = choose.simulated(SPEC, choice.schedule, chip)
+        more = {"simulated_us": us, "instructions": count, "in_order_us": in_order}
+        timed.append(choose.preference(dataclasses.replace(choice, **more), budget))
+    entry = Store.open().get(tuned.tuning_key(SPEC, chip))
+    best = tuned.choice_of(json.loads(entry.files[tuned.BEST]), SPEC)
+    assert choose.preference(best, budget) == min(timed)
+
+
+@pytest.mark.long
+def test_processes_give_the_choice_of_a_serial_run(tmp_path, monkeypatch):
+    serial = tune.tune(SPECS, executor=Serial())
+    want = [best_of(spec) for spec in SPECS]
+    elsewhere(tmp_path, monkeypatch, "pool")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        assert tune.tune(SPECS, executor=pool) == serial
+    assert [best_of(spec) for spec in SPECS] == want
+
+
+def test_killed_workers_lose_nothing_and_change_nothing(tmp_path, monkeypatch):
+    serial = tune.tune(SPECS, executor=Serial())
+    elsewhere(tmp_path, monkeypatch, "killed")
+    killed = []
+
+    def kill(words, done, known):
+        if len(killed) < 2 and workers.processes() and done > 4 * len(killed):
+            killed.append(workers.processes()[0])
+            os.kill(killed[-1], signal.SIGKILL)
+
+    with on_processes(2) as workers:
+        assert tune.tune(SPECS, executor=workers, progress=kill) == serial
+    assert len(killed) == 2  # fewer than one call survives
+
+
+def test_a_search_that_was_ended_goes_on():
+    first = Serial(most=5)
+    with pytest.raises(WorkerError):
+        tune.tune([SPEC], executor=first)
+    (journal,) = Path(Store.open().directory, "tuning").iterdir()
+    lines = journal.read_text().splitlines()
+    assert 1 <= len(lines) <= len(first.timed)
+    journal.write_text(journal.read_text() + lines[0][: len(lines[0]) // 2])  # a kill in a write
+    second = Serial()
+    (done,) = tune.tune([SPEC], executor=second)
+    assert done.simulated == len(second.timed) == done.candidates - len(lines)
+    assert not journal.exists()
+
+
+def test_a_journal_keeps_only_whole_lines():
+    chip, store = machine_target("trn2"), Store.open()
+    Store.open().get_or_build(tuned.tuning_key(SPECS[1], chip), lambda: {"a.txt": "makes the room"})
+    choice = choose.rank(SPEC, chip)[0]
+    with Journal(store, SPEC, chip, 40_000) as journal:
+        journal.add(choice)
+    with journal.path.open("a") as file:
+        file.write('{"schedule": {"m_blo')
+    with Journal(store, SPEC, chip, 40_000) as journal:
+        assert list(journal.rows.values()) == [choice]
+    assert journal.path.read_text().count("\n") == 1
+
+
+def slowest(spec):
+    """Put another schedule than the chosen one into the cache as tuned; return it."""
+    chip = machine_target("trn2")
+    last = choose.rank(spec, chip)[-1]
+    key = tuned.tuning_key(spec, chip)
+    Store.open().get_or_build(key, lambda: tuned.files_of(last, [last]))
+    tuned.forget()
+    return last.schedule
+
+
+def test_build_kernel_takes_the_tuned_schedule_and_verify_holds():
+    chosen = build.build_kernel(SPEC)
+    schedule = slowest(SPEC)
+    assert schedule != chosen.schedule
+    kernel = build.build_kernel(SPEC)
+    assert kernel.schedule == schedule
+    assert kernel.meta["tuning"] == tuned.tuning_key(SPEC, machine_target("trn2")).digest
+    assert kernel.source == build.build_kernel(SPEC, schedule=schedule).source
+    key = build.asked(SPEC).key
+    assert key.to_dict()["schedule"] == schedule.to_dict()
+    report = Store.open().verify(cache_command._rebuild)
+    states = sorted(row.state for row in report.rows)
+    assert states == ["same", "same", "skipped"], str(report)  # the tuning is no kernel
+
+
+def test_a_tuning_of_other_code_or_another_machine_is_not_used(monkeypatch):
+    schedule = slowest(SPEC)
+    assert build.asked(SPEC).schedule == schedule
+    real = tuned.code_fields()
+    changed = {**real, "code": {**real["code"], "simulator": "0" * 16}}
+    with monkeypatch.context() as patch:
+        patch.setattr(tuned, "code_fields", lambda: changed)
+        tuned.forget()
+        assert build.asked(SPEC).schedule is None
+    tuned.forget()
+    assert build.asked(SPEC, options=Options(instruction_budget=39_999)).schedule is None
+    assert build.asked(SPEC, "trn3").schedule is None
+    assert build.asked(SPEC, options=Options(cache="off")).schedule is None
+
+
+def test_a_tuning_that_is_not_legal_is_left_with_a_warning():
+    chip = machine_target("trn2")
+    last = choose.rank(SPEC, chip)[-1]
+    bad = dataclasses.replace(last, schedule=dataclasses.replace(last.schedule, m_block=7))
+    Store.open().get_or_build(tuned.tuning_key(SPEC, chip), lambda: tuned.files_of(bad, [bad]))
+    tuned.forget()
+    with pytest.warns(UserWarning, match="is not used"):
+        kernel = build.build_kernel(SPEC)
+    assert kernel.schedule == choose.choose(SPEC)[0].schedule
+
+
+def test_a_remote_tuning_is_asked_for_only_where_the_kernel_is_missing(tmp_path, monkeypatch):
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    monkeypatch.setenv("NMM_REMOTE_CACHE", f"file://{remote}")
+    schedule = slowest(SPEC)
+    Store.open().push()
+    elsewhere(tmp_path, monkeypatch, "fresh")
+    tuned.forget()
+    assert build.asked(SPEC).schedule == schedule
+    elsewhere(tmp_path, monkeypatch, "has-the-kernel")
+    monkeypatch.delenv("NMM_REMOTE_CACHE")
+    tuned.forget()
+    build.build_kernel(SPEC)
+    monkeypatch.setenv("NMM_REMOTE_CACHE", f"file://{remote}")
+    tuned.forget()
+    assert build.asked(SPEC).schedule is None
+
+
+def test_a_worker_with_other_code_refuses():
+    told = json.loads(build_request())
+    told["code"]["kernels"] = "0" * 16
+    with pytest.raises(WorkerError, match="another version"):
+        time_schedules(json.dumps(told))
+
+
+def build_request():
+    texts = []
+
+    class Keeps:
+        def submit(self, function, text, /):
+            texts.append(text)
+            future = Future()
+            future.set_exception(WorkerError(1, "kept"))
+            return future
+
+    with pytest.raises(WorkerError, match="kept"):
+        tune.tune([SPEC], executor=Keeps())
+    return texts[0]
+
+
+def test_an_unknown_search_is_named():
+    with pytest.raises(UnknownNameError, match="candidates"):
+        tune.tune([SPEC], search="all")
+
+
+@pytest.mark.long
+def test_guided_search_is_the_same_twice_and_stays_within_its_trials(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Optuna marks parts of itself as experimental
+        (first,) = tune.tune([SPEC], search="guided", trials=24, executor=Serial())
+        elsewhere(tmp_path, monkeypatch, "twice")
+        with on_processes(2) as workers:
+            (second,) = tune.tune([SPEC], search="guided", trials=24, executor=workers)
+    assert first == second
+    assert first.candidates <= 24
+    assert first.best_us <= first.default_us
+
+
+def test_the_command_tunes_and_builds(cache, tmp_path):
+    specs = tmp_path / "specs.jsonl"
+    specs.write_text(json.dumps({"family": "lowrank", "spec": SPEC.to_dict()}))
+    done = CliRunner().invoke(app, ["tune", str(specs), "--jobs", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["tuned"][0]["simulated"] == told["tuned"][0]["candidates"]
+    assert told["kernels"]["built"] == 1
+    tuned.forget()
+    assert build.build_kernel(SPEC).meta["tuning"]
+    shown = CliRunner().invoke(app, ["tune", str(specs)])
+    assert "timed now" in shown.output
+    bad = CliRunner().invoke(app, ["tune", str(specs), "--on", "moon"])
+    assert isinstance(bad.exception, UnknownNameError)
