@@ -193,7 +193,7 @@ def _judge(fault: Fault, url: str, folder: Path, tally: Tally, asked: list[str] 
         return
     refused = all(line.startswith("not taken from the remote cache") for line in said)
     warned = len(said) == 1 or (refused and len(said) == 3) if fault.warns else not said
-    stopped = failures == 3 if fault.warns else failures == 0
+    stopped = failures >= 3 if fault.warns else failures == 0
     few = asked is None or len(asked) <= (33 if fault.name.startswith("redirects") else KEYS)
     if fault.warns and asked is not None and not fault.name.startswith("redirects"):
         few = len(asked) <= 3

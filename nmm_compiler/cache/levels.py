@@ -19,7 +19,7 @@ from nmm_compiler.cache.memory import Memory
 from nmm_compiler.cache.remote import Check, Remote, check_sources
 from nmm_compiler.errors import CacheError, CacheWarning, DamagedEntryError
 
-REMOTE_FAILURES = 3  # in a row, after which this process stops asking
+REMOTE_FAILURES = 3  # in a row, after which this process stops asking; one timeout will do
 REMOTE_SECONDS = 60.0  # that all entries together may take, the first second of each not counted
 
 
@@ -97,11 +97,14 @@ class Levels:
             self._warn(key.digest, f"not taken from the remote cache: {error}")
             return None
         except Exception as error:  # filesystems raise what they like; the build goes on without
-            self._remote_failures += 1
+            # A timeout costs seconds, so an outage may cost this process only one.
+            late = isinstance(error, TimeoutError)
+            self._remote_failures += REMOTE_FAILURES if late else 1
+            again = "not asked again" if late else f"asked {REMOTE_FAILURES} times in all"
             self._warn(
                 "remote",
                 f"the remote cache {origin} cannot be read ({type(error).__name__}: {error!s:.300})"
-                f"; kernels are built here, and it is asked {REMOTE_FAILURES} times in all",
+                f"; kernels are built here, and it is {again} in this process",
             )
             return None
         finally:

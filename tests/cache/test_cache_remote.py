@@ -347,9 +347,11 @@ def test_http_is_read_without_another_package_and_its_faults_are_said(tmp_path, 
 def test_a_reader_that_hangs_meets_the_deadlines(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_module, "ENTRY_SECONDS", 0.05)
     let_go = threading.Event()
+    asked = []
 
     class Hanging(Served):
         def _open(self, path, mode="rb", **kwargs):
+            asked.append(path)
             let_go.wait(20)
             raise FileNotFoundError(path)
 
@@ -360,6 +362,8 @@ def test_a_reader_that_hangs_meets_the_deadlines(tmp_path, monkeypatch):
         found = [store.get_or_build(key_of(number), Builder()).files for number in range(10)]
     assert all(found)
     assert len(caught) == 1
+    assert "not asked again" in str(caught[0].message)
+    assert len(asked) == 1  # one timeout, however many kernels
     assert time.monotonic() - start < 10
     let_go.set()
 
