@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nmm_compiler.compress.save import load_factors as load_factors
     from nmm_compiler.compress.save import save_factors as save_factors
     from nmm_compiler.compress.teacher import remember as remember
+    from nmm_compiler.compress.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan
     from nmm_compiler.errors import NmmError as NmmError
     from nmm_compiler.kernels.gated_mlp import GatedMLPSpec as GatedMLPSpec
     from nmm_compiler.kernels.lowrank import LowRankSpec as LowRankSpec
@@ -99,6 +100,7 @@ _HOMES = {
     "save_factors": "nmm_compiler.compress.save",
     "simulate": "nmm_compiler.simulator.run",
     "simulate_ranks": "nmm_compiler.simulator.run",
+    "tensor_parallel_plan": "nmm_compiler.compress.tensor_parallel",
     "write_trace": "nmm_compiler.simulator.timing.profile",
 }
 

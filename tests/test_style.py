@@ -41,6 +41,7 @@ MANY_PARAMETERS = {
     "kernels/gated_mlp/op.py": {"gated_mlp_up", "gated_mlp"},
     "kernels/lowrank/op.py": {"lowrank_matmul"},
     "kernels/lowrank_shared/op.py": {"lowrank_matmul_shared_x", "lowrank_matmul_shared_u"},
+    "prediction/model_kernels.py": {"model_kernels"},
     "prediction/plan.py": {"plan"},
     "prediction/predict.py": {"predict"},
     "simulator/run.py": {"simulate", "simulate_ranks"},

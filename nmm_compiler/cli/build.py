@@ -27,6 +27,7 @@ def build(
     ratio: Ratios = None,
     tokens: Tokens = None,
     tp: Cores = "1",
+    split: Annotated[str, typer.Option(help="how these cut factors: row or rank")] = "row",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
@@ -53,7 +54,7 @@ def build(
     with steps() as step:
         found = wanted_kernels(
             wanted, target, ratio=ratio, tokens=tokens, tp=tp, progress=step,
-            dtype=dtype, include=include, exclude=exclude,
+            split=split, dtype=dtype, include=include, exclude=exclude,
         )  # fmt: skip
         if to_list is not None:
             write_text(to_list, lines_of(found))

@@ -1,26 +1,31 @@
 """The kernels that the backend launches for a model, without its weights.
 
 The model goes through what the backend does, on the meta device: Dynamo's graph, the passes, the
-lowering of each call. Equal layers are traced once.
+lowering of each call. Equal layers are traced once. On several cores each low-rank linear is a
+kernel of its own, of one core's share, as `tensor_parallel_plan` cuts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
+from nmm_compiler.compress.tensor_parallel import SPLITS, linear_roles
 from nmm_compiler.errors import PredictionError, UnknownNameError
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.ops.lower import fitting, lower, op_name, tokens
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.ops.lower import fitting, lower, op_name
+from nmm_compiler.ops.lower import tokens as tokens_of
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import rewrite
-from nmm_compiler.prediction.meta_models import read_config
+from nmm_compiler.prediction.meta_models import MetaModel, read_config
 from nmm_compiler.prediction.predict import WEIGHTS, model_phases, prepare
 
 BUCKETS = tuple(1 << power for power in range(LARGEST_BUCKET.bit_length()))
@@ -34,6 +39,7 @@ def model_kernels(
     ratios: Iterable[float | None] = (None,),
     tokens: Iterable[int] = BUCKETS,
     tps: Iterable[int] = (1,),
+    split: str = "row",
     dtype: str = "bfloat16",
     include: Patterns = None,
     exclude: Patterns = None,
@@ -42,14 +48,16 @@ def model_kernels(
     """Return (spec, target) of every kernel that the model's calls launch, each once.
 
     model_or_config: as for `predict`. ratios: as for `compress`; None takes the model as it is.
-    tokens: of a call, all sequences together. tps: cores that share the model, whose factors are
-    cut as `tensor_parallel_plan` cuts them. progress: called with (setting, done, of how many).
+    tokens: of a call, all sequences together. tps: cores that share the model; split: how
+    `tensor_parallel_plan` cuts its factors. progress: called with (setting, done, of how many).
     Raises PredictionError for a model that cannot be traced or cut, and where no kernel is found.
     """
     if dtype not in WEIGHTS[:3]:
         raise UnknownNameError("dtype", dtype, WEIGHTS[:3])
+    if split not in SPLITS:
+        raise UnknownNameError("split", split, SPLITS)
     given = model_or_config
-    if not isinstance(given, torch.nn.Module):
+    if not isinstance(given, nn.Module):
         given = read_config(given)
     counts = list(dict.fromkeys(tokens))
     settings = [(ratio, tp) for ratio in ratios for tp in tps]
@@ -58,16 +66,17 @@ def model_kernels(
         cut = None
         if ratio is not None:
             cut = {"ratio": ratio, "rank": None, "include": include, "exclude": exclude}
-        prepared = prepare(given, cut, dtype, "whole", tp)
+        model = prepare(given, cut, dtype, "whole", 1).model
         for j, m in enumerate(counts):
             if progress is not None:
                 shown = "as it is" if ratio is None else f"ratio {ratio:g}"
                 at, of = i * len(counts) + j, len(settings) * len(counts)
-                progress(f"{prepared.model.name}, {shown}, tp {tp}, {m:,} tokens", at, of)
-            first = model_phases(prepared.model, {"batch": 1, "prompt": m, "context": m}, None)[0]
-            for graph, inputs in all_graphs(prepared.model.module, (), first.inputs()):
-                for target in targets:
-                    found |= dict.fromkeys(_launched(graph, inputs, target))
+                progress(f"{model.name}, {shown}, tp {tp}, {m:,} tokens", at, of)
+            if tp == 1:
+                first = model_phases(model, {"batch": 1, "prompt": m, "context": m}, None)[0]
+                found |= dict.fromkeys(_launched(model.module, (), first.inputs(), targets))
+            else:
+                found |= dict.fromkeys(_shares(model, m, tp, split, targets))
     if not found:
         raise PredictionError(
             "the model calls no kernel of this package; pass --ratio (ratios=) to make its "
@@ -77,18 +86,47 @@ def model_kernels(
 
 
 def _launched(
-    graph: fx.GraphModule, inputs: Sequence[Any], target: str
-) -> Iterable[tuple[KernelSpec, str]]:
-    """Yield what the calls of a rewritten graph launch."""
-    module = rewrite(graph, tuple(inputs), options={"target": target}).graph_module
-    values = collect_values(module, inputs)
-    for node in module.graph.nodes:
-        name = op_name(node.target)
-        if name is None:
-            continue
-        args: Any = fx.node.map_arg(node.args, lambda n: values[n])
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[n])
-        m = int(tokens(args[0], dict(kwargs)))
-        launches = lower(name, args, dict(kwargs), m, torch.Tensor.t).launches
-        for launch in fitting(launches, target):
-            yield launch.spec, target
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[str]
+) -> Iterator[tuple[KernelSpec, str]]:
+    """Yield what the calls of a module launch, once it is rewritten."""
+    for graph, inputs in all_graphs(module, args, kwargs):
+        for target in targets:
+            made = rewrite(graph, tuple(inputs), options={"target": target}).graph_module
+            values = collect_values(made, inputs)
+            for node in made.graph.nodes:
+                name = op_name(node.target)
+                if name is None:
+                    continue
+                given: Any = fx.node.map_arg(node.args, values.__getitem__)
+                named: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
+                m = int(tokens_of(given[0], dict(named)))
+                launches = lower(name, given, dict(named), m, torch.Tensor.t).launches
+                for launch in fitting(launches, target):
+                    yield launch.spec, target
+
+
+def _shares(
+    model: MetaModel, m: int, tp: int, split: str, targets: Sequence[str]
+) -> Iterator[tuple[KernelSpec, str]]:
+    """Yield one core's share of the kernel of each low-rank linear.
+
+    What is worth a kernel is decided for the whole linear, as the passes do on DTensors.
+    """
+    roles = linear_roles(model.module)
+    layers = lowrank_layers(model.module)
+    if not roles:
+        raise PredictionError(f"{model.name} has no tensor-parallel plan; use tp=1")
+    seen: set[tuple[int, ...]] = set()
+    for name, layer in layers.items():
+        role = roles.get(name)
+        sizes = (layer.in_features, layer.rank, layer.out_features, role == "rowwise")
+        if role is None or sizes in seen or (split == "row" and role == "rowwise"):
+            continue  # rows are summed between the products, which stay two
+        seen.add(sizes)
+        field, size = ("r", layer.rank) if split == "rank" else ("n", layer.out_features)
+        if size % tp:
+            raise PredictionError(f"{name} has {field} {size}, which does not divide by {tp} cores")
+        x = torch.empty(1, m, layer.in_features, dtype=layer.up.weight.dtype, device="meta")
+        for spec, target in _launched(layer, (x,), {}, targets):
+            if isinstance(spec, LowRankSpec):
+                yield LowRankSpec.from_dict({**spec.to_dict(), field: size // tp}), target

@@ -15,18 +15,16 @@ traced graph: they move nothing here and are priced by `collectives.py`.
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import Tensor, nn
 
 from nmm_compiler.compress.modules import LowRankLinear
+from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import PredictionError
 from nmm_compiler.prediction.meta_models import MetaModel
 
 SPLITS = ("whole", "split")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-_HEADS = ("colwise_rep", "colwise_gather_output")
 
 _library = torch.library.Library("nmm_prediction", "DEF")
 _library.define("all_reduce(Tensor x) -> Tensor")
@@ -91,21 +89,10 @@ def shard(model: MetaModel, tp: int, split: str = "whole") -> None:
     """
     if tp == 1:
         return
-    plan = getattr(model.module, "_tp_plan", None) or {}
-    roles = [(re.compile(r"(^|\.)" + re.escape(p).replace(r"\*", r"\d+") + "$"), role)
-             for p, role in plan.items()]  # fmt: skip
-    found = 0
-    for name, module in list(model.module.named_modules()):
-        if not isinstance(module, (nn.Linear, LowRankLinear)):
-            continue
-        role = next((role for pattern, role in roles if pattern.search(name)), "")
+    found = linear_roles(model.module)
+    for name, role in found.items():
         parent = model.module.get_submodule(name.rpartition(".")[0])
-        if role in _HEADS and not re.search(r"\.\d+\.", name):
-            role = "head"
-        if role in ("colwise", "rowwise", "head"):
-            found += 1
-            parent_heads = _Heads.of(parent)
-            put_cut(parent, name.rpartition(".")[2], role, tp, split, parent_heads)
+        put_cut(parent, name.rpartition(".")[2], role, tp, split, _Heads.of(parent))
     if not found:
         raise PredictionError(
             f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"

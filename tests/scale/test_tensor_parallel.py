@@ -1,0 +1,214 @@
+"""Low-rank models over several processes compute what one process computes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import nmm_compiler as nmm
+from nmm_compiler.compress.modules import LowRankLinear
+from nmm_compiler.compress.tensor_parallel import SPLITS, linear_roles
+from nmm_compiler.errors import OptionTypeError, ShapeError, UnknownNameError
+from nmm_compiler.prediction.model_kernels import model_kernels
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is missing")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
+
+
+class Block(nn.Module):
+    """A gated MLP of low-rank linears, and a dense head; the plan that transformers would give."""
+
+    _tp_plan = {"gate": "colwise", "up": "colwise", "down": "rowwise", "head": "colwise_rep"}  # noqa: RUF012
+
+    def __init__(self, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (LowRankLinear(64, 16, 96, bias) for _ in range(2))
+        self.down = LowRankLinear(96, 24, 64, bias)
+        self.head = nn.Linear(64, 40, bias)
+
+    def forward(self, x):
+        return self.head(x + self.down(torch.relu(self.gate(x)) * self.up(x)))
+
+
+class Mesh:
+    """What the plan asks a mesh."""
+
+    def __init__(self, devices, ndim=1):
+        self.devices, self.ndim = devices, ndim
+
+    def size(self):
+        return self.devices
+
+
+def check(mesh, split, compiled):
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+    alone, model = Block(), Block()
+    parallelize_module(model, mesh, nmm.tensor_parallel_plan(model, mesh, split=split))
+    run = model
+    if compiled:
+        torch._dynamo.reset()
+        options = {"inner": "eager", "strict": True, "cache": "off", "kernels": "lazy"}
+        run = torch.compile(model, backend="nmm", options=options)
+    want, got = alone(x), run(x)
+    # Six products one after the other, sums of at most 96 terms in another order.
+    bound = 6 * 96 * 2.0**-24 * float(want.abs().max())
+    assert float((got - want).abs().max()) <= bound, split
+    if compiled:
+        # "row" sums between the two products of `down`.
+        assert nmm.last_report().chains == {"row": 2, "rank": 3}[split], str(nmm.last_report())
+        return
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for name, parameter in alone.named_parameters():
+        grad = model.get_parameter(name).grad.full_tensor()
+        within = 2.0**-18 * float(parameter.grad.abs().max())
+        assert float((grad - parameter.grad).abs().max()) <= within, f"{split}: {name}"
+
+
+def worker(rank, processes, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    said = ""
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (processes,))
+        for split in SPLITS:
+            check(mesh, split, False)
+            if processes > 2:
+                check(mesh, split, True)
+        dist.barrier()
+    except Exception as error:  # told to the parent, which fails the test with it
+        said = f"{type(error).__name__}: {error}"
+    results.put(said)
+    dist.destroy_process_group()
+
+
+def on_processes(count):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    each = [context.Process(target=worker, args=(r, count, port, results)) for r in range(count)]
+    for one in each:
+        one.start()
+    assert [results.get(timeout=240) for _ in each] == [""] * count
+    for one in each:
+        one.join(20)
+
+
+def test_two_processes_give_the_values_and_gradients_of_one():
+    on_processes(2)
+
+
+@pytest.mark.long
+def test_four_processes_and_fused_chains():
+    on_processes(4)
+
+
+def test_the_plan_names_every_linear_that_is_cut():
+    model = Block()
+    assert linear_roles(model) == {
+        "gate": "colwise", "up": "colwise", "down": "rowwise", "head": "head"}  # fmt: skip
+    for split in SPLITS:
+        assert set(nmm.tensor_parallel_plan(model, Mesh(2), split=split)) == {
+            "gate", "up", "down", "head"}  # fmt: skip
+
+
+def test_what_cannot_be_cut_is_named():
+    with pytest.raises(UnknownNameError, match="rank"):
+        nmm.tensor_parallel_plan(Block(), Mesh(2), split="columns")
+    with pytest.raises(OptionTypeError, match="tensor-parallel plan"):
+        nmm.tensor_parallel_plan(nn.Linear(4, 4), Mesh(2))
+    with pytest.raises(OptionTypeError, match="one dimension"):
+        nmm.tensor_parallel_plan(Block(), Mesh(2, ndim=2))
+    with pytest.raises(ShapeError, match="out_features 96"):
+        nmm.tensor_parallel_plan(Block(), Mesh(5))
+    nmm.tensor_parallel_plan(Block(), Mesh(4), split="rank")
+    model = Block()
+    model.head = nn.Linear(64, 48)
+    with pytest.raises(ShapeError, match="down has rank 24"):
+        nmm.tensor_parallel_plan(model, Mesh(16), split="rank")
+    model = Block()
+    model.config = type("Config", (), {"num_attention_heads": 8, "num_key_value_heads": 2})()
+    with pytest.raises(ShapeError, match="2 num_key_value_heads"):
+        nmm.tensor_parallel_plan(model, Mesh(4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_example_runs_on_four_processes(split):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), split, "4"],
+        capture_output=True, text=True, timeout=480, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"{split} split, 4 processes") == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", SPLITS)
+def test_kernels_that_are_built_for_two_cores_are_found_there(cache, split, tmp_path):
+    """`nmm build --tp 2` and then the compiled model on two processes, which may not build."""
+    program = tmp_path / "run.py"
+    program.write_text(FOUND.format(folder=str(EXAMPLE.parent), split=split))
+    sys.path.insert(0, str(EXAMPLE.parent))
+    try:
+        import tensor_parallel
+    finally:
+        sys.path.pop(0)
+    config = tensor_parallel.low_rank().config
+    wanted = model_kernels(config, ratios=[0.2], tokens=[12], tps=[2], split=split, dtype="float32")
+    nmm.build_many([spec for spec, _ in wanted])
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "NMM_CACHE": "require"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == len(wanted) > 0
+
+
+FOUND = """
+import os, socket, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+sys.path.insert(0, {folder!r})
+
+
+def worker(rank, port):
+    import tensor_parallel as example, nmm_compiler as nmm
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model, mesh = example.low_rank(), init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, nmm.tensor_parallel_plan(model, mesh, split={split!r}))
+    compiled = torch.compile(model, backend="nmm", options={{"inner": "eager", "strict": True}})
+    with torch.no_grad():
+        compiled(torch.arange(12).reshape(1, 12), use_cache=False)
+    if rank == 0:
+        print(len({{line.name for r in nmm.reports() for line in r.kernels}}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(worker, (port,), nprocs=2)
+"""
