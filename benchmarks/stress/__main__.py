@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.stress.tally import Tally
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_AN_AREA = 14 * 60
+MINUTES_AN_AREA = 14.0
 COUNTS = {
     "cache": 5000,
     "save": 200,
@@ -34,7 +34,7 @@ COUNTS = {
     "models": 100,
     "remotes": 14,
     "environments": 30,
-    "hostile_files": 90,
+    "hostile_files": 100,
     "command_lines": 3000,
 }
 # Starts the area and writes its tally; nothing but that file counts, whatever it prints.
@@ -53,7 +53,7 @@ def present(package: str = "benchmarks.stress") -> dict[str, str]:
     return {name: f"{package}.{name}" for name in found}
 
 
-def run_area(module: str, count: int, seed: int, seconds: float = SECONDS_AN_AREA) -> Tally:
+def run_area(module: str, count: int, seed: int, seconds: float) -> Tally:
     """Run one area in a process; one that ends without a tally counts as one wrong attempt."""
     with tempfile.TemporaryDirectory(prefix="nmm-stress-") as name:
         out, log = Path(name) / "tally.json", Path(name) / "log"
@@ -87,7 +87,13 @@ def table(tallies: dict[str, Tally], seconds: dict[str, float]) -> Table:
     return made
 
 
-def run(areas: dict[str, str], seed: int, scale: float, console: Console) -> int:
+def run(
+    areas: dict[str, str],
+    seed: int,
+    scale: float,
+    console: Console,
+    minutes: float = MINUTES_AN_AREA,
+) -> int:
     """Run the areas two at a time; print the table and examples; return the exit code."""
     tallies: dict[str, Tally] = {}
     seconds: dict[str, float] = {}
@@ -95,7 +101,7 @@ def run(areas: dict[str, str], seed: int, scale: float, console: Console) -> int
     def one(area: str, module: str) -> None:
         start = time.monotonic()
         count = max(1, round(COUNTS.get(area, 1) * scale))
-        tallies[area] = run_area(module, count, seed)
+        tallies[area] = run_area(module, count, seed, 60 * minutes)
         seconds[area] = time.monotonic() - start
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -123,6 +129,9 @@ def main(words: Sequence[str] | None = None, package: str = "benchmarks.stress")
     parser.add_argument("--only", action="append", choices=list(areas), help="this area; repeat")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
     parser.add_argument("--scale", type=float, default=1.0, help="attempts, times this")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES_AN_AREA, help="an area may take, 14 by default"
+    )
     given = parser.parse_args(words)
     console = Console()
     console.print(f"seed {given.seed}, scale {given.scale}", highlight=False)
@@ -130,7 +139,7 @@ def main(words: Sequence[str] | None = None, package: str = "benchmarks.stress")
     if missing:
         console.print(f"areas that are not here: {', '.join(missing)}", style="yellow")
     chosen = {name: areas[name] for name in (given.only or areas)}
-    return run(chosen, given.seed, given.scale, console)
+    return run(chosen, given.seed, given.scale, console, given.minutes)
 
 
 if __name__ == "__main__":
