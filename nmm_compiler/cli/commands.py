@@ -23,6 +23,7 @@ from nmm_compiler.cli import (
     report,
     simulate,
     tune,
+    values,
 )
 from nmm_compiler.cli.help_text import WrappedHelp
 from nmm_compiler.version import VERSION
@@ -38,6 +39,11 @@ class Stopped(BaseException):
 
 class Commands(WrappedHelp):
     """The top group: every exception but typer's own goes to `main`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the words, so that an output can be compared with the other files they name."""
+        values.WORDS.set(tuple(args))
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the context names."""

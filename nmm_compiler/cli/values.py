@@ -7,8 +7,10 @@ Commands annotate their arguments with these types and do not check again.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,8 @@ from nmm_compiler.targets.this_machine import FILE
 LARGEST_SIZE = 1 << 20
 """Tokens or features of one dimension: eight times the largest context and vocabulary in use."""
 LARGEST_NUMBER = (1 << 63) - 1
+WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
+"""The words of the command line."""
 
 
 def _refusing(check: Callable[[str], Any]) -> Callable[[Any], Any]:
@@ -44,7 +48,31 @@ def _target(value: str) -> str:
 def _output_file(value: str | Path) -> Path:
     path = Path(value)
     outputs.check_writable(path)
+    _refuse_what_is_named_twice(path)
     return path
+
+
+def _refuse_what_is_named_twice(path: Path) -> None:
+    """Raise OutputError for a file that another word of the command line names too."""
+    words = WORDS.get() if path.is_file() else ()
+    if sum(any(_is_file(part, path) for part in _parts(word)) for word in words) > 1:
+        raise OutputError(
+            f"cannot write {path}: the command line names it twice, and the other file would be "
+            "lost; pass another name"
+        )
+
+
+def _parts(word: str) -> tuple[str, ...]:
+    """Return what may name a file: FILE, --json=FILE, -oFILE, NAME=FILE, FILE:function."""
+    short = word[2:] if word[:1] == "-" else ""
+    return word, word.partition("=")[2], word.rpartition(":")[0], short
+
+
+def _is_file(word: str, path: Path) -> bool:
+    try:
+        return bool(word) and os.path.samefile(word, path)
+    except (OSError, ValueError):
+        return False
 
 
 def _whole_file(value: str | Path) -> Path:
@@ -57,6 +85,7 @@ def _whole_file(value: str | Path) -> Path:
 def _output_file_with_parents(value: str | Path) -> Path:
     path = Path(value)
     outputs.check_writable(path, make_parents=True)
+    _refuse_what_is_named_twice(path)
     return path
 
 

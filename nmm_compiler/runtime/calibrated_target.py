@@ -24,7 +24,7 @@ from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.runtime import ladder
 from nmm_compiler.targets import Source, Target
-from nmm_compiler.targets.this_machine import changed, read_json
+from nmm_compiler.targets.this_machine import changed, number, read_json
 
 TRUSTED = (0.25, 4.0)
 """Factors that are believed."""
@@ -114,12 +114,13 @@ def calibrate(path: Path) -> Calibration:
     base = told.get("target")
     if base not in targets.names():
         raise MachineFileError(f"{path} names no target; write it with: nmm doctor --device")
+    verdicts = told.get("verdicts")
     times = {
-        str(v.get("rung")): v.get("time_us")
-        for v in told.get("verdicts", ())
+        str(v.get("rung")): number(v.get("time_us"))
+        for v in (verdicts if isinstance(verdicts, list) else ())
         if isinstance(v, dict) and v.get("verdict") == "passed"
     }
-    if not any(isinstance(t, (int, float)) for t in times.values()):
+    if not any(t is not None for t in times.values()):
         raise MachineFileError(
             f"{path} holds no times: they are of a device, and this is of executor "
             f"{told.get('executor')!r}; run nmm doctor --device where one is"
@@ -142,10 +143,10 @@ def calibrate(path: Path) -> Calibration:
     return Calibration(base=base, source=source, engines=tuple(engines.values()), numbers=numbers)
 
 
-def _factor(name: str, times: dict[str, Any], target: Target) -> EngineFactor:
+def _factor(name: str, times: dict[str, float | None], target: Target) -> EngineFactor:
     engine = ENGINES[name][0]
     pair = [rung for rung in ladder.RUNGS if rung.name in (f"{name}, few", f"{name}, many")]
-    given = [t for t in (times.get(rung.name) for rung in pair) if isinstance(t, (int, float))]
+    given = [t for t in (times.get(rung.name) for rung in pair) if t is not None]
     if len(given) < 2:
         return EngineFactor(
             engine=engine, measured_us=None, predicted_us=None, factor=None,
@@ -154,7 +155,7 @@ def _factor(name: str, times: dict[str, Any], target: Target) -> EngineFactor:
     few, many = (ladder.predicted_us(rung, target) for rung in pair)
     assert few is not None
     assert many is not None
-    measured, predicted = float(given[1] - given[0]), many - few
+    measured, predicted = given[1] - given[0], many - few
     said: dict[str, Any] = {"engine": engine, "measured_us": measured, "predicted_us": predicted}
     factor = measured / predicted
     if predicted < BUSY_US:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,7 +76,7 @@ def _with_verdicts(target: Target, path: Path, written: tuple[int, int]) -> Targ
     told = read_json(path)
     verdicts = told.get("verdicts")
     if not isinstance(verdicts, list) or not all(
-        isinstance(v, dict) and {"rung", "verdict"} <= set(v) for v in verdicts
+        isinstance(v, dict) and isinstance(v.get("rung"), str) and "verdict" in v for v in verdicts
     ):
         raise MachineFileError(
             f"{path} holds no verdicts of rungs; write it with: nmm doctor --device"
@@ -103,14 +104,24 @@ def from_file(path: Path, registered: Mapping[str, Target]) -> Target:
         )
     for name, given in numbers.items():
         known = getattr(base, name, None) if name in base.sources else None
-        value = given[0] if isinstance(given, list) and len(given) == 2 else None
-        if not isinstance(known, float) or not isinstance(value, (int, float)) or not value > 0:
+        value = number(given[0]) if isinstance(given, list) and len(given) == 2 else None
+        if not isinstance(known, float) or value is None or not 1e-3 < value / known < 1e3:
             raise MachineFileError(
-                f"{path}: {name} is {given!r}, and must be [a number above 0, its source] of a "
-                "measurable number of a target"
+                f"{path}: {name} is {given!r:.80}, and must be [a number, its source] of a "
+                f"measurable number of a target, here within 1000 times of {known!r:.80}"
             )
-        base = changed(base, {name: float(value)}, Source("measured", str(given[1])))
+        base = changed(base, {name: value}, Source("measured", str(given[1])))
     return base
+
+
+def number(value: Any) -> float | None:
+    """Return a value of a JSON file as a finite number, or None where it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

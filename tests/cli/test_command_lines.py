@@ -76,7 +76,7 @@ def test_what_is_wrong_is_counted(workshop, monkeypatch):
     def broken(*words):
         raise ZeroDivisionError("deliberate")
 
-    monkeypatch.setattr(commands.TyperGroup, "invoke", broken)
+    monkeypatch.setattr(commands.WrappedHelp, "invoke", broken)
     monkeypatch.setattr(main, "_is_the_users", lambda file: False)  # this file is not nmm's
     faults = _faults(workshop, 0, 1)
     assert len(faults) == 1
@@ -118,7 +118,7 @@ def test_every_ending_is_one_line_and_a_code(monkeypatch, capsys, error, code, s
         raise error
 
     # Through the commands, so that typer has no answer of its own.
-    monkeypatch.setattr(commands.TyperGroup, "invoke", ends)
+    monkeypatch.setattr(commands.WrappedHelp, "invoke", ends)
     monkeypatch.setattr(main, "_is_the_users", lambda file: False)  # this file is not nmm's
     monkeypatch.delenv("NMM_TRACEBACK", raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -174,6 +174,37 @@ def test_a_bad_value_is_named_before_any_work(monkeypatch, capsys, words, said):
     shown = capsys.readouterr().err
     assert f"'{words[2]}'" in shown
     assert said in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["calibrate", "key.json", "--out", "key.json"],
+        ["calibrate", "key.json", "-okey.json"],
+        ["plan", "key.json", "--json=./key.json"],
+        ["simulate", "add.py:add", "--html", "add.py"],
+        ["simulate", "raises.py", "--arg", "b=key.json", "--save", "key.json"],
+    ],
+)
+def test_an_input_is_not_written_over(workshop, monkeypatch, capsys, words):
+    monkeypatch.chdir(workshop)
+    monkeypatch.setenv("COLUMNS", "200")
+    before = {path.name: path.read_bytes() for path in workshop.glob("*.[pj]*") if path.is_file()}
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    assert ended.value.code == 2
+    assert "the command line names it twice" in capsys.readouterr().err
+    after = {path.name: path.read_bytes() for path in workshop.glob("*.[pj]*") if path.is_file()}
+    assert after == before
+
+
+def test_an_old_output_and_a_device_are_written(workshop, monkeypatch):
+    monkeypatch.chdir(workshop)
+    for words in (["--out", "old.json"], ["--out", "/dev/null", "--repro", "/dev/null"]):
+        with pytest.raises(SystemExit) as ended:
+            main.main(["kernel", "matmul", "--m", "8", "--k", "64", "--n", "64", *words])
+        assert ended.value.code == 0
+    assert "nki" in (workshop / "old.json").read_text()
 
 
 # Real processes: what only an interpreter of its own can show.

@@ -120,7 +120,10 @@ def test_the_file_is_the_option_else_the_variable_else_beside_the_cache(tmp_path
     assert options.call_options()["verdicts"] == str(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"verdicts": [1]}', "[" * 100_000])
+NO_NAME = '{"verdicts": [{"rung": [], "verdict": "failed"}]}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"verdicts": [1]}', NO_NAME, "[" * 100_000])
 def test_a_file_that_is_no_ladder_is_an_error(tmp_path, text):
     (tmp_path / "device.json").write_text(text)
     with pytest.raises(MachineFileError, match=r"device\.json"):

@@ -122,10 +122,16 @@ def test_files_that_say_nothing_are_errors(device, tmp_path):
     told = json.loads(device[0].read_text())
     for verdict in told["verdicts"]:
         verdict["time_us"] = None
+
+    def passed(times):
+        return [{"rung": str(t), "verdict": "passed", "time_us": t} for t in times]
+
     for text, words in (
         ("{", "not JSON"),
         ('{"target": "trn9"}', "names no target"),
         (json.dumps(told), "holds no times"),
+        ('{"target": "trn2", "verdicts": 3}', "holds no times"),
+        (json.dumps(told | {"verdicts": passed(["nan", True, 10**400])}), "holds no times"),
     ):
         (tmp_path / "file.json").write_text(text)
         with pytest.raises(MachineFileError, match=words):
@@ -136,6 +142,9 @@ def test_files_that_say_nothing_are_errors(device, tmp_path):
         '{"base": "trn2", "numbers": {"tensor_clock_hz": [-1, "x"]}}',
         '{"base": "trn2", "numbers": {"name": ["trn3", "x"]}}',
         '{"base": "trn2", "numbers": {"tensor_clock_hz": 1e9}}',
+        '{"base": "trn2", "numbers": {"tensor_clock_hz": [1e400, "x"]}}',
+        '{"base": "trn2", "numbers": {"tensor_clock_hz": [1e5, "x"]}}',
+        '{"base": "trn2", "numbers": {"tensor_clock_hz": [1%s, "x"]}}' % ("0" * 400),
     ):
         (tmp_path / "file.json").write_text(text)
         with pytest.raises(MachineFileError, match=r"file\.json"):
