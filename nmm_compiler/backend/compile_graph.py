@@ -333,7 +333,8 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
     assert name is not None
     args: Any = fx.node.map_arg(node.args, meta_value)
     m = tokens(args[0], node.kwargs)
-    target, ladder = work.options.target, work.options.buckets
+    options = work.options
+    target, ladder = options.target, options.buckets
     static = isinstance(m, int)
     count = m if static else _hint(m)
     if count is None:
@@ -344,8 +345,8 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
     if count == 0:
         return []
     launches = lower(name, args, dict(node.kwargs), count, Tensor.t).launches
-    work.notes += filter(None, (too_large(launch.spec, target) for launch in launches))
-    specs = [launch.spec for launch in fitting(launches, target)]
+    work.notes += filter(None, (too_large(launch.spec, target, options) for launch in launches))
+    specs = [launch.spec for launch in fitting(launches, target, options)]
     if static and ladder is None:
         for spec in specs:
             KERNELS.keep_static(spec, target)

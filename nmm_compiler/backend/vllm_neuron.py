@@ -101,11 +101,12 @@ def install(*names: str, **options: Any) -> tuple[str, ...]:
 
 def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     """Return the graph with kernels in place of our ops, or the original where one has none."""
-    target = work.options.target
+    options = work.options
     try:
         calls = {node: _lower(node) for node in calls_of(gm)}
-        specs = [each.spec for one in calls.values() for each in fitting(one.launches, target)]
-        fill_cache(list(dict.fromkeys(specs)), target, options=work.options)
+        each = [fitting(one.launches, options.target, options) for one in calls.values()]
+        specs = [launch.spec for launches in each for launch in launches]
+        fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
         for node, lowered in calls.items():
             _replace(work, gm, node, lowered)
     except NmmError as error:
@@ -140,7 +141,7 @@ def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, lowered: Lowe
     assert isinstance(source, fx.Node)
     results: list[fx.Node] = []
     with gm.graph.inserting_before(node):
-        for launch in fitting(lowered.launches, work.options.target):
+        for launch in fitting(lowered.launches, work.options.target, work.options):
             x, *weights = launch.operands
             operands = [_rows(gm, source, x)]
             operands += [_contiguous(gm, nodes[id(w)], w) for w in weights]

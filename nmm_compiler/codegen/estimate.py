@@ -15,11 +15,12 @@ import functools
 import math
 
 from nmm_compiler.codegen.cost import closed_form_us, tensor_us
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
 from nmm_compiler.kernels.product_spec import ProductSpec
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.kernels.work import Passes, Tally
-from nmm_compiler.targets import Target, get
+from nmm_compiler.targets import Target
 
 # Shares of SBUF that schedules give to the tokens of a block, and to weights that stay.
 _SHARE_OF_TOKENS = 0.6
@@ -29,15 +30,18 @@ _RUN_BYTES = 8192
 _TILE, _BANK = 128, 512  # rows of a tile, columns of a PSUM bank in fp32
 
 
-@functools.lru_cache(maxsize=4096)
-def estimate_us(spec: KernelSpec, target: str) -> float:
-    """Return microseconds of a kernel on a target by name, from its first instruction to its last.
+def estimate_us(spec: KernelSpec, target: str | Target) -> float:
+    """Return microseconds of a kernel on a target, from its first instruction to its last.
 
     Raises TypeError for a spec that is no ProductSpec.
     """
+    return _estimate_us(spec, machine_target(target))
+
+
+@functools.lru_cache(maxsize=4096)
+def _estimate_us(spec: KernelSpec, chip: Target) -> float:
     if not isinstance(spec, ProductSpec):
         raise TypeError(f"{spec!r} is no product of x; estimate its work in its family")
-    chip = get(target)
     m, size = spec.m, item_bytes(spec.dtype)  # type: ignore[attr-defined]
     x_bytes, y_bytes = m * spec.k * size, sum(result.bytes for result in spec.outputs())
     at_once, rereads = _blocks(spec, size, chip)

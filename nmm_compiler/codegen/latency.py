@@ -32,7 +32,9 @@ from nmm_compiler.targets.this_machine import differences
 _PRICE = "price.txt"
 
 
-def kernel_cost(target: str, tokens: int, dtype: str) -> Callable[[int, int, int | None], float]:
+def kernel_cost(
+    target: str | Target, tokens: int, dtype: str
+) -> Callable[[int, int, int | None], float]:
     """Return (k, n, rank or None) -> predicted microseconds of the kernel for `tokens` tokens."""
 
     @functools.cache
@@ -68,10 +70,10 @@ class Ways(Record):
         return min(("fused", "separate", "dense"), key=lambda way: getattr(self, way))
 
 
-Price = Callable[[KernelSpec, str], float]
+Price = Callable[[KernelSpec, str | Target], float]
 
 
-def calls_us(specs: Iterable[KernelSpec], target: str, price: Price) -> float:
+def calls_us(specs: Iterable[KernelSpec], target: str | Target, price: Price) -> float:
     """Return the time of kernels one after the other, with a gap for each.
 
     Infinite where one of them has no legal schedule.
@@ -82,7 +84,7 @@ def calls_us(specs: Iterable[KernelSpec], target: str, price: Price) -> float:
         return math.inf
 
 
-def ways_us(spec: KernelSpec, target: str, price: Price | None = None) -> Ways:
+def ways_us(spec: KernelSpec, target: str | Target, price: Price | None = None) -> Ways:
     """Return the time of `spec` as one call, as separate products, and dense, gaps included.
 
     dense: the faster one of one product for each result and one kernel for all.
@@ -101,7 +103,7 @@ def ways_us(spec: KernelSpec, target: str, price: Price | None = None) -> Ways:
 BREAK_EVEN_TOKENS = (1, 4, 16, 64, 128, 256, 512)
 
 
-def pays_from(spec: KernelSpec, target: str, price: Price | None = None) -> int | None:
+def pays_from(spec: KernelSpec, target: str | Target, price: Price | None = None) -> int | None:
     """Return the token count from which low rank beats dense at every larger one; None: never.
 
     Counts of BREAK_EVEN_TOKENS are tried.
@@ -122,8 +124,7 @@ FEW_TOKENS = 128
 """Below this, `simulated_us` searches like `build_kernel`: small kernels simulate fast."""
 
 
-@functools.lru_cache(maxsize=4096)
-def simulated_us(spec: KernelSpec, target: str) -> float:
+def simulated_us(spec: KernelSpec, target: str | Target) -> float:
     """Return the simulated microseconds of a kernel, from its first instruction to its last result.
 
     Below FEW_TOKENS tokens the schedule is the one that `build_kernel` takes; above it is the one
@@ -132,12 +133,16 @@ def simulated_us(spec: KernelSpec, target: str) -> float:
     kept in the kernel cache. Raises CapacityError or SpecError, with the numbers, when no schedule
     is legal.
     """
+    return _simulated_us(spec, machine_target(target))
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated_us(spec: KernelSpec, chip: Target) -> float:
     tokens = int(getattr(spec, "m", 0))
     if tokens > MOST_TOKENS:
         blocks, rest = divmod(tokens, MOST_TOKENS)
-        each = simulated_us(_with_tokens(spec, MOST_TOKENS), target)
-        return blocks * each + (simulated_us(_with_tokens(spec, rest), target) if rest else 0.0)
-    chip = machine_target(target)
+        each = _simulated_us(_with_tokens(spec, MOST_TOKENS), chip)
+        return blocks * each + (_simulated_us(_with_tokens(spec, rest), chip) if rest else 0.0)
     spec.check(chip)
     store = Store.for_kernels()
     if store.mode in ("off", "require"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nmm_compiler import options as settings
+from nmm_compiler.nki_api.installed import version
 from nmm_compiler.options import Options
 from nmm_compiler.targets import Source, Target, get
 from nmm_compiler.targets.this_machine import changed, with_verdicts
@@ -19,8 +20,12 @@ def machine_target(target: str | Target, options: Options | None = None) -> Targ
     chip = get(target)
     path = settings.verdict_file(options)
     if path is not None:
-        chip = with_verdicts(chip, path)
+        chip = with_verdicts(chip, path, _installed_nki)
     if chip.dma_transposes and settings.dma_transposes_on_tensor():
         why = Source("documented", "nki.language.tile_size.psum_num_banks: one bank is reserved")
         chip = changed(chip, {"psum_banks": chip.psum_banks - 1}, why)
     return chip
+
+
+def _installed_nki() -> str | None:
+    return version("nki")

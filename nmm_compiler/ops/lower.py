@@ -19,6 +19,7 @@ from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.ops.launches import Launch, Transpose
 from nmm_compiler.ops.registration import DEFINITIONS
+from nmm_compiler.options import Options
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,20 @@ def lower(
     return Lowered(tuple(launches), lead, x_layout, op.many)
 
 
-def too_large(spec: Any, target: str) -> str | None:
+def too_large(spec: Any, target: str, options: Options | None = None) -> str | None:
     """Return why a target must launch a spec as several kernels, or None."""
-    error = refusal(spec, machine_target(target)) if spec.parts() else None
+    error = refusal(spec, machine_target(target, options)) if spec.parts() else None
     return None if error is None else f"{error}; a kernel for each result"
 
 
-def fitting(launches: Sequence[Launch], target: str) -> tuple[Launch, ...]:
+def fitting(
+    launches: Sequence[Launch], target: str, options: Options | None = None
+) -> tuple[Launch, ...]:
     """Return the launches; one that does not fit the target becomes several."""
     return tuple(
         part
         for launch in launches
-        for part in (launch.split() if too_large(launch.spec, target) else (launch,))
+        for part in (launch.split() if too_large(launch.spec, target, options) else (launch,))
     )
 
 

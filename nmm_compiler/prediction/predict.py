@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler import targets
 from nmm_compiler.codegen.latency import LAUNCH_GAP_US
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
@@ -81,7 +81,7 @@ def predict(
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise OptionTypeError(name, size, "a whole number of at least 1")
-    chip = targets.get(target)
+    chip = machine_target(target)
     lnc = chip.physical_cores_per_logical_core if lnc is None else lnc
     if lnc not in (1, 2):
         raise OptionTypeError("lnc", lnc, "1 or 2 physical cores for a logical one")
@@ -106,10 +106,10 @@ def predict(
     compared = wanted or saved or dense is not None
     if dense is not None:
         original = dense if isinstance(dense, nn.Module) else read_config(dense)
-    before = _Maker(original, machine, dtype, setting, inputs).prediction(None)
+    before = _Maker(original, target, machine, dtype, setting, inputs).prediction(None)
     if not compared:
         return before
-    maker = _Maker(given, machine, dtype, setting, inputs)
+    maker = _Maker(given, target, machine, dtype, setting, inputs)
     return maker.prediction(low if wanted else None, before)
 
 
@@ -142,12 +142,18 @@ class Prepared:
 
 
 class _Maker:
-    """Predictions of one model in one setting, dense and low-rank."""
+    """Predictions of one model in one setting, dense and low-rank. named: the target, as given."""
 
     def __init__(
-        self, given: Any, machine: Machine, dtype: str, setting: dict[str, int], inputs: Any
+        self,
+        given: Any,
+        named: str,
+        machine: Machine,
+        dtype: str,
+        setting: dict[str, int],
+        inputs: Any,
     ) -> None:
-        self.given, self.machine, self.dtype = given, machine, dtype
+        self.given, self.named, self.machine, self.dtype = given, named, machine, dtype
         self.setting, self.inputs = setting, inputs
 
     def prediction(
@@ -179,9 +185,9 @@ class _Maker:
         phases, cache = [], 0
         for phase in model_phases(model, self.setting, self.inputs):
             sizes = (phase.name, phase.batch, phase.tokens)
-            key = None if job is None else (job, target.name, *sizes)
+            key = None if job is None else (job, target, *sizes)
             inputs = phase.inputs
-            pieces = _kept(key, functools.partial(_walked, model, inputs, target.name))
+            pieces = _kept(key, functools.partial(_walked, model, inputs, self.named))
             phases.append(_phase(phase.name, pieces, self.machine, self.setting["batch"]))
             cache = max(cache, phase.cache_bytes())
         return ModelPrediction(

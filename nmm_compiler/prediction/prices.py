@@ -117,11 +117,11 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
 def _simulated(spec: KernelSpec, machine: Machine) -> tuple[float, str]:
     target = machine.target
     try:
-        us, source = simulated_us(spec, target.name), "simulated"
+        us, source = simulated_us(spec, target), "simulated"
     except (CapacityError, SpecError, ShapeError):
         parts = spec.parts()
         if parts:
-            us, source = sum(simulated_us(one, target.name) for one, _ in parts), "simulated"
+            us, source = sum(simulated_us(one, target) for one, _ in parts), "simulated"
         else:
             us, source = spec.roofline_us(target), "bound"
     if machine.weights == "int8":  # no family here reads int8: half the bytes of bfloat16

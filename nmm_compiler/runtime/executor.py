@@ -105,7 +105,7 @@ class KernelExecutor:
         self, launch: Launch, x_layout: str, target: str, options: Options
     ) -> list[Tensor] | None:
         """Launch the kernel once per planned bucket along the tokens; return its results."""
-        whole = too_large(launch.spec, target)
+        whole = too_large(launch.spec, target, options)
         if whole is not None:
             _warn_once(f"nmm: {whole}")
             return self._run_each(launch.split(), x_layout, target, options)

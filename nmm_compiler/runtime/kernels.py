@@ -19,11 +19,16 @@ from nmm_compiler.runtime import buckets
 
 _WORTH_SPLITTING_TOKENS = 128
 
-Key = tuple[Any, str, str]
+Key = tuple[Any, ...]
+
+
+def _key(spec: Any, target: str, options: Options) -> Key:
+    """Return a kernel's spec and target, and the options that can change its source."""
+    return (spec, target, options.dialect, options.instruction_budget, options.verdicts)
 
 
 class Kernels:
-    """Kernels by (spec, target, dialect asked for), each built once; safe for several threads."""
+    """Kernels by spec, target and options, each built once; safe for several threads."""
 
     def __init__(self) -> None:
         self._kernels: dict[Key, Any] = {}
@@ -36,7 +41,7 @@ class Kernels:
         """Return the kernel of `spec`; raises what building it raised, on every call."""
         from nmm_compiler.codegen.build import build_kernel
 
-        key = (spec, target, options.dialect)
+        key = _key(spec, target, options)
         found = self._kernels.get(key)
         if found is not None:
             return found
@@ -55,7 +60,7 @@ class Kernels:
 
     def get_or_warn(self, spec: Any, target: str, options: Options) -> Any | None:
         """Return the kernel, or None with one warning when it cannot be built (strict raises)."""
-        known = (spec, target, options.dialect) in self._failures
+        known = _key(spec, target, options) in self._failures
         try:
             return self.get(spec, target, options)
         except CacheMissError:  # mode "require" must not go on without the kernel
@@ -80,7 +85,7 @@ class Kernels:
         from nmm_compiler.codegen.build import asked
 
         store = Store.for_kernels(options)
-        new = [spec for spec in specs if (spec, target, options.dialect) not in self._kernels]
+        new = [spec for spec in specs if _key(spec, target, options) not in self._kernels]
         keys = {spec: asked(spec, target, options=options).key for spec in new}
         if store.mode == "require":
             store.require(list(keys.values()))
@@ -101,7 +106,7 @@ class Kernels:
         """
         if options.buckets is None and (spec, target) in self._static:
             return (spec.m,)
-        key = (spec, target, options.buckets, options.dialect)
+        key = (_key(spec, target, options), options.buckets)
         found = self._plans.get(key)
         if found is None:
             whole = buckets.bucket(spec.m, options.buckets)

@@ -1,7 +1,8 @@
 """The target of one machine: a registered one, less what failed there, with what was measured.
 
 What a machine differs in comes from a ladder's JSON (`nmm doctor --device`), whose failed
-constructs kernels then do without, and from a file that `nmm calibrate` wrote. The target keeps its
+constructs kernels then do without while the NKI that it ran is installed, and from a file that
+`nmm calibrate` wrote. The target keeps its
 name, which says what hardware it is; `differences` says the rest, for the cache key.
 """
 
@@ -12,7 +13,8 @@ import functools
 import json
 import math
 import stat
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +61,24 @@ def changed(target: Target, values: Mapping[str, Any], source: Source) -> Target
     return dataclasses.replace(target, **values, sources=told)
 
 
-def with_verdicts(target: Target, path: Path) -> Target:
+def with_verdicts(target: Target, path: Path, nki: Callable[[], str | None]) -> Target:
     """Return the target as a ladder on a device of its kind found it; itself if there is no file.
 
-    Raises MachineFileError for a file that is no ladder's.
+    nki: returns the installed version of NKI, or None. Verdicts of another version are ignored,
+    with one warning; where none is installed they hold, for kernels that are built for another
+    machine. Raises MachineFileError for a file that is no ladder's.
     """
     try:
         found = path.stat()
     except (OSError, ValueError):  # ValueError: a NUL in the cache directory's name
         return target
-    return _with_verdicts(target, path, (found.st_mtime_ns, found.st_size))
+    return _with_verdicts(target, path, (found.st_mtime_ns, found.st_size), nki)
 
 
 @functools.lru_cache(maxsize=64)
-def _with_verdicts(target: Target, path: Path, written: tuple[int, int]) -> Target:
+def _with_verdicts(
+    target: Target, path: Path, written: tuple[int, int], nki: Callable[[], str | None]
+) -> Target:
     told = read_json(path)
     verdicts = told.get("verdicts")
     if not isinstance(verdicts, list) or not all(
@@ -82,6 +88,15 @@ def _with_verdicts(target: Target, path: Path, written: tuple[int, int]) -> Targ
             f"{path} holds no verdicts of rungs; write it with: nmm doctor --device"
         )
     if told.get("executor") != DEVICE or told.get("target") != target.name:
+        return target
+    machine, installed = told.get("machine"), nki()
+    seen = machine.get("nki") if isinstance(machine, dict) else None
+    if installed is not None and installed != seen:
+        warnings.warn(
+            f"nmm: {path} is ignored: its verdicts are of NKI {seen}, and {installed} is "
+            "installed; run: nmm doctor --device",
+            stacklevel=2,
+        )
         return target
     values: dict[str, Any] = {}
     for verdict in verdicts:

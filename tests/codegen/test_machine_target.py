@@ -3,31 +3,40 @@
 import dataclasses
 import json
 import os
+import warnings
 
 import pytest
+import torch
 
+import nmm_compiler
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.codegen.estimate import estimate_us
+from nmm_compiler.codegen.latency import LAUNCH_GAP_US, simulated_us
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import MachineFileError, OptionTypeError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.ops.lower import too_large
 from nmm_compiler.options import Options
+from nmm_compiler.passes.chains.prices import prices_of
+from nmm_compiler.passes.chains.product_order import Cost
 from nmm_compiler.runtime import ladder
+from nmm_compiler.runtime.kernels import Kernels
 from nmm_compiler.targets.this_machine import WITH, WITHOUT
 
 FP8 = "float8_e4m3"
 
 
-def verdicts(path, failed=(), passed=(), executor="neuron", target="trn2"):
+def verdicts(path, failed=(), passed=(), executor="neuron", target="trn2", nki="0.6.0"):
     """Write a ladder's file in which some rungs failed; return options that name it."""
     rungs = [{"rung": name, "verdict": "failed"} for name in failed]
     rungs += [{"rung": name, "verdict": "passed"} for name in passed]
-    told = {"executor": executor, "target": target, "verdicts": rungs}
+    told = {"executor": executor, "target": target, "verdicts": rungs, "machine": {"nki": nki}}
     path.write_text(json.dumps(told), encoding="utf-8")
     return Options(verdicts=str(path), cache="off")
 
@@ -92,6 +101,88 @@ def test_fp8_turns_as_bytes_where_that_passed(tmp_path):
 def test_verdicts_of_a_simulator_or_of_other_hardware_change_nothing(tmp_path, change):
     options = verdicts(tmp_path / "device.json", ["DMA transpose 8"], **change)
     assert machine_target("trn2", options) is targets.get("trn2")
+
+
+@pytest.mark.parametrize(
+    ("seen", "installed", "holds"),
+    [("0.6.0", "0.6.0", True), ("0.6.0", None, True), ("0.6.0", "0.6.1", False),
+     ("0.6.0", "0.7.0", False), (None, "0.6.0", False)],
+)  # fmt: skip
+def test_verdicts_hold_for_the_nki_that_gave_them(tmp_path, monkeypatch, seen, installed, holds):
+    """Where none is installed too: kernels are built ahead for the machine of the verdicts."""
+    options = verdicts(tmp_path / "device.json", ["DMA transpose 8"], nki=seen)
+    monkeypatch.setattr("nmm_compiler.codegen.machine_target._installed_nki", lambda: installed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert machine_target("trn2", options).dma_transposes is not holds
+            machine_target("trn3", options)
+    said = [str(w.message) for w in caught]
+    assert len(said) == (not holds)
+    for text in said:
+        assert f"NKI {seen}, and {installed} is installed; run: nmm doctor --device" in text
+        assert "\n" not in text
+
+
+def calibrated(path, factor):
+    """Write a target's file whose TensorE is slower by a factor."""
+    clock = targets.get("trn2").tensor_clock_hz / factor
+    path.write_text(json.dumps({"base": "trn2", "numbers": {"tensor_clock_hz": [clock, "here"]}}))
+    return str(path)
+
+
+LARGE = MatmulSpec(m=2048, k=2048, n=2048, x_layout="col")
+
+
+@pytest.mark.parametrize(
+    ("price", "size"), [(estimate_us, 2048), (simulated_us, 512)], ids=("closed form", "simulated")
+)
+def test_prices_are_those_of_the_machine(tmp_path, monkeypatch, price, size):
+    """A calibrated target counts, also one that was written anew, and so do verdicts."""
+    monkeypatch.setenv("NMM_CACHE", "off")
+    spec = MatmulSpec(m=size, k=size, n=size, x_layout="col")
+    plain = price(spec, "trn2")
+    slower = [price(spec, calibrated(tmp_path / "mine.json", factor)) for factor in (4, 16)]
+    assert slower[0] > 1.5 * plain
+    assert slower[1] > 2 * slower[0]
+    fp8 = dataclasses.replace(spec, dtype=FP8)
+    paired = price(fp8, "trn2")
+    verdicts(tmp_path / "device.json", ["double row"])
+    monkeypatch.setenv("NMM_VERDICTS", str(tmp_path / "device.json"))
+    assert price(spec, "trn2") == plain
+    if price is simulated_us:  # the closed form counts passes of one row for every dtype
+        assert price(fp8, "trn2") > paired
+
+
+def test_rules_decide_for_the_machine_of_the_options(tmp_path):
+    spec = dataclasses.replace(LARGE, k=2100)
+    lowrank = LowRankSpec(m=spec.m, k=spec.k, r=1000, n=spec.n)
+    mine = Options(target=calibrated(tmp_path / "mine.json", 2), verdicts="off")
+    plain, slow = (prices_of(lowrank, options) for options in (Options(verdicts="off"), mine))
+    assert slow.call > 1.5 * plain.call
+    for options in (Options(verdicts="off"), mine):
+        cost = Cost.on(machine_target(options.target, options), "bfloat16", "closed_form")
+        wanted = estimate_us(dataclasses.replace(spec, x_layout="row"), options.target)
+        assert cost.product(spec.m, spec.k, spec.n) == wanted + LAUNCH_GAP_US
+
+
+def test_a_whole_model_is_predicted_for_the_machine(tmp_path):
+    model = torch.nn.Linear(4096, 4096, bias=False).bfloat16()
+    inputs = (torch.randn(2048, 4096).bfloat16(),)
+    plain, slow = (
+        nmm_compiler.predict(model, target, inputs=inputs).step_us
+        for target in ("trn2", calibrated(tmp_path / "mine.json", 2))
+    )
+    assert slow > 1.5 * plain
+
+
+def test_one_process_keeps_kernels_of_each_machine_apart(tmp_path):
+    spec = MatmulSpec(m=300, k=300, n=300)
+    failed = verdicts(tmp_path / "device.json", ["DMA transpose 77"])
+    kernels = Kernels()
+    found = [kernels.get(spec, "trn2", o) for o in (Options(verdicts="off", cache="off"), failed)]
+    assert ["dma_transpose" in kernel.source for kernel in found] == [True, False]
+    assert too_large(spec, "trn2", failed) is None
 
 
 def test_every_rung_that_is_named_exists_and_every_change_is_a_capability():

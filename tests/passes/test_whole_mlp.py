@@ -9,6 +9,7 @@ from torch import nn
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.passes.pipeline import rewrite, run
 from nmm_compiler.passes.rules.gated_mlp import decide
+from nmm_compiler.targets import get
 
 
 class Projection(nn.Module):
@@ -133,11 +134,11 @@ def test_what_does_not_fit_is_declined_with_the_numbers():
 
 def test_two_kernels_where_they_are_predicted_to_be_faster():
     ranks = (2048, 2048, 0)
-    code, reason, _ = decide(512, 8192, 28672, ranks, "bfloat16", "trn2", "closed_form")
+    code, reason, _ = decide(512, 8192, 28672, ranks, "bfloat16", get("trn2"), "closed_form")
     assert code == "slower"
     assert "for 512 tokens" in reason
     assert "us on trn2" in reason
-    assert decide(1, 8192, 28672, ranks, "bfloat16", "trn2", "closed_form") is None
+    assert decide(1, 8192, 28672, ranks, "bfloat16", get("trn2"), "closed_form") is None
 
 
 def test_a_symbolic_count_is_judged_by_the_largest_bucket(monkeypatch):

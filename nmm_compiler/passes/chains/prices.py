@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.options import Options
@@ -23,6 +24,7 @@ from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key
+from nmm_compiler.targets import Target
 
 # A dense product that is predicted to take less than this times the call is near break-even.
 _NEAR = 1.25
@@ -72,21 +74,21 @@ def tokens_to_judge(count: Any) -> int:
 
 def prices_of(spec: KernelSpec, options: Options) -> Predicted:
     """Return the predicted times of a spec on the target of the options."""
-    return _prices(spec, options.target, options.price)
+    return _prices(spec, machine_target(options.target, options), options.price)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prices(spec: KernelSpec, target: str, price: str) -> Predicted:
+def _prices(spec: KernelSpec, chip: Target, price: str) -> Predicted:
     from nmm_compiler.codegen.latency import PRICES, pays_from, ways_us
 
-    ways = ways_us(spec, target, PRICES[price])
+    ways = ways_us(spec, chip, PRICES[price])
     tokens: int = spec.m  # type: ignore[attr-defined]
     adapters = getattr(spec, "base", False)
     even: int | None = 0
     if not adapters and ways.dense < _NEAR * min(ways.fused, ways.separate):
-        even = pays_from(spec, target, PRICES[price])
+        even = pays_from(spec, chip, PRICES[price])
     dense = None if adapters else ways.dense
-    return Predicted(ways.fused, ways.separate, dense, tokens, target, price, even)
+    return Predicted(ways.fused, ways.separate, dense, tokens, chip.name, price, even)
 
 
 def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.targets import Target
 
 # Tokens that a symbolic count stands for: a short prefill.
 TYPICAL_TOKENS = 128
@@ -32,8 +33,8 @@ class Cost:
 
     @staticmethod
     @functools.cache
-    def on(target: str, dtype: str, price: str) -> Cost:
-        """Return the predicted cost on a target by name; price: as in Options.
+    def on(target: str | Target, dtype: str, price: str) -> Cost:
+        """Return the predicted cost on a target; price: as in Options.
 
         A dtype that no kernel computes in costs what float32 does.
         """

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler import targets
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
@@ -40,6 +40,7 @@ from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.gated_mlp_up import Gated, gates_at, read_gated
 from nmm_compiler.passes.rules.lowrank import products_at
+from nmm_compiler.targets import Target
 
 # From the end of a down projection to h: two products, and a bias after each.
 _STEPS = 4
@@ -141,7 +142,8 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
     dtype = c.dtype(gated.node)
     name = str(dtype).removeprefix("torch.")
     sizes = (max(1, m), gate.k, gate.n)
-    why = decide(*sizes, ranks, name, c.options.target, c.options.price)
+    chip = machine_target(c.options.target, c.options)
+    why = decide(*sizes, ranks, name, chip, c.options.price)
     if why is None:
         return None
     code, reason, remedy = why
@@ -150,7 +152,7 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
 
 @functools.lru_cache(maxsize=1024)
 def decide(
-    m: int, k: int, n: int, ranks: tuple[int, ...], dtype: str, target: str, price: str
+    m: int, k: int, n: int, ranks: tuple[int, ...], dtype: str, chip: Target, price: str
 ) -> tuple[str, str, str] | None:
     """Return (code, reason, remedy) against one kernel for the whole MLP, None for it.
 
@@ -166,17 +168,17 @@ def decide(
     last: LowRankSpec | MatmulSpec = MatmulSpec(**common, k=n, n=k, x_layout="col")
     if down:
         last = LowRankSpec(**common, k=n, r=down, n=k, x_layout="col")
-    whole, chip = GatedMLPSpec(**common, **gates, down_r=down), targets.get(target)
+    whole = GatedMLPSpec(**common, **gates, down_r=down)
     why = refusal(whole, chip)
     if why is not None:
         return "sbuf", f"the whole MLP has no kernel: {why}", "nothing: it runs as two kernels"
     if any(refusal(spec, chip) for spec in (first, last)):
         return None  # there is no pair to compare with
-    one, *two = (calls_us((spec,), target, PRICES[price]) for spec in (whole, first, last))
+    one, *two = (calls_us((spec,), chip, PRICES[price]) for spec in (whole, first, last))
     if one <= sum(two):
         return None
     reason = (
-        f"one kernel for {m} tokens is predicted to take {one:,.1f} us on {target}, "
+        f"one kernel for {m} tokens is predicted to take {one:,.1f} us on {chip.name}, "
         f"two take {two[0]:,.1f} + {two[1]:,.1f} us ({price})"
     )
     return "slower", reason, "nothing: it runs as two kernels"

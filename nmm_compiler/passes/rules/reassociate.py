@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.passes.chains.chain import Chain, join_stages
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import (
@@ -107,7 +108,8 @@ def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
     graph."""
     dtype = c.dtype(row.stage.key)
     assert dtype is not None
-    cost = Cost.on(c.options.target, str(dtype).removeprefix("torch."), c.options.price)
+    chip = machine_target(c.options.target, c.options)
+    cost = Cost.on(chip, str(dtype).removeprefix("torch."), c.options.price)
     m = tokens_to_judge(views.product(list(row.stage.tokens.values())))
     sizes = [weights[0].k, *(weight.n for weight in weights)]
     total, cut = cost.best_cut(m, sizes)
