@@ -154,7 +154,7 @@ def room_of(file: str) -> str:
 def is_template(file: str) -> bool:
     """Return whether a file is NKI code: read as text, run under stand-in modules."""
     room, *rest = Path(file).parts
-    if (room, *rest) == ("runtime", "rungs.py"):
+    if (room, *rest) in (("runtime", "rungs.py"), ("runtime", "loop_rungs.py")):
         return True
     kernel = len(rest) == 2 and (rest[1] == "kernel.py" or rest[0] == "pieces")
     return room == "kernels" and kernel and rest[1] != "__init__.py"

@@ -176,7 +176,7 @@ def _records() -> list[type[Record]]:
     for module in pkgutil.walk_packages(nmm_compiler.__path__, "nmm_compiler."):
         template = ".kernels.pieces" in module.name or module.name.endswith(".kernel")
         template = template and module.name != "nmm_compiler.cli.kernel"
-        template = template or module.name == "nmm_compiler.runtime.rungs"  # NKI code too
+        template = template or module.name.endswith("rungs")  # NKI code too
         if not template and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     found: list[type[Record]] = []

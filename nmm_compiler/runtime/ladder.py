@@ -1,13 +1,18 @@
 """The device checks: small kernels, one construct each, that show what a machine can run.
 
-`nmm doctor --device` runs them: each kernel of rungs.py runs on the device, or in AWS's simulator,
-or in this package's, and its results are compared with NumPy's. So a construct that a toolchain
-refuses is known by name, before every kernel that uses it fails. The result is a JSON file with a
-verdict, an error and times for each rung.
+`nmm doctor --device` runs them: each kernel of rungs.py and loop_rungs.py runs on the device, or in
+AWS's simulator, or in this package's, and its results are compared with NumPy's. So a construct
+that a toolchain refuses is known by name, before every kernel that uses it fails. The result is a
+JSON file with a verdict, an error and times for each rung.
+
+A fault may leave a device that runs nothing any more. After a rung that failed, the first one has
+to run again, or the rest is left out: its verdicts would be of the device, not of constructs. Loops
+come last, so that a fault in them costs no other verdict.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +28,8 @@ from nmm_compiler import targets
 from nmm_compiler.errors import NeuronSetupError, NmmError, UnknownNameError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
+from nmm_compiler.nki_api.lint import oldest_version
+from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
@@ -31,6 +38,7 @@ from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import Target
 
 KERNELS = Path(__file__).with_name("rungs.py")
+LOOPS = Path(__file__).with_name("loop_rungs.py")
 EXECUTORS = ("neuron", "nki_simulate", "simulator")
 TIMED_RUNS = 20
 
@@ -39,12 +47,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Rung:
-    """One kernel of rungs.py.
+    """One kernel of a file of rungs.
 
     name: of the rung; kernel: the function's; construct: what it shows, in words; operands: the
     (shape, dtype) of each; wanted: float64 operands -> float64 results; result: their dtype, the
     first operand's by default; sums: how many products a result adds up; needs: the capability of a
-    target without which the rung is left out; compiled: call it within torch.compile.
+    target without which the rung is left out; compiled: call it within torch.compile; file: where
+    the kernel is.
     """
 
     name: str
@@ -56,6 +65,12 @@ class Rung:
     sums: int = 0
     needs: str | None = None
     compiled: bool = False
+    file: Path = KERNELS
+
+    @property
+    def at(self) -> str:
+        """Return what `simulate` takes for this kernel."""
+        return f"{self.file}:{self.kernel}"
 
 
 def _same(x: Array) -> tuple[Array, ...]:
@@ -76,7 +91,7 @@ def _epilogue(x: Array, bias: Array) -> tuple[Array, ...]:
 
 
 def _saturated(x: Array, scale: Array) -> tuple[Array, ...]:
-    scaled = np.clip(x * scale, -240.0, 240.0)
+    scaled = np.clip(4000 * x * scale, -240.0, 240.0)
     return (scaled.astype(ml_dtypes.float8_e4m3).astype(np.float64),)
 
 
@@ -138,20 +153,7 @@ def _rungs() -> Iterator[Rung]:
     )  # fmt: skip
     yield Rung(
         "fp8 result", "saturate_fp8", "rounding to fp8, saturated",
-        (((128, 64), bf16), ((1,), fp32)), _saturated, result=fp8, needs="fp8_double_row",
-    )  # fmt: skip
-    looped = (((512, 64), bf16),)
-    yield Rung("loop", "device_loop", "fori_loop, a number as bound", looped, _same)
-    yield Rung(
-        "loop to a register",
-        "device_loop_register",
-        "fori_loop, a register as bound",
-        looped,
-        _same,
-    )
-    yield Rung(
-        "DMA transpose in a loop", "device_loop_dma_transpose", "16 rows at a register's place",
-        (((64, 128), bf16),), _turned, needs="dma_transposes",
+        (((128, 64), fp8), ((1,), fp32)), _saturated, result=fp8, needs="fp8_double_row",
     )  # fmt: skip
 
 
@@ -190,6 +192,20 @@ def _timed_rungs() -> Iterator[Rung]:
         )  # fmt: skip
 
 
+def _loop_rungs() -> Iterator[Rung]:
+    bf16 = "bfloat16"
+    looped = (((512, 64), bf16),)
+    yield Rung("loop", "device_loop", "fori_loop, a number as bound", looped, _same, file=LOOPS)
+    yield Rung(
+        "loop to a register", "device_loop_register", "fori_loop, a register as bound", looped,
+        _same, file=LOOPS,
+    )  # fmt: skip
+    yield Rung(
+        "DMA transpose in a loop", "device_loop_dma_transpose", "16 rows at a register's place",
+        (((64, 128), bf16),), _turned, needs="dma_transposes", file=LOOPS,
+    )  # fmt: skip
+
+
 def _corners(x: Array) -> tuple[Array, ...]:
     return (x.reshape(-1, 128, x.shape[1])[:, :, :8].transpose(1, 0, 2),)
 
@@ -198,7 +214,7 @@ def _corners_turned(x: Array) -> tuple[Array, ...]:
     return (x.reshape(-1, 2048, x.shape[1])[:, :8, :].transpose(2, 0, 1),)
 
 
-RUNGS = (*_rungs(), *_timed_rungs())
+RUNGS = (*_rungs(), *_timed_rungs(), *_loop_rungs())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,14 +222,16 @@ class Verdict(Record):
     """What one rung gave.
 
     verdict: "passed", "wrong" (results differ), "failed" (it did not run) or "left out"; error says
-    more. time_us: median host time of a launch, dispatch included, on a device only. predicted_us:
-    by this package's timing model, None where it refuses the kernel.
+    more. nki: the oldest version with the names of its file. time_us: median host time of a launch,
+    dispatch included, on a device only. predicted_us: by this package's timing model, None where it
+    refuses the kernel.
     """
 
     rung: str
     construct: str
     verdict: str
     error: str = ""
+    nki: str = ""
     time_us: float | None = None
     predicted_us: float | None = None
 
@@ -235,10 +253,13 @@ class Ladder(Shown, Record):
     def parts(self) -> list[Part]:
         """Return a table of the rungs and a line that sums up."""
         rows = [
-            (v.rung, v.verdict, _us(v.time_us), _us(v.predicted_us), v.error or v.construct)
+            (
+                v.rung, v.nki, v.verdict, _us(v.time_us), _us(v.predicted_us),
+                v.error or v.construct,
+            )
             for v in self.verdicts
-        ]
-        head = ("rung", "verdict", "host us", "predicted us", "construct or error")
+        ]  # fmt: skip
+        head = ("rung", "since NKI", "verdict", "host us", "predicted us", "construct or error")
         tried = [v for v in self.verdicts if v.verdict != "left out"]
         right = sum(v.verdict == "passed" for v in tried)
         where = {
@@ -309,20 +330,41 @@ def climb(
     if executor == "nki_simulate" and found.path == "none":
         raise NeuronSetupError(str(found.problem))
     hardware = targets.get(target or found.target or "trn2")
-    verdicts = []
+    verdicts: list[Verdict] = []
+    lost = ""
     for rung in RUNGS:
         if on_rung is not None:
             on_rung(rung)
-        verdicts.append(_try(rung, executor, hardware, seed))
+        verdicts.append(_left_out(rung, lost) if lost else _try(rung, executor, hardware, seed))
+        if executor == "neuron" and verdicts[-1].verdict == "failed" and _runs(verdicts[0]):
+            again = _try(RUNGS[0], executor, hardware, seed)
+            lost = "" if _runs(again) else f"the device runs nothing after {rung.name!r} failed"
     return Ladder(executor=executor, target=hardware.name, machine=found, verdicts=tuple(verdicts))
 
 
+def _runs(verdict: Verdict) -> bool:
+    return verdict.verdict == "passed"
+
+
+def _said(rung: Rung) -> dict[str, Any]:
+    return {"rung": rung.name, "construct": rung.construct, "nki": _oldest_nki(rung.file)}
+
+
+@functools.cache
+def _oldest_nki(file: Path) -> str:
+    return oldest_version(read_source(file))
+
+
+def _left_out(rung: Rung, why: str) -> Verdict:
+    return Verdict(verdict="left out", error=why, **_said(rung))
+
+
 def _try(rung: Rung, executor: str, target: Target, seed: int) -> Verdict:
-    said: dict[str, Any] = {"rung": rung.name, "construct": rung.construct}
     if rung.needs is not None and not getattr(target, rung.needs):
-        return Verdict(verdict="left out", error=f"{target.name} has no {rung.needs}", **said)
-    if rung.compiled and executor != "neuron":
-        return Verdict(verdict="left out", error="simulators run outside torch.compile", **said)
+        return _left_out(rung, f"{target.name} has no {rung.needs}")
+    if rung.compiled and (executor != "neuron" or machine.probe().path != "torchneuron"):
+        return _left_out(rung, "only TorchNeuron has kernels in graphs of torch.compile")
+    said = _said(rung)
     arrays = _operands(rung, seed)
     wanted = rung.wanted(*(a.astype(np.float64) for a in arrays))
     said["predicted_us"] = predicted_us(rung, target)
@@ -348,7 +390,7 @@ def predicted_us(rung: Rung, target: Target) -> float | None:
     """Return the latency of a rung by this package's timing model, None where it refuses it."""
     arrays = [ArraySpec(shape, dtype) for shape, dtype in rung.operands]
     try:
-        simulation = simulate(f"{KERNELS}:{rung.kernel}", *arrays, target=target, mode="timing")
+        simulation = simulate(rung.at, *arrays, target=target, mode="timing")
     except NmmError:  # the run's own verdict says what is wrong
         return None
     return round(float(simulation.profile.latency_us), 3) if simulation.profile else None
@@ -359,10 +401,10 @@ def _run(
 ) -> tuple[list[Array], float | None]:
     """Return the results of one run in float64, and the host time of a launch on a device."""
     if executor == "simulator":
-        found = simulate(f"{KERNELS}:{rung.kernel}", *arrays, target=target, mode="functional")
+        found = simulate(rung.at, *arrays, target=target, mode="functional")
         return [y.astype(np.float64) for y in found.outputs or ()], None
-    source = KERNELS.read_text()
-    kernel = _Kernel(rung.kernel, target.name, source, KERNELS, _Results(results))
+    source = read_source(rung.file)
+    kernel = _Kernel(rung.kernel, target.name, source, rung.file, _Results(results))
     tensors = [first_run.tensor(array) for array in arrays]
     if executor == "nki_simulate":
         return [_array(y) for y in neuron.simulate(kernel, tensors)], None

@@ -20,6 +20,7 @@ kernel's, is refused (machine.py).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import threading
@@ -194,15 +195,23 @@ def launcher(device: torch.device) -> Launcher:
     return _LAUNCHERS[device.type]
 
 
+_COMPILERS = {"neuron": "neuron"}
+"""Device type -> backend of torch.compile whose graphs hold kernels; those of torch-xla do not."""
+
+
 def compiled_launcher(device: torch.device) -> Launcher:
     """Return the function that runs a kernel on a device within a graph of torch.compile."""
-    backend = {"neuron": "neuron", "xla": "openxla"}[device.type]
+
+    @functools.cache
+    def compiled(op: Any) -> Any:
+        def call(*tensors: Tensor) -> Any:
+            return op(*tensors)
+
+        return torch.compile(call, backend=_COMPILERS[device.type], fullgraph=True, dynamic=False)
 
     def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _LAUNCHERS[device.type](kernel, tensors)
-
-        return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*operands)
+        op = registered_op(kernel, len(operands))  # before Dynamo traces, which refuses its lock
+        return _results(compiled(op)(*operands))
 
     return launch
 

@@ -1,6 +1,7 @@
 """The ladder of small kernels: what each rung finds, on every executor that a machine may have."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from typer.testing import CliRunner
 
 from nmm_compiler import targets
 from nmm_compiler.cli.commands import app
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NeuronSetupError, UnknownNameError
-from nmm_compiler.nki_api.lint import lint_file
+from nmm_compiler.nki_api.api import VERSIONS
+from nmm_compiler.nki_api.lint import lint_file, oldest_version
 from nmm_compiler.runtime import ladder, machine, neuron
 from nmm_compiler.simulator.run import simulate
 
@@ -37,10 +40,15 @@ def test_every_rung_passes_in_the_simulator(target):
 
 
 def test_the_rungs_are_legal_nki():
-    assert not lint_file(ladder.KERNELS, nki="0.6")
-    assert not lint_file(ladder.KERNELS, nki="0.7")
-    names = {rung.kernel for rung in ladder.RUNGS}
-    assert all(f"def {name}(" in ladder.KERNELS.read_text() for name in names)
+    """Those without a loop on the device from NKI 0.5, the others from 0.6."""
+    for file, oldest in ((ladder.KERNELS, "0.5"), (ladder.LOOPS, "0.6")):
+        for version in VERSIONS:
+            assert bool(lint_file(file, nki=version)) == (version < oldest)
+    assert all(f"def {rung.kernel}(" in rung.file.read_text() for rung in ladder.RUNGS)
+    found = {rung.name: ladder._left_out(rung, "").nki for rung in ladder.RUNGS}
+    assert {name for name, nki in found.items() if nki == "0.6"} == {
+        rung.name for rung in ladder._loop_rungs()
+    }
 
 
 @pytest.mark.parametrize("rung", [r for r in ladder.RUNGS if not r.compiled], ids=lambda r: r.name)
@@ -61,6 +69,12 @@ def test_a_rung_notices_one_wrong_element(monkeypatch, rung):
     verdict = ladder._try(rung, "simulator", targets.get("trn2"), 0)
     assert verdict.verdict == "wrong"
     assert "elements differ" in verdict.error
+
+
+def test_the_fp8_rung_saturates_some_numbers_and_rounds_others():
+    (rung,) = (r for r in ladder.RUNGS if r.name == "fp8 result")
+    (wanted,) = rung.wanted(*(a.astype(np.float64) for a in ladder._operands(rung, 0)))
+    assert 0.2 < (np.abs(wanted) == 240).mean() < 0.98
 
 
 def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch):
@@ -99,15 +113,20 @@ class OwnNki:
     It returns zeros for one of them, as toolchains have done.
     """
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, kernel):
+        neuron._nki(oldest_version(kernel.source))  # as neuron.load asks
+        self.kernel = kernel
 
     def __call__(self, *tensors):
         arrays = [t.float().numpy().astype(ladder.numpy_dtype(_nki_name(t))) for t in tensors]
-        made = simulate(f"{ladder.KERNELS}:{self.name}", *arrays, mode="functional")
-        share = 0.0 if self.name == "strided_copy" else 1.0
+        made = simulate(f"{self.kernel.path}:{self.kernel.name}", *arrays, mode="functional")
+        share = 0.0 if self.kernel.name == "strided_copy" else 1.0
         out = tuple(torch.from_numpy(share * y.astype(np.float32)) for y in made.outputs)
         return out if len(out) > 1 else out[0]
+
+    def fn(self, x):
+        """Return what a trace of rung "copy" sees."""
+        return torch.empty_like(x)
 
 
 def _nki_name(tensor):
@@ -118,11 +137,12 @@ def _nki_name(tensor):
 @pytest.fixture
 def quick(monkeypatch):
     """Leave out the rungs that are long because they are timed."""
-    monkeypatch.setattr(ladder, "RUNGS", tuple(ladder._rungs()))
+    monkeypatch.setattr(ladder, "RUNGS", (*ladder._rungs(), *ladder._loop_rungs()))
 
 
-def test_a_device_climbs_through_the_launchers(monkeypatch, tmp_path, quick):
-    """Kernels are loaded, registered and launched as on a device; the verdicts are kept."""
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """A Trn2 with TorchNeuron whose kernels run in the simulator; set its NKI with `install`."""
     install(monkeypatch, torch_neuronx="2.13.3.0")
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: ["/dev/neuron0"])
     monkeypatch.setattr(machine, "INSTANCE_TYPE", str(tmp_path / "type"))
@@ -130,11 +150,14 @@ def test_a_device_climbs_through_the_launchers(monkeypatch, tmp_path, quick):
     monkeypatch.setattr(neuron, "_registered", {})
     monkeypatch.setattr(neuron, "device", lambda: torch.device("cpu"))
     monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
-    monkeypatch.setattr(neuron, "load", lambda kernel: OwnNki(kernel.name))
-    monkeypatch.setattr(neuron, "_traceable", lambda function: function)
-    monkeypatch.setattr(neuron, "compiled_launcher", neuron.launcher)
+    monkeypatch.setattr(neuron, "load", OwnNki)
+    monkeypatch.setitem(neuron._COMPILERS, "cpu", "aot_eager")
     monkeypatch.setattr(ladder, "TIMED_RUNS", 1)
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_a_device_climbs_through_the_launchers(tmp_path, quick, device):
+    """Kernels are loaded, registered and launched as on a device; the verdicts are kept."""
     done = CliRunner().invoke(app, ["doctor", "--device"])
     assert done.exit_code == 1, done.output  # a rung is wrong
     assert "verdicts written to" in done.stdout
@@ -145,6 +168,46 @@ def test_a_device_climbs_through_the_launchers(monkeypatch, tmp_path, quick):
     assert verdicts.pop("strided copy") == "wrong"
     assert set(verdicts.values()) == {"passed"}, str(found)
     assert all(v.time_us > 0 for v in found.verdicts)
+
+
+def test_only_loops_fail_with_an_nki_that_has_none(monkeypatch, tmp_path, quick, device):
+    """Kernels that are built there afterwards do without them, until another NKI is installed."""
+    install(monkeypatch, torch_neuronx="2.13.3.0", nki="0.5.0")
+    found = ladder.climb("neuron")
+    failed = {v.rung: v.error for v in found.verdicts if v.verdict == "failed"}
+    assert set(failed) == {rung.name for rung in ladder._loop_rungs()}
+    assert all("nki 0.5.0 is installed, kernels need 0.6" in error for error in failed.values())
+    path = tmp_path / "verdicts.json"
+    path.write_text(found.to_json())
+    monkeypatch.setenv("NMM_VERDICTS", str(path))
+    assert not machine_target("trn2").device_loops
+    os.utime(path, (1, 1))  # another process reads it anew
+    install(monkeypatch, torch_neuronx="2.13.3.0", nki="0.6.0")
+    with pytest.warns(UserWarning, match=r"of NKI 0\.5\.0, and 0\.6\.0 is installed; run: nmm doc"):
+        assert machine_target("trn2").device_loops
+
+
+def test_a_device_that_runs_nothing_any_more_gives_no_verdicts(monkeypatch, quick, device):
+    """After a fault that no rung survives the others are left out, not called wrong."""
+    dead = []
+
+    class Mortal(OwnNki):
+        def __call__(self, *tensors):
+            dead.extend(["dead"] * (self.kernel.name == "double_row"))
+            if dead:
+                raise RuntimeError("NRT_EXEC_UNIT_UNRECOVERABLE")
+            return super().__call__(*tensors)
+
+    monkeypatch.setattr(neuron, "load", Mortal)
+    monkeypatch.setattr(neuron, "_registered", {})
+    found = ladder.climb("neuron")
+    names = [v.rung for v in found.verdicts]
+    at = names.index("double row")
+    assert found.verdicts[at].verdict == "failed"
+    assert {v.verdict for v in found.verdicts[:at]} == {"passed", "wrong"}
+    assert {(v.verdict, v.error) for v in found.verdicts[at + 1 :]} == {
+        ("left out", "the device runs nothing after 'double row' failed")
+    }
 
 
 def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, quick):

@@ -1,0 +1,69 @@
+"""The kernels of `nmm doctor --device` that hold a loop on the device, which came with NKI 0.6.
+
+An NKI file as rungs.py is, apart from it so that the other kernels run with NKI 0.5.
+"""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+def position(i):
+    """Return a loop's index in SBUF, where views can be addressed by it."""
+    at = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.register_store(at, i)
+    return at
+
+
+@nki.jit
+def device_loop(x):
+    """Copy x in a loop on the device."""
+    rows, columns = x.shape
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    block = [[columns, 128], [1, columns]]
+
+    def body(i):
+        held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=held, src=x.ap(block, scalar_offset=i))
+        nisa.dma_copy(dst=out.ap(block, scalar_offset=i), src=held)
+
+    nl.fori_loop(0, rows, body, 128)
+    return out
+
+
+@nki.jit
+def device_loop_register(x):
+    """Copy x in a loop on the device whose bound is a register."""
+    rows, columns = x.shape
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    blocks = x.reshape_dim(0, (rows // 128, 128))
+    results = out.reshape_dim(0, (rows // 128, 128))
+    turns = nisa.register_alloc(rows // 128)
+
+    def body(i):
+        at = position(i)
+        held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=held, src=blocks.select(0, at))
+        nisa.dma_copy(dst=results.select(0, at), src=held)
+
+    nl.fori_loop(0, turns, body)
+    return out
+
+
+@nki.jit
+def device_loop_dma_transpose(x):
+    """Return x transposed by DMA, 16 rows in each turn of a loop on the device."""
+    rows, columns = x.shape
+    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
+    blocks = x.reshape_dim(0, (rows // 16, 16))
+    results = out.reshape_dim(1, (rows // 16, 16))
+    turns = nisa.register_alloc(rows // 16)
+
+    def body(i):
+        at = position(i)
+        turned = nl.ndarray((columns, 16), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_transpose(dst=turned, src=blocks.select(0, at), axes=(1, 0))
+        nisa.dma_copy(dst=results.select(1, at), src=turned)
+
+    nl.fori_loop(0, turns, body)
+    return out
