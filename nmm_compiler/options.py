@@ -57,7 +57,8 @@ class Options:
         takes no time, "simulated" runs each kernel in the simulator once, which takes up to seconds
         a shape, and keeps the figures in the kernel cache.
     reassociate: permit rewrites that change where the intermediate result is rounded.
-    strict: raise on an internal failure where the default is a warning and the plain graph.
+    strict: raise on an internal failure, and where a kernel fails its first run on a device; the
+        default is a warning and the plain graph, or PyTorch in place of that kernel.
     verify: run each graph before and after the rewrite on its inputs and raise where they differ.
     dump: directory to write each graph to after each step of the passes, as readable code.
     report: called with the CompileReport of each graph; True prints it; a path ending in .html is

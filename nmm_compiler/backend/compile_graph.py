@@ -312,6 +312,8 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             work.notes.append(f"no kernel for {spec.short()}; {without_kernel(work.options)}")
             continue
         if device is not None and not neuron.check(kernel, device):
+            if work.options.strict:
+                raise neuron.failed_first_run(kernel)
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
         work.note_kernel(kernel, calls, origins[spec])
 

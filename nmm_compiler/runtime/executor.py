@@ -123,9 +123,8 @@ class KernelExecutor:
             part = _padded(x.narrow(x_tokens, start, used), x_tokens, size - used)
             ys = self.launcher(kernel, (part, *(w.contiguous() for w in weights)))
             if ys is None:
-                if options.executor == self.name:
-                    reason = f"{kernel.name} failed its first run, as the warning before says"
-                    raise NoKernelError(self.name, str(spec), reason)
+                if options.executor == self.name or options.strict:
+                    raise neuron.failed_first_run(kernel)
                 return None
             if used < size:
                 ys = tuple(y.narrow(at, 0, used) for y, at in zip(ys, y_tokens, strict=True))

@@ -20,8 +20,9 @@ from nmm_compiler.targets import Target
 
 MINIMUM_NKI = "0.5"
 """The first NKI with the views that every kernel uses; a loop on the device needs 0.6."""
-FIRST_NATIVE_TORCH_NEURONX = (2, 13)
-"""TorchNeuron, with its device "neuron" and `nki_op`; before it torch-neuronx runs on torch-xla."""
+FIRST_NATIVE_TORCH_NEURONX = (2, 10)
+"""TorchNeuron, with its device "neuron" and `nki_op`: "PyTorch 2.9 is the last version using
+PyTorch/XLA" (release notes of PyTorch, SDK 2.28). 2.13 is the first public one."""
 INSTALL = "pip install nki neuronx-cc torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com"
 INSTALL_BETA_1 = 'pip install "neuronx-cc==2.22.*" torch-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com'
 """The last neuronx-cc with NKI Beta 1 in it, that of Neuron SDK 2.27."""

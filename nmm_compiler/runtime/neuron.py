@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nmm_compiler.errors import ChangedFileError, NeuronSetupError
+from nmm_compiler.errors import ChangedFileError, NeuronSetupError, NoKernelError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.nki_api.source_text import read_source
@@ -292,6 +292,12 @@ def check(kernel: Any, device: torch.device) -> bool:
                 )
             _verdicts[key] = fault is None
         return _verdicts[key]
+
+
+def failed_first_run(kernel: Any) -> NoKernelError:
+    """Return the error for a kernel that gave wrong results, where nothing else may compute."""
+    reason = f"{kernel.name} failed its first run, as the warning before says"
+    return NoKernelError("neuron", str(kernel.spec), reason)
 
 
 def forget() -> None:

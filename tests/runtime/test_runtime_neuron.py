@@ -21,6 +21,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.ops import registration
+from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor, first_run, kernels, machine, neuron
 
@@ -98,6 +99,7 @@ def test_a_machine_without_neuron_is_described_with_what_to_install(monkeypatch)
         ({"nki": "0.6.0"}, 0, "simulate"),
         ({"nki": "0.5.0", "torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}, 1, "torch-xla"),
         ({"nki": "0.7.0", "torch_neuronx": "2.13.3.0"}, 2, "torchneuron"),
+        ({"nki": "0.5.0", "torch_neuronx": "2.11.3.0.1278"}, 1, "torchneuron"),
         ({"nki": "0.7.0", "torch_neuronx": "2.13.3.0", "torch_xla": "2.12.0"}, 2, "torchneuron"),
         ({"nki": "0.6.0", "torch_neuronx": "2.9.0.1"}, 1, "none"),
         ({"nki": "0.2.0", "torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}, 1, "none"),
@@ -222,6 +224,8 @@ def test_a_kernel_that_fails_its_first_run_is_not_used(
         torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
         with pytest.raises(NoKernelError, match="failed its first run"):
             torch.ops.nmm.lowrank_matmul(x, u, v, executor="neuron")
+        with pytest.raises(NoKernelError, match="failed its first run"):
+            torch.ops.nmm.lowrank_matmul(x, u, v, executor=executor_name(Options(strict=True)))
     assert len(neuron.load(table.all()[0]).calls) == 1
 
 
@@ -316,6 +320,10 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
         (kernel,) = table.all()
         assert len(neuron.load(kernel).calls) == 1
         assert any("differs from the float64 reference" in str(w.message) for w in said) != traced
+        if not traced:
+            work.options = Options(strict=True)
+            with pytest.raises(NoKernelError, match="failed its first run"):
+                compile_graph._build_all(work, work.gm)
         with (
             torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True),
             warnings.catch_warnings(),
