@@ -1,6 +1,7 @@
 """Kills a process at every point of a sharded save, and looks at what is left.
 
-Each attempt forks a child that saves a new model over an old one (every fourth: into no directory).
+Each attempt forks a child that saves a new model over an old one (every fourth: into no directory),
+half of them as on a file system that cannot exchange two directories.
 The child is killed by SIGKILL: either it kills itself before its k-th file operation, as Python's
 audit events count them, or this process kills it after a random share of the time that a save
 takes, which also hits the middle of writes that Python does not see. Then the directory must load
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.stress.tally import Tally
+from nmm_compiler.compress import replace
 
 _OPERATIONS = ("open", "os.", "shutil.", "tempfile.", "ctypes.dlsym", "fcntl.")
 _IDS = torch.arange(12).reshape(2, 6)
@@ -58,8 +60,11 @@ def _logits(made: Any) -> torch.Tensor:
     return found
 
 
-def _child(made: Any, directory: Path, kill_at: int | None) -> int:
-    """Fork a child that saves, and kills itself before its file operation number kill_at."""
+def _child(made: Any, directory: Path, kill_at: int | None, exchange: bool = True) -> int:
+    """Fork a child that saves, and kills itself before its file operation number kill_at.
+
+    exchange: whether the file system is one that can exchange two directories.
+    """
     child = os.fork()
     if child:
         return child
@@ -72,6 +77,8 @@ def _child(made: Any, directory: Path, kill_at: int | None) -> int:
             if seen == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    if not exchange:
+        replace._exchange = lambda first, second: False
     sys.addaudithook(hook)
     code = 1
     try:
@@ -126,13 +133,13 @@ def _one(
         (directory / "notes" / "mine.txt").write_text("kept")
     if i % 3 == 2:
         where = f"after {took * generator.random():.4f} s"
-        child = _child(models[1], directory, None)
+        child = _child(models[1], directory, None, i % 2 == 0)
         time.sleep(float(where.split()[1]))
         os.kill(child, signal.SIGKILL)
     else:
         kill_at = order[(i - i // 3) % len(order)]
         where = f"before operation {kill_at} of {len(order)}"
-        child = _child(models[1], directory, kill_at)
+        child = _child(models[1], directory, kill_at, i % 2 == 0)
     _, status = os.waitpid(child, 0)
     tally.attempts += 1
     fault = ""
