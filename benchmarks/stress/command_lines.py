@@ -38,6 +38,8 @@ from benchmarks.stress.line_values import (
     INPUTS,
     KERNEL,
     MODEL,
+    OTHER,
+    OUTPUT_NAMES,
     PROCESS_ENVIRONMENT,
     RAISING,
     STREAMS,
@@ -103,6 +105,9 @@ def _words(choose: random.Random, name: str, command: Any) -> list[str]:
             option = [choose.choice([*parameter.opts, *parameter.secondary_opts])]
             if not parameter.is_flag:
                 option.append(_value(choose, name, parameter.name, wrong))
+                inputs = {word.partition(":")[0] for word in positional} & set(INPUTS)
+                if parameter.name in OUTPUT_NAMES and inputs and choose.random() < 0.1:
+                    option[-1] = min(inputs)
             options.append(option)
     if choose.random() < wrong / 4:
         options.append([choose.choice(("--nonsense", "-z", "--json", "--", "--help", "--seed"))])
@@ -133,7 +138,7 @@ def make_workshop(place: Path, with_model: bool = True) -> None:
     (place / "key.json").write_text('{"family": "toy", "spec": {"m": 8}}')
     (place / "deep.json").write_text("[" * 100_000)
     (place / "noise.tar").write_bytes(b"noise" * 500)
-    (place / "other.json").write_text('{"executor": "neuron", "target": "trn2", "verdicts": [3]}')
+    (place / "other.json").write_text(OTHER)
     (place / "link").symlink_to("old.json")
     for name, number in DEVICES.items():
         try:

@@ -110,11 +110,18 @@ GOOD: dict[str, tuple[str, ...]] = {
     "path": ("new.tar", "new.tar.gz", "noise.tar", "text.txt", "directory", "full"),
     "cache export path": ("new.tar", "new.tar.gz", "old.json", "directory", "full"),
 }  # fmt: skip
+OUTPUT_NAMES = ("html", "json", "out", "output", "plot", "repro", "save_to", "trace")
+OTHER = """{"executor": "neuron", "target": "trn2", "verdicts": [{"rung": [], "verdict": "failed"}],
+"base": "trn2", "numbers": {"tensor_clock_hz": [1%s, "x"]}}""" % ("0" * 400)
 ENVIRONMENT = {
     "NMM_CACHE": ("nonsense", "ro", "off", "require", "²"),
     "NMM_CACHE_DIR": ("empty", "null", "/proc/none", "relative", "x" * 300, "x/" * 3000),
     "NMM_CACHE_MAX_BYTES": ("-1", "1e9", "9" * 5000, "nan", "٣", "0"),
     "NMM_REMOTE_CACHE": ("nonsense://x", "::", "directory", "file:///proc/none", "http://[::1"),
+    "NMM_VERDICTS": ("verdicts.json", "other.json", "key.json", "directory", "null", "off", "²"),
+    "NMM_PRINT_KERNELS": ("1",),
+    "NEURON_PLATFORM_TARGET_OVERRIDE": ("trn1", "nonsense"),
+    "NEURON_LOGICAL_NC_CONFIG": ("1", "-1", "²", "9" * 5000),
     "NMM_NONSENSE": ("1",),
     "COLUMNS": ("abc", "0", "-5", "1", "²", "999999999", "7"),
     "LINES": ("abc", "²", "0"),
