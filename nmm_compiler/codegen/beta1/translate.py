@@ -5,7 +5,8 @@ statement by statement, in the older dialect's forms:
 
 - instructions return their result: `nisa.f(dst=t, ...)` -> `t[...] = nisa.f(...)`, `table.py`
 - matmuls that accumulate -> `t += nisa.nc_matmul(...)` into tiles of `nl.zeros`
-- DMA between HBM and SBUF -> `nl.load` and `nl.store`
+- DMA between HBM and SBUF -> `nl.load` and `nl.store`; helpers that are one `nl.store` are written
+  out, `stores.py`
 - strided views of HBM -> index expressions of `nl.arange`, `views.py`
 - `range` -> `nl.affine_range`, `nl.sequential_range` or `nl.static_range`, `loops.py`
 - `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
@@ -36,6 +37,7 @@ from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, keyword
 from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, without_counters
 from nmm_compiler.codegen.beta1.layout import laid_out
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
+from nmm_compiler.codegen.beta1.stores import with_stores
 from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
 from nmm_compiler.codegen.fold_constants import assigned_names
@@ -60,7 +62,7 @@ def to_beta_1(source: str) -> str:
         for name, f in functions.items()
         if name not in views and name not in counters
     }
-    made = with_iterators(_reachable(made, kernel))
+    made = with_iterators(_reachable(with_stores(made), kernel))
     others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
     others = [_import(s) if _is_import(s) else s for s in others]
     return laid_out(module.with_changes(body=[*others, *made.values()])).code
@@ -120,9 +122,10 @@ class _Function:
         return _with_body(self.function, made).with_changes(decorators=decorators)
 
     def _view_names(self, body: Sequence[Statement]) -> set[str]:
-        """Return the names that stand for strided views, and so for no tensor of Beta 1.
+        """Return the names that stand for views, and so for no tensor of Beta 1.
 
-        A tile of its own stays one where a part of it is viewed: `tile[0:128, 0:4].permute(...)`.
+        These are strided views and parts of tensors in HBM. A tile of its own stays one where a
+        part of it is viewed: `tile[0:128, 0:4].permute(...)`.
         """
         local, tiles = assigned_names(body), _tiles(body)
         found: set[str] = set()
@@ -150,7 +153,11 @@ class _Function:
                 "nisa",
             )
             return not module and node.func.attr.value in METHODS
-        return isinstance(node, cst.Subscript) and root(node) in names
+        if not isinstance(node, cst.Subscript):
+            return False
+        sliced = any(isinstance(element.slice, cst.Slice) for element in node.slice)
+        in_hbm = sliced and self.facts.memory(self.name, node) == HBM
+        return root(node) in names or in_hbm
 
     # Statements
 
@@ -215,7 +222,7 @@ class _Function:
         elif orelse is not None:
             orelse = orelse.with_changes(body=self._nested(orelse.body))
         if isinstance(orelse, cst.Else):
-            if text(orelse.body) == text(body):
+            if [text(s) for s in orelse.body.body] == [text(s) for s in body.body]:
                 return list(body.body)
             chosen = chosen_tile(statement.test, body, orelse.body)
             if chosen is not None:  # a tile made in a branch is not known outside of it
