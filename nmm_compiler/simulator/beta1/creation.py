@@ -15,13 +15,13 @@ from nmm_compiler.errors import (
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.beta1.index import box_of
+from nmm_compiler.simulator.beta1.operands import ISSUE, in_sbuf, tensor
 from nmm_compiler.simulator.beta1.pending import (
     as_number,
     nothing_pending,
     read,
     session,
 )
-from nmm_compiler.simulator.beta1.rules import ISSUE, in_sbuf, tensor
 from nmm_compiler.simulator.beta1.tensor import (
     Blocks,
     Tensor,

@@ -304,6 +304,18 @@ def box_of(mask: Any, shape: tuple[int, ...]) -> Part:
     )
 
 
+def common_part(a: Part, b: Part) -> Part:
+    """Return what two parts of one tile have in common."""
+    if a is True or b is False:
+        return b
+    if b is True or a is False:
+        return a
+    assert isinstance(a, tuple)
+    assert isinstance(b, tuple)
+    both = tuple((max(m[0], n[0]), min(m[1], n[1])) for m, n in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else False
+
+
 def _unsupported(what: str) -> UnsupportedInstructionError:
     return current().error(  # type: ignore[return-value]
         UnsupportedInstructionError, f"NKI Beta 1: {what}"

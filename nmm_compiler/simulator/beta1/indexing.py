@@ -10,13 +10,13 @@ import math
 from typing import Any
 
 from nmm_compiler.errors import OutOfBoundsError, TensorShapeError, UnsupportedInstructionError
-from nmm_compiler.simulator.beta1.index import Index, Mask, whole
-from nmm_compiler.simulator.beta1.tensor import OPERATIONS, Blocks, Shifted, Tensor, fail
+from nmm_compiler.simulator.beta1.index import Index, Mask, box_of, whole
+from nmm_compiler.simulator.beta1.tensor import OPERATIONS, Blocks, Masked, Shifted, Tensor, fail
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, Indirection
 
 
-def index(tensor: Tensor, key: Any) -> Tensor:
-    """Return `tensor[key]`."""
+def index(tensor: Tensor, key: Any) -> Any:
+    """Return `tensor[key]`: a view, or the tile with an operand mask."""
     keys = list(key) if isinstance(key, tuple) else [key]
     for at, k in enumerate(keys):
         if k is Ellipsis:
@@ -24,11 +24,8 @@ def index(tensor: Tensor, key: Any) -> Tensor:
             keys[at : at + 1] = [slice(None)] * (len(tensor.shape) - given)
             break
     given = sum(k is not None for k in keys)
-    if len(keys) == 1 and isinstance(keys[0], Mask):
-        raise fail(
-            UnsupportedInstructionError,
-            f"a mask as the index of {tensor!r}; index the part that is used, or pass mask=",
-        )
+    if len(keys) == 1 and isinstance(keys[0], (Mask, bool)):
+        return _masked(tensor, keys[0])
     if given > len(tensor.shape):
         raise fail(TensorShapeError, f"{given} indices into {tensor!r}")
     advanced = any(isinstance(k, (Index, Tensor, Shifted)) for k in keys)
@@ -47,6 +44,18 @@ def index(tensor: Tensor, key: Any) -> Tensor:
         OPERATIONS["settle"](tensor)
     keys += [slice(None)] * (len(tensor.shape) - given)
     return _advanced(tensor, keys) if advanced else _basic(tensor, keys)
+
+
+def _masked(tile: Tensor, mask: Mask | bool) -> Tensor | Masked:
+    """Return a tile with an operand mask; the tile itself where the mask leaves nothing out."""
+    if tile.memory == "hbm":
+        raise fail(
+            UnsupportedInstructionError,
+            f"a mask as the index of {tile!r}; an operand mask is for the tiles of a matmul (NKI "
+            "API Masking), pass mask= to the load or store",
+        )
+    part = box_of(mask, tile.shape)
+    return tile if part is True else Masked(tile, part)
 
 
 def _block(tensor: Tensor, keys: list[Any]) -> Tensor:

@@ -16,13 +16,15 @@ from nmm_compiler.errors import KernelArgumentError, UnsupportedInstructionError
 from nmm_compiler.nki_api.beta1_api import beta_1
 from nmm_compiler.nki_api.beta1_table import ISA_ENUMS, REFUSED
 from nmm_compiler.simulator.beta1.index import Part, box_of
+from nmm_compiler.simulator.beta1.operands import ISSUE, in_sbuf, operand, tensor
 from nmm_compiler.simulator.beta1.pending import (
     leave_undefined,
     nothing_pending,
     stretched,
     written,
 )
-from nmm_compiler.simulator.beta1.rules import ISSUE, RULES, Arguments, in_sbuf, operand, tensor
+from nmm_compiler.simulator.beta1.products import Arguments
+from nmm_compiler.simulator.beta1.rules import RULES
 from nmm_compiler.simulator.beta1.tensor import Tensor, fail
 from nmm_compiler.simulator.isa import names as current_isa
 from nmm_compiler.simulator.isa.enums import engine

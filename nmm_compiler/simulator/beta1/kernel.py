@@ -18,10 +18,12 @@ from nmm_compiler.errors import (
     ProgramsDisagreeError,
     UnsupportedInstructionError,
 )
+from nmm_compiler.simulator.beta1.creation import ndarray
 from nmm_compiler.simulator.beta1.language import SpmdDim, nc
+from nmm_compiler.simulator.beta1.moves import store
 from nmm_compiler.simulator.beta1.pending import Session, leave_undefined, session
 from nmm_compiler.simulator.beta1.tensor import Tensor, fail
-from nmm_compiler.simulator.language.base import shared_hbm
+from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import jit_kernel
 from nmm_compiler.simulator.loading.jit_kernel import JitKernel
 from nmm_compiler.simulator.machine import current, running
@@ -126,6 +128,8 @@ def _wrapped(value: Any) -> Any:
 
 def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
     if isinstance(value, Tensor):
+        if value.memory != "hbm":
+            value = _stored(value)
         view = value.tile()
         storage = view.storage
         shared = any(t.storage is storage for t in now.shared) or storage.is_input
@@ -142,6 +146,17 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_unwrapped(v, now, programs_run) for v in value)
     return value
+
+
+def _stored(tile: Tensor) -> Tensor:
+    """Return a copy in HBM of an on-chip tile that a kernel returned.
+
+    AWS's documentation of SDK 2.26 does so in the example of nki.isa.range_select.
+    """
+    current().warn(f"{tile!r} is returned from on chip, and stored in HBM for that")
+    out = ndarray(tile.shape, tile.dtype, buffer=hbm)
+    store(out, tile)
+    return out
 
 
 def _leave_rest_undefined(output: Tensor) -> None:

@@ -18,6 +18,14 @@ from nmm_compiler.nki_api.beta1_table import REFUSED
 from nmm_compiler.simulator.beta1 import instructions
 from nmm_compiler.simulator.beta1.index import Index, box_of
 from nmm_compiler.simulator.beta1.instructions import bound, refuse, signature_of
+from nmm_compiler.simulator.beta1.operands import (
+    ISSUE,
+    at_equal_partitions,
+    in_float32,
+    in_sbuf,
+    issued,
+    tensor,
+)
 from nmm_compiler.simulator.beta1.pending import (
     Session,
     as_number,
@@ -29,15 +37,9 @@ from nmm_compiler.simulator.beta1.pending import (
     stretched,
     written,
 )
+from nmm_compiler.simulator.beta1.products import product
 from nmm_compiler.simulator.beta1.promotion import kind_of_number, promote
-from nmm_compiler.simulator.beta1.rules import (
-    ISSUE,
-    in_float32,
-    in_sbuf,
-    product,
-    tensor,
-    transposed,
-)
+from nmm_compiler.simulator.beta1.rules import transposed
 from nmm_compiler.simulator.beta1.tensor import OPERATIONS, Shifted, Tensor, fail, kind_of
 from nmm_compiler.simulator.isa import operators
 from nmm_compiler.simulator.isa.enums import engine
@@ -110,7 +112,8 @@ def _binary(short: str) -> Callable[..., Any]:
         view = None if box is False else read(tile, box)
         return result(
             tile.shape, chosen(kind, dtype),
-            lambda dst: ISSUE["tensor_scalar"](dst, view, op, number, reverse0=reverse), box=box,
+            lambda dst: issued("tensor_scalar", dst, view, op, number, reverse0=reverse),
+            box=box,
         )  # fmt: skip
 
     def _with_tile(name: str, x: Tensor, y: Tensor, dtype: Any, mask: Any) -> Tensor:
@@ -128,13 +131,13 @@ def _binary(short: str) -> Callable[..., Any]:
                 left, vector = read(tile, box), in_float32(read(other, rows))
                 return result(
                     shape, kind,
-                    lambda dst, left=left, vector=vector, reverse=reverse: ISSUE["tensor_scalar"](  # type: ignore[misc]
-                        dst, left, op, vector, reverse0=reverse
+                    lambda dst, left=left, vector=vector, reverse=reverse: issued(  # type: ignore[misc]
+                        "tensor_scalar", dst, left, op, vector, reverse0=reverse
                     ),
                     box=box,
                 )  # fmt: skip
-        a, b = stretched(x, shape, name, box), stretched(y, shape, name, box)
-        return result(shape, kind, lambda dst: ISSUE["tensor_tensor"](dst, a, b, op), box=box)
+        a, b = at_equal_partitions(stretched(x, shape, name, box), stretched(y, shape, name, box))
+        return result(shape, kind, lambda dst: issued("tensor_tensor", dst, a, b, op), box=box)
 
     return function
 
@@ -164,9 +167,11 @@ def _unary(short: str) -> Callable[..., Any]:
         box = box_of(mask, tile.shape)
         view = None if box is False else read(tile, box)
         if on_scalar:
-            return result(tile.shape, kind, lambda dst: ISSUE["activation"](dst, op, view), box=box)
+            return result(
+                tile.shape, kind, lambda dst: issued("activation", dst, op, view), box=box
+            )
         return result(
-            tile.shape, kind, lambda dst: ISSUE["tensor_scalar"](dst, view, op, 0), box=box
+            tile.shape, kind, lambda dst: issued("tensor_scalar", dst, view, op, 0), box=box
         )
 
     return function
@@ -199,8 +204,7 @@ def _matmul(name: str, x: Any, y: Any, transpose_x: bool = False, mask: Any = No
     if not transpose_x:
         turned = transposed(name, tensor(name, "x", x), engine.unknown)
         x = _copy(name, turned)
-    shape = (math.prod(x.shape[1:]), *tensor(name, "y", y).shape[1:])
-    return product(name, tensor(name, "x", x), y, shape, box_of(mask, shape))
+    return product(name, x, y, mask)
 
 
 def _composite(short: str) -> Callable[..., Any]:

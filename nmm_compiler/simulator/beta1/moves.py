@@ -12,6 +12,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.simulator.beta1 import math as functions
 from nmm_compiler.simulator.beta1.index import box_of
+from nmm_compiler.simulator.beta1.operands import ISSUE, in_sbuf, tensor
 from nmm_compiler.simulator.beta1.pending import (
     Session,
     as_number,
@@ -22,7 +23,6 @@ from nmm_compiler.simulator.beta1.pending import (
     session,
     stretched,
 )
-from nmm_compiler.simulator.beta1.rules import ISSUE, in_sbuf, tensor
 from nmm_compiler.simulator.beta1.tensor import (
     Tensor,
     fail,

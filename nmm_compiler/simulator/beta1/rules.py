@@ -14,84 +14,35 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import (
-    EngineRuleError,
     TensorShapeError,
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.beta1.index import Index, Mask, Part, box_of
+from nmm_compiler.simulator.beta1.operands import (
+    ISSUE,
+    at_equal_partitions,
+    in_float32,
+    in_sbuf,
+    nothing,
+    operand,
+    rows_of,
+    tensor,
+)
 from nmm_compiler.simulator.beta1.pending import (
     as_number,
     read,
     result,
     session,
     stretched,
-    written,
 )
+from nmm_compiler.simulator.beta1.products import Arguments, product_rule
 from nmm_compiler.simulator.beta1.promotion import promote
 from nmm_compiler.simulator.beta1.tensor import Tensor, fail, kind_of
-from nmm_compiler.simulator.isa import names as current_isa
-from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
+from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.language import math as language_math
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-
-Arguments = dict[str, Any]
-ISSUE: dict[str, Callable[..., Any]] = current_isa.NAMES
-_WRITTEN = ("reduce_res", "dst", "dst_idx")
-
-
-def tensor(name: str, role: str, value: Any) -> Tensor:
-    """Return `value` as a tensor; raise TensorShapeError when it is none."""
-    if not isinstance(value, Tensor):
-        what = f"{type(value).__name__}; pass a tile"
-        if isinstance(value, (Index, Mask)):
-            what = "an index expression; make a tile of it with nisa.iota(expr, dtype)"
-        raise fail(TensorShapeError, f"{name}: {role} is {what}")
-    if value.memory == "hbm":
-        raise fail(
-            EngineRuleError,
-            f"{name}: {role} {value!r} is in HBM (err_unsupported_memory); nl.load it first",
-        )
-    return value
-
-
-def in_sbuf(view: NkiTensor) -> NkiTensor:
-    """Return the view, or a copy in SBUF of one in PSUM."""
-    if view.memory == "sbuf":
-        return view
-    copied = ndarray(view.shape, view.dtype, sbuf)
-    ISSUE["tensor_copy"](copied, view)
-    return copied
-
-
-def in_float32(view: NkiTensor) -> NkiTensor:
-    """Return the view, or its float32 copy, from which an engine reads one number per partition."""
-    if view.dtype in ("float32", "tfloat32", "int32", "uint32"):
-        return view
-    copied = ndarray(view.shape, dtypes.float32, sbuf)
-    ISSUE["tensor_copy"](copied, view)
-    return copied
-
-
-def _rows(box: Part) -> tuple[int, int] | None:
-    return box[0] if isinstance(box, tuple) else None
-
-
-def operand(name: str, role: str, value: Any, box: Part) -> Any:
-    """Return an argument for the current instructions; of a tile, the rows of the box."""
-    number = as_number(value)
-    if number is not None and not isinstance(value, (bool, int, float)):
-        return number
-    if not isinstance(value, Tensor):
-        return value
-    tile = tensor(name, role, value)
-    part: Part = True
-    rows = _rows(box)
-    if rows is not None and tile.shape[0] >= rows[1]:
-        part = (rows, *((0, size) for size in tile.shape[1:]))
-    return written(tile, part) if role in _WRITTEN else read(tile, part)
-
 
 # Rules: what a call returns
 
@@ -132,6 +83,9 @@ def like(name: str, rule: list[str], given: Arguments, exact: bool = False) -> T
             given[role] = stretched(value, shape, name, box)
         else:
             given[role] = operand(name, role, value, box)
+    if len(rule) == 2:
+        first, second = rule
+        given[first], given[second] = at_equal_partitions(given[first], given[second])
     for role in ("operand0", "operand1"):
         if isinstance(given.get(role), NkiTensor) and role not in rule:
             given[role] = in_float32(given[role])
@@ -139,10 +93,6 @@ def like(name: str, rule: list[str], given: Arguments, exact: bool = False) -> T
         given["scale"] = in_float32(given["scale"])
     issue = ISSUE[name.removeprefix("nisa.").removesuffix("_dynamic_src")]
     return result(shape, kind, lambda dst: issue(dst, **given), box=box, exact=exact)
-
-
-def nothing(dst: NkiTensor) -> None:
-    """Issue nothing: the mask is false everywhere."""
 
 
 def _moved(name: str, rule: list[str], given: Arguments) -> Tensor:
@@ -208,7 +158,7 @@ def _columns(name: str, rule: list[str], given: Arguments) -> Tensor:
     box = box_of(mask, data.shape)
     if box is False:
         return result(shape, kind, nothing, box=False)
-    rows = _rows(box)
+    rows = rows_of(box)
     views = {r: operand(name, r, v, box) if r != role else read(v, box) for r, v in given.items()}
     issue = ISSUE[name.removeprefix("nisa.")]
     out: Part = True if rows is None else (rows, (0, count))
@@ -231,7 +181,6 @@ def _row(name: str, rule: list[str], given: Arguments) -> Tensor:
 
 def _bounds(name: str, rule: list[str], given: Arguments) -> Tensor:
     """Return (1, 2, n): sequence_bounds."""
-    no_mask(name, given)
     dtype = given.pop("dtype")
     ids = tensor(name, "segment_ids", given["segment_ids"])
     kind = ids.kind if dtype is None else kind_of(dtype)
@@ -246,7 +195,6 @@ def _bounds(name: str, rule: list[str], given: Arguments) -> Tensor:
 def _gathered(name: str, rule: list[str], given: Arguments) -> Tensor:
     """Return (partitions, indices, elements): local_gather."""
     no_mask(name, given)
-    given.pop("dtype")
     data = tensor(name, "src_buffer", given["src_buffer"])
     index = tensor(name, "index", given["index"])
     session().flush()
@@ -260,56 +208,6 @@ def _gathered(name: str, rule: list[str], given: Arguments) -> Tensor:
         shape, data.kind, lambda dst: ISSUE["local_gather"](dst, **views), only=("sbuf",),
         exact=True,
     )  # fmt: skip
-
-
-def product(
-    name: str,
-    stationary: Tensor,
-    moving: Tensor,
-    shape: tuple[int, ...],
-    box: Part = True,
-    **flags: Any,
-) -> Tensor:
-    """Return stationary.T @ moving of `shape`, in PSUM, float32."""
-    left, right = tensor(name, "stationary", stationary), tensor(name, "moving", moving)
-    session().flush()
-    a, b = in_sbuf(read(left)), in_sbuf(read(right))
-    if isinstance(box, tuple):
-        (m0, m1), (n0, n1) = box
-        a, b = a[:, m0:m1], b[:, n0:n1]
-
-    def issue(dst: NkiTensor) -> None:
-        ISSUE["nc_matmul"](dst, a, b, accumulate=False, **flags)
-
-    def add(dst: NkiTensor) -> None:
-        ISSUE["nc_matmul"](dst, a, b, **flags)
-
-    kind = left.kind if flags.get("is_transpose") else dtypes.float32
-    return result(
-        shape, kind, issue if box is not False else nothing, box=box, only=("psum",), exact=True,
-        accumulate=add,
-    )  # fmt: skip
-
-
-def _product(name: str, rule: list[str], given: Arguments) -> Tensor:
-    mask = given.pop("mask")
-    given.pop("dtype")
-    left, right = given.pop("stationary"), given.pop("moving")
-    tensor(name, "stationary", left)
-    tensor(name, "moving", right)
-    if given["perf_mode"] is None:
-        del given["perf_mode"]
-    elif given["perf_mode"] == "double_row_gen3":
-        given["perf_mode"] = matmul_perf_mode.double_row
-    else:
-        raise fail(
-            UnsupportedInstructionError,
-            f"{name}: perf_mode {given['perf_mode']!r}; the simulator has 'double_row_gen3'",
-        )
-    shape = (math.prod(left.shape[1:]), *right.shape[1:])
-    if "perf_mode" in given:
-        shape = (math.prod(left.shape[2:]), *right.shape[2:])
-    return product(name, left, right, shape, box_of(mask, shape), **given)
 
 
 def transposed(name: str, data: Tensor, where: Any, dtype: Any = None, mask: Any = None) -> Tensor:
@@ -463,6 +361,6 @@ def no_mask(name: str, given: Arguments) -> None:
 
 RULES: dict[str, Callable[[str, list[str], Arguments], Tensor]] = {
     "like": like, "moved": _moved, "reduced": _reduced, "columns": _columns, "row": _row,
-    "bounds": _bounds, "gathered": _gathered, "product": _product, "transposed": _transposed,
+    "bounds": _bounds, "gathered": _gathered, "product": product_rule, "transposed": _transposed,
     "selected": _selected, "expression": _expression, "filled": _filled,
 }  # fmt: skip

@@ -23,7 +23,7 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.beta1.index import Index, Part
+from nmm_compiler.simulator.beta1.index import Index, Part, common_part
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
@@ -79,6 +79,22 @@ class Shifted:
     def shape(self) -> tuple[int, ...]:
         """The shape of the expression."""
         return self.index.shape
+
+
+class Masked:
+    """A tile with an operand mask, `tile[i_f < n]`: matmuls alone take it (NKI API Masking)."""
+
+    __slots__ = ("part", "tile")
+
+    def __init__(self, tile: Tensor, part: Part) -> None:
+        self.tile = tile
+        self.part = part
+
+    def __getitem__(self, key: Any) -> Tensor | Masked:
+        found = OPERATIONS["index"](self.tile, key)
+        if isinstance(found, Masked):
+            return Masked(self.tile, common_part(self.part, found.part))
+        return self if found is self.tile else found  # a mask that leaves nothing out
 
 
 class Tensor:

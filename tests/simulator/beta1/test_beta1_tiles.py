@@ -274,7 +274,85 @@ def test_affine_select_and_iota_of_an_index():
     assert np.array_equal(count, 3 * np.arange(100)[:, None] - np.arange(100) + 5)
 
 
+@pytest.mark.parametrize(
+    ("product", "rows", "m", "n"),
+    [
+        ("nisa.nc_matmul(x[i_m < 30], y[i_n < 20])", (0, 100), 30, 20),
+        ("nl.matmul(x[i_m < 30], y[i_n < 20], transpose_x=True)", (0, 100), 30, 20),
+        ("nisa.nc_matmul(x[i_p < 64][i_m < 30], y[i_n < 20][True])", (0, 64), 30, 20),
+        ("nisa.nc_matmul(x[i_p < 96], y[i_p >= 64])", (64, 96), 60, 50),
+        ("nisa.nc_matmul(x[i_p < 200], y[i_n < 90])", (0, 100), 60, 50),
+        ("nisa.nc_matmul(x[i_m < 30], y[False])", (0, 0), 0, 0),
+        ("nisa.nc_matmul(x[i_m < 30], y, mask=(i_q < 40) & (i_n < 10))", (0, 100), 30, 10),
+    ],
+)
+def test_an_operand_mask_leaves_rows_and_columns_out_of_a_product(product, rows, m, n):
+    a, b = values(100, 60), values(100, 50, seed=1)
+    result = run(
+        f"""
+        x, y = nl.load(a), nl.load(b)
+        i_p, i_q = nl.arange(100)[:, None], nl.arange(60)[:, None]
+        i_m, i_n = nl.arange(60)[None, :], nl.arange(50)[None, :]
+        p = nl.zeros((60, 50), dtype=nl.float32, buffer=nl.psum)
+        p[...] += {product}
+        return out(p)
+        """, a, b,
+    )  # fmt: skip
+    used_a, used_b = a[slice(*rows), :m], b[slice(*rows), :n]
+    want = np.zeros((60, 50))
+    want[:m, :n] = used_a.astype(np.float64).T @ used_b
+    bound = np.zeros((60, 50))
+    bound[:m, :n] = product_bound(used_a, used_b) if n else 0
+    assert (np.abs(result.output - want) <= bound).all()
+    assert ops(result).count("nc_matmul") == (n > 0)
+
+
+def test_an_on_chip_tile_that_is_returned_is_stored_in_hbm():
+    a = values(100, 60)
+    result = run("x = nl.load(a)\nreturn x, nl.exp(x)", a)
+    assert np.array_equal(result.outputs[0], a)
+    assert ops(result).count("dma_copy") == 3  # the load and two stores
+    assert "is returned from on chip" in result.warnings[0]
+
+
+def test_a_language_function_of_more_dimensions_than_an_instruction_is_several():
+    a = values(8, 2, 3, 2, 3, 4, 5)
+    result = run(
+        """
+        x = nl.load(a)
+        y = nl.ndarray((8, 2, 3, 2, 2, 3, 9), dtype=nl.float32, buffer=nl.sbuf)
+        p, q, r, s, t, u, v = nl.mgrid[0:8, 0:2, 0:3, 0:2, 0:2, 0:3, 0:4]
+        y[p, q, r, s, t, u, v * 2] = nl.multiply(x[p, q, r, s, t + 1, u, v + 1], 3)
+        got = nl.ndarray((8, 2, 3, 2, 2, 3, 4), dtype=nl.float32, buffer=nl.shared_hbm)
+        nl.store(got, y[p, q, r, s, t, u, v * 2])
+        return got
+        """, a,
+    )  # fmt: skip
+    assert np.array_equal(result.output, 3 * a[:, :, :, :, 1:, :3, 1:])
+    assert ops(result).count("tensor_scalar") == 2 * 3  # of its six free dimensions, two outer ones
+
+
+@pytest.mark.parametrize(
+    ("line", "copies"),
+    [
+        ("nl.subtract(x[64:128, 0:60], y)", 1),
+        ("nisa.tensor_tensor(x[64:128, 0:60], y, np.subtract)", 1),
+        ("nisa.scalar_tensor_tensor(x[64:128, 0:60], np.multiply, 1.0, np.subtract, y)", 1),
+        ("nl.subtract(x[64:128, 0:60], x[64:128, 60:120])", 0),
+    ],
+)
+def test_two_inputs_that_start_apart_are_brought_together(line, copies):
+    a = values(128, 120)
+    b = a[64:, 60:].copy()
+    result = run(f"x = nl.load(a)\ny = nl.load(b)\nreturn out({line})", a, b)
+    assert np.array_equal(result.output, a[64:, :60] - b)
+    assert ops(result).count("tensor_copy") == copies
+
+
 REFUSED = [
+    ("nl.exp(nl.load(a)[nl.arange(128)[:, None] < 64])", errors.TensorShapeError, "operand mask"),
+    ("nl.load(a[nl.arange(128)[:, None] < 64])", errors.UnsupportedInstructionError,
+     "an operand mask is for the tiles of a matmul"),
     ("nl.exp(nl.load(a)[nl.arange(64), 0])", errors.TensorShapeError, "err_1d_arange"),
     ("nl.exp(nl.load(a)[nl.arange(64)[:, None], :])", errors.TensorShapeError, "mixing_basic"),
     ("nl.load(a[nl.arange(128)[:, None], 200 + nl.arange(100)[None, :]])",
