@@ -34,6 +34,8 @@ def beta_1() -> Beta1:
     returns: dict[str, str] = {}
     for module, text, more in (
         ("nki.isa", table.ISA, _MASKED + ", dtype=None"),
+        ("nki.isa", table.ISA_WITHOUT_DTYPE, _MASKED),
+        ("nki.isa", table.ISA_UNMASKED, ""),
         ("nki.language", table.LANGUAGE, _MASKED),
         ("nki.language", table.LANGUAGE_UNMASKED, ""),
     ):

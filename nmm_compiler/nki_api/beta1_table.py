@@ -14,7 +14,8 @@ from __future__ import annotations
 BETA_1 = "0.1"
 """The version that a file which imports `neuronxcc.nki` is written for."""
 
-# All of these also take mask=None and dtype=None, by keyword.
+# All of these also take mask=None and dtype=None, by keyword. nc_matmul's perf_mode
+# is nki-samples', a keyword that its stub's **kwargs take.
 ISA = """
 activation(op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None,
     reduce_cmd=reduce_cmd.idle) -> like data
@@ -40,22 +41,28 @@ bn_stats(data) -> columns 6
 bn_aggr(data) -> columns 2
 max8(src) -> columns 8
 nc_find_index8(data, vals) -> columns 8 uint32
-sequence_bounds(segment_ids) -> bounds
-local_gather(src_buffer, index, num_elem_per_idx=1, num_valid_indices=None) -> gathered
-nc_matmul(stationary, moving, is_stationary_onezero=False, is_moving_onezero=False,
-    is_transpose=False, tile_position=(), tile_size=(), perf_mode=None) -> product
 nc_transpose(data, engine=engine.unknown) -> transposed
 dma_transpose(src, axes=None) -> transposed
 affine_select(pred, on_true_tile, on_false_value) -> selected
-iota(expr) -> expression
-memset(shape, value, engine=engine.unknown) -> filled
+iota(expr, dtype) -> expression
+memset(shape, value, dtype, engine=engine.unknown) -> filled
 nc_stream_shuffle(src, dst, shuffle_mask)
 tensor_copy_predicated(src, dst, predicate, reverse_pred=False)
 select_reduce(dst, predicate, on_true, on_false, reduce_res=None, reduce_cmd=reduce_cmd.idle,
     reduce_op=maximum, reverse_pred=False)
-dma_copy(dst, src, dst_rmw_op=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown)
 tensor_copy_dynamic_src(src, engine=engine.unknown) -> moved src
 tensor_copy_dynamic_dst(dst, src, engine=engine.unknown)
+"""
+# mask=None, no dtype.
+ISA_WITHOUT_DTYPE = """
+local_gather(src_buffer, index, num_elem_per_idx=1, num_valid_indices=None) -> gathered
+nc_matmul(stationary, moving, is_stationary_onezero=False, is_moving_onezero=False,
+    is_transpose=False, tile_position=(), tile_size=(), perf_mode=None) -> product
+dma_copy(dst, src, dst_rmw_op=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown)
+"""
+# Neither; sequence_bounds has its dtype.
+ISA_UNMASKED = """
+sequence_bounds(segment_ids, dtype=None) -> bounds
 builtin_custom_op(function_name, lib_file_name, ulib_to_ucode_version, ulib_to_isa_version, srcs,
     dsts)
 get_nc_version()

@@ -1,4 +1,4 @@
-"""Emitted NKI Beta 1 in an interpreter that is not ours (benchmarks/beta1_interpreter.py)."""
+"""Emitted NKI Beta 1 in an interpreter that is not ours, and against the stubs of SDK 2.26."""
 
 import subprocess
 import sys
@@ -6,20 +6,35 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "beta1_interpreter.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 INSTALL = (
     "git clone https://github.com/Deep-Learning-Profiling-Tools/triton-viz; "
     "pytest tests/codegen --triton-viz triton-viz"
 )
 
 
+def lines_of(script, *arguments):
+    """Return what a benchmark prints; it has to succeed."""
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
 def test_every_family_is_right_in_triton_viz(request):
     clone = request.config.getoption("--triton-viz", default=None)
     if clone is None:
         pytest.skip(INSTALL)
-    command = [sys.executable, str(SCRIPT), "--checkout", clone]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    lines = lines_of("beta1_interpreter.py", "--checkout", clone)
     assert len(lines) == 9
     assert all(": right, " in line for line in lines)
+
+
+def test_the_stubs_of_sdk_2_26_define_what_the_table_says_and_kernels_use(request):
+    clone = request.config.getoption("--neuron-docs", default=None)
+    if clone is None:
+        pytest.skip("git clone https://github.com/aws-neuron/aws-neuron-sdk; --neuron-docs DIR")
+    table, kernels, verdict = lines_of("beta1_stubs.py", "--docs", clone)
+    assert table == "table: 134 functions of the stubs, 0 differences"
+    assert kernels.startswith("20 emitted kernels use ")
+    assert verdict == "no differences"
