@@ -116,7 +116,7 @@ class CacheKeyError(CacheError, ValueError):
 
 
 class CacheTrustError(CacheError):
-    """A directory, archive or remote entry that others could have written; ends with the mend."""
+    """A directory, archive or remote entry that others could have written; says how to mend it."""
 
 
 class CacheMissError(CacheError, LookupError):
@@ -136,7 +136,7 @@ class CacheDirectoryError(CacheError, OSError):
 
 
 class CacheWarning(UserWarning):
-    """Something of the kernel cache was lost or passed over; the answer is right all the same."""
+    """The kernel cache lost or skipped an entry; results are right all the same."""
 
 
 class NeuronSetupError(NmmError, RuntimeError):
@@ -144,7 +144,7 @@ class NeuronSetupError(NmmError, RuntimeError):
 
 
 class MachineFileError(NmmError, ValueError):
-    """A file about this machine (verdicts, a calibrated target) is missing or says nothing."""
+    """A file about this machine (verdicts, a calibrated target) is missing or holds no facts."""
 
 
 class NoKernelError(NmmError, RuntimeError):
@@ -223,7 +223,7 @@ class InstructionLimitError(SimulationError):
 
 
 class ProgramsDisagreeError(SimulationError):
-    """The programs of a grid took different paths: one waits for what the other never does."""
+    """The programs of a grid took different paths: one waits for a step that the other skips."""
 
 
 class SimulatorFaultError(SimulationError):

@@ -1,7 +1,7 @@
-"""What the functions of an emitted file know of their tensors: in HBM or on chip, summed into.
+"""Where the tensors of an emitted file are (HBM or on chip), and which tiles matmuls sum into.
 
-Beta 1 has one function per direction, nl.load and nl.store, and zeroes what matmuls sum into. So a
-helper's parameters have to be known by what its callers pass.
+Beta 1 has one function per direction of a DMA, nl.load and nl.store, and sums into zeroed tiles
+only. For the parameters of a helper, both follow from the arguments of its calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops of a kernel that Beta 1 spells another way: on the device, and around its results."""
+"""Rewrites two kinds of loops for Beta 1: loops on the device, and loops that make results."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def unrolled(body: Sequence[Statement]) -> list[Statement]:
 
 
 def is_counter(function: cst.FunctionDef) -> bool:
-    """Return whether a function stores a loop's variable in SBUF: an index by itself in Beta 1."""
+    """Return whether a function stores a loop's variable in SBUF. Beta 1 needs no such copy."""
     names = {get_full_name_for_node(n.func) for n in nodes(function) if isinstance(n, cst.Call)}
     return names == {"nl.ndarray", "nisa.register_store"}
 
 
 def without_counters(statements: Iterable[Any], counters: set[str]) -> list[Statement]:
-    """Return the body of a device loop with its variable where a copy of it in SBUF was."""
+    """Return the body of a device loop with the loop's variable for its copies in SBUF."""
     made: list[Statement] = []
     renamed: dict[str, Expression] = {}
     for statement in statements:

@@ -1,4 +1,4 @@
-"""Lays out statements that have become longer or shorter than a line."""
+"""Breaks and joins lines of statements whose length the translation changed."""
 
 # libcst names its visitor methods after node classes.
 # ruff: noqa: N802

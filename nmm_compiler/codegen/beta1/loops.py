@@ -1,11 +1,11 @@
-"""Which iterator of Beta 1 a loop takes.
+"""Chooses the iterator of Beta 1 for each loop.
 
-    affine_range       the variable only moves indices, and iterations do not depend on each other
-                       but for matmuls that sum into the same tile
-    sequential_range   the variable only moves indices
-    static_range       the body needs the number: sizes, min(), lists of tiles, `if`
+    affine_range       the variable only occurs in indices, and iterations are independent, except
+                       that matmuls may sum into the same tile
+    sequential_range   the variable only occurs in indices
+    static_range       the body needs the variable as a number: in sizes, min(), lists, `if`
 
-Inside a kernel, Beta 1 reads Python's `range` as sequential_range, whose variable is no number.
+Beta 1 takes Python's `range` in a kernel as sequential_range, whose variable is not a number.
 """
 
 # libcst names its visitor methods after node classes.
@@ -39,7 +39,7 @@ def with_iterators(functions: Functions) -> dict[str, cst.FunctionDef]:
 
 
 def _numbers_needed(functions: Functions) -> dict[str, set[str]]:
-    """Return, for each function, the names that have to be numbers while the kernel is traced."""
+    """Return the names in each function that have to be numbers while the kernel is traced."""
     needed: dict[str, set[str]] = {name: set() for name in functions}
     while True:
         before = {name: set(found) for name, found in needed.items()}
@@ -95,7 +95,7 @@ def _number_parts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 class _Iterators(Editor):
-    """Writes iterators, outer loops last."""
+    """Writes iterators, of inner loops first."""
 
     def __init__(self, function: cst.FunctionDef, needed: set[str], functions: Functions) -> None:
         self.needed, self.functions = needed, functions
@@ -131,7 +131,7 @@ class _Iterators(Editor):
         return bool(made & self.live[loop])
 
     def _independent(self, loop: cst.For) -> bool:
-        """Return whether each iteration writes places of its own, but for sums."""
+        """Return whether no iteration writes what another one writes, except by summing."""
         assert isinstance(loop.target, cst.Name)
         steps = {loop.target.value: 1}
         own: set[str | None] = set()
@@ -139,7 +139,7 @@ class _Iterators(Editor):
         read: set[str | None] = set()
         for small in _small_statements(loop.body):
             if any(True for _ in calls(small, self.functions)):
-                return False  # a helper writes what it is given
+                return False  # a helper may write its arguments
             target: Any = small.target if isinstance(small, cst.AugAssign) else None
             if isinstance(small, cst.Assign):
                 target = small.targets[0].target
@@ -180,7 +180,7 @@ def _small_statements(body: Any) -> Iterator[Any]:
 
 
 def _step(node: Any, steps: dict[str, int]) -> int | None:
-    """Return by how much an iteration moves an affine expression; None for any other one."""
+    """Return the change of an affine expression per iteration; None if it is not affine."""
     if isinstance(node, cst.Integer):
         return 0
     if isinstance(node, cst.Name):

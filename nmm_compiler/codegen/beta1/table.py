@@ -1,12 +1,12 @@
-"""How Beta 1 spells what templates say: instruction forms and enumerators, old -> new.
+"""Instruction forms and enumerators of Beta 1 for those of templates.
 
-In this dialect an instruction returns its result: `nisa.f(dst=t, ...)` is `t[...] = nisa.f(...)`.
-What a tile is rounded to is said by `dtype=`, which defaults to the dtype of an operand.
+In Beta 1 an instruction returns its result: `nisa.f(dst=t, ...)` is `t[...] = nisa.f(...)`.
+`dtype=` is the dtype to which the result is rounded; its default is that of an operand.
 """
 
 from __future__ import annotations
 
-# Instruction -> keywords that take what its destination was: of `t`, dtype=t.dtype.
+# Instruction -> attributes of the destination t that it takes as keywords: dtype=t.dtype.
 ADDED: dict[str, tuple[str, ...]] = {
     "tensor_copy": ("dtype",),
     "activation": ("dtype",),

@@ -1,6 +1,6 @@
-"""How tiles are made: lists that are filled at once, and a tile whose shape a test chooses.
+"""Allocates tiles in the scope that uses them: list comprehensions, conditional shapes.
 
-A tile that is made in a loop or under an `if` is not known outside of it in Beta 1
+Beta 1 does not let a kernel use a tile outside of the loop or the `if` that allocates it
 (err_local_variable_used_out_of_scope).
 """
 
@@ -19,7 +19,7 @@ Statement = cst.BaseStatement
 
 
 def with_lists(body: Sequence[Statement]) -> list[Statement]:
-    """Return a block in which a list that is filled at once is made where it is filled.
+    """Return a block in which a list that one statement fills is made by that statement.
 
     `t = []` and a loop of `t.append(e)` become `t = [e for ...]`; one `t.append(e)`, `t = [e]`.
     """

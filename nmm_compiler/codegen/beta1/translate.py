@@ -12,7 +12,7 @@ statement by statement, in the older dialect's forms:
 - `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
 - tensors in shared HBM are made outside of loops
 
-What has no form in Beta 1 is refused by name, DialectError.
+A construct without a form in Beta 1 raises DialectError, which names it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _is_import(statement: Any) -> bool:
 
 
 def _import(statement: Any) -> Any:
-    """Return the import of the module that has a module's names in Beta 1."""
+    """Return the import of the Beta 1 module that has the names of the imported one."""
     alias = statement.body[0].names[0]
     name = alias.asname.name.value if alias.asname else alias.name.value
     made: Any = cst.parse_statement(table.IMPORTS[name])
@@ -171,7 +171,7 @@ class _Function:
                 statement, left = self._sunk(statement, left)
             new = self._statement(statement)
             comments = list(getattr(statement, "leading_lines", ()))
-            if not new:  # its comment goes to what comes next
+            if not new:  # its comment moves to the next statement
                 leading += comments if any(line.comment for line in comments) else []
                 continue
             first: Any = new[0]
@@ -208,7 +208,7 @@ class _Function:
         return self._with(before, statement, spelled)
 
     def _nested(self, block: Any) -> Any:
-        """Return a nested block; index names that it binds are not known after it."""
+        """Return a nested block. Its index names are assigned again behind it."""
         self.indices = {}
         body = self._block(block.body)
         self.indices = {}
@@ -232,7 +232,10 @@ class _Function:
         return [statement.with_changes(test=test, body=body, orelse=orelse)]
 
     def _sunk(self, statement: cst.If, left: list[Statement]) -> tuple[cst.If, list[Statement]]:
-        """Return an `if` whose branches define a view, with what uses the view in each branch."""
+        """Move statements that use a view into the branches of the `if` that defines it.
+
+        Returns the `if` and the statements left behind it.
+        """
         views = self.views & assigned_names([statement]) & read_first(left)
         uses = [place for place, s in enumerate(left) if names_used([s]) & views]
         if not uses:
@@ -285,7 +288,7 @@ class _Function:
         """
         start, stop, name = (arg.value for arg in call.args)
         leading = statement.leading_lines
-        if isinstance(stop, cst.Call):  # register_alloc(n), and the comment that says why
+        if isinstance(stop, cst.Call):  # register_alloc(n): the comment is about it, drop both
             stop, leading = stop.args[0].value, ()
         body = self.bodies[cst.ensure_type(name, cst.Name).value]
         (variable,) = (p.name for p in body.params.params)
@@ -298,7 +301,7 @@ class _Function:
     # Expressions
 
     def _spelled(self, node: Any) -> tuple[list[Statement], Any]:
-        """Return what has to be assigned before, and a node with its views spelled out."""
+        """Return assignments of index names, and the node with its views as index expressions."""
         before: dict[str, Expression] = {}
         made = _Views(self, before).edit(_Values().edit(node))
         return self._assigned(before), made
@@ -314,7 +317,7 @@ class _Function:
         return made
 
     def _with(self, before: list[Statement], statement: Any, small: Any) -> list[Statement]:
-        """Return the statement as `small`, after what it needs; its comment comes first."""
+        """Return `before`, then the statement as `small`. The statement's comment comes first."""
         made = [*before, statement.with_changes(body=[small])]
         if before:
             made[-1] = statement.with_changes(body=[small], leading_lines=())
@@ -330,7 +333,7 @@ class _Function:
         if any(argument.keyword is None for argument in call.args):
             raise DialectError(f"nisa.{name} with arguments that have no keyword")
         dropped = [k for k in table.DROPPED.get(name, ()) if keyword(call, k) is not None]
-        if "dge_mode" in dropped:  # and the comment that says why
+        if "dge_mode" in dropped:  # the comment is about dge_mode: drop it too
             statement = statement.with_changes(leading_lines=())
         dst = keyword(call, "dst")
         assert dst is not None
@@ -359,7 +362,7 @@ class _Function:
         return self._with([*before, *before_dst], statement, made)
 
     def _copy(self, dst: Expression, src: Expression) -> tuple[list[Statement], Any]:
-        """Return a load or a store, or a DMA copy where the callers of a helper differ."""
+        """Return nl.load or nl.store, or a DMA copy in a helper that callers use both ways."""
         directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
         view = self.scope.view(src)
         before, source = self._spelled(src)
@@ -386,7 +389,7 @@ def _named(name: str, value: Expression) -> cst.Arg:
 
 
 def _tensor(dst: Expression) -> Expression:
-    """Return the tensor of a destination: without the indices into it."""
+    """Return the tensor of a destination, without its indices."""
     while True:
         if isinstance(dst, cst.Call) and isinstance(dst.func, cst.Attribute):
             dst = dst.func.value
@@ -409,14 +412,14 @@ def _tiles(body: Sequence[Statement]) -> set[str]:
 
 
 def _target(dst: Expression) -> Any:
-    """Return what to assign to: t[...] for a whole tile."""
+    """Return the target of an assignment: t[...] for a whole tile."""
     if isinstance(dst, (cst.Subscript, cst.Call)):
         return dst
     return subscript(dst, [cst.Index(cst.Ellipsis())])
 
 
 class _Views(Editor):
-    """Spells the views of an expression."""
+    """Writes the views of an expression as index expressions."""
 
     def __init__(self, function: _Function, before: dict[str, Expression]) -> None:
         self.function, self.before = function, before

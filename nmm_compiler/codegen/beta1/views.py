@@ -2,7 +2,7 @@
 
 `src[r : r + 128 * t, c : c + n].reshape_dim(0, (t, 128)).permute((1, 0, 2))` becomes
 `src[r + 128 * i_t + i_p, c + i_f]`, i_p, i_t and i_f being `nl.arange` along the axes of the view.
-A View holds, per dimension of the tensor, where it starts and by how much each axis moves it.
+A View holds, per dimension of the tensor, its start and the stride of each axis in it.
 """
 
 # libcst names its visitor methods after node classes.
@@ -49,7 +49,7 @@ class Axis:
 class Dimension:
     """A dimension of the tensor: start + sum(factor * axis).
 
-    spelled: the slice or index that the source has for it, as long as nothing changed it.
+    spelled: its slice or index in the source, while the view still has that one.
     """
 
     start: Expression
@@ -101,7 +101,7 @@ class View:
         return dataclasses.replace(view, axes=tuple(kept))
 
     def _moved(self, axis: Axis, start: Expression, other: Axis | None) -> View:
-        """Return the view with `axis` starting at `start`, and called `other`."""
+        """Return the view with `other` for `axis`, from `start` on."""
         dimensions = []
         for dimension in self.dimensions:
             factors = dict(dimension.terms)
@@ -141,14 +141,14 @@ class View:
 
     @property
     def plain(self) -> bool:
-        """Whether slices say it: the axes are those of the dimensions, in their order."""
+        """Whether slices can write the view: one axis a dimension, stride 1, in their order."""
         axes = [a for d in self.dimensions for a, _ in d.terms]
         return axes == list(self.axes) and all(
             len(d.terms) < 2 and all(number(f) == 1 for _, f in d.terms) for d in self.dimensions
         )
 
     def spelled(self) -> tuple[Expression, dict[str, Expression]]:
-        """Return the tensor indexed, and the index names that this needs, with their values."""
+        """Return the view as a subscript, and the index names in it with their values."""
         if self.plain:
             slices = [
                 d.spelled or (span(d.start, plus(d.start, d.terms[0][0].size)) if d.terms
@@ -168,7 +168,7 @@ class View:
                         total = plus(total, times(factor, cst.Name(names[a])))
             indices.append(cst.Index(total))
         base = self.base
-        if self.flat:  # a tensor of one dimension is indexed as one row
+        if self.flat:  # Beta 1 indexes a tensor of one dimension as a row of two
             indices = [cst.Index(integer(0)), *indices]
             base = _row(base)
         ordered = {name: used[name] for name in names.values() if name in used}
@@ -191,7 +191,7 @@ def _row(base: Expression) -> Expression:
 
 @dataclasses.dataclass
 class Scope:
-    """What a function knows of its names while its statements are read in order.
+    """Known names of a function, while its statements are read in order.
 
     views: names that stand for views. constants: names of integers. helpers: functions that return
     a view of an argument.
@@ -202,7 +202,7 @@ class Scope:
     constants: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def view(self, node: Expression) -> View | None:
-        """Return the view that an expression is, None for one that is no view."""
+        """Return the view that an expression denotes, or None."""
         if isinstance(node, cst.Name):
             return self.views.get(node.value)
         if isinstance(node, cst.Subscript):
@@ -224,7 +224,7 @@ class Scope:
             return self._step(view, name, arguments)
         if name != "reshape":
             return None
-        # a whole tensor of one dimension as two
+        # a tensor of one dimension, reshaped as a whole
         return View.of(node, [span(integer(0), size) for size in elements(arguments[0])])
 
     def _step(self, view: View, name: str, arguments: Sequence[Expression]) -> View:

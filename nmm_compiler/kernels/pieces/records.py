@@ -1,5 +1,5 @@
-"""Records that NKI helpers take. They exist while a kernel of kernels/<family> runs as it is; an
-emitted file has their fields as arguments and constants.
+"""Records that NKI helpers take. Emitted files have their fields instead, as arguments and
+constants.
 
 A strip is a left factor in SBUF: [128, tiles, tokens], its contraction index on the partitions.
 """
@@ -11,9 +11,9 @@ import nki.language as nl
 
 @dataclass
 class Operand(nl.NKIObject):
-    """How an operand arrives: the record of schedules, kernels.base.Operand."""
+    """How an operand arrives: the fields of `Operand` in kernels/schedule.py."""
 
-    load: str  # "none" for a strip that is there
+    load: str  # "none" for a strip that is in SBUF already
     block: int
     chunk: int
     group: int
@@ -53,8 +53,8 @@ class Strip(nl.NKIObject):
 class Weight(nl.NKIObject):
     """A right factor in HBM, the whole of it in SBUF if it is resident, and how it arrives.
 
-    ahead: so many panels are loaded before the results of the one before them are stored. first:
-    the first panel, if it is loaded already.
+    ahead: how many panels are loaded before the results of the current one are stored. first: the
+    first panel, if it is loaded already.
     """
 
     weight: object
@@ -89,9 +89,10 @@ class Segment(nl.NKIObject):
 
 @dataclass
 class Rounding(nl.NKIObject):
-    """What sums are multiplied by, and whether the result is fp8 again; then activation(. + bias).
+    """The epilogue of a product that stays on chip.
 
-    Either the first two or the last three do something.
+    Without a bias and an activation: the sums times factor, or times scale; requantize: to fp8.
+    Else activation(sums + bias), with factor 1 and no scale.
     """
 
     factor: float
@@ -157,7 +158,7 @@ class Patch(nl.NKIObject):
 
 @dataclass
 class Branch(nl.NKIObject):
-    """A product of a strip that is there, and its epilogue."""
+    """A product of a strip in SBUF, and its epilogue."""
 
     strip: object
     weight: object
@@ -167,7 +168,7 @@ class Branch(nl.NKIObject):
 
 @dataclass
 class Base(nl.NKIObject):
-    """A second product into the same sums, of a strip that is there; length is 0 for none."""
+    """A second product into the same sums, of a strip in SBUF; length is 0 for none."""
 
     x_sb: object
     w: object
@@ -236,7 +237,7 @@ class Kept(nl.NKIObject):
 
 @dataclass
 class Held(nl.NKIObject):
-    """The weights of a low-rank product in HBM, and what is in SBUF for all tokens."""
+    """The weights of a low-rank product in HBM, and its operands in SBUF for all tokens."""
 
     u: object
     v: object
