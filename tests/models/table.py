@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from configurations import KINDS, Kind
+from configurations import KINDS
+from small_models import Kind
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HEAD = "| model | low-rank layers | fused | kernel calls | graphs | note |\n| --- | --- | --- | --- | --- | --- |"  # noqa: E501

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from configurations import KINDS, MODELS, RANK, make
+from configurations import KINDS, MODELS
+from small_models import RANK, make
 from table import page
 from torch import nn
 
