@@ -106,9 +106,9 @@ class Store(Levels):
             self._seen = seen
 
     @classmethod
-    def in_memory(cls, remote: str | None = None, *, check: Check | None = None) -> Store:
+    def in_memory(cls, remote: str | None = None) -> Store:
         """Return a store without a directory: what it finds or builds stays in this process."""
-        store = cls(os.devnull, "off", remote=remote, check=check)
+        store = cls(os.devnull, "off", remote=remote)
         store.mode, store._disk = "ro", NoDisk(store.directory, writing=False)
         return store
 

@@ -212,7 +212,7 @@ def _squared_norm(matrix: torch.Tensor) -> float:
     )
 
 
-def _randomized(weight: torch.Tensor, rank: int, seed: int = 0) -> Factors | None:
+def _randomized(weight: torch.Tensor, rank: int) -> Factors | None:
     """Return factors from a randomized range finder, or None where their error has no proof.
 
     Halko, Martinsson and Tropp (2011), with one power iteration. The proof is a posteriori: with
@@ -221,7 +221,7 @@ def _randomized(weight: torch.Tensor, rank: int, seed: int = 0) -> Factors | Non
     that plus |E|_F^2. The share |E|_F^2 / (that sum) is reported as the excess.
     """
     n, k = weight.shape
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     width = rank + _OVERSAMPLE
     sketch = torch.randn(width, k, generator=generator, dtype=torch.float64).to(weight.device)
     basis = orthonormal(_product(sketch, weight.T).T)

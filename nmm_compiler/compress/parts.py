@@ -161,11 +161,11 @@ class Calibration:
         if part.name:
             batches = [
                 replace(passage, hidden=hidden, original=passage)
-                for passage, hidden in zip(batches, self._hidden_at(part), strict=True)
+                for passage, hidden in zip(batches, self._hidden_here(), strict=True)
             ]
         return collect_pairs(self.originals, self.model.get_submodule(part.name), sites, batches)
 
-    def _hidden_at(self, part: Part) -> list[torch.Tensor]:
+    def _hidden_here(self) -> list[torch.Tensor]:
         """Return the compressed model's hidden states at the entry of this block."""
         if self._hidden is None:
             tracer = trace(self.model, [self._first_block], self.batches)
@@ -180,7 +180,7 @@ class Calibration:
         with frozen(module), torch.no_grad():
             self._hidden = [
                 replace(passage, hidden=hidden).run(module)
-                for passage, hidden in zip(part.batches, self._hidden_at(part), strict=True)
+                for passage, hidden in zip(part.batches, self._hidden_here(), strict=True)
             ]
         if not self._keeps_originals:
             self.originals.forget()

@@ -27,7 +27,6 @@ LAYOUTS = ("row", "col")
 ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 
 PACKAGE = "nmm_compiler.kernels"
-NKI_PIECES = Path(__file__).parent / "pieces"  # NKI code that families share
 
 Array = np.ndarray[Any, Any]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from nmm_compiler.errors import ExportError
-from nmm_compiler.mlir.bindings import context, load, text_attribute, walk
+from nmm_compiler.mlir.bindings import load, text_attribute, walk
 
 ALLOWED = {
     "torch": {"builtin", "func", "torch"},
@@ -52,17 +52,6 @@ def verify(module: Any, dialect: str, calls: int) -> None:
             found += 1
     if found != calls:
         raise ExportError(f"{found} kernel calls left of {calls} in the graph")
-
-
-def parses_back(text: str, dialect: str, calls: int) -> None:
-    """Parse MLIR text in a fresh context and verify it, as a consumer does first."""
-    bindings = load()
-    with context():
-        try:
-            module = bindings.ir.Module.parse(text)
-        except bindings.ir.MLIRError as error:
-            raise ExportError(f"the written module does not parse: {error}") from None
-        verify(module, dialect, calls)
 
 
 def _described(module: Any) -> set[str]:

@@ -71,7 +71,7 @@ def check_calls(names: Names, api: Api) -> Iterator[Finding]:
         elif path is not None and path in api.functions:
             function = api.functions[path]
             yield from _check_arguments(node, function, api)
-            yield from _check_enums(node, function, names)
+            yield from _check_enums(node, function)
             if path in table.NOT_ON_DEVICE:
                 text = f"{path} does not compile for a device; use {table.NOT_ON_DEVICE[path]}"
                 yield at(node, "NKI-E118", text)
@@ -160,7 +160,7 @@ def _unknown_argument(
     return at(keyword, "NKI-E111", f"{function} has no {name!r}{closest(name, known)}")
 
 
-def _check_enums(node: ast.Call, function: Function, names: Names) -> Iterator[Finding]:
+def _check_enums(node: ast.Call, function: Function) -> Iterator[Finding]:
     for parameter, value in _pairs(node, function):
         if not isinstance(value, ast.Constant):
             continue

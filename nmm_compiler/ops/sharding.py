@@ -67,10 +67,10 @@ def token_dims(ndim: int, layout: str) -> list[int]:
     return [1] if layout == "col" else list(range(ndim - 1))
 
 
-def factors(name: str, weights: Sequence[Any], layout: str = "weight_layout") -> list[Operand]:
+def factors(name: str, weights: Sequence[Any]) -> list[Operand]:
     """Return the operands of a projection [u, v] or [w]; name: what its roles begin with."""
     roles = ("first", "last") if len(weights) == 2 else ("dense",)
-    return [(name + role, w, layout) for role, w in zip(roles, weights, strict=True)]
+    return [(name + role, w, "weight_layout") for role, w in zip(roles, weights, strict=True)]
 
 
 def placements(

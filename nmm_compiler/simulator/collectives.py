@@ -166,7 +166,7 @@ def _exchange(
     if machine.data:
         for i, (_, dst) in enumerate(pairs):
             parts = [met[rank][i] for rank in move.ranks]
-            _write(machine, dst, combine([p[0] for p in parts], move.place))
+            _write(dst, combine([p[0] for p in parts], move.place))
             spoilt = [p for p in parts if p[1] is not None]
             if spoilt:
                 masks = [np.zeros(p[0].shape, np.bool_) if p[1] is None else p[1] for p in parts]
@@ -190,7 +190,7 @@ def _reduced(
     return values, reduce(masks, 0) if masks else None, one[2] or other[2]
 
 
-def _write(machine: Machine, dst: NkiTensor, values: np.ndarray) -> None:
+def _write(dst: NkiTensor, values: np.ndarray) -> None:
     dst.array()[...] = values if values.dtype == dst.dtype.numpy else cast(values, dst.dtype)
     if dst.storage.unwritten is not None:
         dst.mark_written()

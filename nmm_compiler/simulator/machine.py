@@ -137,7 +137,7 @@ class Machine:
 
     __slots__ = (
         "absent", "accumulators", "alike", "assign", "data", "dialect", "grid", "identities",
-        "instructions", "kept", "loop_depth", "max_instructions", "no_reorder_depth", "outputs",
+        "instructions", "kept", "max_instructions", "no_reorder_depth", "outputs",
         "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank", "ranks",
         "shared_count", "storages", "strict", "target", "trace", "warned", "warning_keys",
         "warnings",
@@ -177,7 +177,6 @@ class Machine:
         self.random_state: Any = None
         self.shared_count = 0
         self.no_reorder_depth = 0
-        self.loop_depth = 0
         self.outputs: Any = None
         self.dialect: Any = None
 

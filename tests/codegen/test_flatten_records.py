@@ -2,18 +2,20 @@
 
 import dataclasses
 import textwrap
+from pathlib import Path
 
 import libcst as cst
 import pytest
 
+from nmm_compiler import kernels
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
 from nmm_compiler.codegen.specialize import functions_of, specialize
 from nmm_compiler.errors import TemplateError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import NKI_PIECES
 from nmm_compiler.kernels.schedule import Operand
 from nmm_compiler.records import Record
 
+NKI_PIECES = Path(kernels.__file__).parent / "pieces"
 CLASSES = """
 class Part:
     src: object

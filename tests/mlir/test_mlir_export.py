@@ -24,13 +24,20 @@ from nmm_compiler.errors import (
 from nmm_compiler.mlir import bindings
 from nmm_compiler.mlir.export import export_mlir
 from nmm_compiler.mlir.module import MLIRModule
-from nmm_compiler.mlir.verify import parses_back
+from nmm_compiler.mlir.verify import verify
 from nmm_compiler.passes.pipeline import rewrite
 
 pytest.importorskip("torch_mlir")
 
 DIALECTS = ("torch", "linalg", "stablehlo")
 MODES = ("call", "inline")
+
+
+def parses_back(text: str, dialect: str, calls: int) -> None:
+    """Parse MLIR text in a fresh context and verify it, as a consumer does first."""
+    ir = bindings.load().ir
+    with bindings.context():
+        verify(ir.Module.parse(text), dialect, calls)
 
 
 @cache

@@ -66,7 +66,7 @@ def test_a_rung_notices_one_wrong_element(monkeypatch, rung):
         return made
 
     monkeypatch.setattr(ladder, "simulate", wrong)
-    verdict = ladder._try(rung, "simulator", targets.get("trn2"), 0)
+    verdict = ladder._try(rung, "simulator", targets.get("trn2"))
     assert verdict.verdict == "wrong"
     assert "elements differ" in verdict.error
 

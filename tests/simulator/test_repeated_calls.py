@@ -11,38 +11,19 @@ import pytest
 from simulator_kernels import kernel_file, run
 from test_rules import attempt
 
+from benchmarks.simulator import TILED
 from nmm_compiler import errors
 from nmm_compiler.nki_api.rules import rules
 from nmm_compiler.simulator.run import ArraySpec, simulate
 
-TILED = """\
-def kernel(lhsT, rhs):
-    k, m = lhsT.shape
-    result = nl.ndarray((m, rhs.shape[1]), lhsT.dtype, buffer=nl.shared_hbm)
-    for i in range(m // 128):
-        for j in range(rhs.shape[1] // 512):
-            acc = nl.ndarray((128, 512), nl.float32, buffer=nl.psum)
-            for l in range(k // 128):
-                rows = nl.ds(l * 128, 128)
-                a = nl.ndarray((128, 128), lhsT.dtype, buffer=nl.sbuf)
-                b = nl.ndarray((128, 512), rhs.dtype, buffer=nl.sbuf)
-                nisa.dma_copy(dst=a, src=lhsT[rows, i * 128:(i + 1) * 128])
-                nisa.dma_copy(dst=b, src=rhs[rows, j * 512:(j + 1) * 512])
-                nisa.nc_matmul(dst=acc, stationary=a, moving=b)
-            out = nl.ndarray((128, 512), lhsT.dtype, buffer=nl.sbuf)
-            nisa.tensor_copy(dst=out, src=acc)
-            nisa.dma_copy(dst=result[i * 128:(i + 1) * 128, j * 512:(j + 1) * 512], src=out)
-    return result
-"""
-
 
 def tiled(rows, mode="timing"):
-    path = kernel_file("import nki\nimport nki.isa as nisa\nimport nki.language as nl\n\n" + TILED)
+    path = kernel_file(TILED)
     shapes = (512, rows), (512, 1024)
     given = [ArraySpec(shape, "bfloat16") for shape in shapes]
     if mode != "timing":
         given = [np.ones(shape, np.float32) for shape in shapes]
-    return simulate(f"{path}:kernel", *given, mode=mode)
+    return simulate(f"{path}:tiled", *given, mode=mode)
 
 
 def one_program(rule):

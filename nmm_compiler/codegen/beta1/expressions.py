@@ -21,13 +21,9 @@ def same(a: Expression, b: Expression) -> bool:
     return a is b or text(a).replace(" ", "") == text(b).replace(" ", "")
 
 
+@functools.lru_cache(maxsize=64)
 def parsed(source: str) -> Expression:
     """Return a constant piece of source as an expression."""
-    return _parsed(source)
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(source: str) -> Expression:
     return cst.parse_expression(source)
 
 

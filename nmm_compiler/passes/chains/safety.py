@@ -12,9 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import (
-    Refusal,
-)
+from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.graph.canonical import PLAIN, Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
     Cast,
@@ -113,24 +111,37 @@ def unsafe(
     """
     covered = set(nodes)
     keys = list(operands)
-    elsewhere = set(redirected)
-    moved = crossed(c, covered, final, keys, allowed)
-    if moved is not None:
-        return moved
-    for node in covered - {final, *also_final}:
+    return (
+        crossed(c, covered, final, keys, allowed)
+        or _used_elsewhere(c, covered - {final, *also_final}, covered.union(redirected))
+        or _unfit_operand(c, covered, final, keys)
+    )
+
+
+def _used_elsewhere(c: Canonical, inner: set[fx.Node], users: set[fx.Node]) -> Refusal | None:
+    """Return another user of an inner value than these."""
+    for node in inner:
         for user in real_users(node):
-            if user not in covered and user not in elsewhere and not c.is_weight(node):
-                if user in c.effects.writers:
-                    return Refusal(
-                        "mutation",
-                        f"an inner value is written in place by {user.name}",
-                        node,
-                        "use the functional form",
-                    )
-                what = "is returned" if user.op == "output" else f"is also used by {user.name}"
+            if user in users or c.is_weight(node):
+                continue
+            if user in c.effects.writers:
                 return Refusal(
-                    "other_user", f"an inner value {what}", node, "use only the chain's result"
+                    "mutation",
+                    f"an inner value is written in place by {user.name}",
+                    node,
+                    "use the functional form",
                 )
+            what = "is returned" if user.op == "output" else f"is also used by {user.name}"
+            return Refusal(
+                "other_user", f"an inner value {what}", node, "use only the chain's result"
+            )
+    return None
+
+
+def _unfit_operand(
+    c: Canonical, covered: set[fx.Node], final: fx.Node, keys: list[Key]
+) -> Refusal | None:
+    """Return an operand or a value of a tensor subclass, or on another device than the others."""
     device = None
     distributed = {is_distributed(c.tensor(key)) for key in keys}
     if len(distributed) > 1:

@@ -26,8 +26,6 @@ from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-Destination = Callable[[Any], NkiTensor]
-
 
 @dataclasses.dataclass(slots=True)
 class Pending:

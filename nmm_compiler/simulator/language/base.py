@@ -230,14 +230,10 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
         start, stop = 0, start
     _check_loop(machine, "dynamic_range", step)
     low, high = _bound(start), _bound(stop)
-    machine.loop_depth += 1
-    try:
-        for count, value in enumerate(range(low, high, step)):
-            machine.tick("nl.dynamic_range", count)
-            with _iteration(machine, count):
-                yield VirtualRegister(value, frozen=True)
-    finally:
-        machine.loop_depth -= 1
+    for count, value in enumerate(range(low, high, step)):
+        machine.tick("nl.dynamic_range", count)
+        with _iteration(machine, count):
+            yield VirtualRegister(value, frozen=True)
 
 
 @contextlib.contextmanager
@@ -274,18 +270,14 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 
     machine = current()
     _check_loop(machine, "fori_loop", step)
     low, high = _bound(lower), _bound(upper)
-    machine.loop_depth += 1
-    try:
-        for count, value in enumerate(range(low, high, step)):
-            machine.tick("nl.fori_loop", count)
-            with _iteration(machine, count):
-                returned = body_fun(VirtualRegister(value))
-            if returned is not None:
-                raise machine.error(
-                    SimulationError, "the body of nl.fori_loop returned a value; it must not"
-                )
-    finally:
-        machine.loop_depth -= 1
+    for count, value in enumerate(range(low, high, step)):
+        machine.tick("nl.fori_loop", count)
+        with _iteration(machine, count):
+            returned = body_fun(VirtualRegister(value))
+        if returned is not None:
+            raise machine.error(
+                SimulationError, "the body of nl.fori_loop returned a value; it must not"
+            )
 
 
 def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
@@ -293,23 +285,19 @@ def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
     machine = current()
     _check_loop(machine, "while_loop")
     register, count = init, 0
-    machine.loop_depth += 1
-    try:
-        while True:
-            if not isinstance(register, VirtualRegister):
-                raise machine.error(
-                    SimulationError,
-                    f"nl.while_loop: the condition is {type(register).__name__}; init and what "
-                    "the body returns must be registers",
-                )
-            if register.read() == 0:
-                return
-            count += 1
-            machine.tick("nl.while_loop", count)
-            with _iteration(machine, count - 1):
-                register = body_fun(VirtualRegister(register.read()))
-    finally:
-        machine.loop_depth -= 1
+    while True:
+        if not isinstance(register, VirtualRegister):
+            raise machine.error(
+                SimulationError,
+                f"nl.while_loop: the condition is {type(register).__name__}; init and what "
+                "the body returns must be registers",
+            )
+        if register.read() == 0:
+            return
+        count += 1
+        machine.tick("nl.while_loop", count)
+        with _iteration(machine, count - 1):
+            register = body_fun(VirtualRegister(register.read()))
 
 
 @contextlib.contextmanager

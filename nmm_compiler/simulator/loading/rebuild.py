@@ -97,7 +97,7 @@ class Rebuilder:
             return standins.find(value.__name__) if top == "nki" else value
         module = getattr(value, "__module__", None) or ""
         if isinstance(module, str) and module.partition(".")[0] == "nki":
-            replaced = self._by_name(value, module)
+            replaced = self._by_name(value)
             if replaced is not None:
                 return replaced
         if isinstance(value, standins.JitKernel):
@@ -121,7 +121,7 @@ class Rebuilder:
         )
 
     @staticmethod
-    def _by_name(value: Any, module: str) -> Any:
+    def _by_name(value: Any) -> Any:
         name = getattr(value, "name", None) or getattr(value, "__name__", None)
         if not isinstance(name, str):
             return None

@@ -291,13 +291,13 @@ class NkiTensor(TensorData):
                 new_shape.append(1)
                 new_strides.append(1)
         if self.indirection is not None:
-            self._check_indirect_index(new_shape, offset)
+            self._check_indirect_index(new_shape)
         return NkiTensor(
             self.storage, tuple(new_shape), tuple(new_strides), offset, self.dtype,
             self.indirection,
         )  # fmt: skip
 
-    def _check_indirect_index(self, new_shape: list[int], offset: int) -> None:
+    def _check_indirect_index(self, new_shape: list[int]) -> None:
         if (
             self.indirection is not None
             and self.indirection.kind != "scalar"

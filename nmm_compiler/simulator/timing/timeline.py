@@ -74,7 +74,7 @@ class Timeline:
     repeated: instructions that the compiler drops, with the earlier one whose result they reuse.
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
-    sbuf_overflow_bytes, psum_overflow_bytes: by how much live tensors exceeded the memory.
+    sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
     """
 
     trace: Trace
@@ -94,7 +94,6 @@ class Timeline:
     sbuf_peak_bytes: int
     psum_peak_bytes: int
     sbuf_overflow_bytes: int
-    psum_overflow_bytes: int
 
 
 def time_trace(
@@ -486,7 +485,6 @@ class _Pass:
             sbuf_peak_bytes=self.trace.sbuf_peak_bytes or dependences.sbuf.peak,
             psum_peak_bytes=self._psum_peak_bytes(),
             sbuf_overflow_bytes=dependences.sbuf.overflow,
-            psum_overflow_bytes=dependences.psum.overflow,
         )
 
 
