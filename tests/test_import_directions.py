@@ -8,6 +8,7 @@ and the table in docs/layout.md.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -354,3 +355,27 @@ def test_the_rules_find(file, line, said):
 def test_the_rules_leave_alone(file, line):
     for found in imports_of(file, line):
         assert not [*layer_faults(found), *third_party_faults(found)]
+
+
+def test_the_table_in_docs_has_every_room_with_its_layer():
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "layout.md").read_text("utf-8").splitlines()
+        if re.match(r"\| \d", line)
+    ]
+    said = {
+        room.removesuffix(".py").strip("/"): int(row[0])
+        for row in rows
+        for room in re.findall(r"`([^`]+)`", row[1])
+    }
+    assert said.pop("kernels/*/op") == LAYERS["ops"]
+    assert said == LAYERS
+    for row in rows:
+        assert (PACKAGE / row[-1].strip("`")).is_file(), row
+
+
+def test_the_rooms_in_agents_md_are_those_of_the_package():
+    text = (ROOT / "AGENTS.md").read_text("utf-8")
+    table = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    rooms = set(re.findall(r"`(\w+)/`", table))
+    assert rooms == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
