@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from nmm_compiler.codegen.build import build_kernel as build_kernel
     from nmm_compiler.codegen.build_many import build_many as build_many
     from nmm_compiler.compress.apply import calibrate as calibrate
-    from nmm_compiler.compress.apply import compress as compress
     from nmm_compiler.compress.checkpoints import load_checkpoint as load_checkpoint
     from nmm_compiler.compress.config import CompressionConfig as CompressionConfig
     from nmm_compiler.compress.evaluate import evaluate as evaluate
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from nmm_compiler.passes.rules import Refusal as Refusal
     from nmm_compiler.passes.rules import Rule as Rule
     from nmm_compiler.passes.rules import rule as rule
+    from nmm_compiler.prediction.compressed import compress as compress
     from nmm_compiler.prediction.model import ModelPrediction as ModelPrediction
     from nmm_compiler.prediction.predict import predict as predict
     from nmm_compiler.simulator.run import ArraySpec as ArraySpec
@@ -83,7 +83,7 @@ _HOMES = {
     "build_many": "nmm_compiler.codegen.build_many",
     "check_rule": "nmm_compiler.passes.check_rule",
     "calibrate": "nmm_compiler.compress.apply",
-    "compress": "nmm_compiler.compress.apply",
+    "compress": "nmm_compiler.prediction.compressed",
     "evaluate": "nmm_compiler.compress.evaluate",
     "explain": "nmm_compiler.passes.pipeline",
     "export_mlir": "nmm_compiler.mlir.export",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import warnings
 from collections import Counter
@@ -42,6 +43,8 @@ from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.distributed import local_part
+from nmm_compiler.passes.low_rank_gain import could_bring
+from nmm_compiler.prediction.compiled_graph import graph_headline
 from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
@@ -115,6 +118,7 @@ class Compilation:
         self.compiled_graph = gm
         self.notes: list[str] = []
         self.pictures: tuple[Any, ...] = ()
+        self.predicted: Callable[[], str] | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -170,6 +174,7 @@ class Compilation:
             rules=self.rules,
             built=tuple(self.built),
             pictures=self.pictures,
+            predicted=self.predicted,
         )
 
 
@@ -197,8 +202,14 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy) for d in result.declined
     )
     if not found:
+        could = functools.partial(could_bring, result.opportunities, work.options.target)
+        work.predicted = functools.cache(could)
         return work.gm
     rewritten: fx.GraphModule = result.graph_module
+    prices = [match.info["predicted"] for match in found if "predicted" in match.info]
+    work.predicted = functools.cache(
+        functools.partial(graph_headline, rewritten, prices, work.options.target)
+    )
     try:
         work.pictures = tuple(graph_parts(work.gm, rewritten, found))
     except Exception as error:  # a fault in a picture must not fail the compilation

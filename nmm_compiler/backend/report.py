@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,8 @@ class CompileReport(Shown):
     chains share an input. fallback: why the inner backend got the original graph, or None. notes:
     further remarks. phases_ms: wall time of "passes", "kernels" and "inner". built: the Kernel
     objects, in the order of `kernels`.
-    pictures: the graph before and after, for a page.
+    pictures: the graph before and after, for a page. predicted: makes the headline, when it is
+    asked for first.
     """
 
     graph: int
@@ -71,6 +72,7 @@ class CompileReport(Shown):
     rules: tuple[str, ...] = ()
     built: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     pictures: tuple[Part, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    predicted: Callable[[], str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def cache_hits(self) -> int:
@@ -78,8 +80,8 @@ class CompileReport(Shown):
         return sum(line.origin == "cache" for line in self.kernels)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything but the Kernel objects and the pictures."""
-        left_out = ("built", "pictures")
+        """Return plain JSON data: everything but Kernel objects, pictures and the headline."""
+        left_out = ("built", "pictures", "predicted")
         fields = [f.name for f in dataclasses.fields(self) if f.name not in left_out]
         plain: dict[str, Any] = {name: getattr(self, name) for name in fields}
         plain["matches"] = list(self.matches)
@@ -104,9 +106,18 @@ class CompileReport(Shown):
             f"{self.target}; executor {self.executor}, inner {self.inner}; {times}"
         )
 
+    def headline(self) -> str:
+        """Return what the graph gains over dense; "" where no report of it could know.
+
+        It is computed when it is first asked for, and takes some tenths of a second.
+        """
+        return "" if self.predicted is None else self.predicted()
+
     def parts(self) -> list[Part]:
-        """Return the summary, then tables of calls, refusals and kernels, then the notes."""
+        """Return summary and headline, tables of calls, refusals and kernels, then the notes."""
         parts: list[Part] = [Line(self.summary(), "headline")]
+        if self.predicted is not None:
+            parts.append(Line(self.headline()))
         if self.matches:
             places: dict[str, list[str]] = {}
             for line in self.matches:

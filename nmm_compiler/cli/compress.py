@@ -41,9 +41,17 @@ def compress(
     align: Annotated[int | None, values.size_option(help_="ranks are multiples of it")] = None,
     budget: Annotated[str, typer.Option(help="parameters, or predicted latency")] = "parameters",
     tokens: Annotated[
-        int, values.size_option(help_="tokens per call, for --budget latency and --html")
+        int, values.size_option(help_="tokens per call that times are predicted for")
     ] = 512,
-    target: Annotated[str, values.target_option("; for --budget latency and --html")] = "trn2",
+    target: Annotated[str, values.target_option("; that times are predicted for")] = "trn2",
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=TOKENS:WEIGHT, e.g. decode=1:0.8: a mix of calls; may be repeated"),
+    ] = None,
+    allow_slower: Annotated[
+        bool,
+        typer.Option("--allow-slower", help="also layers predicted to be slower than dense"),
+    ] = False,
     sequential: Annotated[
         bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
     ] = False,
@@ -76,9 +84,9 @@ def compress(
 
     from nmm_compiler.cli import models
     from nmm_compiler.compress import hf
-    from nmm_compiler.compress.apply import compress as run
     from nmm_compiler.compress.config import CompressionConfig
     from nmm_compiler.compress.teacher import remember
+    from nmm_compiler.prediction.compressed import compress as run
 
     console = Console(markup=False)
     settings = CompressionConfig(
@@ -103,7 +111,8 @@ def compress(
 
     report = run(
         model, settings, calibration=batches, include=include or None,
-        exclude=exclude or None, target=target, tokens=tokens, resume=resume, memory=memory,
+        exclude=exclude or None, target=target, tokens=tokens, workload=read_workload(workload),
+        allow_slower=allow_slower, resume=resume, memory=memory,
     )  # fmt: skip
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     figures: dict[str, Any] = {"compression": report.to_dict()}
@@ -143,6 +152,20 @@ def compress(
 
 
 compress.__doc__ = f"{compress.__doc__}\n\n{_EPILOG}"
+
+
+def read_workload(given: list[str] | None) -> dict[str, tuple[int, float]] | None:
+    """Return the mix of calls that --workload names; OptionTypeError for what is none."""
+    mix: dict[str, tuple[int, float]] = {}
+    for text in given or ():
+        name, _, numbers = text.partition("=")
+        tokens, _, weight = numbers.partition(":")
+        try:
+            mix[name] = int(tokens), float(weight or 1)
+        except ValueError:
+            wanted = "NAME=TOKENS:WEIGHT, like decode=1:0.8"
+            raise OptionTypeError("workload", text, wanted) from None
+    return mix or None
 
 
 def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:

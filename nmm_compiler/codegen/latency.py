@@ -1,11 +1,9 @@
-"""The predicted cost of a kernel on a target, before it is built.
+"""The predicted time of a kernel on a target, before it is built.
 
-`kernel_cost` is the cost in `compress(budget="latency")`: the closed-form cost of the best-ranked
-schedule, with the factors in HBM as `nn.Linear` stores them. `ways_us` compares one call with two
-products and one dense product, for every decision; `pays_from` returns the token count from which
-low rank pays. Both take a price of one kernel, PRICES by name: "closed_form", from the spec alone,
-is the default of the passes; "simulated", one simulation per spec and target, is that of
-whole-model predictions.
+`ways_us` compares one call with two products and one dense product, for every decision of the
+passes and of `compress`; `pays_from` returns the token count from which low rank pays. Both take a
+price of one kernel, PRICES by name: "closed_form", from the spec alone, is the default of the
+passes; "simulated", one simulation per spec and target, is that of whole-model predictions.
 """
 
 from __future__ import annotations
@@ -23,32 +21,11 @@ from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.this_machine import differences
 
 _PRICE = "price.txt"
-
-
-def kernel_cost(
-    target: str | Target, tokens: int, dtype: str
-) -> Callable[[int, int, int | None], float]:
-    """Return (k, n, rank or None) -> predicted microseconds of the kernel for `tokens` tokens."""
-
-    @functools.cache
-    def cost(k: int, n: int, rank: int | None) -> float:
-        spec: KernelSpec
-        if rank is None:
-            spec = MatmulSpec(m=tokens, k=k, n=n, dtype=dtype, w_layout="col")
-        else:
-            spec = LowRankSpec(
-                m=tokens, k=k, r=rank, n=n, dtype=dtype, u_layout="col", v_layout="col"
-            )
-        return float(choose(spec, target)[0].cost_us)
-
-    return cost
 
 
 LAUNCH_GAP_US = 2.0

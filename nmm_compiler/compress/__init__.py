@@ -1,8 +1,8 @@
 """Makes models low-rank: see docs/compress.md. Start reading at `apply.py`.
 
-`nmm_compiler.compress` is the function `apply.compress`, while `import nmm_compiler.compress.apply`
-names this package. The function has the modules of this package as attributes, so that both
-spellings reach them.
+`nmm_compiler.compress` is the function `apply.compress`, whose report predicts the whole model
+(`prediction/compressed.py`), while `import nmm_compiler.compress.apply` names this package. The
+function has the modules of this package as attributes, so that both spellings reach them.
 """
 
 from __future__ import annotations

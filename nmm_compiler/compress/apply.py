@@ -41,6 +41,7 @@ from nmm_compiler.compress.plan import (
     resolve,
 )
 from nmm_compiler.compress.plan import measure as measure_losses
+from nmm_compiler.compress.predicted_time import read_workload
 from nmm_compiler.compress.progress import Steps
 from nmm_compiler.compress.ranks import Cost
 from nmm_compiler.compress.report import CompressionReport, LayerReport, Skipped
@@ -74,6 +75,8 @@ def compress(
     cost: Cost | None = None,
     target: str = "trn2",
     tokens: int = 512,
+    workload: Mapping[str, tuple[int, float]] | None = None,
+    allow_slower: bool = False,
     sensitivity: str | None = None,
     sequential: bool | None = None,
     output: OutputFn | None = None,
@@ -92,8 +95,11 @@ def compress(
     method, align, allocation, budget, sensitivity, sequential: see CompressionConfig, which has
         their defaults.
     dtype: of the factors; default is the weight's. device: where to compute; default the weight's.
-    cost: (k, n, rank or None) -> predicted microseconds, for budget="latency"; None asks the
-        kernels' cost model for `target` and `tokens` tokens a call.
+    target, tokens, workload: where and for which calls times are predicted: `tokens` a call, or a
+        mix like {"prefill": (512, 0.2), "decode": (1, 0.8)}, tokens and weight of each. Layers
+        that the backend computes in one call are priced as one.
+    allow_slower: also make layers low-rank whose calls are then predicted to be slower than dense.
+    cost: (k, n, rank or None) -> microseconds of one layer, instead of the kernels' prices.
     output: (result, batch) -> the tensor whose change matters, for sensitivity="gradient"; default
         the logits, else the last hidden state.
     resume: a directory that finished layers are kept in; the same call continues from it. Another
@@ -102,16 +108,18 @@ def compress(
         Where they need more, calibration goes block by block, with the same result. None: all free
         memory.
 
-    A layer is left dense where low rank would not save anything. Ctrl-C leaves a working model,
-    part of it low-rank. Nothing is changed when an error is raised before the first factorization.
-    A transformers model gets a config object of its own, since other models may share its old one.
+    A layer is left dense where low rank would not save anything, or no time. Ctrl-C leaves a
+    working model, part of it low-rank. Nothing is changed when an error is raised before the first
+    factorization. A transformers model gets a config object of its own, since other models may
+    share its old one.
 
     Raises OptionTypeError and UnknownNameError for bad arguments, NoMatchingModulesError when there
-    is nothing to factorize, RankError when no legal ranks meet the ratio, CalibrationError for
-    calibration that is empty, not finite or does not reach a layer, MemoryBudgetError for one that
-    does not fit into memory, WeightError for a weight that is not finite, FactorsFileError when
-    `resume` holds something else, or for a transformers model that is quantized (or was loaded from
-    GGUF) and could not be saved afterwards.
+    is nothing to factorize, RankError when no legal ranks meet the ratio, or all of them are
+    predicted to be slower than dense, CalibrationError for calibration that is empty, not finite or
+    does not reach a layer, MemoryBudgetError for one that does not fit into memory, WeightError for
+    a weight that is not finite, FactorsFileError when `resume` holds something else, or for a
+    transformers model that is quantized (or was loaded from GGUF) and could not be saved
+    afterwards.
     """
     check_arguments(model, dtype, cost)
     config = make_config(
@@ -126,8 +134,8 @@ def compress(
     )
     hf.check_savable(model)
     request = Request(
-        config, calibration, include, exclude, filter_fn, dtype, device, cost, target, tokens,
-        output, memory, progress,
+        config, calibration, include, exclude, filter_fn, dtype, device, cost, target,
+        read_workload(workload, tokens), allow_slower, output, memory, progress,
     )  # fmt: skip
     started = time.monotonic()
     before = count_parameters(model)
@@ -193,10 +201,8 @@ def _compress(model: nn.Module, request: Request, journal: Journal | None) -> Co
     else:
         known = _measured(source, left, statistics, request, ways)
         sites, skipped = _without_only_read(sites, skipped, known.only_read)
-        cost = request.cost
-        if config.budget == "latency" and cost is None:
-            cost = _kernel_cost(sites, request)
-        plan = make_plan(sites, config, ways, known, cost)
+        prices = request.prices(model, sites, batches)
+        plan = make_plan(sites, config, ways, known, prices, request.allow_slower)
         if journal is not None:
             assert identity is not None
             journal.start(plan, identity)
@@ -215,8 +221,9 @@ def _compress(model: nn.Module, request: Request, journal: Journal | None) -> Co
         skipped=skipped,
         model_parameters_after=count_parameters(model),
         calibration_tokens=plan.calibration_tokens,
-        cost_before=plan.cost_before,
-        cost_after=plan.cost_after,
+        target=request.target if request.cost is None else "",
+        workload=plan.workload,
+        priced=plan.priced,
     )
 
 
@@ -261,13 +268,6 @@ def _without_only_read(
             f"none of the {len(sites)} selected layers can be factorized: {aside[0].name}: {reason}"
         )
     return left, (*skipped, *more)
-
-
-def _kernel_cost(sites: Sequence[Site], request: Request) -> Cost:
-    from nmm_compiler.codegen.latency import kernel_cost
-
-    stored = request.dtype or sites[0].weight.dtype
-    return kernel_cost(request.target, request.tokens, str(stored).removeprefix("torch."))
 
 
 def calibrate(
@@ -414,6 +414,9 @@ class _Work:
             rank=decision.rank,
             note=decision.note,
             counted=decision.counted,
+            dense_us=decision.dense_us,
+            us=decision.us,
+            slower=decision.slower,
         )
         finished = self.journal.load(index) if self.journal else None
         if finished is not None:
@@ -432,9 +435,9 @@ class _Work:
             put(self.model, site.names, layer.train(site.module.training))
             return report
         with one_thread(site.k * site.n):
-            return self._factorize(index, decision.rank, decision.note, site)
+            return self._factorize(index, decision.rank, report, site)
 
-    def _factorize(self, index: int, rank: int, note: str, site: Site) -> LayerReport:
+    def _factorize(self, index: int, rank: int, known: LayerReport, site: Site) -> LayerReport:
         home = site.weight.device
         weight = site.weight.to(self.request.device or home)
         moments = moments_of(site, self.ways.method, self.statistics, self.request.config)
@@ -454,17 +457,13 @@ class _Work:
         weight_error, output_error = measure(weight, up, down, raw, inside)
         if pairs is not None and raw is not None:
             output_error = paired_error(weight, up, down, raw, pairs, site.name)
-        report = LayerReport(
-            name=site.name,
-            k=site.k,
-            n=site.n,
-            rank=rank,
+        report = dataclasses.replace(
+            known,
             weight_error=weight_error,
             output_error=output_error,
             theory_error=theory,
             solver=solver,
             excess=excess,
-            note=note,
         )
         if self.journal is not None:
             self.journal.save(index, up, down, report)

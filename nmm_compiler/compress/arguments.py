@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,15 @@ from torch import nn
 
 from nmm_compiler.compress.calibrate import OutputFn
 from nmm_compiler.compress.config import CompressionConfig
+from nmm_compiler.compress.layer_calls import Layer
+from nmm_compiler.compress.predicted_time import (
+    Prices,
+    Workload,
+    given_prices,
+    kernel_prices,
+)
 from nmm_compiler.compress.ranks import Cost
-from nmm_compiler.compress.select import FilterFn, Patterns
+from nmm_compiler.compress.select import FilterFn, Patterns, Site
 from nmm_compiler.errors import OptionTypeError
 
 
@@ -51,18 +59,43 @@ class Request:
     device: torch.device | str | None
     cost: Cost | None
     target: str
-    tokens: int
+    workload: Workload
+    allow_slower: bool
     output: OutputFn | None
     memory: str | int | None
     progress: bool
 
+    def prices(
+        self, model: nn.Module, sites: Sequence[Site], batches: list[Any] | None
+    ) -> Prices | None:
+        """Return the prices of the sites; None for a dtype without kernels.
+
+        A model on the meta device whose ranks no price decides needs none either.
+        """
+        parameters = self.config.budget == "parameters"
+        if sites[0].weight.is_meta and self.allow_slower and parameters:
+            return None
+        layers = [Layer(site.name, site.k, site.n) for site in sites]
+        if self.cost is not None:
+            return given_prices(layers, self.cost, self.workload)
+        dtype = str(self.dtype or sites[0].weight.dtype).removeprefix("torch.")
+        first = None if batches is None else batches[0]
+        inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
+        made = kernel_prices(model, layers, dtype, self.workload, self.target, inputs)
+        if made is None and self.config.budget == "latency":
+            raise OptionTypeError("budget", "latency", f"cost= with it: no kernel computes {dtype}")
+        return made
+
     def settings(self) -> dict[str, object]:
         """Return the arguments beside the config that decide which factors come out."""
-        settings: dict[str, object] = {"dtype": self.dtype, "output": _name(self.output)}
-        if self.config.budget == "latency":
-            asked = f"the kernels' for {self.target}, {self.tokens} tokens"
-            settings["cost"] = asked if self.cost is None else _name(self.cost)
-        return settings
+        priced = f"the kernels' for {self.target}" if self.cost is None else _name(self.cost)
+        return {
+            "dtype": self.dtype,
+            "output": _name(self.output),
+            "cost": priced,
+            "workload": self.workload,
+            "allow_slower": self.allow_slower,
+        }
 
 
 def _name(function: object) -> str:

@@ -7,16 +7,24 @@ interrupted run can read it again (`journal.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from nmm_compiler.compress import ranks as allocation
 from nmm_compiler.compress.calibrate import Statistics
+from nmm_compiler.compress.choose_ranks import (
+    all_slower,
+    found_slower,
+    global_ranks,
+    uniform_ranks,
+)
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.factorize import spectrum
 from nmm_compiler.compress.moments import Moments, regularize
+from nmm_compiler.compress.predicted_time import Prices
 from nmm_compiler.compress.progress import Steps
+from nmm_compiler.compress.report import Timed
 from nmm_compiler.compress.select import Site, matches
 from nmm_compiler.errors import CalibrationError, OptionTypeError, RankError, closest
 from nmm_compiler.records import Record
@@ -27,6 +35,8 @@ class Decision(Record):
     """The rank of one matrix [n, k], None for dense, and a remark for the report.
 
     counted: whether the ratio is over this matrix, too; not where it has to stay dense.
+    dense_us, us: its share of its call's predicted time, before and after. slower: whether its
+    call would be faster with it dense.
     """
 
     name: str
@@ -35,12 +45,16 @@ class Decision(Record):
     rank: int | None
     note: str = ""
     counted: bool = True
+    dense_us: float | None = None
+    us: float | None = None
+    slower: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Record):
     """All decisions, and how they were reached ("auto" resolved).
 
+    workload: predicted times of all decided layers, before and after. priced: how, in words.
     only_read: layers that the model reads and never calls; there is no decision for them.
     """
 
@@ -48,8 +62,8 @@ class Plan(Record):
     allocation: str
     align: int
     decisions: tuple[Decision, ...]
-    cost_before: float | None = None
-    cost_after: float | None = None
+    workload: tuple[Timed, ...] = ()
+    priced: str = ""
     calibration_tokens: int = 0
     only_read: tuple[str, ...] = ()
 
@@ -215,44 +229,51 @@ def make_plan(
     config: CompressionConfig,
     ways: Ways,
     known: Measured,
-    cost: allocation.Cost | None,
+    prices: Prices | None,
+    allow_slower: bool = False,
 ) -> Plan:
     """Return the plan. Raises RankError when no legal ranks meet the ratio.
 
     Layers without gradients stay dense: the output does not depend on them, so the effect of an
-    error in them is unknown.
+    error in them is unknown. So do layers that would be slower low-rank, by `prices`.
     """
     aside = [_aside(s) for s in sites if s.name in known.unused]
     sites = [s for s in sites if s.name not in known.unused]
     shapes = [allocation.Shape(s.name, s.k, s.n) for s in sites]
     ratio = config.effective_ratio
+    judge = None if allow_slower else prices
     if ratio is None:
-        decisions, align = _explicit(sites, config), config.align or 1
+        decisions, align = _explicit(sites, config, judge), config.align or 1
     else:
         align = config.align or allocation.choose_align(shapes, ratio)
         if ways.allocation == "uniform":
-            ranks = allocation.allocate_uniform(shapes, ratio, align)
+            ranks, slow = uniform_ranks(shapes, ratio, align, judge)
         else:
+            groups = _groups(sites)
             grouped = [
                 allocation.Shape(name, members[0].k, members[0].n, len(members))
-                for name, members in _groups(sites).items()
+                for name, members in groups.items()
             ]
-            shared = allocation.allocate_global(
-                grouped, known.losses, ratio, align, _checked_cost(config, cost)
+            named = {name: [site.name for site in members] for name, members in groups.items()}
+            ranks, slow = global_ranks(
+                grouped, named, known.losses, config, align, prices, allow_slower
             )
-            ranks = {site.name: shared[site.group] for site in sites}
-        decisions = [_decide(shape, ranks[shape.name], align) for shape in shapes]
-    before = after = None
-    if cost is not None:
-        before = sum(cost(d.k, d.n, None) for d in decisions)
-        after = sum(cost(d.k, d.n, d.rank) for d in decisions)
+        decisions = [_decide(s, ranks[s.name], align, slow.get(s.name, "")) for s in shapes]
+    chosen = {decision.name: decision.rank for decision in decisions}
+    timed = None if prices is None else prices.timed(chosen)
+    if prices is not None:
+        shares, slower = prices.shares(chosen), prices.slower(chosen)
+        decisions = [
+            replace(d, dense_us=shares[d.name][0], us=shares[d.name][1], slower=d.name in slower)
+            for d in decisions
+        ]
     return Plan(
         method=ways.method,
         allocation=ways.allocation,
         align=align,
         decisions=(*decisions, *aside),
-        cost_before=before,
-        cost_after=after,
+        workload=timed or (),
+        priced="" if prices is None else prices.note,
         calibration_tokens=known.tokens,
         only_read=known.only_read,
     )
@@ -266,16 +287,9 @@ def _groups(sites: Sequence[Site]) -> dict[str, list[Site]]:
     return groups
 
 
-def _checked_cost(config: CompressionConfig, cost: allocation.Cost | None) -> allocation.Cost:
-    if config.budget == "parameters":
-        return allocation.parameter_cost
-    assert cost is not None  # `compress` asks the kernels' cost model when none is given
-    return cost
-
-
-def _decide(shape: allocation.Shape, rank: int | None, align: int) -> Decision:
-    counted = len(allocation.legal_ranks(shape, align)) > 0
-    note = "" if counted else f"no multiple of {align} is below break-even"
+def _decide(shape: allocation.Shape, rank: int | None, align: int, slow: str) -> Decision:
+    counted = len(allocation.legal_ranks(shape, align)) > 0 and not slow
+    note = slow if counted or slow else f"no multiple of {align} is below break-even"
     return Decision(name=shape.name, k=shape.k, n=shape.n, rank=rank, note=note, counted=counted)
 
 
@@ -284,7 +298,9 @@ def _aside(site: Site) -> Decision:
     return Decision(name=site.name, k=site.k, n=site.n, rank=None, note=note, counted=False)
 
 
-def _explicit(sites: Sequence[Site], config: CompressionConfig) -> list[Decision]:
+def _explicit(
+    sites: Sequence[Site], config: CompressionConfig, prices: Prices | None
+) -> list[Decision]:
     """Return the decisions of ranks the user gave; each pattern must match something."""
     given = {"*": config.rank} if isinstance(config.rank, int) else dict(config.rank or {})
     names = [name for site in sites for name in site.names]
@@ -304,7 +320,17 @@ def _explicit(sites: Sequence[Site], config: CompressionConfig) -> list[Decision
         if rank is not None:
             rank, note = allocation.check_explicit(shape, rank, config.align)
         decisions.append(Decision(name=site.name, k=site.k, n=site.n, rank=rank, note=note))
-    return decisions
+    ranks = {d.name: d.rank for d in decisions}
+    slow: dict[str, str] = {}
+    while found := found_slower(ranks, prices):
+        slow |= found
+        ranks |= dict.fromkeys(found, None)
+    if prices is not None and slow and not any(ranks.values()):
+        raise all_slower(len(slow), prices)
+    return [
+        replace(d, rank=ranks[d.name], note=slow.get(d.name, d.note), counted=d.name not in slow)
+        for d in decisions
+    ]
 
 
 def by_reader(

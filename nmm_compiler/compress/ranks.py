@@ -130,24 +130,30 @@ def allocate_global(
     ratio: float,
     align: int,
     cost: Cost = parameter_cost,
+    *,
+    costs: Mapping[str, Cost] | None = None,
+    permitted: Callable[[str, int], bool] | None = None,
 ) -> dict[str, int | None]:
     """Return the ranks that leave the least total loss for at most (1 - ratio) of the dense cost.
 
     losses: per name, the loss of keeping rank 0, 1, 2, ... (what remains of the squared singular
         values), in a unit common to all matrices; dense loses 0.
     cost: the unit of the budget: `parameter_cost` or a prediction of the kernels' latency.
+    costs: the same for each name, instead of one for all.
+    permitted: (name, rank) -> whether the rank may be chosen.
 
     Raises RankError when no legal ranks fit the budget.
     """
     if ratio == 0:
         return {s.name: None for s in shapes}
     usable = _usable(shapes, align)
-    budget = (1 - ratio) * sum(s.count * cost(s.k, s.n, None) for s in usable)
-    tables = {s.name: _choices(s, losses[s.name], align, cost) for s in usable}
+    of = {s.name: costs[s.name] if costs else cost for s in usable}
+    dense = sum(s.count * of[s.name](s.k, s.n, None) for s in usable)
+    budget = (1 - ratio) * dense
+    tables = {s.name: _choices(s, losses[s.name], align, of[s.name], permitted) for s in usable}
     hulls = {name: _hull(table) for name, table in tables.items()}
     spent = sum(hull[0].cost for hull in hulls.values())
     if spent > budget:
-        dense = sum(s.count * cost(s.k, s.n, None) for s in usable)
         raise _unreachable("ratio", ratio, 1 - spent / dense, align)
     picked = {name: hull[0] for name, hull in hulls.items()}
     steps = [
@@ -219,7 +225,13 @@ def _unreachable(what: str, asked: float, reachable: float, align: int) -> RankE
     )
 
 
-def _choices(shape: Shape, losses: Sequence[float], align: int, cost: Cost) -> list[_Choice]:
+def _choices(
+    shape: Shape,
+    losses: Sequence[float],
+    align: int,
+    cost: Cost,
+    permitted: Callable[[str, int], bool] | None = None,
+) -> list[_Choice]:
     """Return the choices of a matrix by rising cost, each with less loss than the one before."""
     table = [
         _Choice(
@@ -228,6 +240,7 @@ def _choices(shape: Shape, losses: Sequence[float], align: int, cost: Cost) -> l
             float(losses[min(rank, len(losses) - 1)]),
         )
         for rank in legal_ranks(shape, align)
+        if permitted is None or permitted(shape.name, rank)
     ]
     table.append(_Choice(None, shape.count * cost(shape.k, shape.n, None), 0.0))
     table.sort(key=lambda c: (c.cost, c.loss))

@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, Series, bars, lines
+from nmm_compiler.report.headline import headline
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
+
+REMEDY = "a larger ratio, larger layers alone (include=), or more tokens a call would help"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +32,26 @@ class Skipped(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timed(Record):
+    """The selected layers in one kind of pass: tokens a call, its weight in the mix, predictions.
+
+    dense_us, us: microseconds of all their calls in one pass, before and after compression.
+    """
+
+    name: str
+    tokens: int
+    weight: float
+    dense_us: float
+    us: float
+
+    def __str__(self) -> str:
+        tokens = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
+        share = f", weight {self.weight:.2g}" if self.weight < 1 else ""
+        gain = f" ({self.dense_us / self.us:.2f}x)" if self.us else ""
+        return f"{self.name} of {tokens}{share}: {self.dense_us:,.1f} -> {self.us:,.1f} us{gain}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerReport(Record):
     """One linear [n, k] after compression.
 
@@ -37,6 +63,9 @@ class LayerReport(Record):
     solver: "eigh", or "randomized" where a sketch was proved to be enough; excess is the proved
         bound on the share by which its squared error exceeds the optimum.
     counted: whether the ratio is over this matrix, too; not where it had to stay dense.
+    dense_us, us: its share of its call's predicted time, before and after, in the mix of workloads;
+        a call of several layers is shared out by their parameters.
+    slower: whether its call would be faster with it dense.
     """
 
     name: str
@@ -50,6 +79,9 @@ class LayerReport(Record):
     excess: float = 0.0
     counted: bool = True
     note: str = ""
+    dense_us: float | None = None
+    us: float | None = None
+    slower: bool = False
 
     @property
     def dense_parameters(self) -> int:
@@ -80,7 +112,10 @@ class CompressionReport(Shown, Record):
         when ranks were given;
     `achieved_ratio` is over the same matrices: those listed in `layers` that are `counted`.
     model_parameters_before / _after: of the whole model, tied parameters once.
-    cost_before / _after: predicted microseconds of these products, when a cost model was given.
+    target: what times are predicted for, "" by a cost= of the caller's.
+    workload: predicted times of all calls of the layers, for each kind of pass; empty for a dtype
+        without kernels. priced: how layers were priced, where not by the calls of the backend.
+    whole: (quality) -> the sentence on the whole model, or why there is none; it takes seconds.
     """
 
     method: str
@@ -93,9 +128,11 @@ class CompressionReport(Shown, Record):
     model_parameters_before: int = 0
     model_parameters_after: int = 0
     calibration_tokens: int = 0
-    cost_before: float | None = None
-    cost_after: float | None = None
+    target: str = ""
+    workload: tuple[Timed, ...] = ()
+    priced: str = ""
     seconds: float = field(default=0.0, compare=False)
+    whole: Callable[[str], tuple[str, str]] | None = field(default=None, repr=False, compare=False)
 
     @property
     def compressed(self) -> tuple[LayerReport, ...]:
@@ -116,6 +153,54 @@ class CompressionReport(Shown, Record):
             return 0.0
         return 1 - self.model_parameters_after / self.model_parameters_before
 
+    @property
+    def cost_before(self) -> float | None:
+        """Predicted microseconds of the layers' calls before, in the mix of workloads."""
+        return sum(t.weight * t.dense_us for t in self.workload) if self.workload else None
+
+    @property
+    def cost_after(self) -> float | None:
+        """Predicted microseconds of the layers' calls after, in the mix of workloads."""
+        return sum(t.weight * t.us for t in self.workload) if self.workload else None
+
+    @property
+    def slower(self) -> tuple[LayerReport, ...]:
+        """The layers whose calls low rank makes slower (allow_slower=True)."""
+        return tuple(layer for layer in self.layers if layer.slower)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data: everything but the function that predicts the whole model."""
+        plain = dataclasses.replace(self, whole=None)
+        return {key: value for key, value in super(CompressionReport, plain).to_dict().items()
+                if key != "whole"}  # fmt: skip
+
+    def with_headline(self, whole: Callable[[str], tuple[str, str]]) -> CompressionReport:
+        """Return the report with a function that predicts the whole model."""
+        return dataclasses.replace(self, whole=whole)
+
+    def headline(self, quality: str = "") -> str:
+        """Return what low rank gains: in the whole model where it is known, else in its layers.
+
+        quality: in words; default is the mean error of the layers' outputs.
+        """
+        quality = quality or self.quality()
+        said, reason = ("", "") if self.whole is None else self.whole(quality)
+        if said:
+            return said
+        gains = [(t.dense_us / t.us, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
+        if not gains:
+            return f"no time is predicted for this dtype; {quality}"
+        where = f"in these layers on {self.target}" if self.target else "in these layers"
+        made = headline(gains, where, quality=quality, remedy=REMEDY)
+        return made + (f" (the whole model is not predicted: {reason})" if reason else "")
+
+    def quality(self) -> str:
+        """Return the mean relative error of the layers' outputs over calibration, in words."""
+        errors = [layer.output_error for layer in self.layers if layer.output_error is not None]
+        if not errors:
+            return "quality not judged: no calibration"
+        return f"outputs of the layers off by {sum(errors) / len(errors):.1%} in the mean"
+
     def ranks(self) -> dict[str, int]:
         """Return {name: rank} of the low-rank layers: what `compress(rank=...)` takes."""
         return {layer.name: layer.rank for layer in self.layers if layer.rank is not None}
@@ -128,16 +213,11 @@ class CompressionReport(Shown, Record):
         calibrated = (
             f", {self.calibration_tokens} calibration tokens" if self.calibration_tokens else ""
         )
-        predicted = (
-            f", predicted {self.cost_before:.1f} -> {self.cost_after:.1f} us"
-            if self.cost_before is not None and self.cost_after is not None
-            else ""
-        )
         return (
             f"compressed {len(self.compressed)} of {len(self.layers)} matrices: {asked}, "
             f"{self.achieved_ratio:.3f} of their parameters removed "
             f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
-            f"ranks in multiples of {self.align}{calibrated}{predicted}, {self.seconds:.1f} s"
+            f"ranks in multiples of {self.align}{calibrated}, {self.seconds:.1f} s"
         )
 
     def page_parts(self) -> list[Part]:
@@ -178,22 +258,42 @@ class CompressionReport(Shown, Record):
                 f"{layer.ratio:.3f}",
                 _figure(layer.weight_error),
                 _figure(layer.output_error),
+                _figure(layer.dense_us, 1),
+                _figure(layer.us, 1),
                 layer.note,
             )
             for layer in self.layers
         ]
         rows += [
-            (skip.name, " x ".join(map(str, skip.shape)), "-", "-", "-", "-", skip.reason)
+            (skip.name, " x ".join(map(str, skip.shape)), *"------", skip.reason)
             for skip in self.skipped
         ]
-        figures = ("n x k", "rank", "removed", "weight", "output")
+        figures = ("n x k", "rank", "removed", "weight", "output", "dense us", "us")
         return [
             Line(self.summary(), "headline"),
+            *self._predicted(),
             Grid.of(("layer", *figures, "note"), rows, right=figures),
             Line("weight, output: relative error of the weight, and of the output over calibration",
                  "note"),
+            *([Line("us: predicted share of the layer's call, dense and now, in the mix of passes",
+                    "note")] if self.workload else []),
         ]  # fmt: skip
 
+    def _predicted(self) -> list[Part]:
+        """Return what the calls of the layers take, and which layers are slower than dense."""
+        if not self.workload:
+            return []
+        where = f" on one physical core of {self.target}" if self.target else ""
+        times = "; ".join(map(str, self.workload))
+        how = f"; {self.priced}" if self.priced else ""
+        made: list[Part] = [Line(self.headline(), "headline")]
+        made += [Line(f"the layers' calls, predicted{where}: {times}{how}")]
+        if self.slower:
+            names = ", ".join(layer.name for layer in self.slower[:6])
+            more = f" and {len(self.slower) - 6} more" if len(self.slower) > 6 else ""
+            made.append(Line(f"made slower than dense, as asked: {names}{more}", "warning"))
+        return made
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+
+def _figure(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

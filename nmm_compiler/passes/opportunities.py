@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 from torch import fx
 
 from nmm_compiler.passes.chains.linear_map import Refusal, read_stage
@@ -23,6 +27,12 @@ def _looked_up(weight: fx.Node) -> bool:
             left += node.all_input_nodes
     readers = [user for node in seen for user in node.users]
     return any("embedding" in getattr(user.target, "__name__", "") for user in readers)
+
+
+def _count(sizes: Iterable[Any]) -> int | None:
+    """Return the tokens of a product; None where a size is symbolic."""
+    known = list(sizes)
+    return math.prod(known) if all(isinstance(size, int) for size in known) else None
 
 
 def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
@@ -59,6 +69,8 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
                     break_even=break_even,
                     saved_bytes=saved * size,
                     saved_flops_per_token=2 * saved,
+                    m=_count(stage.tokens.values()),
+                    dtype=str(dtype).removeprefix("torch."),
                 )
             )
     return found

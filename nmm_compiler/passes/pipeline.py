@@ -119,7 +119,7 @@ def rewrite_in_order(
     from nmm_compiler.ops import registration, sharding  # defines torch.ops.nmm
 
     sharding.register_when_used(registration.RULES)
-    result = RewriteResult(graph_module, [], [], original=graph_module)
+    result = RewriteResult(graph_module, [], [], original=graph_module, target=options.target)
     work = _Run(options, order, result)
     result.graph_module = work.graph(graph_module, example_inputs)
     result.declined += [*work.refused, *map(_internal, work.faults.found)]

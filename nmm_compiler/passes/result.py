@@ -20,6 +20,7 @@ from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.passes import verify
 from nmm_compiler.passes.chains.refusal_codes import distance
 from nmm_compiler.passes.graph_view import graph_parts
+from nmm_compiler.passes.low_rank_gain import calls_bring, could_bring
 from nmm_compiler.passes.reproduce import reproducer
 from nmm_compiler.passes.rule_counts import RuleCount, merged
 from nmm_compiler.passes.rules.base import Declined, Match
@@ -35,7 +36,8 @@ class Opportunity:
     """A dense product that could be factorized, and the savings of rank `r`.
 
     r is the rank that keeps 80 % of the parameters; break_even is the first rank at which the
-    factors are no smaller than the dense matrix. saved_bytes are bytes of weight read per call,
+    factors are no smaller than the dense matrix. m: tokens of the product, None for a symbolic
+    count; dtype: its operands'. saved_bytes are bytes of weight read per call,
     saved_flops are floating-point operations per token.
     """
 
@@ -47,6 +49,8 @@ class Opportunity:
     break_even: int
     saved_bytes: int
     saved_flops_per_token: int
+    m: int | None = None
+    dtype: str = "bfloat16"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -73,6 +77,7 @@ class RewriteResult(Shown):
     transposes_after: int = 0
     rules: dict[str, RuleCount] = field(default_factory=dict)
     reordered: list[tuple[str, str, int]] = field(default_factory=list)
+    target: str = "trn2"
 
     def check(self, *inputs: Any, **keywords: Any) -> float:
         """Run the graph before and after on real inputs; raise where the results differ.
@@ -166,11 +171,12 @@ class RewriteResult(Shown):
         """Return the fused calls, the layouts, the refusals with reasons, and the opportunities."""
         return [
             Line(self.summary(), "headline"),
+            *_gain(self.rewritten),
             *_matches(self),
             *(Line(str(count), "note") for count in self.rules.values() if not count.built_in),
             *_layouts(self),
             *_declined(self.declined),
-            *_opportunities(self.opportunities),
+            *_opportunities(self.opportunities, self.target),
         ]
 
     def page_parts(self) -> list[Part]:
@@ -400,7 +406,12 @@ def _without_names(reason: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(\w)_\d+\b", r"\1", reason))
 
 
-def _opportunities(found: list[Opportunity]) -> list[Part]:
+def _gain(matches: list[Match]) -> list[Part]:
+    said = calls_bring(m.info["predicted"] for m in matches if "predicted" in m.info)
+    return [Line(said, "headline")] if said else []
+
+
+def _opportunities(found: list[Opportunity], target: str) -> list[Part]:
     groups = _group(
         ((o.k, o.n, o.r, o.break_even, o.saved_bytes, o.saved_flops_per_token), o.module or o.node)
         for o in found
@@ -415,4 +426,9 @@ def _opportunities(found: list[Opportunity]) -> list[Part]:
     head = ("dense", "k", "n", "rank", "break-even", "MiB saved", "MFLOP/token")
     total = sum(o.saved_bytes for o in found) / 2**20
     kept = f"keeping 80 % of these weights' parameters saves {total:.2f} MiB per pass"
-    return [Grid.of((*head, "could be factorized"), rows), Line(kept)]
+    said = could_bring(found, target)
+    return [
+        Grid.of((*head, "could be factorized"), rows),
+        Line(kept),
+        *([Line(said, "headline")] if said else []),
+    ]

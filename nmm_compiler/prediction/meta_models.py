@@ -1,7 +1,6 @@
 """Models without weights: from a config, a directory, a public name, or a module that exists.
 
-Everything happens on PyTorch's meta device, where tensors have shapes and no data. `shorten` keeps
-one of each kind of layer, so that a model of 80 equal layers is traced as one.
+Everything happens on PyTorch's meta device, where tensors have shapes and no data.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import copy
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,10 @@ import torch
 from torch import nn
 
 from nmm_compiler.compress import hf
+from nmm_compiler.compress.meta_copies import MetaModel, without_data
 from nmm_compiler.errors import MissingPackageError, PredictionError, UnknownNameError
 
 _NAMES = Path(__file__).parent / "public_models.json"
-
-
-@dataclass
-class MetaModel:
-    """A model on the meta device, and which layers its traced layers stand for.
-
-    layers: {"model.layers.0": 16}: how many layers of the model the traced one stands for.
-    """
-
-    module: nn.Module
-    name: str
-    layers: dict[str, int] = field(default_factory=dict)
-
-    def count(self, path: str) -> int:
-        """Return how many equal modules of the model a traced module stands for."""
-        for layer, times in self.layers.items():
-            if path == layer or path.startswith(f"{layer}."):
-                return times
-        return 1
 
 
 @functools.cache
@@ -150,70 +130,3 @@ def _auto_class(transformers: Any, config: Any) -> Any:
         encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING
         generates = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
     return transformers.AutoModelForCausalLM if generates else transformers.AutoModel
-
-
-def without_data(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device; tensors that are tied stay tied."""
-    memo: dict[int, Any] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        memo.setdefault(id(parameter), nn.Parameter(parameter.detach().to("meta"), False))
-    for _, buffer in module.named_buffers(remove_duplicate=False):
-        memo.setdefault(id(buffer), buffer.detach().to("meta"))
-    return copy.deepcopy(module, memo).eval()
-
-
-# -- one of each kind of layer -----------------------------------------------------------------
-
-
-def shorten(model: MetaModel) -> None:
-    """Keep the first layer of each kind in a transformers model, in place.
-
-    Layers are of a kind when their parameters have the same names and shapes and their settings are
-    the same. The addition to the residual between two layers is then counted as the one after the
-    last layer. Models whose config does not give the layers as one list keep all layers.
-    """
-    config = getattr(model.module, "config", None)
-    count = getattr(config, "num_hidden_layers", None)
-    if config is None or count is None:
-        return
-    stacks = [
-        (name, stack)
-        for name, stack in model.module.named_modules()
-        if isinstance(stack, nn.ModuleList) and len(stack) == count and count > 1
-    ]
-    if len(stacks) != 1:
-        return
-    (name, stack) = stacks[0]
-    kinds: dict[Any, list[int]] = {}
-    for i, layer in enumerate(stack):
-        kinds.setdefault(_kind(layer, config, i), []).append(i)
-    kept = [members[0] for members in kinds.values()]
-    if len(kept) == count:
-        return
-    path, _, last = name.rpartition(".")
-    setattr(model.module.get_submodule(path), last, nn.ModuleList([stack[i] for i in kept]))
-    types = getattr(config, "layer_types", None)
-    owners: dict[int, Any] = {
-        id(m.config): m.config for m in model.module.modules() if hasattr(m, "config")
-    }
-    for owner in owners.values():
-        owner.num_hidden_layers = len(kept)
-        if types is not None:
-            owner.layer_types = [types[i] for i in kept]
-    for j, members in enumerate(kinds.values()):
-        for module in stack[members[0]].modules():
-            if hasattr(module, "layer_idx"):
-                setattr(module, "layer_idx", j)  # noqa: B010
-        model.layers[f"{name}.{j}"] = len(members)
-
-
-def _kind(layer: nn.Module, config: Any, index: int) -> Any:
-    types = getattr(config, "layer_types", None)
-    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
-    settings = tuple(
-        (name, type(module).__name__, key, value)
-        for name, module in layer.named_modules()
-        for key, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float, str)) and key != "layer_idx"
-    )
-    return shapes, settings, types[index] if types else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, bars
+from nmm_compiler.report.headline import headline
 from nmm_compiler.report.parts import Grid, Part, Section
 from nmm_compiler.report.parts import Line as Text
 from nmm_compiler.report.shown import Shown
@@ -164,12 +165,9 @@ class ModelPrediction(Shown, Record):
         if self.dense is None:
             text = " and ".join(f"{_ms(p.us)} ms {_PHASE[p.name]}" for p in self.phases[::-1])
             return f"predicted {text} (batch {self.batch}) {where}"
-        gains = self.gain
-        said = " and ".join(f"{g:.2f}x {_PHASE[n]}" for n, g in reversed(gains.items()))
-        text = f"predicted {said} (batch {self.batch}) {where} over our dense kernels"
-        if max(gains.values()) <= 1.0:
-            text = f"does not pay: {text}; {self.remedy()}"
-        return text + (f"; {quality}" if quality else "")
+        gains = [(gain, _PHASE[name]) for name, gain in reversed(self.gain.items())]
+        setting = f"(batch {self.batch}) {where}"
+        return headline(gains, setting, quality=quality, remedy=self.remedy())
 
     def remedy(self) -> str:
         """Return what would make low rank pay where it does not."""

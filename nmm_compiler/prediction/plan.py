@@ -130,12 +130,14 @@ def plan(
     weights: str | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
+    price: str = "simulated",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Return predictions of every combination, dense and at each ratio.
 
-    progress: called with (setting, how many are done, how many there are). A setting that cannot be
-    predicted is in `refused`; raises PredictionError when none can.
+    price: of a kernel, as in `predict`. progress: called with (setting, how many are done, how many
+    there are). A setting that cannot be predicted is in `refused`; raises PredictionError when none
+    can.
     """
     settings = list(itertools.product(targets, tps, batches, prompts, contexts))
     steps = (None, *ratios)
@@ -151,7 +153,7 @@ def plan(
                 made.append(
                     predict(
                         model, target, prompt=prompt, context=context, batch=batch, tp=tp, lnc=lnc,
-                        dtype=dtype, weights=weights, ratio=ratio, **cut,
+                        dtype=dtype, weights=weights, ratio=ratio, price=price, **cut,
                     )
                 )  # fmt: skip
             except NmmError as error:

@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.codegen.latency import LAUNCH_GAP_US
+from nmm_compiler.codegen.latency import LAUNCH_GAP_US, PRICES
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.meta_copies import MetaModel, shorten
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
 from nmm_compiler.prediction.meta_models import (
-    MetaModel,
     dense_config,
     meta_model,
     read_config,
     saved_ranks,
-    shorten,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import BANDS, Machine, price, stored_bytes
@@ -57,6 +56,7 @@ def predict(
     exclude: Patterns = None,
     inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     dense: Any = None,
+    price: str = "simulated",
 ) -> ModelPrediction:
     """Return the predicted latency of a model on `target`, and that of the dense model.
 
@@ -70,9 +70,11 @@ def predict(
     dtype: default bfloat16, and a module's own. weights: format of the stored matrices, default
         `dtype`: also float8_e4m3, or int8.
     ratio, rank, include, exclude: the linears that `compress` would make low-rank, and to what
-        ranks; neither a ratio nor a rank: the model as it is.
+        ranks, those that get slower too, which `compress` leaves dense; neither a ratio nor a rank:
+        the model as it is.
     inputs: for a module that is no transformers model: its example inputs, for one phase.
     dense: what a low-rank module is compared with: the model before `compress`, or its config.
+    price: of a kernel: "simulated", seconds for each new shape; "closed_form", no time at all.
 
     Raises PredictionError for a model that cannot be traced or cut, UnknownNameError and
     OptionTypeError for bad arguments, and what `compress` raises for ratios and ranks.
@@ -87,12 +89,16 @@ def predict(
         raise OptionTypeError("lnc", lnc, "1 or 2 physical cores for a logical one")
     dtype = _dtype_of(model_or_config) if dtype is None else dtype
     weights = dtype if weights is None else weights
-    for kind, value, known in (("dtype", dtype, WEIGHTS[:3]), ("weights", weights, WEIGHTS)):
+    for kind, value, known in (
+        ("dtype", dtype, WEIGHTS[:3]),
+        ("weights", weights, WEIGHTS),
+        ("price", price, tuple(PRICES)),
+    ):
         if value not in known:
             raise UnknownNameError(kind, value, known)
     if weights.startswith("float8") and not chip.float8_kernels:
         raise OptionTypeError("weights", weights, f"a format that {chip.name} multiplies")
-    machine = Machine(chip, lnc, tp, weights)
+    machine = Machine(chip, lnc, tp, weights, price)
     given = original = model_or_config
     saved = False
     if not isinstance(given, nn.Module):
@@ -254,7 +260,7 @@ def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
     """Factorize the linears on the meta device: ranks without numbers."""
     compress(
         model.module, low["ratio"], rank=low["rank"], include=low["include"],
-        exclude=low["exclude"], progress=False,
+        exclude=low["exclude"], progress=False, allow_slower=True,
     )  # fmt: skip
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)
@@ -322,7 +328,7 @@ def _generates(module: nn.Module) -> bool:
 
 def _cache_bytes(model: MetaModel, cache: Any) -> int:
     """Return the bytes of a key-value cache, of all layers that the traced ones stand for."""
-    times = list(model.layers.values()) or [1] * len(cache.layers)
+    times = [len(every) for every in model.layers.values()] or [1] * len(cache.layers)
     total = 0
     for layer, count in zip(cache.layers, times, strict=False):
         held = [v for v in vars(layer).values() if isinstance(v, torch.Tensor) and v.is_meta]

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from nmm_compiler.compress.meta_copies import MetaModel
 from nmm_compiler.errors import NmmError, PredictionError
 from nmm_compiler.kernels.base import ACTIVATIONS, KernelSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
@@ -32,7 +33,6 @@ from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.base import module_path
 from nmm_compiler.passes.rules.lowrank import products_at
-from nmm_compiler.prediction.meta_models import MetaModel
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 
 Row = tuple[KernelSpec, ...]
@@ -81,8 +81,23 @@ def walk(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any], target: st
     pieces: list[Piece] = []
     for graph, given in graphs:
         result = rewrite(graph, tuple(given), options={"target": target})
-        pieces += _Walk(model, result.graph_module, given, names).pieces()
+        c = _read(result.graph_module, given)
+        holders = [n for n in c.graph.nodes if n.op == "placeholder"]
+        pairs = zip(holders, given, strict=True)
+        named = {holder: names[id(value)] for holder, value in pairs if id(value) in names}
+        pieces += _Walk(model, c, named).pieces()
     return pieces
+
+
+def walk_graph(graph: fx.GraphModule) -> list[Piece]:
+    """Return the pieces of a graph that was rewritten and whose nodes have their metadata."""
+    c = _read(graph, None)
+    holders = [n for n in graph.graph.nodes if n.op == "placeholder" and n in c.constant]
+    return _Walk(MetaModel(graph, "graph"), c, {n: n.name for n in holders}).pieces()
+
+
+def _read(graph: fx.GraphModule, given: Sequence[Any] | None) -> Canonical:
+    return read_graph(graph, collect_values(graph, given))
 
 
 @dataclass
@@ -99,18 +114,10 @@ class _Dense:
 class _Walk:
     """One graph."""
 
-    def __init__(
-        self, model: MetaModel, module: fx.GraphModule, given: Sequence[Any], names: dict[int, str]
-    ) -> None:
-        self.model = model
-        values = collect_values(module, given)
-        self.c: Canonical = read_graph(module, values)
-        holders = [n for n in module.graph.nodes if n.op == "placeholder"]
-        self.names = {
-            holder: names[id(value)]
-            for holder, value in zip(holders, given, strict=True)
-            if id(value) in names
-        }
+    def __init__(self, model: MetaModel, c: Canonical, names: dict[fx.Node, str]) -> None:
+        """names: of the parameters among the placeholders."""
+        self.model, self.c, self.names = model, c, names
+        holders = [n for n in c.graph.nodes if n.op == "placeholder"]
         self.cached = {h for h in holders if h not in self.names}
         self.depth: dict[fx.Node, int] = {}
         self.found: list[Piece] = []

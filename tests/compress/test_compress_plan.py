@@ -6,6 +6,7 @@ from torch import nn
 
 from nmm_compiler.compress.calibrate import Statistics
 from nmm_compiler.compress.config import CompressionConfig
+from nmm_compiler.compress.layer_calls import Layer
 from nmm_compiler.compress.moments import SecondMoment
 from nmm_compiler.compress.plan import (
     Measured,
@@ -15,6 +16,7 @@ from nmm_compiler.compress.plan import (
     moments_of,
     resolve,
 )
+from nmm_compiler.compress.predicted_time import given_prices
 from nmm_compiler.compress.ranks import parameter_cost
 from nmm_compiler.compress.select import Site
 from nmm_compiler.errors import CalibrationError, OptionTypeError
@@ -90,7 +92,9 @@ def plan(sites, collected=None, cost=None, **config):
     ways = resolve(config, collected is not None, meta=False)
     known = Measured()
     measure(known, sites, config, ways, collected, progress=False)
-    made = make_plan(sites, config, ways, known, cost)
+    layers = [Layer(one.name, one.k, one.n) for one in sites]
+    prices = None if cost is None else given_prices(layers, cost, (("pass", 1, 1.0),))
+    made = make_plan(sites, config, ways, known, prices)
     return made, {decision.name: decision.rank for decision in made.decisions}
 
 
@@ -158,8 +162,9 @@ def test_the_first_pattern_that_matches_gives_the_rank_and_the_costs_add_up():
     sites = [site("layers.0.up", weight(0)), site("layers.1.up", weight(1))]
     made, ranks = plan(sites, cost=parameter_cost, rank={"layers.0": 5, "up": 7})
     assert ranks == {"layers.0.up": 5, "layers.1.up": 7}
-    assert made.cost_before == 2 * 48 * 48
-    assert made.cost_after == (5 + 7) * (48 + 48)
+    (timed,) = made.workload
+    assert timed.dense_us == 2 * 48 * 48
+    assert timed.us == (5 + 7) * (48 + 48)
 
 
 def test_without_calibration_matrices_are_compared_by_relative_error():

@@ -9,8 +9,8 @@ from compress_models import stack, tokens
 from typer.testing import CliRunner
 
 from nmm_compiler.cli import compress as command
-from nmm_compiler.codegen.latency import kernel_cost
 from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.layer_calls import call_us
 from nmm_compiler.compress.plot import plot_report
 from nmm_compiler.compress.report import CompressionReport
 from nmm_compiler.errors import CalibrationError, MissingPackageError, UnknownNameError
@@ -118,11 +118,13 @@ def test_text_for_a_causal_model_is_one_stream(tmp_path):
 
 
 def test_the_kernels_cost_model_drives_a_latency_budget():
-    cost = kernel_cost("trn2", 128, "float32")
-    assert 0 < cost(1024, 1024, 128) < cost(1024, 1024, None)
+    def cost(rank):
+        return call_us("lowrank", ((1024, 1024, rank),), "identity", 128, "float32", "trn2")
+
+    assert 0 < cost(128) < cost(None)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
     report = compress(model, 0.3, budget="latency", tokens=128, align=128, progress=False)
-    assert report.cost_before == pytest.approx(2 * cost(1024, 1024, None))
+    assert report.cost_before == pytest.approx(2 * cost(None))
     assert report.cost_after <= 0.7 * report.cost_before
     assert report.compressed
     assert "of the predicted time" in report.summary()

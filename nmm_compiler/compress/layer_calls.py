@@ -1,0 +1,228 @@
+"""Which linears of a model the backend will compute in one kernel call, and what a call takes.
+
+The calls are those of the rewriter: a copy of the model without data, its linears made low-rank,
+goes through `rewrite`, and the matches say which layers share a call. `call_us` prices a call for
+any ranks with the functions that the rules ask, so that `compress` and the backend agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nmm_compiler.codegen.latency import PRICES, calls_us, ways_us
+from nmm_compiler.compress.meta_copies import MetaModel, shorten, without_data
+from nmm_compiler.compress.modules import LowRankLinear, put
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
+from nmm_compiler.passes.graph.canonical_forms import owner_of
+from nmm_compiler.passes.graph.capture import all_graphs
+from nmm_compiler.passes.pipeline import rewrite
+from nmm_compiler.passes.rules.gated_mlp import decide
+
+Rank = int | None
+PRICE = "closed_form"
+"""The price of a kernel, that of the passes' default (`Options.price`)."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear to price: y = x W^T with W [n, k]."""
+
+    name: str
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that one call may compute.
+
+    kind: "gated_mlp" (gate, up, down), "gated_mlp_up" (gate, up), "shared_x" or "lowrank".
+    """
+
+    kind: str
+    layers: tuple[Layer, ...]
+    activation: str = "identity"
+
+
+# -- which layers are together -----------------------------------------------------------------
+
+
+def alone(layers: Iterable[Layer]) -> list[Group]:
+    """Return each layer as a call of its own."""
+    return [Group("lowrank", (layer,)) for layer in layers]
+
+
+def groups_of(
+    model: nn.Module, layers: Sequence[Layer], inputs: Mapping[str, Any] | Sequence[Any]
+) -> list[Group]:
+    """Return the groups of these linears of a model, in the order of `layers`.
+
+    inputs: arguments of the model; their data is not read. A layer that the trace does not show in
+    a call is alone. Raises what the model raises where it cannot be traced without data.
+    """
+    known = {layer.name: layer for layer in layers}
+    copy = MetaModel(without_data(model), type(model).__name__)
+    for layer in layers:
+        linear = copy.module.get_submodule(layer.name)
+        rank = max(1, layer.k * layer.n // (2 * (layer.k + layer.n)))
+        dtype = next(linear.parameters()).dtype
+        bias = getattr(linear, "bias", None) is not None
+        low = LowRankLinear(layer.k, rank, layer.n, bias, device="meta", dtype=dtype)
+        put(copy.module, (layer.name,), low.requires_grad_(False))
+    shorten(copy)
+    found: dict[str, Group] = {}
+    for members, kind, activation in _traced(copy.module, inputs):
+        originals = [copy.originals(name) for name in members]
+        for names in zip(*originals, strict=True):
+            if all(name in known for name in names):
+                group = Group(kind, tuple(known[name] for name in names), activation)
+                found |= dict.fromkeys(names, group)
+    every = [found.get(layer.name) or alone((layer,))[0] for layer in layers]
+    return list(dict.fromkeys(every))
+
+
+def _traced(module: nn.Module, inputs: Any) -> list[tuple[list[str], str, str]]:
+    """Return (names, kind, activation) of the calls that the rewriter makes of a module."""
+    args = () if isinstance(inputs, Mapping) else tuple(_on_meta(value) for value in inputs)
+    kwargs = {key: _on_meta(v) for key, v in inputs.items()} if isinstance(inputs, Mapping) else {}
+    names = {
+        id(parameter): name.removesuffix(".weight").removesuffix(".down").removesuffix(".up")
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    made: list[tuple[list[str], str, str]] = []
+    for graph, given in all_graphs(module, args, kwargs):
+        holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        at = {h.name: names.get(id(v), "") for h, v in zip(holders, given, strict=True)}
+        calls = [match.data for match in rewrite(graph, tuple(given)).matches if match.rewritten]
+        made += _joined([call for call in calls if isinstance(call, Call)], at)
+    return made
+
+
+def _joined(calls: list[Call], at: Mapping[str, str]) -> list[tuple[list[str], str, str]]:
+    """Return calls by the names of their layers; a down projection joins its gate and up.
+
+    At the traced token count the two may be faster apart, at another one together.
+    """
+    halves = {c.final: c for c in calls if isinstance(c, GatedCall) and c.gated.down is None}
+    downs: dict[fx.Node, LowRankCall] = {}
+    for call in calls:
+        if isinstance(call, LowRankCall):
+            half = halves.get(owner_of(call.source.key))
+            if half is not None and call.n == half.source.k:
+                downs[half.final] = call
+    joined = {id(down) for down in downs.values()}
+    made = []
+    for call in calls:
+        if isinstance(call, GatedCall):
+            members = [
+                at.get(owner_of(p.weights[0].key).name, "") for p in call.gated.projections()
+            ]
+            down = downs.get(call.final)
+            members += [_name(down, at)] if down is not None else []
+            kind = "gated_mlp" if len(members) == 3 else "gated_mlp_up"
+            made.append((members, kind, call.gated.activation))
+        elif isinstance(call, SharedCall):
+            made.append(([_name(one, at) for one in call.members], "shared_x", "identity"))
+        elif isinstance(call, LowRankCall) and id(call) not in joined:
+            made.append(([_name(call, at)], "lowrank", "identity"))
+    return [one for one in made if all(one[0])]
+
+
+def _name(call: LowRankCall, at: Mapping[str, str]) -> str:
+    return "" if call.chain is None else at.get(owner_of(call.chain.u.key).name, "")
+
+
+def _on_meta(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+# -- what a call takes -------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=65536)
+def call_us(
+    kind: str,
+    sizes: tuple[tuple[int, int, Rank], ...],
+    activation: str,
+    tokens: int,
+    dtype: str,
+    target: str,
+) -> float:
+    """Return the predicted microseconds of a group for `tokens` tokens, launches included.
+
+    sizes: (k, n, rank) of each layer, rank None for a dense one. Infinite where there is no kernel.
+    """
+    m: dict[str, Any] = {"m": tokens, "dtype": dtype}
+    if kind in ("gated_mlp", "gated_mlp_up"):
+        return _gated_us(sizes, m, activation, target)
+    return _shared_us(sizes, m, target)
+
+
+def _fastest(rows: Iterable[tuple[KernelSpec, ...]], target: str) -> float:
+    return min(calls_us(row, target, PRICES[PRICE]) for row in rows)
+
+
+def _low_us(spec: KernelSpec, target: str) -> float:
+    """Return the time of a match's kernel, or of its products where these are faster."""
+    ways = ways_us(spec, target, PRICES[PRICE])
+    return min(ways.fused, ways.separate)
+
+
+def _shared_us(sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], target: str) -> float:
+    """Return the time of layers that read one x."""
+    low = [(k, n, r) for k, n, r in sizes if r is not None]
+    dense = [(k, n) for k, n, r in sizes if r is None]
+    each = [LowRankSpec(**m, k=k, r=r, n=n) for k, n, r in low]
+    total = math.fsum(_low_us(spec, target) for spec in each)
+    if len(low) > 1:
+        pairs: Any = tuple((r, (n,)) for _, n, r in low)
+        total = min(total, _low_us(LowRankSharedSpec(**m, k=low[0][0], pairs=pairs), target))
+    return total + _dense_us(dense, m, target)
+
+
+def _dense_us(dense: Sequence[tuple[int, int]], m: dict[str, Any], target: str) -> float:
+    """Return the time of dense products of one x: one kernel for all, or one each."""
+    if not dense:
+        return 0.0
+    apart = tuple(MatmulSpec(**m, k=k, n=n) for k, n in dense)
+    joined = MatmulSpec(**m, k=dense[0][0], n=sum(n for _, n in dense))
+    return _fastest((apart, (joined,)), target)
+
+
+def _gated_us(
+    sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], activation: str, target: str
+) -> float:
+    """Return the time of gate and up, with down where there are three."""
+    (k, n, _), *_ = sizes
+    ranks = tuple(rank or 0 for _, _, rank in sizes)
+    gates: dict[str, Any] = {**m, "k": k, "n": n, "activation": activation}
+    gates |= dict(zip(("gate_r", "up_r"), ranks, strict=False))
+    half = GatedMLPUpSpec(**gates)
+    if not any(ranks):
+        tail = tuple(MatmulSpec(**m, k=k, n=n, x_layout="col") for k, n, _ in sizes[2:])
+        first = GatedMLPUpSpec(**gates, out_layout="col" if tail else "row")
+        rows = [(first, *tail), (*first.as_products()[1], *tail)]
+        if tail:
+            rows.append((GatedMLPSpec(**gates, down_r=0),))
+        return _fastest(rows, target)
+    us = _low_us(half, target) if any(ranks[:2]) else math.inf
+    us = min(us, _shared_us(sizes[:2], m, target))
+    if len(sizes) == 2:
+        return us
+    us += _shared_us(sizes[2:], m, target)
+    settings = (m["m"], k, n, ranks, m["dtype"], target, PRICE)
+    if decide(*settings) is None:
+        us = min(us, _low_us(GatedMLPSpec(**gates, down_r=ranks[2]), target))
+    return us

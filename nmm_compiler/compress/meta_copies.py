@@ -1,0 +1,101 @@
+"""A model on PyTorch's meta device: shapes without data, and one of each kind of layer.
+
+`without_data` copies a module; `shorten` keeps one of each kind of layer, so that a model of 80
+equal layers is traced as one, and says which layers the kept one stands for.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass
+class MetaModel:
+    """A model on the meta device, and which layers its traced layers stand for.
+
+    layers: {"model.layers.0": ("model.layers.0", "model.layers.1", ...)}: a traced layer, by its
+    name in the shortened model, and the layers of the whole model that it stands for.
+    """
+
+    module: nn.Module
+    name: str
+    layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def count(self, path: str) -> int:
+        """Return how many equal modules of the model a traced module stands for."""
+        return len(self.originals(path))
+
+    def originals(self, path: str) -> tuple[str, ...]:
+        """Return the paths of the whole model that a traced path stands for."""
+        for layer, every in self.layers.items():
+            if path == layer or path.startswith(f"{layer}."):
+                return tuple(one + path[len(layer) :] for one in every)
+        return (path,)
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on the meta device; tensors that are tied stay tied."""
+    memo: dict[int, Any] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        memo.setdefault(id(parameter), nn.Parameter(parameter.detach().to("meta"), False))
+    for _, buffer in module.named_buffers(remove_duplicate=False):
+        memo.setdefault(id(buffer), buffer.detach().to("meta"))
+    return copy.deepcopy(module, memo).eval()
+
+
+def shorten(model: MetaModel) -> None:
+    """Keep the first layer of each kind in a transformers model, in place.
+
+    Layers are of a kind when their parameters have the same names and shapes and their settings are
+    the same. The addition to the residual between two layers is then counted as the one after the
+    last layer. Models whose config does not give the layers as one list keep all layers.
+    """
+    config = getattr(model.module, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    if config is None or count is None:
+        return
+    stacks = [
+        (name, stack)
+        for name, stack in model.module.named_modules()
+        if isinstance(stack, nn.ModuleList) and len(stack) == count and count > 1
+    ]
+    if len(stacks) != 1:
+        return
+    (name, stack) = stacks[0]
+    kinds: dict[Any, list[int]] = {}
+    for i, layer in enumerate(stack):
+        kinds.setdefault(_kind(layer, config, i), []).append(i)
+    kept = [members[0] for members in kinds.values()]
+    if len(kept) == count:
+        return
+    path, _, last = name.rpartition(".")
+    setattr(model.module.get_submodule(path), last, nn.ModuleList([stack[i] for i in kept]))
+    types = getattr(config, "layer_types", None)
+    owners: dict[int, Any] = {
+        id(m.config): m.config for m in model.module.modules() if hasattr(m, "config")
+    }
+    for owner in owners.values():
+        owner.num_hidden_layers = len(kept)
+        if types is not None:
+            owner.layer_types = [types[i] for i in kept]
+    for j, members in enumerate(kinds.values()):
+        for module in stack[members[0]].modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, "layer_idx", j)  # noqa: B010
+        model.layers[f"{name}.{j}"] = tuple(f"{name}.{i}" for i in members)
+
+
+def _kind(layer: nn.Module, config: Any, index: int) -> Any:
+    types = getattr(config, "layer_types", None)
+    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
+    settings = tuple(
+        (name, type(module).__name__, key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and key != "layer_idx"
+    )
+    return shapes, settings, types[index] if types else None

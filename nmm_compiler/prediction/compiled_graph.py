@@ -1,0 +1,42 @@
+"""What a compiled graph takes, dense and low-rank: the headline of its report.
+
+A graph says how many tokens it is for, and not whether it is a prefill or a decode, so the sentence
+names the tokens. The rest of the graph is priced by `walk`, the calls as the passes priced them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler import targets
+from nmm_compiler.codegen.latency import LAUNCH_GAP_US
+from nmm_compiler.prediction.prices import Machine, price
+from nmm_compiler.prediction.walk import walk_graph
+from nmm_compiler.report.headline import headline
+
+REMEDY = "a smaller rank, larger layers or more tokens a call would help"
+
+
+def graph_headline(graph: fx.GraphModule, predicted: Sequence[dict[str, Any]], target: str) -> str:
+    """Return the sentence for a rewritten graph; why there is none where it cannot be priced.
+
+    predicted: `Match.info["predicted"]` of its calls, which have dense times.
+    """
+    judged = [one for one in predicted if one["dense"] is not None]
+    if not judged:
+        return "not predicted: no call of this graph stands for a dense product"
+    try:
+        machine = Machine(targets.get(target), price="closed_form")
+        prices = [(piece.count, price(piece, machine)) for piece in walk_graph(graph)]
+        rest = sum(n * (one.us + one.launches * LAUNCH_GAP_US) for n, one in prices)
+    except Exception as error:  # a graph with sizes that are not known, or an op without a price
+        text = " ".join(str(error).split())[:120]
+        return f"the whole graph is not predicted ({type(error).__name__}: {text})"
+    saved = sum(one["dense"] - one["call"] for one in judged)
+    tokens = max(int(one["tokens"]) for one in judged)
+    what = f"for this graph ({tokens:,} token{'s' * (tokens != 1)} a call)"
+    quality = "its quality is not judged here"
+    return headline([((rest + saved) / rest, what)], f"on {target}", quality=quality, remedy=REMEDY)

@@ -1,0 +1,66 @@
+"""The public `compress`: that of `compress/apply.py`, whose report predicts the whole model.
+
+The prediction needs both models without their data, and seconds of tracing, so it is made when the
+report is first shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from nmm_compiler.compress import apply
+from nmm_compiler.compress.meta_copies import without_data
+from nmm_compiler.compress.report import CompressionReport
+from nmm_compiler.errors import NmmError
+from nmm_compiler.prediction.predict import predict
+
+F = TypeVar("F", bound=Callable[..., CompressionReport])
+
+
+def _predicting(function: F) -> F:
+    def run(model: nn.Module, *args: Any, **keywords: Any) -> CompressionReport:
+        before = _copied(model)
+        report = function(model, *args, **keywords)
+        if not report.target:
+            return report
+        said = functools.partial(_headline, before, _copied(model), report)
+        return report.with_headline(functools.cache(said))
+
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        setattr(run, name, getattr(function, name))
+    # The package puts its modules among the attributes of `function` (compress/__init__.py), also
+    # later ones, so both have the same attributes.
+    run.__dict__ = function.__dict__
+    setattr(run, "__signature__", inspect.signature(function))  # noqa: B010
+    return cast(F, run)
+
+
+def _copied(model: nn.Module) -> nn.Module | Exception:
+    """Return the model without data, or why it cannot be copied; the report says so."""
+    try:
+        return without_data(model)
+    except Exception as error:  # a module may hold what no copy can be made of
+        return error
+
+
+def _headline(before: Any, after: Any, report: CompressionReport, quality: str) -> tuple[str, str]:
+    """Return (sentence for the whole model, ""), kernels by the closed form; or ("", reason)."""
+    prompt = max((timed.tokens for timed in report.workload), default=512)
+    try:
+        for copied in (before, after):
+            if isinstance(copied, Exception):
+                raise copied
+        made = predict(after, report.target, prompt=prompt, dense=before, price="closed_form")
+    except NmmError as error:
+        return "", str(error).partition(": pass")[0]
+    except Exception as error:  # the model's own code may not run without data
+        return "", type(error).__name__
+    return made.headline(quality), ""
+
+
+compress = _predicting(apply.compress)

@@ -1,0 +1,187 @@
+"""Predicted times in `compress`: calls made are calls priced, and no layer is made slower."""
+
+import re
+
+import pytest
+import torch
+from compress_models import stack
+from torch import nn
+
+from nmm_compiler.compress.apply import compress
+from nmm_compiler.compress.choose_ranks import found_slower
+from nmm_compiler.compress.layer_calls import Group, Layer, call_us, groups_of
+from nmm_compiler.compress.predicted_time import Prices, read_workload
+from nmm_compiler.errors import OptionTypeError, RankError
+
+MIX = {"prefill": (512, 0.2), "decode": (1, 0.8)}
+QUIET = {"progress": False}
+ASKED = QUIET | {"allow_slower": True}
+
+
+def llama(hidden=512, inner=1024, layers=2):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=64,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def made_us(model, tokens):
+    """Compile the model for so many tokens; return what each of its calls is predicted to take."""
+    reports = []
+    options = {"inner": "eager", "kernels": "lazy", "report": reports.append}
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        torch.compile(model, backend="nmm", options=options)(input_ids=ids, use_cache=False)
+    (report,) = reports
+    return [float(re.search(r"([\d.,]+) us predicted", line)[1]) for line in report.matches]
+
+
+def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
+    model = llama(layers=1)
+    report = compress(model, 0.3, workload={"prefill": (256, 1), "decode": (1, 1)}, **ASKED)
+    assert len(report.compressed) == 7
+    for timed in report.workload:
+        made = made_us(model, timed.tokens)
+        assert len(made) == 3  # q, k and v; o; the MLP
+        assert timed.us == pytest.approx(sum(made), abs=0.05 * len(made))  # printed to 0.1 us
+    assert report.workload[0].us < report.workload[0].dense_us
+
+
+def test_layers_of_one_call_are_found_in_the_graph():
+    model = llama()
+    layers = [
+        Layer(name, m.in_features, m.out_features)
+        for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
+    ]  # fmt: skip
+    inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "use_cache": False}
+    groups = groups_of(model, layers, inputs)
+    kinds = [(g.kind, g.activation, [x.name.split("layers.")[1] for x in g.layers]) for g in groups]
+    for i in range(2):
+        attention, mlp = f"{i}.self_attn.", f"{i}.mlp."
+        three = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        assert ("shared_x", "identity", three) in kinds
+        assert ("lowrank", "identity", [attention + "o_proj"]) in kinds
+        gated = [mlp + name for name in ("gate_proj", "up_proj", "down_proj")]
+        assert ("gated_mlp", "silu", gated) in kinds
+    assert len(kinds) == 6
+
+
+def test_layers_of_one_call_take_less_than_one_by_one():
+    sizes = ((2048, 8192, 1280), (2048, 8192, 1280), (8192, 2048, 1280))
+    together = call_us("gated_mlp", sizes, "silu", 1, "bfloat16", "trn2")
+    alone = [call_us("lowrank", (one,), "identity", 1, "bfloat16", "trn2") for one in sizes]
+    assert together < sum(alone)
+
+
+def test_a_budget_of_time_saves_the_share_asked_for_in_the_mix():
+    model = llama(inner=2048, layers=1)
+    report = compress(model, 0.2, budget="latency", workload=MIX, include=["mlp"], **QUIET)
+    assert 0.7 * report.cost_before < report.cost_after <= 0.8 * report.cost_before
+    weights = {timed.name: timed.weight for timed in report.workload}
+    assert weights == {"prefill": 0.2, "decode": 0.8}
+    assert sum(layer.us for layer in report.layers) == pytest.approx(report.cost_after)
+    assert sum(layer.dense_us for layer in report.layers) == pytest.approx(report.cost_before)
+    text = str(report)
+    assert "prefill of 512 tokens, weight 0.2:" in text
+    assert "decode of 1 token, weight 0.8:" in text
+
+
+class Two(nn.Module):
+    """A narrow layer, which low rank makes slower, and a wide one."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(512, 512), nn.Linear(512, 4096)
+
+    def forward(self, x):
+        return self.wide(self.narrow(x))
+
+
+BUDGETS = {
+    "uniform": {"ratio": 0.2},
+    "global": {"ratio": 0.5, "allocation": "global"},
+    "latency": {"ratio": 0.1, "budget": "latency"},
+    "given": {"rank": {"narrow": 192, "wide": 256}},
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
+    def narrow_is_slower(kind, sizes, activation, tokens, dtype, target):
+        return sum(
+            (20.0 if n == 512 else 100.0) * ((1.1 if n == 512 else 0.7) if r else 1)
+            for _, n, r in sizes
+        )
+
+    monkeypatch.setattr("nmm_compiler.compress.predicted_time.call_us", narrow_is_slower)
+    report = compress(Two(), align=64, **BUDGETS[budget], **QUIET)
+    ranks = {layer.name: layer.rank for layer in report.layers}
+    assert ranks["narrow"] is None
+    assert ranks["wide"] is not None
+    (narrow,) = [layer for layer in report.layers if layer.name == "narrow"]
+    assert narrow.note == "its call would take 22.0 us, dense 20.0: kept dense"
+    assert not narrow.counted
+    assert report.slower == ()
+    asked = compress(Two(), align=64, **BUDGETS[budget], **ASKED)
+    if budget in ("uniform", "given"):  # the others do not take what costs time and loss
+        assert [layer.name for layer in asked.slower] == ["narrow"]
+        assert "made slower than dense, as asked: narrow" in str(asked)
+
+
+def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
+    slow = "nmm_compiler.compress.predicted_time.call_us"
+    monkeypatch.setattr(
+        slow, lambda kind, sizes, *_: 10.0 + 5 * sum(r is not None for *_, r in sizes)
+    )
+    for budget, asked in BUDGETS.items():
+        with pytest.raises(RankError, match=r"all 2 layers .* 512 tokens a call; pass allow"):
+            compress(Two(), align=64, **asked, **QUIET)
+        if budget != "latency":
+            assert compress(Two(), align=64, **asked, **ASKED).compressed
+
+
+def test_members_of_a_call_are_judged_beside_each_other():
+    layers = (Layer("a", 8, 8), Layer("b", 8, 8))
+    times = {(None, None): 10.0, (4, None): 12.0, (None, 4): 12.0, (4, 4): 7.0}
+    prices = Prices([Group("shared_x", layers)], (("pass", 1, 1.0),), lambda g, r: (times[r],))
+    assert prices.slower({"a": 4, "b": 4}) == []
+    assert list(found_slower({"a": 4, "b": None}, prices)) == ["a"]
+    times[4, 4] = 11.5  # neither is slower beside the other, and both are slower than none
+    assert prices.slower({"a": 4, "b": 4}) == ["a", "b"]
+    times[4, 4] = 7.0
+    assert prices.shares({"a": 4, "b": 4}) == {"a": (5.0, 3.5), "b": (5.0, 3.5)}
+
+
+def test_a_small_model_is_priced_without_a_trace(monkeypatch):
+    monkeypatch.setattr("nmm_compiler.compress.predicted_time.groups_of", None)
+    report = compress(stack(), 0.3, align=4, **QUIET)
+    assert report.priced == "each layer as a call of its own"
+    assert report.workload[0].us > 0
+
+
+def test_a_model_that_cannot_be_traced_says_how_it_was_priced():
+    class Data(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(512, 1024)
+
+        def forward(self, x):
+            return self.layer(x[: int(x.sum().item()) + 3])
+
+    batch = [torch.zeros(4, 512)]
+    report = compress(Data(), 0.2, calibration=batch, allocation="uniform", align=64, **QUIET)
+    assert report.priced.startswith("each layer as a call of its own")
+    assert report.compressed
+
+
+@pytest.mark.parametrize(
+    "given", [{}, 512, {"decode": 1}, {"decode": (0, 1)}, {"decode": (1, -1)}, {"a": (1, 1, 1)}]
+)
+def test_a_workload_that_is_none_is_refused(given):
+    with pytest.raises(OptionTypeError, match="workload"):
+        read_workload(given, 512)
+    assert read_workload(None, 64) == (("pass", 64, 1.0),)

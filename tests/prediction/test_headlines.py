@@ -1,0 +1,69 @@
+"""Every report begins with what low rank gains, computed when it is shown."""
+
+import pytest
+import torch
+from torch import nn
+
+import nmm_compiler as nmm
+from nmm_compiler.passes.pipeline import explain
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=1, vocab_size=64,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def compiled(model, tokens):
+    reports = []
+    torch._dynamo.reset()
+    options = {"inner": "eager", "kernels": "lazy", "report": reports.append}
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with torch.no_grad():
+        torch.compile(model, backend="nmm", options=options)(input_ids=ids, use_cache=False)
+    (report,) = reports
+    return report
+
+
+def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
+    model = llama()
+    dense = compiled(model, 64)
+    assert "predicted 1." in dense.headline()
+    assert "in the products that could be low-rank (at 80 % of their parameters" in str(dense)
+    said = str(explain(model, input_ids=torch.zeros(1, 64, dtype=torch.long), use_cache=False))
+    assert "next: nmm_compiler.compress(model, 0.2)" in " ".join(said.split())
+
+    report = nmm.compress(model, 0.3, progress=False)
+    asked = []
+    predict = nmm.prediction.compressed.predict
+    monkeypatch.setattr(
+        "nmm_compiler.prediction.compressed.predict",
+        lambda *a, **k: asked.append(k) or predict(*a, **k),
+    )
+    assert "whole" not in report.to_dict()
+    assert asked == []  # seconds, so not before it is shown
+    whole = report.headline()
+    assert whole == report.headline()
+    assert len(asked) == 1
+    assert "per token and" in whole
+    assert "to first token (batch 1) on trn2 over our dense kernels" in whole
+    assert whole.endswith("; quality not judged: no calibration")
+
+    low = compiled(model, 64)
+    gain = low.predicted.__wrapped__  # computed when asked, once
+    assert low.headline() == gain()
+    assert "for this graph (64 tokens a call) on trn2 over our dense kernels" in low.headline()
+    assert "predicted" not in low.to_dict()
+
+
+def test_what_is_no_decoder_says_what_it_is_about():
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    report = nmm.compress(model, 0.3, progress=False)
+    said = report.headline()
+    assert "in pass of 512 tokens in these layers on trn2" in said
+    assert "the whole model is not predicted: Sequential is no transformers model" in said
