@@ -8,11 +8,12 @@ activation-aware ("whitened") SVD, whose norm is the mean squared error of the l
 both it is the increase of the loss, to second order and with G and A taken as independent (the
 K-FAC approximation, Martens and Grosse, 2015).
 
-The idea: with M = G^1/2 W A^1/2 and U the leading left singular vectors of M, the optimum is G^-1/2
-U U^T G^1/2 W. So the eigenvectors of the small Gram matrix M M^T are enough: no Cholesky factor
-that fails on singular moments, and no inverse of A^1/2. Where n > k, W^T is factorized with A and G
-exchanged. All arithmetic is float64 until the factors are stored, but W is widened one block at a
-time, and the eigenvectors overwrite the Gram matrix.
+The idea: with G = L L^T, M = L^T W A^1/2 and U the leading left singular vectors of M, the optimum
+is L^-T U U^T L^T W. So the eigenvectors of the small Gram matrix M M^T are enough, without an
+inverse of A^1/2. L is the Cholesky factor, and where G is singular or nearly so, its eigenvectors
+times the roots of its eigenvalues. Where n > k, W^T is factorized with A and G exchanged. All
+arithmetic is float64 until the factors are stored, but W is widened one block at a time, and the
+eigenvectors overwrite the Gram matrix.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _SKETCH_SHARE = 1 / 8
 _OVERSAMPLE = 16
 # ... and kept where it provably leaves at most this much more squared error than the optimum.
 _SKETCH_EXCESS = 0.01
+# The Cholesky factor is taken where its least pivot is at least this share of the largest: rounding
+# of float64 is then at most 1e-6 of the result.
+_SMALLEST_PIVOT = 1e-10
 # Elements of a block of the weight that is widened to float64 at a time: 8 MiB.
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -64,16 +68,17 @@ class Factors:
 
 @dataclass(frozen=True)
 class _Problem:
-    """min |S^1/2 (W - P R) L^1/2| for W [s, l] with s <= l: the given matrix, or its transpose.
+    """min |S^1/2 (W - P R) A^1/2| for W [s, l] with s <= l: the given matrix, or its transpose.
 
-    basis, roots: eigenvectors of S and square roots of its eigenvalues, those below
-        s * eps * the largest set to zero; None where S is the identity.
+    factor: L of S = L L^T; None where S is the identity. roots: None where L is triangular; else L
+        is eigenvectors of S times these square roots of its eigenvalues, those below s * eps * the
+        largest set to zero.
     """
 
     weight: torch.Tensor
     long: Moment | None
-    basis: torch.Tensor | None
-    roots: torch.Tensor | None
+    factor: torch.Tensor | None = None
+    roots: torch.Tensor | None = None
 
     @classmethod
     def of(cls, weight: torch.Tensor, moments: Moments) -> _Problem:
@@ -82,14 +87,19 @@ class _Problem:
         if weight.shape[0] > weight.shape[1]:
             weight, short, long = weight.T, long, short
         if short is None:
-            return cls(weight, long, None, None)
-        values, basis = eigh(short.dense())
+            return cls(weight, long)
+        matrix = short.dense()
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        pivots = lower.diagonal()
+        if not failed and pivots.min() ** 2 > _SMALLEST_PIVOT * pivots.max() ** 2:
+            return cls(weight, long, lower)
+        values, basis = eigh(matrix)
         floor = values[-1].clamp_min(0) * values.numel() * torch.finfo(values.dtype).eps
         roots = torch.where(values > floor, values, torch.zeros_like(values)).sqrt()
-        return cls(weight, long, basis, roots)
+        return cls(weight, long, basis * roots, roots)
 
     def gram(self) -> torch.Tensor:
-        """Return M M^T [s, s] for M = roots * basis^T W L^1/2, a block at a time."""
+        """Return M M^T [s, s] for M = factor^T W long^1/2, a block at a time."""
         size = self.weight.shape[0]
         gram = torch.zeros(size, size, dtype=torch.float64, device=self.weight.device)
         if self.long is None or self.long.carried:
@@ -103,20 +113,21 @@ class _Problem:
             for i in range(0, size, rows):
                 left = self.long.times(_wide(self.weight[i : i + rows]))
                 _product(left, self.weight.T, out=gram[i : i + rows])
-        if self.basis is None or self.roots is None:
+        if self.factor is None:
             return gram
-        gram = self.basis.T @ gram
-        gram = gram @ self.basis
-        gram *= self.roots
-        gram *= self.roots[:, None]
-        return gram
+        gram = self.factor.T @ gram
+        return gram @ self.factor
 
     def solve(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return P [s, r] and the C [r, s] of R = C W, for leading eigenvectors of the Gram."""
-        if self.basis is None or self.roots is None:
+        if self.factor is None:
             return vectors, vectors.T
-        inverse = torch.where(self.roots > 0, 1 / self.roots, torch.zeros_like(self.roots))
-        return self.basis @ (vectors * inverse[:, None]), (vectors.T * self.roots) @ self.basis.T
+        inner = vectors.T @ self.factor.T
+        if self.roots is None:
+            return torch.linalg.solve_triangular(self.factor.T, vectors, upper=True), inner
+        squares = self.roots.square()
+        inverse = torch.where(squares > 0, 1 / squares, torch.zeros_like(squares))
+        return self.factor @ (vectors * inverse[:, None]), inner
 
 
 def spectrum(
