@@ -39,6 +39,9 @@ def plan(
     ] = None,
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
+    price: Annotated[
+        str, typer.Option(help="of a kernel: simulated, or closed_form, which takes no time")
+    ] = "simulated",
     html: Annotated[Path | None, values.output_option(help_="write one page here")] = None,
     json: Annotated[Path | None, values.output_option(help_="write every figure here")] = None,
 ) -> None:
@@ -70,6 +73,7 @@ def plan(
             weights=weights,
             include=include,
             exclude=exclude,
+            price=price,
             progress=lambda name, done, of: status.update(Text(f"{done + 1} of {of}: {name}")),
         )
     console.print(str(made), markup=False, soft_wrap=True)
