@@ -14,7 +14,7 @@ WORKERS ?= 2
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-neuronmm bench-models bench-public
+	bench-timing bench-neuronmm bench-models bench-paper bench-public
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -102,6 +102,10 @@ bench-public: $(DEV_READY)
 
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py $(ARGS)
+
+# The low-rank paper's models, a row at a time: make bench-paper ARGS="--targets trn2 --workers 2"
+bench-paper: $(DEV_READY)
+	$(RUN) benchmarks/paper_table.py $(ARGS)
 
 # Needs the paper's kernels: make bench-neuronmm ARGS="--checkout ../NeuronMM --m 1,512"
 bench-neuronmm: $(DEV_READY)
