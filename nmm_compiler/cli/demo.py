@@ -52,7 +52,8 @@ def demo(
         raise UnknownNameError("model", model, list(SUBJECTS))
     started, kind = time.monotonic(), SUBJECTS[model]
     ratios = ratio or [0.2]
-    # Predictions need shapes and ranks only: a second process makes them beside the rest.
+    # Predictions need shapes and ranks only, proofs the kernels' sources: a second process has
+    # them beside the rest.
     beside = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     with steps() as step, beside:
         try:
@@ -63,7 +64,10 @@ def demo(
             if plan is not None:
                 step(f"planning {kind.plan_next}")
                 said = "the same ratio" if len(ratios) == 1 else "the same ratios"
-                show(f"\n{said} on {kind.plan_next}, from its shapes alone:\n{plan.result()}")
+                show(
+                    f"\n{said} on {kind.plan_next}, from its shapes and the closed form of "
+                    f"its kernels:\n{plan.result()}"
+                )
         except BaseException:
             beside.shutdown(wait=False, cancel_futures=True)
             raise
@@ -82,7 +86,7 @@ def _one_ratio(
 ) -> dict[str, Any]:
     """Run the whole flow at one compression ratio; print its tables; return its figures.
 
-    beside: `submit` of the executor that predicts.
+    beside: `submit` of the executor that proves and predicts.
     """
     import torch
 
@@ -92,12 +96,8 @@ def _one_ratio(
     compressed = copy.deepcopy(subject.model)
     compression = compress(
         compressed, ratio, include=subject.include, calibration=subject.calibration(),
-        progress=False,
+        target=target, tokens=subject.tokens(), progress=False,
     )  # fmt: skip
-    asked = {"target": target, "rank": compression.ranks(), **subject.setting()}
-    prediction = beside(_predict, subject.config(), asked)
-    step(f"ratio {ratio}: judging the quality")
-    quality, samples = subject.quality(compressed), subject.samples(compressed)
 
     step(f"ratio {ratio}: compiling, building kernels")
     torch._dynamo.reset()
@@ -107,11 +107,19 @@ def _one_ratio(
     agreement = subject.agree(compressed, torch.compile(served, backend="nmm", options=options))
 
     kernels = [kernel for report in reports for kernel in report.built]
-    proofs, comparisons = [], []
+    waiting = [beside(_prove, kernel.spec, target) for kernel in kernels]
+    asked = {"target": target, "rank": compression.ranks(), **subject.setting()}
+    prediction = beside(_predict, subject.config(), asked)
+    step(f"ratio {ratio}: judging the quality")
+    quality, samples = subject.quality(compressed), subject.samples(compressed)
+    comparisons = []
     for done, kernel in enumerate(kernels):
+        step(f"ratio {ratio}: comparing", done, len(kernels))
+        comparisons.append(_compare(kernel))
+    proofs = []
+    for done, proof in enumerate(waiting):
         step(f"ratio {ratio}: proving", done, len(kernels))
-        proofs.append(_prove(kernel))
-        comparisons.append(_compare(kernel, target))
+        proofs.append(proof.result())
     step(f"ratio {ratio}: predicting the whole model", len(kernels), len(kernels))
     predicted = prediction.result()
     whole = bool(kernels) and all(report.fallback is None for report in reports)
@@ -162,19 +170,22 @@ def _plan(model: str, ratios: Sequence[float], target: str) -> str:
     from nmm_compiler.prediction.plan import plan
 
     torch.set_num_threads(1)
-    return str(plan(model, targets=[target], ratios=ratios, include=["mlp"]))
+    made = plan(model, targets=[target], ratios=ratios, include=["mlp"], price="closed_form")
+    return str(made)
 
 
-def _prove(kernel: Kernel) -> Proof:
+def _prove(spec: Any, target: str) -> Proof:
+    """Run the kernel that was built for a spec; it comes from the kernel cache."""
+    from nmm_compiler.codegen.build import build_kernel
     from nmm_compiler.codegen.check_against_float64 import prove
 
-    return prove(kernel)
+    return prove(build_kernel(spec, target))
 
 
-def _compare(kernel: Kernel, target: str) -> Any:
-    from nmm_compiler.prediction.comparison import compare
+def _compare(kernel: Kernel) -> Any:
+    from nmm_compiler.prediction.comparison import compare_built
 
-    return compare(kernel.spec, target)
+    return compare_built(kernel)
 
 
 def kernel_table(
@@ -195,6 +206,6 @@ def kernel_table(
             rows.append((f"{cost.latency_us:.1f}", f"{cost.hbm_bytes / 1e6:.2f}", gain, way, text))
     head = ("us", "MB", "gain", "way", "kernel, blocks, check against float64")
     return Section(
-        "kernels (latency and HBM traffic are the simulator's predictions)",
+        "kernels (simulated; separate and dense products with the least HBM traffic they can have)",
         (Grid.of(head, rows, right=head[:3]),),
     )

@@ -70,6 +70,10 @@ class Subject(ABC):
         """Return what is predicted: the workload and the dtype."""
         return {**self.workload, "dtype": str(self.dtype).removeprefix("torch.")}
 
+    def tokens(self) -> int:
+        """Return the tokens of one call of the compiled model."""
+        return self.workload["batch"] * self.workload["prompt"]
+
     @abstractmethod
     def agree(self, compressed: nn.Module, compiled: Callable[..., Any]) -> Agreement:
         """Compare the compiled model with `compressed`, which has the original's dtype."""

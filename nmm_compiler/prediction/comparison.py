@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.build import Kernel, build_kernel
+from nmm_compiler.codegen.latency import simulated_us
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.records import Record
 
@@ -64,6 +65,31 @@ def compare(spec: KernelSpec, target: str) -> Comparison:
         fused=cost_of(spec, target),
         separate=_total(separate, target),
         dense=_total(dense, target),
+    )
+
+
+def compare_built(kernel: Kernel) -> Comparison:
+    """Return the predicted costs of a kernel that is built, beside separate matmuls and dense.
+
+    Nothing else is built: the others are simulated with the schedule that ranks first, and count
+    the least HBM traffic that they can have.
+    """
+    spec, target = kernel.spec, kernel.target.name
+    profile = kernel.profile()
+    traffic = profile.hbm_read_bytes + profile.hbm_write_bytes
+    separate, dense = (
+        Cost(
+            latency_us=sum(simulated_us(one, target) for one in row),
+            hbm_bytes=sum(one.minimal_hbm_bytes() for one in row),
+        )
+        for row in spec.as_products()
+    )
+    return Comparison(
+        kernel=spec.short(),
+        target=target,
+        fused=Cost(latency_us=profile.latency_us, hbm_bytes=traffic),
+        separate=separate,
+        dense=dense,
     )
 
 
