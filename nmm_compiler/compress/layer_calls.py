@@ -29,6 +29,7 @@ from nmm_compiler.passes.graph.canonical_forms import owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.gated_mlp import decide
+from nmm_compiler.targets import Target
 
 Rank = int | None
 PRICE = "closed_form"
@@ -158,7 +159,7 @@ def call_us(
     activation: str,
     tokens: int,
     dtype: str,
-    target: str,
+    target: Target,
 ) -> float:
     """Return the predicted microseconds of a group for `tokens` tokens, launches included.
 
@@ -170,17 +171,17 @@ def call_us(
     return _shared_us(sizes, m, target)
 
 
-def _fastest(rows: Iterable[tuple[KernelSpec, ...]], target: str) -> float:
+def _fastest(rows: Iterable[tuple[KernelSpec, ...]], target: Target) -> float:
     return min(calls_us(row, target, PRICES[PRICE]) for row in rows)
 
 
-def _low_us(spec: KernelSpec, target: str) -> float:
+def _low_us(spec: KernelSpec, target: Target) -> float:
     """Return the time of a match's kernel, or of its products where these are faster."""
     ways = ways_us(spec, target, PRICES[PRICE])
     return min(ways.fused, ways.separate)
 
 
-def _shared_us(sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], target: str) -> float:
+def _shared_us(sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], target: Target) -> float:
     """Return the time of layers that read one x."""
     low = [(k, n, r) for k, n, r in sizes if r is not None]
     dense = [(k, n) for k, n, r in sizes if r is None]
@@ -192,7 +193,7 @@ def _shared_us(sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], target
     return total + _dense_us(dense, m, target)
 
 
-def _dense_us(dense: Sequence[tuple[int, int]], m: dict[str, Any], target: str) -> float:
+def _dense_us(dense: Sequence[tuple[int, int]], m: dict[str, Any], target: Target) -> float:
     """Return the time of dense products of one x: one kernel for all, or one each."""
     if not dense:
         return 0.0
@@ -202,7 +203,7 @@ def _dense_us(dense: Sequence[tuple[int, int]], m: dict[str, Any], target: str) 
 
 
 def _gated_us(
-    sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], activation: str, target: str
+    sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], activation: str, target: Target
 ) -> float:
     """Return the time of gate and up, with down where there are three."""
     (k, n, _), *_ = sizes

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler import targets
 from nmm_compiler.codegen.latency import LAUNCH_GAP_US
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.compress.layer_calls import Group, Layer, Rank, alone, call_us, groups_of
 from nmm_compiler.compress.report import Timed
 from nmm_compiler.errors import NmmError, OptionTypeError
@@ -170,7 +170,7 @@ def kernel_prices(
     """
     if dtype not in LowRankSpec.dtypes:
         return None
-    targets.get(target)
+    chip = machine_target(target)
     groups, note = alone(layers), "each layer as a call of its own"
     if inputs is None:
         inputs = example_inputs(model)
@@ -185,7 +185,7 @@ def kernel_prices(
     def of(group: Group, ranks: tuple[Rank, ...]) -> tuple[float, ...]:
         sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))
         return tuple(
-            call_us(group.kind, sizes, group.activation, tokens, dtype, target)
+            call_us(group.kind, sizes, group.activation, tokens, dtype, chip)
             for _, tokens, _ in workload
         )
 

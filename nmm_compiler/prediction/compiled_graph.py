@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler import targets
 from nmm_compiler.codegen.latency import LAUNCH_GAP_US
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.prediction.prices import Machine, price
 from nmm_compiler.prediction.walk import walk_graph
 from nmm_compiler.report.headline import headline
@@ -29,7 +29,7 @@ def graph_headline(graph: fx.GraphModule, predicted: Sequence[dict[str, Any]], t
     if not judged:
         return "not predicted: no call of this graph stands for a dense product"
     try:
-        machine = Machine(targets.get(target), price="closed_form")
+        machine = Machine(machine_target(target), price="closed_form")
         prices = [(piece.count, price(piece, machine)) for piece in walk_graph(graph)]
         rest = sum(n * (one.us + one.launches * LAUNCH_GAP_US) for n, one in prices)
     except Exception as error:  # a graph with sizes that are not known, or an op without a price

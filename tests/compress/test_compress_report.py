@@ -14,6 +14,7 @@ from nmm_compiler.compress.layer_calls import call_us
 from nmm_compiler.compress.plot import plot_report
 from nmm_compiler.compress.report import CompressionReport
 from nmm_compiler.errors import CalibrationError, MissingPackageError, UnknownNameError
+from nmm_compiler.targets import get
 
 
 def test_reports_survive_json():
@@ -119,7 +120,7 @@ def test_text_for_a_causal_model_is_one_stream(tmp_path):
 
 def test_the_kernels_cost_model_drives_a_latency_budget():
     def cost(rank):
-        return call_us("lowrank", ((1024, 1024, rank),), "identity", 128, "float32", "trn2")
+        return call_us("lowrank", ((1024, 1024, rank),), "identity", 128, "float32", get("trn2"))
 
     assert 0 < cost(128) < cost(None)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
