@@ -66,12 +66,15 @@ def alone(layers: Iterable[Layer]) -> list[Group]:
 
 
 def groups_of(
-    model: nn.Module, layers: Sequence[Layer], inputs: Mapping[str, Any] | Sequence[Any]
+    model: nn.Module,
+    layers: Sequence[Layer],
+    inputs: Mapping[str, Any] | Sequence[Any],
+    target: str,
 ) -> list[Group]:
     """Return the groups of these linears of a model, in the order of `layers`.
 
-    inputs: arguments of the model; their data is not read. A layer that the trace does not show in
-    a call is alone. Raises what the model raises where it cannot be traced without data.
+    inputs: arguments of the model; their data is not read. target: what the rules decide for. A
+    layer that the trace does not show in a call is alone. Raises what the model raises where it cannot be traced without data.
     """
     known = {layer.name: layer for layer in layers}
     copy = MetaModel(without_data(model), type(model).__name__)
@@ -84,7 +87,7 @@ def groups_of(
         put(copy.module, (layer.name,), low.requires_grad_(False))
     shorten(copy)
     found: dict[str, Group] = {}
-    for members, kind, activation in _traced(copy.module, inputs):
+    for members, kind, activation in _traced(copy.module, inputs, target):
         originals = [copy.originals(name) for name in members]
         for names in zip(*originals, strict=True):
             if all(name in known for name in names):
@@ -94,7 +97,7 @@ def groups_of(
     return list(dict.fromkeys(every))
 
 
-def _traced(module: nn.Module, inputs: Any) -> list[tuple[list[str], str, str]]:
+def _traced(module: nn.Module, inputs: Any, target: str) -> list[tuple[list[str], str, str]]:
     """Return (names, kind, activation) of the calls that the rewriter makes of a module."""
     args = () if isinstance(inputs, Mapping) else tuple(_on_meta(value) for value in inputs)
     kwargs = {key: _on_meta(v) for key, v in inputs.items()} if isinstance(inputs, Mapping) else {}
@@ -106,7 +109,8 @@ def _traced(module: nn.Module, inputs: Any) -> list[tuple[list[str], str, str]]:
     for graph, given in all_graphs(module, args, kwargs):
         holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         at = {h.name: names.get(id(v), "") for h, v in zip(holders, given, strict=True)}
-        calls = [match.data for match in rewrite(graph, tuple(given)).matches if match.rewritten]
+        result = rewrite(graph, tuple(given), options={"target": target})
+        calls = [match.data for match in result.rewritten]
         made += _joined([call for call in calls if isinstance(call, Call)], at)
     return made
 

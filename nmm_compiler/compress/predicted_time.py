@@ -176,7 +176,7 @@ def kernel_prices(
         inputs = example_inputs(model)
     if inputs is not None and max(layer.k * layer.n for layer in layers) >= _SMALL:
         try:
-            groups, note = groups_of(model, layers, inputs), ""
+            groups, note = groups_of(model, layers, inputs, target), ""
         except NmmError as error:
             note += f": {error}"
         except Exception as error:  # the model's own code may not run without data

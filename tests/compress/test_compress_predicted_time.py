@@ -59,7 +59,7 @@ def test_layers_of_one_call_are_found_in_the_graph():
         for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     ]  # fmt: skip
     inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "use_cache": False}
-    groups = groups_of(model, layers, inputs)
+    groups = groups_of(model, layers, inputs, "trn1")
     kinds = [(g.kind, g.activation, [x.name.split("layers.")[1] for x in g.layers]) for g in groups]
     for i in range(2):
         attention, mlp = f"{i}.self_attn.", f"{i}.mlp."
