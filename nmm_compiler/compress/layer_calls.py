@@ -74,7 +74,8 @@ def groups_of(
     """Return the groups of these linears of a model, in the order of `layers`.
 
     inputs: arguments of the model; their data is not read. target: what the rules decide for. A
-    layer that the trace does not show in a call is alone. Raises what the model raises where it cannot be traced without data.
+    layer that the trace does not show in a call is alone. Raises what the model raises where it
+    cannot be traced without data.
     """
     known = {layer.name: layer for layer in layers}
     copy = MetaModel(without_data(model), type(model).__name__)
