@@ -3,8 +3,8 @@
 For the projections of six models at 1 to 4,096 tokens on trn1, simulated latency in us of
 
     shipped   NeuronMM's kernel with the block sizes that its authors choose by token count
-    tuned     the same, the best of a grid of block sizes
-    tutorial  AWS's fully optimized matmul (as NeuronMM's file has it), the best of a grid, dense
+    tuned     the same with the block sizes that `fastest` finds
+    tutorial  AWS's fully optimized matmul (as NeuronMM's file has it), tuned alike, dense
     dense     this project's strongest dense kernel
     ours      this project's low-rank kernel
 
@@ -13,13 +13,16 @@ one) `fused_mlp_up_T`; dense kernels then run once per weight. Their kernels' lo
 with --loads, "reused" unless told: the faster of two bounds (docs/simulator.md). Nothing is
 measured, and nothing but time is simulated.
 
-Above 1,024 tokens only the five block sizes that are best at 1,024 are timed (dense: 2,048). No
-block holds more tokens than that: with more of them a kernel repeats its loop over blocks of
-tokens. This is an argument, not a proof: a sixth could win by what its first loads cost.
+Block sizes are divisors of the tiles of their dimension, 2 and 4: a block that does not divide the
+rank multiplies padding. From two starts, one size at a time moves to the value next to it that is
+faster, until none is. Above 1,024 tokens only the five block sizes that are best at 1,024 are timed
+(dense: 2,048). No block holds more tokens than that: with more of them a kernel repeats its loop
+over blocks of tokens. This is an argument, not a proof: a sixth could win by its first loads.
 
 The kernels come from a clone of github.com/dinghongsong/NeuronMM, ./NeuronMM unless --checkout says
-otherwise. Results go to --results line by line; a run that is interrupted continues there. A change
-of the code that a figure depends on makes it anew.
+otherwise. Results go to --results line by line, and what each block size takes to a file beside it;
+a run that is interrupted continues there. A change of the code that a figure depends on makes it
+anew.
 
 Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [--m 1,512]
        [--parts up,down,gated] [--workers 2] [--target trn1] [--loads as_written]
@@ -28,9 +31,10 @@ Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [-
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
-import itertools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -54,8 +58,12 @@ from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 
 HOW = ("shipped", "tuned", "tutorial", "dense", "ours")
+# What is divided by ours: the faster of these.
+RATIOS = {
+    "shipped": ("shipped",), "tuned": ("tuned",), "strongest dense": ("tutorial", "dense"),
+}  # fmt: skip
 PARTS = ("up", "down", "gated")
-TOKENS = (1, 128, 512, 2048, 4096)
+TOKENS = (1, 128, 512, 1024, 2048, 4096)
 SHORTLIST = 5
 # Tokens of the largest block in each grid: more of them repeat the outermost loop.
 LARGEST_BLOCK = {
@@ -64,13 +72,22 @@ LARGEST_BLOCK = {
 THEIR_ROOMS = ("simulator", "targets")
 OWN_ROOMS = (*THEIR_ROOMS, "kernels", "codegen")
 CLONE = "git clone https://github.com/dinghongsong/NeuronMM"
-NAMES = ("M_tiles_in_block", "r_tiles_in_block", "K_tiles_in_block", "N_tiles_in_block")
-GRIDS = {
-    "fused_three_mm_XTUV": ((4, 8, 16), (2, 4), (1, 4, 8), (1, 4)),
-    "fused_mlp_up_T": ((4, 8), (2, 4), (1, 2), (1, 4, 8)),
-}
-TUTORIAL_NAMES = ("TILES_IN_BLOCK_M", "TILES_IN_BLOCK_N", "TILES_IN_BLOCK_K")
-TUTORIAL_GRID = ((4, 16), (1, 2, 4), (4, 8, 16))
+# Kernel -> (block size, rows of a tile, the dimension that it cuts, the largest block in tiles).
+SIZES = {
+    "fused_three_mm_XTUV": (
+        ("M_tiles_in_block", 128, "k", 16), ("r_tiles_in_block", 128, "r", 20),
+        ("K_tiles_in_block", 128, "m", 8), ("N_tiles_in_block", 512, "n", 8),
+    ),
+    "fused_mlp_up_T": (
+        ("M_tiles_in_block", 128, "k", 16), ("r_tiles_in_block", 128, "r", 20),
+        ("K_tiles_in_block", 512, "m", 2), ("N_tiles_in_block", 128, "n", 16),
+    ),
+    "nki_matmul_fully_optimized_": (
+        ("TILES_IN_BLOCK_M", 128, "m", 16), ("TILES_IN_BLOCK_N", 512, "n", 8),
+        ("TILES_IN_BLOCK_K", 128, "k", 16),
+    ),
+}  # fmt: skip
+Blocks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -86,13 +103,30 @@ class Job:
     how: str
 
     @property
-    def key(self) -> str:
-        """What a result belongs to: the job, and the code, theirs and ours, that it runs."""
+    def times(self) -> int:
+        """How often the kernel runs: a dense one once for each of two weights."""
+        return 2 if self.part == "gated" and self.how in ("tutorial", "dense") else 1
+
+    @property
+    def kernel(self) -> str:
+        """The name of somebody else's kernel."""
+        if self.how == "tutorial":
+            return "nki_matmul_fully_optimized_"
+        return "fused_mlp_up_T" if self.part == "gated" else "fused_three_mm_XTUV"
+
+    @property
+    def made_by(self) -> str:
+        """A digest of the code, theirs and ours, that the figure depends on."""
         mine = self.how in ("ours", "dense")
-        made_by = [code_digests()[room] for room in (OWN_ROOMS if mine else THEIR_ROOMS)]
-        theirs = b"" if mine else Path(self.file).read_bytes()
-        text = hashlib.sha256("".join(made_by).encode() + theirs).hexdigest()[:12]
-        return "/".join(map(str, (text, self.target, self.loads, self.model, self.part, self.m,
+        rooms = [code_digests()[room] for room in (OWN_ROOMS if mine else THEIR_ROOMS)]
+        theirs = b"" if mine else Path(self.file).read_bytes() + repr(SIZES[self.kernel]).encode()
+        return hashlib.sha256("".join(rooms).encode() + theirs).hexdigest()[:12]
+
+    @property
+    def key(self) -> str:
+        """What a result belongs to; gate and up take one dense kernel twice."""
+        part = "up" if self.times > 1 else self.part
+        return "/".join(map(str, (self.made_by, self.target, self.loads, self.model, part, self.m,
                                   self.how)))  # fmt: skip
 
     @property
@@ -103,88 +137,113 @@ class Job:
         return k, rank(k, n), n
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Return the job's key, its latency in us, and the block sizes or schedule that gave it."""
+def measure(job: Job, timed: Path) -> dict[str, Any]:
+    """Return the job's key, a latency in us, and the block sizes or schedule that gave it."""
     k, r, n = job.sizes
-    m, gated = job.m, job.part == "gated"
+    m = job.m
     if job.how in ("ours", "dense"):
         spec: Any = LowRankSpec(m=m, k=k, r=r, n=n, x_layout="col")
-        if gated:
-            spec = GatedMLPUpSpec(m=m, k=k, r=r, n=n, x_layout="row", out_layout="col")
         if job.how == "dense":
             spec = MatmulSpec(m=m, k=k, n=n, x_layout="col")
+        elif job.part == "gated":
+            spec = GatedMLPUpSpec(m=m, k=k, r=r, n=n, x_layout="row", out_layout="col")
         kernel = build_kernel(spec, job.target, options=Options(cache="off"))
-        times = 2 if gated and job.how == "dense" else 1
-        return _result(job, times * kernel.profile().latency_us, kernel.schedule.short())
-    if job.how == "tutorial":
-        name, names, grid = "nki_matmul_fully_optimized_", TUTORIAL_NAMES, TUTORIAL_GRID
-        times = 2 if gated else 1
-    else:
-        name, names, times = "fused_mlp_up_T" if gated else "fused_three_mm_XTUV", NAMES, 1
-        grid = GRIDS[name]
-    blocks = [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*grid)]
+        return _result(job, kernel.profile().latency_us, kernel.schedule.short())
+    clock = Clock(job, timed)
+    shipped: list[Blocks] = []
     if job.how != "tutorial":
-        shipped = getattr(load_file(Path(job.file)), f"get_{name}_params")(m)
-        blocks = [shipped, *blocks] if job.how == "tuned" else [shipped]
-    blocks = _distinct(blocks, m)
-    largest = LARGEST_BLOCK[name]
-    if m > largest and len(blocks) > SHORTLIST:
-        ranked = _timed(job, name, _shapes(job, largest), blocks)
-        blocks = [given for _, given in ranked[:SHORTLIST]]
-    ranked = _timed(job, name, _shapes(job, m), blocks)
+        chosen = getattr(load_file(Path(job.file)), f"get_{job.kernel}_params")(m)
+        shipped = [tuple(chosen[name] for name, *_ in SIZES[job.kernel])]
+    found = shipped if job.how == "shipped" else fastest(clock, m, shipped)
+    ranked = [(us, blocks) for blocks in found if (us := clock.latency(m, blocks)) is not None]
     if not ranked:
         return _result(job, None, "no block sizes run")
-    latency, best = ranked[0]
-    return _result(job, times * latency, ", ".join(f"{v}" for v in best.values()))
+    latency, best = min(ranked)
+    return _result(job, latency, ", ".join(map(str, best)))
 
 
-def _shapes(job: Job, m: int) -> list[tuple[int, int]]:
-    """Return the shapes of the operands of somebody else's kernel, for m tokens."""
-    k, r, n = job.sizes
-    if job.how == "tutorial":
-        return [(k, m), (k, n)]
-    if job.part == "gated":
-        return [(m, k), (k, r), (r, n), (k, r), (r, n)]
-    return [(k, m), (k, r), (r, n)]
+def values(job: Job, m: int) -> list[list[int]]:
+    """Return the values of each block size, in tiles: divisors of its dimension, and 2 and 4."""
+    lengths = dict(zip("krn", job.sizes, strict=True), m=m)
+    found = []
+    for _, tile, dimension, largest in SIZES[job.kernel]:
+        tiles = -(-lengths[dimension] // tile)
+        most = min(largest, tiles)
+        found.append([v for v in range(1, most + 1) if v in (2, 4) or tiles % v == 0])
+    return found
 
 
-def _timed(
-    job: Job, name: str, shapes: list[tuple[int, int]], blocks: list[dict[str, int]]
-) -> list[tuple[float, dict[str, int]]]:
-    """Return (latency, block sizes), the fastest first, of those that SBUF holds."""
-    found = [(_latency(job, name, shapes, given), given) for given in blocks]
-    return sorted(((us, b) for us, b in found if us is not None), key=lambda pair: pair[0])
+def fastest(clock: Clock, m: int, shipped: list[Blocks]) -> list[Blocks]:
+    """Return the block sizes to time for m tokens: the best that a descent meets, fastest first.
+
+    shipped: sizes to start from too, beside the largest up to 4.
+    """
+    few = min(m, LARGEST_BLOCK[clock.job.kernel])
+    choices = values(clock.job, few)
+    tried: dict[Blocks, float] = {}
+
+    def us(blocks: Blocks) -> float:
+        tried[blocks] = clock.latency(few, blocks) or math.inf
+        return tried[blocks]
+
+    for start in [tuple(max(v for v in given if v <= 4) for given in choices), *shipped]:
+        best, before = start, None
+        while best != before:
+            before = best
+            for place, given in enumerate(choices):
+                less = [v for v in given if v < best[place]][-1:]
+                more = [v for v in given if v > best[place]][:1]
+                near = [(*best[:place], v, *best[place + 1 :]) for v in less + more]
+                best = min([best, *near], key=us)
+    ranked = sorted(tried, key=lambda blocks: tried[blocks])
+    return ranked[: SHORTLIST if m > few else 1]
 
 
-def _distinct(blocks: list[dict[str, int]], m: int) -> list[dict[str, int]]:
-    """Return block sizes without those that few tokens make the same."""
-    seen: dict[tuple[int, ...], dict[str, int]] = {}
-    most = max(1, m // 128)
-    for given in blocks:
-        key = tuple(
-            min(v, most) if name in ("K_tiles_in_block", "TILES_IN_BLOCK_M") else v
-            for name, v in given.items()
-        )
-        seen.setdefault(key, given)
-    return list(seen.values())
+class Clock:
+    """Simulates somebody else's kernel with block sizes, each once, kept in a file."""
 
+    def __init__(self, job: Job, timed: Path) -> None:
+        self.job, self.file = job, timed
+        lines = timed.read_text("utf-8").splitlines() if timed.is_file() else []
+        self.known: dict[str, float | None] = {}
+        for line in lines:
+            self.known.update(json.loads(line))
 
-def _latency(
-    job: Job, name: str, shapes: list[tuple[int, int]], blocks: dict[str, int]
-) -> float | None:
-    """Return the simulated latency; None when SBUF does not hold the blocks."""
-    arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
-    try:
-        run = simulate(
-            f"{job.file}:{name}", *arrays, target=job.target, mode="timing", loads=job.loads,
-            named=blocks,
-        )  # fmt: skip
-    except NmmError as error:
-        print(f"{job.key} {blocks}: {error}"[:300], file=sys.stderr)
-        return None
-    profile = run.profile
-    assert profile is not None
-    return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
+    def latency(self, m: int, blocks: Blocks) -> float | None:
+        """Return the simulated latency in us; None when SBUF does not hold the blocks."""
+        job = self.job
+        shapes = self._shapes(m)
+        key = "/".join(map(str, (job.made_by, job.target, job.loads, job.kernel, shapes, blocks)))
+        if key not in self.known:
+            self.known[key] = self._simulated(shapes, blocks)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({key: self.known[key]}) + "\n")
+        return self.known[key]
+
+    def _shapes(self, m: int) -> list[tuple[int, int]]:
+        """Return the shapes of the operands for m tokens."""
+        k, r, n = self.job.sizes
+        if self.job.how == "tutorial":
+            return [(k, m), (k, n)]
+        if self.job.part == "gated":
+            return [(m, k), (k, r), (r, n), (k, r), (r, n)]
+        return [(k, m), (k, r), (r, n)]
+
+    def _simulated(self, shapes: list[tuple[int, int]], blocks: Blocks) -> float | None:
+        job = self.job
+        arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
+        named = dict(zip((name for name, *_ in SIZES[job.kernel]), blocks, strict=True))
+        try:
+            run = simulate(
+                f"{job.file}:{job.kernel}", *arrays, target=job.target, mode="timing",
+                loads=job.loads, named=named,
+            )  # fmt: skip
+        except NmmError as error:
+            print(f"{job.key} {blocks}: {error}"[:300], file=sys.stderr)
+            return None
+        profile = run.profile
+        assert profile is not None
+        return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
 
 
 def _result(job: Job, latency: float | None, what: str) -> dict[str, Any]:
@@ -199,12 +258,14 @@ def run(jobs: list[Job], results: Path, workers: int) -> dict[str, dict[str, Any
         for line in results.read_text("utf-8").splitlines():
             row = json.loads(line)
             known[row["key"]] = row
-    todo = sorted((j for j in jobs if j.key not in known), key=lambda j: (j.m, j.how == "tuned"))
+    missing = {job.key: job for job in reversed(jobs) if job.key not in known}
+    todo = sorted(missing.values(), key=lambda j: (j.m, j.how == "tuned"))
+    work = functools.partial(measure, timed=results.with_suffix(".timed.jsonl"))
     with (
         multiprocessing.get_context("spawn").Pool(workers) as pool,
         results.open("a", encoding="utf-8") as file,
     ):
-        for done, row in enumerate(pool.imap_unordered(measure, todo), 1):
+        for done, row in enumerate(pool.imap_unordered(work, todo), 1):
             known[row["key"]] = row
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -215,31 +276,31 @@ def run(jobs: list[Job], results: Path, workers: int) -> dict[str, dict[str, Any
 def show(console: Console, jobs: list[Job], known: dict[str, dict[str, Any]]) -> None:
     """Print a row per shape, then the ratios."""
     table = Table(title="predicted by the simulator, microseconds; ratios: over ours")
-    for name in ("model", "part", "m", *HOW, "shipped", "tuned", "tutorial", "dense"):
+    for name in ("model", "part", "m", *HOW, *RATIOS):
         table.add_column(name, justify="left" if name in ("model", "part") else "right")
-    ratios: dict[str, list[float]] = {how: [] for how in HOW[:-1]}
+    ratios: dict[str, list[float]] = {name: [] for name in RATIOS}
     shapes = dict.fromkeys((j.model, j.part, j.m) for j in jobs)
     for shape in shapes:
         us = {
-            j.how: known[j.key]["us"] for j in jobs
-            if (j.model, j.part, j.m) == shape and j.key in known
+            j.how: j.times * known[j.key]["us"] for j in jobs
+            if (j.model, j.part, j.m) == shape and known.get(j.key, {}).get("us")
         }  # fmt: skip
         over = {}
-        for how in HOW[:-1]:
-            if us.get(how) and us.get("ours"):
-                over[how] = us[how] / us["ours"]
-                ratios[how].append(over[how])
+        for name, ways in RATIOS.items():
+            if "ours" in us and all(how in us for how in ways):
+                over[name] = min(us[how] for how in ways) / us["ours"]
+                ratios[name].append(over[name])
         table.add_row(
             *map(str, shape), *(f"{us[how]:.1f}" if us.get(how) else "-" for how in HOW),
-            *(f"{over[how]:.2f}x" if how in over else "-" for how in HOW[:-1]),
+            *(f"{over[name]:.2f}x" if name in over else "-" for name in RATIOS),
         )  # fmt: skip
     console.print(table)
-    for how, values in ratios.items():
-        if values:
-            mean = sum(values) / len(values)
+    for name, found in ratios.items():
+        if found:
+            mean = sum(found) / len(found)
             console.print(
-                f"over {how}: mean {mean:.2f}x, least {min(values):.2f}x, most {max(values):.2f}x "
-                f"({len(values)} shapes)"
+                f"over {name}: mean {mean:.2f}x, least {min(found):.2f}x, most {max(found):.2f}x "
+                f"({len(found)} shapes)"
             )
 
 

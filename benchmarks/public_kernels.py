@@ -45,7 +45,7 @@ from public_library import (
     library_modules,
     without_rules,
 )
-from public_outcomes import EXPLAINED, classify, timed
+from public_outcomes import EXPLAINED, EXPLAINED_BETA_1, classify, timed
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -173,6 +173,24 @@ def explain(console: Console, rows: list[Row]) -> None:
     )
 
 
+def explain_beta_1(console: Console, rows: list[Row]) -> None:
+    """Print how many kernels load, are right, wrong and refused, and why each other one is."""
+    counts = collections.Counter(row.result for row in rows)
+    ruled = 0
+    for row in rows:
+        for _, outcome, text in row.others:
+            reasons = [e[1] for e in EXPLAINED_BETA_1 if e[0] in f"{row.name} {text}"]
+            ruled += outcome in ("refused", "unsupported") and bool(reasons)
+            reason = reasons[0] if reasons else f"NOT EXPLAINED: {text}"
+            console.print(f"{row.name}: {outcome}: {reason}", markup=False)
+    refused = counts["refused"] + counts["unsupported"]
+    loads = len(rows) - counts["failed"] - counts["syntax error in the checkout"]
+    console.print(
+        f"{len(rows)} kernels: {loads} load, {counts['pass']} right, {counts['wrong']} wrong, "
+        f"{refused} refused, {ruled} of them by a rule of SDK 2.26"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--samples", type=Path, help="checkout of aws-neuron/nki-samples")
@@ -185,12 +203,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run names that contain this")
     parser.add_argument("--all", action="store_true", help="all library tests known to run")
     parser.add_argument("--cases", type=int, default=1, help="cases per library test")
-    parser.add_argument("--seconds", type=float, default=6, help="time limit of one case")
+    parser.add_argument("--seconds", type=float, help="time limit of one case: 6, Beta 1 900")
     parser.add_argument("--file-seconds", type=float, default=30, help="of one library test file")
-    parser.add_argument("--gib", type=int, default=6, help="memory limit of each process")
+    parser.add_argument("--gib", type=int, help="memory limit of each process: 6, Beta 1 14")
     parser.add_argument("--verbose", action="store_true", help="one row per case")
     options = parser.parse_args()
     beta1 = options.dialect == "neuronxcc"
+    options.seconds = options.seconds or (900 if beta1 else 6)
+    options.gib = options.gib or (14 if beta1 else 6)
     clones = [options.docs, options.samples, options.accelopt, options.autocomp, options.neuronmm]
     if not (any(clones) if beta1 else options.samples or options.library or options.docs):
         parser.error("give the clones to run: --samples, --library, --docs, ... (see --help)")
@@ -251,7 +271,7 @@ def main() -> None:
     console.print(table)
     tally = collections.Counter(row.result.partition(",")[0] for row in rows)
     console.print("; ".join(f"{count} {result}" for result, count in tally.most_common()))
-    explain(console, rows)
+    (explain_beta_1 if beta1 else explain)(console, rows)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,16 @@ EXPLAINED = (
      "spill, the simulator refuses instead", True),
     ("TooSlowError", "ran longer than --seconds", True),
 )  # fmt: skip
+# The same for NKI Beta 1: the rule of SDK 2.26's documentation that refuses the case.
+EXPLAINED_BETA_1 = (
+    ("err_control_flow_condition_depending_on_arange",
+     "nki.errors: no control flow on nl.arange, which `and` between two masks is; "
+     "nki.api.shared, NKI API Masking, joins them with `&`"),
+    ("test_nki_nl_gather_flattened",
+     "trainium_inferentia2_arch: an engine's access starts at partition 0, 32, 64 or 96; the "
+     "example fills a tile number by number"),
+    ("name 'warnings' is not defined", "the test's own code: it does not import warnings"),
+)  # fmt: skip
 
 
 class TooSlowError(BaseException):
