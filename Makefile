@@ -14,7 +14,7 @@ WORKERS ?= 2
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-neuronmm bench-models bench-paper bench-public
+	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -110,6 +110,10 @@ bench-paper: $(DEV_READY)
 # Needs the paper's kernels: make bench-neuronmm ARGS="--checkout ../NeuronMM --m 1,512"
 bench-neuronmm: $(DEV_READY)
 	$(RUN) benchmarks/neuronmm.py $(ARGS)
+
+# Minutes: make bench-scale ARGS="--only build,s3"
+bench-scale: $(STRESS_READY)
+	$(RUN) benchmarks/scale.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,375 @@
+"""`make bench-scale`: builds in parallel, tuning on Ray, one cache on S3; kills and faults in each.
+
+Counted: kernels lost, torn, duplicated; every count has to be 0, or the exit code is 1. Speed-ups
+are given twice: by wall time, which other programs on the machine change, and by CPU time: that of
+one process over the larger of the busiest process and an equal share of all. The last table has the
+unit costs that docs/scale.md is made of. All times are of this machine, measured; none is of a
+device.
+
+    --only build,tune,ray,s3,costs     --jobs 2     --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import scale_s3
+
+PARTS = ("build", "tune", "ray", "s3", "costs")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def empty_cache() -> Iterator[Path]:
+    """Yield a new cache directory, which this process and its children use."""
+    from nmm_compiler.codegen import build, choose, tuned
+
+    before = os.environ.get("NMM_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="nmm-scale-") as directory:
+        os.environ["NMM_CACHE_DIR"] = directory
+        for held in (choose._choose, choose.rank, build.kernel_key):
+            held.cache_clear()
+        build._KERNELS.clear()
+        tuned.forget()
+        yield Path(directory)
+    del os.environ["NMM_CACHE_DIR"]
+    if before is not None:
+        os.environ["NMM_CACHE_DIR"] = before
+
+
+def cpu_of(pid: int) -> float:
+    """Return the CPU seconds of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+@dataclasses.dataclass
+class Watch:
+    """CPU seconds of the workers of a run, from their start; `kills` of them are killed."""
+
+    workers: Any
+    kills: int = 0
+    killed: int = 0
+    cpu: dict[int, float] = dataclasses.field(default_factory=dict)
+    steps: int = 0
+
+    def __call__(self, said: str, done: int, known: int) -> None:
+        for pid in self.workers.processes():
+            self.cpu[pid] = max(self.cpu.get(pid, 0.0), cpu_of(pid))
+        self.steps += 1
+        if self.killed < self.kills and self.steps % 4 == 3 and self.workers.processes():
+            os.kill(self.workers.processes()[-1], signal.SIGKILL)
+            self.killed += 1
+
+
+def watched(jobs: int, kills: int, run: Callable[[Any, Watch], Any]) -> tuple[Any, dict[str, Any]]:
+    """Return what `run(executor, progress)` returns on `jobs` workers, and its times."""
+    from nmm_compiler.codegen.workers import on_processes
+
+    start, own = time.monotonic(), time.process_time()
+    with on_processes(jobs) as workers:
+        watch = Watch(workers, kills)
+        made = run(workers, watch)
+        watch("", 0, 0) if not kills else None
+    caller = time.process_time() - own
+    busiest = max(watch.cpu.values(), default=0.0)
+    return made, {
+        "wall s": time.monotonic() - start,
+        "busiest worker CPU s": busiest,
+        "all CPU s": sum(watch.cpu.values()) + caller,
+        "killed": watch.killed,
+    }
+
+
+def speed_up(alone: dict[str, Any], many: dict[str, Any], jobs: int) -> dict[str, float]:
+    """Return the speed-up by wall time and by CPU time."""
+    longest = max(many["busiest worker CPU s"], many["all CPU s"] / jobs)
+    return {
+        "by wall time": round(alone["wall s"] / many["wall s"], 2),
+        "by CPU time": round(alone["all CPU s"] / longest, 2),
+    }
+
+
+def prefill_and_decode() -> list[Any]:
+    """Return the specs of a small Llama's low-rank products in eight token counts."""
+    from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+
+    counts = (1, 4, 16, 64, 128, 256, 512, 1024)
+    made: list[Any] = [LowRankSpec(m=m, k=2048, r=896, n=2048) for m in counts]
+    made += [GatedMLPSpec(m=m, k=2048, r=512, n=4096) for m in counts[:6]]
+    return made
+
+
+def part_build(jobs: int) -> dict[str, Any]:
+    """Fill a cache with one worker, with several, and with several of which some are killed."""
+    from nmm_compiler.cache.store import Store
+    from nmm_compiler.codegen.build_many import fill
+
+    requests = [(spec, "trn2") for spec in prefill_and_decode()]
+    sources, times = [], []
+    counts = {"lost": 0, "torn": 0, "duplicated": 0}
+    for count, kills in ((1, 0), (jobs, 0), (jobs, 3)):
+        with empty_cache():
+            filled, took = watched(
+                count, kills, lambda where, step: fill(requests, executor=where, progress=step)
+            )
+            infos = Store.open().list()
+            sources.append(
+                sorted((i.digest, Store.open().show(i.digest).files["kernel.py"]) for i in infos)
+            )
+            counts["lost"] += len(requests) - len(infos) + len(filled.failed)
+            counts["torn"] += sum(info.state != "ok" for info in infos)
+            counts["duplicated"] += max(0, filled.built - len(infos))
+            times.append(took)
+    counts["torn"] += sum(one != sources[0] for one in sources)  # the same bytes, however built
+    return {
+        "kernels": len(requests), "jobs": jobs, **counts, "killed": times[2]["killed"],
+        "one worker": rounded(times[0]), "workers": rounded(times[1]),
+        "speed-up": speed_up(times[0], times[1], jobs),
+    }  # fmt: skip
+
+
+def tuned_specs() -> list[Any]:
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+
+    return [LowRankSpec(m=m, k=1024, r=256, n=1024) for m in (1, 8, 16, 64, 128, 256)]
+
+
+def choices(made: list[Any]) -> list[Any]:
+    return [(one.kernel, one.schedule, one.best_us, one.candidates, one.simulated) for one in made]
+
+
+def part_tune(jobs: int) -> dict[str, Any]:
+    """Tune on one worker and on several; a second run on the same cache times nothing."""
+    from nmm_compiler.codegen.tune import tune
+
+    made, times = [], []
+    for count in (1, jobs):
+        with empty_cache():
+            found, took = watched(
+                count, 0, lambda where, step: tune(tuned_specs(), executor=where, progress=step)
+            )
+            made.append(found)
+            times.append(took)
+            again = tune(tuned_specs(), jobs=1)
+    return {
+        "schedules": sum(one.candidates for one in made[0]),
+        "lost": sum(a != b for a, b in zip(choices(made[0]), choices(made[1]), strict=True)),
+        "duplicated": sum(one.simulated for one in again),
+        "one worker": rounded(times[0]), "workers": rounded(times[1]),
+        "speed-up": speed_up(times[0], times[1], jobs),
+    }  # fmt: skip
+
+
+def part_ray(jobs: int) -> dict[str, Any]:
+    """Tune on a Ray cluster of this machine while workers are killed, against a serial run."""
+    from nmm_compiler.codegen.on_ray import RayExecutor
+    from nmm_compiler.codegen.tune import tune
+
+    with empty_cache():
+        serial = choices(tune(tuned_specs(), jobs=1))
+    killed: list[int] = []
+    workers = max(3, jobs)
+
+    def kill(said: str, done: int, known: int) -> None:
+        busy = ray_workers(os.getpid())
+        if len(killed) < 3 and done > 40 * (1 + len(killed)) and busy:
+            os.kill(busy[0], signal.SIGKILL)
+            killed.append(busy[0])
+
+    with empty_cache(), RayExecutor(cores=workers) as executor:
+        made = tune(tuned_specs(), executor=executor, progress=kill)
+    return {
+        "schedules": sum(one.candidates for one in made), "workers": workers,
+        "killed": len(killed),
+        "lost": sum(a != b for a, b in zip(serial, choices(made), strict=True)),
+        "duplicated": sum(one.simulated - one.candidates for one in made),
+    }  # fmt: skip
+
+
+def ray_workers(root: int) -> list[int]:
+    """Return the Ray workers below a process that time schedules now."""
+    parents: dict[int, int] = {}
+    busy = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_text()
+        except OSError:
+            continue
+        parents[int(folder.name)] = int(stat[1])
+        if command.startswith("ray::time_sched"):
+            busy.append(int(folder.name))
+
+    def below(pid: int) -> bool:
+        while pid and pid != root:
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return [pid for pid in busy if below(pid)]
+
+
+def part_s3(jobs: int) -> dict[str, Any]:
+    """Share one remote level on S3 among 8 processes."""
+    return scale_s3.run()
+
+
+def part_costs(jobs: int) -> dict[str, Any]:
+    """Measure what one kernel, one entry and one start cost."""
+    from nmm_compiler.cache.store import Store
+    from nmm_compiler.codegen import build
+    from nmm_compiler.codegen.choose import rank, simulated
+    from nmm_compiler.codegen.tune import tune
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+    from nmm_compiler.prediction.model_kernels import model_kernels
+    from nmm_compiler.targets import get
+
+    made: dict[str, Any] = {}
+    start = time.process_time()
+    wanted = model_kernels("llama-3.2-1b", ratios=[0.2], tokens=(1, 512))
+    made["kernels of llama-3.2-1b and token count"] = len(wanted) / 2
+    made["CPU s to list the kernels of a token count"] = (time.process_time() - start) / 2
+    with empty_cache() as directory:
+        build.build_kernel(LowRankSpec(m=8, k=8, r=8, n=8))
+        for name, m in (("decode", 1), ("prefill", 512)):
+            specs = [spec for spec, _ in wanted if spec.m == m]
+            start = time.process_time()
+            for spec in specs:
+                build.build_kernel(spec)
+            made[f"CPU s to build a {name} kernel"] = (time.process_time() - start) / len(specs)
+        sizes = [info.size_bytes for info in Store.open().list()]
+        made["cache bytes of a kernel"] = sum(sizes) / len(sizes)
+        blocks = sum(p.lstat().st_blocks * 512 for p in directory.rglob("*"))
+        made["disk bytes of a kernel"] = blocks / len(sizes)
+        chip = get("trn2")
+        ranked = [rank(spec, chip) for spec, _ in wanted]
+        made["schedules of a kernel"] = sum(map(len, ranked)) / len(ranked)
+        start = time.process_time()
+        for (spec, _), found in zip(wanted, ranked, strict=True):
+            simulated(spec, found[0].schedule, chip)
+        made["CPU s to time a schedule"] = (time.process_time() - start) / len(wanted)
+        tune([LowRankSpec(m=64, k=1024, r=256, n=1024)], jobs=1)
+        entries = [i for i in Store.open().list() if i.key and "tuning" in i.key.to_dict()]
+        made["cache bytes of a tuning"] = entries[0].size_bytes
+        remote = directory / "remote"
+        remote.mkdir()
+        filled = Store(directory, remote=f"file://{remote}")
+        filled.push()
+        made["ms to read a kernel from disk"] = read_ms(Store(directory, "ro"), filled)
+        fresh = Store(directory / "fresh", remote=f"file://{remote}", check=build.check_foreign)
+        made["ms to take a kernel from a remote directory"] = read_ms(fresh, filled)
+    made["peak MB of a builder"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {name: round(value, 3) for name, value in made.items()}
+
+
+# Cores -> (models, targets, numbers of cores that share a model). A host has 128 cores
+# (trn2.48xlarge: 16 chips of 8 cores) and one cache directory.
+FLEETS = {10: (1, 1, 1), 1_000: (10, 2, 2), 100_000: (200, 3, 3)}
+CORES_OF_A_HOST = 128
+TOKEN_COUNTS = 13  # the default buckets, 1 to 4096
+GETS_PER_SECOND = 5_500  # S3's published rate of a prefix
+
+
+def fleet(costs: dict[str, float], cores: int) -> dict[str, float]:
+    """Return what a fleet of so many cores needs, from the unit costs."""
+    models, targets, shares = FLEETS[cores]
+    per_model = costs["kernels of llama-3.2-1b and token count"] * TOKEN_COUNTS
+    shapes = models * shares * per_model
+    kernels = shapes * targets
+    build = costs["CPU s to build a decode kernel"] + costs["CPU s to build a prefill kernel"]
+    hosts = -(-cores // CORES_OF_A_HOST)
+    timed = costs["CPU s to time a schedule"] * costs["schedules of a kernel"]
+    return {
+        "shapes": shapes,
+        "kernels": kernels,
+        "cache MB, all": kernels * costs["disk bytes of a kernel"] / 1e6,
+        "cache MB of a host with one model": per_model * costs["disk bytes of a kernel"] / 1e6,
+        "CPU hours to build": kernels * build / 2 / 3600,
+        "CPU hours to tune": kernels * timed / 3600,
+        "cold start s, from disk": per_model * costs["ms to read a kernel from disk"] / 1e3,
+        "GETs of a restart, a directory for each host": hosts * per_model,
+        "GETs of a restart, one for each core": cores * per_model,
+        "s of S3 for these at one prefix": cores * per_model / GETS_PER_SECOND,
+    }
+
+
+def read_ms(store: Any, filled: Any) -> float:
+    """Return the milliseconds that a store takes for a kernel it has not in memory."""
+    keys = [i.key for i in filled.list() if i.key is not None and "family" in i.key.to_dict()]
+    start = time.perf_counter()
+    found = [store.get(key) for key in keys]
+    assert None not in found
+    return 1e3 * (time.perf_counter() - start) / len(keys)
+
+
+def fleets(costs: dict[str, float]) -> Table:
+    """Return the table of docs/scale.md."""
+    columns = {cores: fleet(costs, cores) for cores in FLEETS}
+    table = Table(title="a fleet, calculated from these costs")
+    table.add_column("cores")
+    for cores in columns:
+        table.add_column(f"{cores:,}", justify="right")
+    for name in columns[10]:
+        values = (column[name] for column in columns.values())
+        table.add_row(name, *(f"{v:,.2f}" if v < 10 else f"{v:,.0f}" for v in values))
+    return table
+
+
+def rounded(times: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in times.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    needs = {"ray": ["ray"], "s3": ["moto", "s3fs", "flask", "minisign"]}
+    console, bad = Console(width=None if sys.stdout.isatty() else 110), 0
+    found: dict[str, Any] = {}
+    for part in given.only.split(","):
+        missing = [n for n in needs.get(part, []) if importlib.util.find_spec(n) is None]
+        if missing:
+            console.print(f"{part}: left out, {', '.join(missing)} is not installed")
+            continue
+        found[part] = globals()[f"part_{part}"](given.jobs)
+        table = Table(title=f"{part}: {globals()[f'part_{part}'].__doc__}", show_header=False)
+        for name, value in found[part].items():
+            shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(
+                value, dict) else f"{value:,}"  # fmt: skip
+            table.add_row(name, shown)
+        console.print(table)
+        if part == "costs":
+            console.print(fleets(found[part]))
+        bad += sum(found[part].get(name, 0) != 0 for name in scale_s3.COUNTED)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

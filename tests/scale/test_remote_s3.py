@@ -1,0 +1,23 @@
+"""One S3 bucket behind a network that fails, and processes that are killed: every count is 0."""
+
+import importlib.util
+
+import pytest
+
+from benchmarks import scale_s3
+
+NEEDS = ("moto", "s3fs", "flask", "minisign")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in NEEDS), reason="make stress installs moto"
+)
+def test_nothing_is_lost_torn_or_built_twice(monkeypatch):
+    monkeypatch.setattr(scale_s3, "PROCESSES", 3)
+    monkeypatch.setattr(scale_s3, "KILLS", 2)
+    found = scale_s3.run(seed=1)
+    assert {name: found[name] for name in scale_s3.COUNTED} == dict.fromkeys(scale_s3.COUNTED, 0)
+    assert found["killed"] == 2
+    assert set(found["faults"]) == {"answered", "no answer", "500", "truncated"}
+    assert found["outage"]["timeouts"] == found["outage"]["warnings"] == 1
