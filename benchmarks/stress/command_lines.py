@@ -42,6 +42,7 @@ from benchmarks.stress.line_values import (
     OUTPUT_NAMES,
     PROCESS_ENVIRONMENT,
     RAISING,
+    SPECS,
     STREAMS,
 )
 from benchmarks.stress.tally import Tally
@@ -139,6 +140,7 @@ def make_workshop(place: Path, with_model: bool = True) -> None:
     (place / "deep.json").write_text("[" * 100_000)
     (place / "noise.tar").write_bytes(b"noise" * 500)
     (place / "other.json").write_text(OTHER)
+    (place / "specs.jsonl").write_text(SPECS)
     (place / "link").symlink_to("old.json")
     for name, number in DEVICES.items():
         try:

@@ -49,6 +49,9 @@ def refuses():
 
 value = 3
 """
+SPECS = """{"family": "matmul", "spec": {"m": 8, "k": 16, "n": 16}}
+{"family": "lowrank", "spec": {"m": 8, "k": 64, "r": 8, "n": 64}, "target": "trn3"}
+"""
 RAISING = {
     "raises": "raise ValueError('at import')\n",
     "leaves": "import sys\nsys.exit('gone')\n",
@@ -105,12 +108,15 @@ GOOD: dict[str, tuple[str, ...]] = {
     "time_limit": ("5", "20"), "memory_limit": ("1", "4"), "max_instructions": ("9", "100000"),
     "tasks": ("local", "perplexity", "arc_easy"), "dense": ("tiny", "directory", "broken"),
     "executor": ("simulator", "nki_simulate", "neuron"), "verdicts": ("verdicts.json", *INPUTS),
+    "wanted": ("specs.jsonl", "tiny", "broken", *INPUTS), "jobs": ("1", "2"),
+    "to_list": OUTPUTS, "split": ("row", "rank"), "on": ("local", "moon"), "trials": ("1", "9"),
+    "search": ("candidates", "grid", "guided"),
     "sign": ("text.txt", "directory", "null"),
     "key": ("key.json", "deep.json", "directory", "-"), "prefix": ("", "0", "zz"),
     "path": ("new.tar", "new.tar.gz", "noise.tar", "text.txt", "directory", "full"),
     "cache export path": ("new.tar", "new.tar.gz", "old.json", "directory", "full"),
 }  # fmt: skip
-OUTPUT_NAMES = ("html", "json", "out", "output", "plot", "repro", "save_to", "trace")
+OUTPUT_NAMES = ("html", "json", "out", "output", "plot", "repro", "save_to", "to_list", "trace")
 OTHER = """{"executor": "neuron", "target": "trn2", "verdicts": [{"rung": [], "verdict": "failed"}],
 "base": "trn2", "numbers": {"tensor_clock_hz": [1%s, "x"]}}""" % ("0" * 400)
 ENVIRONMENT = {

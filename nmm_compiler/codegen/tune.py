@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build import check_foreign
+from nmm_compiler.codegen.build import build_kernel, check_foreign
 from nmm_compiler.codegen.build_many import Progress, Request, request_of, request_text
+from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import Choice, preference, search, simulated
 from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.codegen.machine_target import machine_target
@@ -100,8 +101,9 @@ def tune(
 
     specs: specs, or (spec, target) each. search: "candidates" times every candidate of the family;
     "grid" every legal combination of their values; "guided" `trials` of the grid, as Optuna's TPE
-    sampler picks them. executor: anything with `submit` (concurrent.futures, dask, `RayExecutor`);
-    by default `jobs` processes here. The outcome does not depend on the executor.
+    sampler picks them. What these two find beyond the candidates is checked against float64.
+    executor: anything with `submit` (concurrent.futures, dask, `RayExecutor`); by default `jobs`
+    processes here. The outcome does not depend on the executor.
 
     Raises CacheError where the cache is not writable, WorkerError when workers keep dying, and
     SpecError or CapacityError for a kernel without a legal schedule.
@@ -174,6 +176,7 @@ class _Work:
                 if not timed:
                     raise CapacityError(f"{spec.short()}: no schedule could be timed on {target}")
                 ranked = sorted(timed, key=lambda c: (*preference(c, budget), schedule_text(c)))
+                ranked = self._from_first_right(spec, target, chip, ranked)
                 return files_of(ranked[0], ranked)
 
         key = tuning_key(spec, chip, budget)
@@ -192,6 +195,27 @@ class _Work:
             default_us=default,
             schedule=best.schedule.short(),
         )
+
+    def _from_first_right(
+        self, spec: KernelSpec, target: str, chip: Target, ranked: list[Choice]
+    ) -> list[Choice]:
+        """Return the schedules without those before the first whose kernel is right.
+
+        The family's own candidates are: its tests hold them to float64. Others run in the simulator
+        on random arrays first.
+        """
+        own = {c.schedule for c in Space(spec, chip, self.options.instruction_budget).candidates}
+        request = json.loads(request_text(spec, target, self.options))
+        for i, choice in enumerate(ranked):
+            if choice.schedule in own:
+                return ranked[i:]
+            text = json.dumps({**request, "schedule": choice.schedule.to_dict()})
+            for _, answer in run(self.executor, prove_schedule, [text]):
+                if isinstance(answer, Exception):
+                    raise answer
+                if json.loads(answer):
+                    return ranked[i:]
+        raise CapacityError(f"{spec.short()}: no schedule that was timed gives a right kernel")
 
     def _timed(
         self, spec: KernelSpec, target: str, chip: Target, journal: Journal
@@ -321,6 +345,19 @@ def time_schedules(text: str) -> str:
         else:
             rows.append({"simulated_us": us, "instructions": count, "in_order_us": in_order})
     return json.dumps(rows)
+
+
+def prove_schedule(text: str) -> str:
+    """Run the kernel of a schedule on random arrays; return as JSON whether it is right."""
+    told = json.loads(text)
+    spec, target, options = request_of(told)
+    schedule = FAMILIES[spec.family].schedule_class.from_dict(told["schedule"])
+    apart = dataclasses.replace(options, cache="off")
+    try:
+        kernel = build_kernel(spec, machine_target(target, options), schedule, options=apart)
+        return json.dumps(bool(prove(kernel).passed))
+    except NmmError:  # the dialect, the lint or the simulator refuses it
+        return json.dumps(False)
 
 
 def _optuna() -> Any:

@@ -16,12 +16,15 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen import build, choose, tune, tuned
+from nmm_compiler.codegen.build_many import request_text
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.search_space import Space
 from nmm_compiler.codegen.tune import time_schedules
 from nmm_compiler.codegen.tuning_journal import Journal
 from nmm_compiler.codegen.workers import on_processes
 from nmm_compiler.errors import UnknownNameError, WorkerError
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
 
 SPEC = LowRankSpec(m=8, k=256, r=64, n=512)
@@ -42,6 +45,24 @@ class Serial:
             return future
         self.timed += [json.dumps(one, sort_keys=True) for one in schedules]
         future.set_result(function(text))
+        return future
+
+
+class Fixed:
+    """An executor that says what each schedule takes, by its place in the task."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def submit(self, function, text, /):
+        future = Future()
+        told = json.loads(text)
+        if "schedules" not in told:
+            future.set_result(function(text))
+            return future
+        rows = [{"simulated_us": self.times[i], "in_order_us": 0.0, "instructions": 1}
+                for i in range(len(told["schedules"]))]  # fmt: skip
+        future.set_result(json.dumps(rows))
         return future
 
 
@@ -238,6 +259,37 @@ def build_request():
 def test_an_unknown_search_is_named():
     with pytest.raises(UnknownNameError, match="candidates"):
         tune.tune([SPEC], search="all")
+
+
+def test_the_grid_has_every_candidate_and_its_best_is_right(monkeypatch):
+    spec = MatmulSpec(m=8, k=64, n=128)
+    space = Space(spec, machine_target("trn2"), Options().instruction_budget)
+    grid = list(space.grid())
+    assert {c.schedule for c in space.candidates} <= {c.schedule for c in grid}
+    asked = []
+
+    def refuse_the_first(text):
+        asked.append(json.loads(text)["schedule"])
+        return json.dumps(len(asked) > 1)
+
+    monkeypatch.setattr(tune, "prove_schedule", refuse_the_first)
+    monkeypatch.setattr(Space, "candidates", ())  # none is known to be right
+    monkeypatch.setattr(tune, "_default", lambda *_: 1.0)
+    monkeypatch.setattr(Space, "grid", lambda self: iter(grid[:3]))
+    (made,) = tune.tune([spec], search="grid", executor=Fixed({0: 3.0, 1: 1.0, 2: 2.0}))
+    assert len(asked) == 2
+    assert asked[0] == grid[1].schedule.to_dict()
+    assert made.best_us == 2.0
+    assert made.candidates == 2  # the wrong one is gone
+
+
+def test_a_wrong_kernel_is_told_from_a_right_one(monkeypatch):
+    told = json.loads(request_text(SPEC, "trn2", Options()))
+    told["schedule"] = choose.rank(SPEC, machine_target("trn2"))[0].schedule.to_dict()
+    assert tune.prove_schedule(json.dumps(told)) == "true"
+    exact = LowRankSpec.reference
+    monkeypatch.setattr(LowRankSpec, "reference", lambda self, *a: 1.5 * exact(self, *a))
+    assert tune.prove_schedule(json.dumps(told)) == "false"
 
 
 @pytest.mark.long
