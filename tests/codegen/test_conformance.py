@@ -3,6 +3,7 @@
 `python tests/codegen/test_conformance.py` prints docs/conformance.md from conformance.toml.
 """
 
+import ast
 import dataclasses
 import itertools
 import random
@@ -92,8 +93,26 @@ def check_kernel(family, data, folder):
     assert not run.warnings, run.warnings
     new = (of_source(source) | of_trace(run.trace.instructions)) - KNOWN
     assert not new, f"{new}: add rows to conformance.toml, with the document that allows them"
+    assert not behind_return(source)
     check_versions(source)
     return {target.name, spec.dtype, "loop" if "fori_loop" in source else "no loop"}
+
+
+def behind_return(source):
+    """Return the lines of statements that no run can reach, because a return stands before them."""
+    blocks = (
+        block
+        for node in ast.walk(ast.parse(source))
+        for _, block in ast.iter_fields(node)
+        if isinstance(block, list)
+    )
+    ends = (ast.Return, ast.Raise, ast.Break, ast.Continue)
+    return [
+        after.lineno
+        for block in blocks
+        for before, after in itertools.pairwise(block)
+        if isinstance(before, ends)
+    ]
 
 
 def check_versions(source):
@@ -121,6 +140,7 @@ CURRENT = [path for path in sorted(GOLDEN.glob("*.txt")) if "_neuronxcc" not in 
 def test_the_goldens(path):
     source = path.read_text(encoding="utf-8")
     assert of_source(source) <= KNOWN
+    assert not behind_return(source)
     check_versions(source)
 
 
@@ -145,6 +165,11 @@ def test_many_random_kernels(tmp_path, family):
     loops = {"loop"} if has_loops(family) else set()
     dtypes = FAMILIES[family].spec_class.dtypes
     assert seen == {"trn2", "trn3", "no loop", *loops, *dtypes}
+
+
+def test_a_statement_behind_a_return_is_found():
+    text = "def k(x):\n    if x:\n        return x\n        x = 1\n    return x\n"
+    assert behind_return(text) == [4]
 
 
 def test_every_row_has_a_source_and_every_construct_one_row():
