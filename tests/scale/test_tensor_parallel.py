@@ -100,7 +100,8 @@ def on_processes(count):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # imports once for all
+    context.set_forkserver_preload(["torch.distributed.tensor.parallel", __name__])
     results = context.Queue()
     each = [context.Process(target=worker, args=(r, count, port, results)) for r in range(count)]
     for one in each:

@@ -123,6 +123,7 @@ def test_processes_give_the_choice_of_a_serial_run(tmp_path, monkeypatch):
     assert [best_of(spec) for spec in SPECS] == want
 
 
+@pytest.mark.long
 def test_killed_workers_lose_nothing_and_change_nothing(tmp_path, monkeypatch):
     serial = tune.tune(SPECS, executor=Serial())
     elsewhere(tmp_path, monkeypatch, "killed")
@@ -306,6 +307,7 @@ def test_guided_search_is_the_same_twice_and_stays_within_its_trials(tmp_path, m
     assert first.best_us <= first.default_us
 
 
+@pytest.mark.long
 def test_the_command_tunes_and_builds(cache, tmp_path):
     specs = tmp_path / "specs.jsonl"
     specs.write_text(json.dumps({"family": "lowrank", "spec": SPEC.to_dict()}))
