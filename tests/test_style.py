@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "nmm_compiler"
+TREE = Path(__file__).resolve().parent.parent
+PACKAGE = TREE / "nmm_compiler"
+ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "startup")
 MAX_LINES = 500
 
 ENVIRONMENT_FILE = "options.py"
@@ -23,8 +25,6 @@ MAY_RUN_TEXT = {
     "simulator/loading/run_text.py": "the simulator runs kernel text, under stand-in modules",
     "simulator/isa/instruction.py": "an instruction's checks stand in line, as in a dataclass",
 }
-# A module over MAX_LINES says why in a comment of its first lines: `# Long because ...`.
-LONG_BECAUSE = re.compile(r"# Long because \w+")
 MAX_PARAMETERS = 9
 # Functions whose parameters are the user's options, the operands of a torch op, or (in
 # simulator/isa, under @instruction) the parameters that NKI gives an instruction.
@@ -62,11 +62,7 @@ def faults_of(file: str, text: str) -> Iterator[str]:
         yield f"{file}:1: a file named so collects strangers; name it after its one idea"
     if not ast.get_docstring(tree):
         yield f"{file}:1: no module docstring; say what goes in, what comes out, the hard idea"
-    if len(lines) > MAX_LINES and not any(LONG_BECAUSE.match(line) for line in lines[:60]):
-        yield (
-            f"{file}:{len(lines)}: {len(lines)} lines, over {MAX_LINES}; split "
-            "it where a second idea begins, or say why not near the top: # Long because ..."
-        )
+    yield from _length_faults(file, lines)
     for node in ast.walk(tree):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ExceptHandler):
@@ -90,6 +86,14 @@ def faults_of(file: str, text: str) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             yield from _call_faults(node, where, file)
     yield from _comment_faults(file, text)
+
+
+def _length_faults(file: str, lines: list[str]) -> Iterator[str]:
+    if len(lines) > MAX_LINES:
+        yield (
+            f"{file}:{len(lines)}: {len(lines)} lines, over {MAX_LINES}; split it where a second "
+            "idea begins"
+        )
 
 
 def _handler_faults(node: ast.ExceptHandler, where: str, lines: list[str]) -> Iterator[str]:
@@ -161,6 +165,14 @@ def test_the_package_keeps_the_house_rules():
         for fault in faults_of(path.relative_to(PACKAGE).as_posix(), path.read_text("utf-8"))
     ]
     assert not faults, f"{len(faults)} fault(s):\n" + "\n".join(faults)
+
+
+def test_no_file_of_the_tree_is_long():
+    faults = []
+    for path in (path for room in ROOMS for path in sorted((TREE / room).rglob("*.py"))):
+        lines = path.read_text("utf-8").splitlines()
+        faults += _length_faults(path.relative_to(TREE).as_posix(), lines)
+    assert not faults, "\n".join(faults)
 
 
 def long_signatures(file: str, text: str) -> Iterator[tuple[str, str]]:
@@ -275,7 +287,6 @@ def test_the_rules_find(text, said):
         DOC + "try:\n    x = 1\nexcept BaseException as e:\n    failure = e\n",
         DOC + "import os\nos.environ['NEURON_FLAG'] = '1'\n",
         DOC + "model.eval()\n",
-        DOC + "# Long because one table is easier to read.\n" + "x = 1\n" * 600,
         DOC + "x = 1  # type: ignore[arg-type]\n",
     ],
 )
