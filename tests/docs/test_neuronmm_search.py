@@ -58,3 +58,33 @@ def test_gate_and_up_share_one_dense_kernel_run_twice(monkeypatch):
     gated = neuronmm.Job("x.py", "trn1", "reused", "Qwen3-4B", "gated", 1, "dense")
     assert (gated.times, gated.key) == (2, "digest/trn1/reused/Qwen3-4B/up/1/dense")
     assert (CHAIN.times, CHAIN.kernel) == (1, "fused_three_mm_XTUV")
+
+
+def test_the_page_and_the_readme_say_what_the_rows_give():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "neuronmm.md").read_text("utf-8")
+    found = {"dense": [], "tuned": [], "shipped": []}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in neuronmm.MODELS:
+            *us, dense, tuned, shipped = (float(cell.rstrip("x")) for cell in cells[3:])
+            theirs = us[neuronmm.HOW.index("shipped")], us[neuronmm.HOW.index("tuned")]
+            strongest = min(us[neuronmm.HOW.index(how)] for how in ("tutorial", "dense"))
+            ours = us[neuronmm.HOW.index("ours")]
+            assert dense == pytest.approx(strongest / ours, abs=0.0061)
+            assert (shipped, tuned) == pytest.approx([v / ours for v in theirs], abs=0.0061)
+            for name, value in zip(found, (dense, tuned, shipped), strict=True):
+                found[name].append(value)
+    readme = (root / "README.md").read_text("utf-8")
+    assert f"[{len(found['tuned'])} shapes](docs/neuronmm.md)" in readme
+    for name, title in (
+        ("dense", "the strongest dense kernel"), ("tuned", "the paper's kernel, tuned"),
+        ("shipped", "the paper's kernel, its authors' fixed blocks"),
+    ):  # fmt: skip
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {title} |"))
+        mean, least, most = (cell.strip() for cell in row.strip("|").split("|")[1:])
+        assert f"{mean} ({least} to {most})" in readme
+        values = found[name]
+        assert [float(v.rstrip("x")) for v in (mean, least, most)] == pytest.approx(
+            [sum(values) / len(values), min(values), max(values)], abs=0.0061
+        )
