@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
-from nmm_compiler.passes.graph.canonical_forms import Add, Key, Product
+from nmm_compiler.passes.graph.canonical_forms import Add, Form, Key, Product, Scale
 from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import Dim, Size, identity
 
@@ -126,10 +126,26 @@ def _einsum_labels(
     return operands, (*ellipsis, *once)
 
 
+def _in_letters(arguments: Sequence[Any]) -> tuple[str, list[Any]] | None:
+    """Return the equation and the operands of an einsum written as (a, [0, 1], b, [1, 2], [0, 2]).
+
+    None for numbers above 51 and for an Ellipsis.
+    """
+    lists = [a for a in arguments if isinstance(a, (tuple, list))]
+    if not all(isinstance(i, int) and 0 <= i < 52 for own in lists for i in own):
+        return None
+    terms = ["".join(chr((65 if i < 26 else 71) + i) for i in own) for own in lists]
+    operands = [a for a in arguments if not isinstance(a, (tuple, list))]
+    out = f"->{terms.pop()}" if len(terms) > len(operands) else ""
+    return ",".join(terms) + out, operands
+
+
 def _einsum(c: Canonical, call: Call) -> Result:
     equation = call.get(0, "equation")
     given = call.get(1, "operands", "tensors")
     operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args[1:]]
+    if not isinstance(equation, str):
+        equation, operands = _in_letters(call.args) or (None, [])
     if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in operands):
         return None
     read = _einsum_labels(equation, [len(c.shape(o) or ()) for o in operands])
@@ -147,7 +163,8 @@ def chain(
 ) -> Result:
     """Read a contraction of several operands as products, starting at the one that is no weight.
 
-    Each step takes an operand that shares a contracted label with the result so far.
+    Each step takes an operand that shares a contracted label with the result so far, or a factor
+    of its elements.
     """
     sizes: dict[int, Size] = {}
     for operand, own in zip(operands, labels, strict=True):
@@ -164,16 +181,7 @@ def chain(
     value: Key = operands[first]
     have = labels[first]
     while rest:
-        kept = set(out).union(*(labels[i] for i in rest))
-        step = next(
-            (
-                i
-                for i in rest
-                if (set(have) & set(labels[i]))
-                - set(out).union(*(labels[j] for j in rest if j != i))
-            ),
-            None,
-        )
+        step = _next_operand(have, labels, rest, out)
         if step is None:
             return None
         rest.remove(step)
@@ -186,13 +194,66 @@ def chain(
             return None
         if any(x not in kept and x not in have for x in other):
             return None
-        if not rest:
-            if set(result) != set(out):
+        if not rest and set(result) != set(out):
+            return None
+        if set(other) <= set(have) == set(result):
+            # Nothing is summed: the operand is a factor of each element.
+            if not rest and have != out:
                 return None
-            return Product(value, operands[step], have, other, out)
-        form = Product(value, operands[step], have, other, result)
+            form: Form = Scale(value, _along(c, node, operands[step], other, have))
+        else:
+            form = Product(value, operands[step], have, other, result if rest else out)
+        if not rest:
+            return form
         shape = tuple(sizes[x] for x in result)
         value, have = c.virtual(node, f"step{len(rest)}", form, shape), result
+    return None
+
+
+def _next_operand(
+    have: tuple[int, ...], labels: list[tuple[int, ...]], rest: list[int], out: tuple[int, ...]
+) -> int | None:
+    """Return the operand to multiply next: a factor of each element, or one that is summed with.
+
+    An operand that shares no label makes an outer product, and comes last.
+    """
+    for i in rest:
+        kept = set(out).union(*(labels[j] for j in rest if j != i))
+        if set(labels[i]) <= set(have) & kept or (set(have) & set(labels[i])) - kept:
+            return i
+    return next((i for i in rest if not set(have) & set(labels[i])), None)
+
+
+def _along(
+    c: Canonical, node: fx.Node, factor: Key, own: tuple[int, ...], have: tuple[int, ...]
+) -> Key:
+    """Return a factor with the dimensions of the value that it multiplies, 1 where it has none."""
+    dims = identity(c.shape(factor) or ())
+    spread = tuple(dims[own.index(x)] if x in own else () for x in have)
+    return c.viewed(node, "factor", factor, spread)
+
+
+def _outer(c: Canonical, call: Call) -> Result:
+    a, b = call.get(0, "input", "self"), call.get(1, "vec2", "other")
+    if not _is_tensor(c, a) or not _is_tensor(c, b):
+        return None
+    return Product(a, b, (M,), (N,), (M, N)) if len(c.shape(a) or ()) == 1 else None
+
+
+def spread_product(c: Canonical, node: fx.Node, a: Key, b: Key) -> Product | None:
+    """Read a value [..., 1] times a constant vector [n] as their product [..., n]."""
+    for value, vector in ((a, b), (b, a)):
+        shape, own = c.shape(value) or (), c.shape(vector) or ()
+        if len(shape) < 2 or shape[-1] != 1 or len(own) != 1 or c.is_weight(value):
+            continue
+        if not c.is_constant(vector) or len({c.dtype(value), c.dtype(vector), c.dtype(node)}) > 1:
+            continue
+        form = c.form(value)
+        if isinstance(form, Scale) and isinstance(form.factor, float):
+            form = c.form(form.value)
+        if isinstance(form, Product):
+            tokens = tuple(BATCH + i for i in range(len(shape) - 1))
+            return Product(value, vector, (*tokens, K), (N,), (*tokens, N))
     return None
 
 
@@ -247,15 +308,21 @@ def _all(value: Any, wanted: int) -> bool:
     return all(entry == wanted for entry in entries)
 
 
-def pointwise_convolution(c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any) -> Result:
-    """Return a convolution whose kernel has one element as a product over channels."""
+def pointwise_convolution(
+    c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any, transposed: bool = False
+) -> Result:
+    """Return a convolution whose kernel has one element as a product over channels.
+
+    transposed: the weight is stored [inputs, outputs, 1, ...].
+    """
     shape, kernel = c.shape(x) or (), c.shape(w) or ()
     spatial = len(kernel) - 2
     if spatial < 1 or any(s != 1 for s in kernel[2:]) or len(shape) != len(kernel):
         return None
     places = tuple(BATCH + 1 + i for i in range(spatial))
     unit = tuple(-1 - i for i in range(spatial))
-    form = Product(x, w, (BATCH, K, *places), (N, K, *unit), (BATCH, N, *places))
+    channels = (K, N) if transposed else (N, K)
+    form = Product(x, w, (BATCH, K, *places), (*channels, *unit), (BATCH, N, *places))
     if bias is not None:
         length = c.shape(bias)
         if length is None or len(length) != 1:
@@ -273,14 +340,18 @@ def _convolution(c: Canonical, call: Call) -> Result:
     plain = _all(call.get(3, "stride", default=1), 1) and (
         _all(padding, 0) or padding in ("same", "valid")
     )
+    transposed = call.name.startswith("conv_transpose")
     if call.name == "convolution":
-        plain = plain and call.get(6, "transposed", default=False) is False
+        transposed = bool(call.get(6, "transposed", default=False))
+        plain = plain and _all(call.get(7, "output_padding", default=0), 0)
         groups = call.get(8, "groups", default=1)
     else:
+        if transposed:
+            plain = plain and _all(call.get(5, "output_padding", default=0), 0)
         groups = call.get(6, "groups", default=1)
     if not plain or groups != 1:
         return None
-    return pointwise_convolution(c, call.node, x, w, bias)
+    return pointwise_convolution(c, call.node, x, w, bias, transposed)
 
 
 def _inner(c: Canonical, call: Call) -> Result:
@@ -304,5 +375,7 @@ CONTRACTIONS: dict[str, Handler] = {
     **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
     "tensordot": _tensordot,
     "inner": _inner,
+    **dict.fromkeys(("outer", "ger"), _outer),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
 }

@@ -19,22 +19,17 @@ def _sum(c: Canonical, call: Call) -> Result:
     """Read the sum over an axis of a constant matrix times a value as their product."""
     source = call.get(0, "input", "self")
     shape = c.shape(source) if isinstance(source, fx.Node) else None
-    if (
-        shape is None
-        or target_name(source) != "mul"
-        or call.get(2, "keepdim", default=False)
-        or call.get(3, "dtype") is not None
-    ):
+    if shape is None or target_name(source) != "mul" or call.get(3, "dtype") is not None:
         return None
     operands = source.all_input_nodes
     if len(operands) != 2 or len(source.args) != 2 or any(c.shape(o) is None for o in operands):
         return None
     if any(c.dtype(o) != c.dtype(call.node) for o in operands):
         return None
-    matrices = [len(c.shape(o) or ()) >= 2 and _is_given(c, o) for o in operands]
+    given_ones = [_is_given(c, o) for o in operands]
     given = call.get(1, "dim", "axis")
     axes = list(given) if isinstance(given, (tuple, list)) else [given]
-    if not any(matrices) or not axes or not all(isinstance(a, int) for a in axes):
+    if not any(given_ones) or not axes or not all(isinstance(a, int) for a in axes):
         return None
     summed = {a % len(shape) for a in axes}
     labels = []
@@ -44,8 +39,15 @@ def _sum(c: Canonical, call: Call) -> Result:
         if any(a not in labels[-1] or own[a - len(shape)] != shape[a] for a in summed):
             return None  # a sum over an axis that is repeated counts it several times
     out = tuple(i for i in range(len(shape)) if i not in summed)
+    form = Product(operands[0], operands[1], labels[0], labels[1], out)
     c.helpers[call.node] = frozenset((source,))
-    return Product(operands[0], operands[1], labels[0], labels[1], out)
+    if not call.get(2, "keepdim", default=False):
+        return form
+    sizes = tuple(shape[i] for i in out)
+    made = c.virtual(call.node, "product", form, sizes)
+    c.helpers[made] = frozenset((source,))
+    dims = iter(views.identity(sizes))
+    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
 
 
 def _is_given(c: Canonical, key: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import fx
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Handler, Result
 from nmm_compiler.passes.graph.canonical_forms import Activation, Add, Cast, Diagonal, Norm, Scale
-from nmm_compiler.passes.graph.contractions import CONTRACTIONS
+from nmm_compiler.passes.graph.contractions import CONTRACTIONS, spread_product
 from nmm_compiler.passes.graph.decomposed import DECOMPOSED
 from nmm_compiler.passes.graph.distributed import DISTRIBUTED
 from nmm_compiler.passes.graph.torch_names import Call
@@ -212,13 +212,28 @@ def _multiply(c: Canonical, call: Call) -> Result:
         return None
     if c.shape(a) != out:
         a, b = b, a
-    if c.shape(a) != out or not _kept(c, a, call.node):
-        return None
-    return Scale(a, b)
+    if c.shape(a) != out:
+        return spread_product(c, call.node, a, b)
+    return Scale(a, b) if _kept(c, a, call.node) else None
 
 
 def _kept(c: Canonical, source: fx.Node, node: fx.Node) -> bool:
     return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
+
+
+def _addcmul(c: Canonical, call: Call) -> Result:
+    """Read input + value * a * b."""
+    addend, a, b = (call.get(i, n) for i, n in enumerate(("input", "tensor1", "tensor2")))
+    number = call.get(3, "value", default=1)
+    if not _number(number) or not all(isinstance(t, fx.Node) for t in (addend, a, b)):
+        return None
+    if c.shape(a) != c.shape(call.node):
+        a, b = b, a
+    if not _kept(c, a, call.node) or c.shape(b) is None or c.dtype(addend) != c.dtype(call.node):
+        return None
+    shape = c.shape(call.node)
+    assert shape is not None
+    return Add(c.virtual(call.node, "product", Scale(a, b), shape), addend, float(number), 1.0)
 
 
 def _divide(c: Canonical, call: Call) -> Result:
@@ -377,6 +392,7 @@ TABLE: dict[str, Handler] = {
     ),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d"), _dropout),
     "mul": _multiply,
+    "addcmul": _addcmul,
     "div": _divide,
     "neg": _negate,
     "add": _add,
