@@ -30,7 +30,7 @@ from nmm_compiler.passes.graph.metadata import value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout.assignment import assign_layouts, count_transposes
 from nmm_compiler.passes.layout.regions import LAYOUT, Pointwise
-from nmm_compiler.passes.multiplied_back import multiplied_back
+from nmm_compiler.passes.multiplied_back import multiplied_back, with_order
 from nmm_compiler.passes.opportunities import opportunities
 from nmm_compiler.passes.result import RewriteResult
 from nmm_compiler.passes.rule_counts import RuleCount
@@ -190,7 +190,9 @@ class Attempt:
                 for d in self.result.declined
                 if d.code != "weight_computed" or (d.at, d.graph) not in told
             ]
-            self.result.declined[:] = [*kept, *found]
+            here = [d for d in kept if d.graph == graph]
+            others = [d for d in kept if d.graph != graph]
+            self.result.declined[:] = [*others, *with_order(c, here), *found]
 
     def _emit_all(
         self,

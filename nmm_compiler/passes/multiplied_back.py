@@ -9,6 +9,7 @@ with the names of both parameters, the FLOPs of the product, and the way out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ _CARRIES = frozenset(
      "split_with_sizes", "chunk", "narrow", "slice", "clone", "contiguous"}
 )  # fmt: skip
 _MOST_STEPS = 32
+_OF_ORDER = ("rank_too_large", "weight_computed")
+_REASSOCIATE = "set Options(reassociate=True): the factors in a row become two"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,27 @@ def multiplied_back(c: Canonical, taken: set[fx.Node]) -> list[Declined]:
                 if refusal is not None:
                     found.append(refusal)
     return found
+
+
+def with_order(c: Canonical, declined: list[Declined]) -> list[Declined]:
+    """Return the refusals, those that another order of the products would mend with that remedy.
+
+    Refusals of products inside of such a row of factors are left out.
+    """
+    nodes = {node.name: node for node in c.graph.nodes}
+    out: list[Declined] = []
+    inside: set[str] = set()
+    for one in declined:
+        found = None
+        if one.code in _OF_ORDER and one.at in nodes and not c.options.reassociate:
+            products = products_at(c, nodes[one.at])
+            tried = (reassociated(c, key, form, permitted=True) for key, form in products)
+            found = next((match for match in tried if isinstance(match, Match)), None)
+        if found is not None:
+            inside |= {node.name for node in found.nodes} - {one.at}
+            one = dataclasses.replace(one, remedy=_REASSOCIATE)
+        out.append(one)
+    return [one for one in out if one.code != "rank_too_large" or one.at not in inside]
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:

@@ -27,6 +27,10 @@ from nmm_compiler.passes.rules.base import Declined, Match
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 
+_BREAKS = (
+    "the model has {} graphs: a chain with its products in two of them is not found; "
+    "TORCH_LOGS=graph_breaks says where and why Dynamo broke"
+)
 # Places and layouts that a report names before it counts the rest.
 _SHOWN = 3
 
@@ -261,7 +265,8 @@ class Explanation(Shown):
             return [Line("no graph was traced")]
         if len(shown) == 1:
             return shown[0]
-        return [Section(f"graph {i}:", tuple(parts)) for i, parts in enumerate(shown)]
+        sections = [Section(f"graph {i}:", tuple(parts)) for i, parts in enumerate(shown)]
+        return [*sections, Line(_BREAKS.format(len(shown)), "note")]
 
     def __repr__(self) -> str:
         counts = f"{len(self.matches)} matched, {len(self.declined)} declined"

@@ -60,7 +60,16 @@ WRITES = {
     "inplace flag": (lambda g, x, y, z: g.call_function(F.relu, (x,), {"inplace": True}), "x"),
     "out": (lambda g, x, y, z: g.call_function(torch.mul, (x, y), {"out": z}), "z"),
     "several outs": (lambda g, x, y, z: g.call_function(torch.sort, (x,), {"out": (y, z)}), "yz"),
-    "batch_norm": (lambda g, x, y, z: g.call_function(F.batch_norm, (x, y, z)), "yz"),
+    "batch_norm": (lambda g, x, y, z: g.call_function(F.batch_norm, (x, y, z)), ""),
+    "batch_norm in training": (
+        lambda g, x, y, z: g.call_function(F.batch_norm, (x, y, z), {"training": True}),
+        "yz",
+    ),
+    "instance_norm": (lambda g, x, y, z: g.call_function(F.instance_norm, (x, y, z)), "yz"),
+    "instance_norm in eval": (
+        lambda g, x, y, z: g.call_function(F.instance_norm, (x, y, z, None, None, False)),
+        "",
+    ),
     "aten in place": (lambda g, x, y, z: g.call_function(aten.add_.Tensor, (x, y)), "x"),
     "aten out": (lambda g, x, y, z: g.call_function(aten.add.out, (x, y), {"out": z}), "z"),
     "aten": (lambda g, x, y, z: g.call_function(aten.add.Tensor, (x, y)), ""),

@@ -26,7 +26,10 @@ class Model(nn.Module):
         self.bias, self.e = weight(8), weight(48, 8)
         self.table, self.experts, self.backs = weight(100, 8), weight(4, 64, 8), weight(4, 8, 48)
         self.c1, self.c2, self.c3 = weight(8, 64, 1, 1), weight(48, 8, 1, 1), weight(8, 64, 3, 3)
-        self.patch = weight(8, 3, 4, 4)
+        self.patch, self.both, self.wide = weight(8, 3, 4, 4), weight(16, 64), weight(48, 16)
+        self.s, self.row, self.column, self.square = weight(8), weight(64), weight(48), weight(8, 8)
+        self.kernel, self.turned = weight(48, 8, 3, 3), weight(8, 48, 1, 1)
+        self.larger, self.gates = weight(8, 48, 2, 2), weight(4, 64)
 
     def forward(self, x):
         return self.function(self, x)
@@ -60,19 +63,71 @@ FUSED = {
     "a scaled sum": (lambda p, x: 0.5 * (L(L(x, p.a), p.b) + L(L(x, p.c), p.d)), ["lora"]),
     "rank 1": (lambda p, x: L(L(x, p.one), p.out), ["lowrank"]),
     "rank 1, the other way round": (lambda p, x: (p.out @ (p.one @ x.mT)).mT, ["lowrank"]),
+    "a mask of tokens": (lambda p, x: L(L(x, p.a) * (x[..., :1] > 0), p.b), ["lowrank"]),
+    "a mask, then biases": (lambda p, x: L(L(x, p.a, p.bias) * (x[..., :1] > 0), p.b, p.column),
+                            ["lowrank"]),
+    "a mask in addmm": (lambda p, x: torch.addmm(
+        p.column, L(x[0], p.a) * x[0, :, :1], p.b.t(), alpha=0.5, beta=2.0), ["lowrank"]),
+    "a mask of pixels": (lambda p, x: F.conv2d(
+        F.conv2d(x.mT[..., None], p.c1) * x.mT[:, :1, :, None], p.c2), ["lowrank"]),
+    "a factor for each batch": (lambda p, x: L(L(x, p.a) * x[:, :1, :1], p.b), ["lowrank"]),
+    "a factor for all tokens": (lambda p, x: L(L(x, p.a) * x.mean(), p.b), ["lowrank"]),
+    "one for each token, feature-major": (
+        lambda p, x: (p.b @ ((p.a @ x.mT) * x[..., :1].mT)).mT, ["lowrank"]),
+    "one for each position": (lambda p, x: L(L(x, p.a) * x[:1, :, :1], p.b), ["lowrank"]),
+    "rank 1, times a vector": (lambda p, x: L(x, p.one) * p.column, ["lowrank"]),
+    "rank 1, summed": (lambda p, x: (x * p.one).sum(-1, keepdim=True) * p.column, ["lowrank"]),
+    "rank 1, one einsum": (lambda p, x: torch.einsum("bsk,k,n->bsn", x, p.row, p.column),
+                           ["lowrank"]),
+    "rank 1, an outer product": (lambda p, x: torch.outer(L(x[0], p.one)[:, 0], p.column),
+                                 ["lowrank"]),
+    "a reflection": (lambda p, x: x - 2 * L(x, p.one) * p.row, ["lowrank"]),
+    "one einsum with a diagonal": (
+        lambda p, x: torch.einsum("bsk,rk,r,nr->bsn", x, p.a, p.s, p.b), ["lowrank"]),
+    "an einsum that scales": (lambda p, x: L(torch.einsum("bsk,rk,r->bsr", x, p.a, p.s), p.b),
+                              ["lowrank"]),
+    "addcmul": (lambda p, x: L(torch.addcmul(p.bias, L(x, p.a), p.s), p.b), ["lowrank"]),
     "a made weight": (lambda p, x: L(L(x, p.a * 0.5), torch.cat([p.b[:20], p.b[20:]])),
                       ["lowrank"]),
 }  # fmt: skip
 NAMED = {
     "a bias behind the factor": (lambda p, x: L(L(x, p.a) * x[..., :1] + p.bias, p.b),
                                  "factor_shape"),
-    "a mask of tokens": (lambda p, x: L(L(x, p.a) * (x[..., :1] > 0), p.b), "dtype"),
     "masked_fill": (lambda p, x: L(L(x, p.a).masked_fill(x[..., :1] > 0, 0.0), p.b), "opaque"),
     "the last token": (lambda p, x: L(L(x, p.a)[:, -1], p.b), "opaque"),
     "some tokens": (lambda p, x: L(L(x, p.a)[:, 1:], p.b), "opaque"),
     "chunks": (lambda p, x: [L(h, p.narrow) for h in L(x, p.a).chunk(2, -1)][1], "opaque"),
     "joined values": (lambda p, x: L(torch.cat([L(x, p.a), L(x, p.c)], -1),
                                      torch.cat([p.b, p.d], -1)), "concatenated"),
+    "stacked values": (lambda p, x: torch.einsum(
+        "bsir,inr->bsn", torch.stack([L(x, p.a), x @ p.experts[0]], 2),
+        torch.stack([p.b, p.e])), "concatenated"),
+    "joined tokens": (lambda p, x: L(torch.cat([L(x, p.a), L(x, p.a)], 1), p.b), "concatenated"),
+    "a padded rank": (lambda p, x: L(F.pad(L(x, p.c), (0, 2)), p.b), "opaque"),
+    "two steps": (lambda p, x: L(torch.relu(L(x, p.a)).square(), p.b), "opaque"),
+    "a number added": (lambda p, x: L(L(x, p.a) + 1, p.b), "activation_addend"),
+    "a mask, then a bias of pixels": (lambda p, x: F.conv2d(
+        F.conv2d(x.mT[..., None], p.c1) * x.mT[:, :1, :, None], p.c2, p.column), "part_of_one"),
+    "a factor for each batch, tokens joined": (
+        lambda p, x: L((L(x, p.a) * x[:, :1, :1]).view(-1, 8), p.b), "activation_factor"),
+    "a gate of features": (lambda p, x: L(L(x, p.a) * x[:, :1, :8], p.b), "activation_factor"),
+    "an activation in the weight": (lambda p, x: L(L(x, p.a), p.b * x.mean()), "weight_computed"),
+    "mixed tokens": (lambda p, x: L(torch.softmax(x @ x.mT, -1) @ L(x, p.a), p.b),
+                     "features_mixed"),
+    "three factors": (lambda p, x: L(L(L(x, p.a), p.square), p.b), "rank_too_large"),
+    "batch norm": (lambda p, x: L(F.batch_norm(L(x[0], p.a), p.s, p.s * p.s), p.b), "opaque"),
+    "gathered experts": (lambda p, x: torch.bmm(torch.bmm(
+        x, p.experts[x[:, 0, 0].argsort()]), p.backs[x[:, 0, 0].argsort()]), "batched_weight"),
+    "gated experts": (lambda p, x: torch.einsum(
+        "bsk,ekr,ern,bse->bsn", x, p.experts, p.backs, L(x, p.gates)), "part_of_one"),
+    "a scaled embedding": (lambda p, x: L(F.embedding(x, p.table) * 8, p.b), "embedding"),
+    "a table by index": (lambda p, x: L(p.table[x], p.b), "embedding"),
+    "1x1 with a bias, then a stride": (
+        lambda p, x: F.conv2d(F.conv2d(x, p.c1, p.bias), p.c2, stride=2), "convolution"),
+    "1x1, then 3x3": (lambda p, x: F.conv2d(F.conv2d(x, p.c1), p.kernel, padding=1),
+                      "convolution"),
+    "1x1, then a transposed one": (
+        lambda p, x: F.conv_transpose2d(F.conv2d(x, p.c1), p.larger, stride=2), "convolution"),
     "experts": (lambda p, x: torch.bmm(torch.bmm(x, p.experts), p.backs), "batched_weight"),
     "1x1 with a stride": (lambda p, x: F.conv2d(F.conv2d(x, p.c1, stride=2), p.c2), "convolution"),
     "1x1, then a stride": (lambda p, x: F.conv2d(F.conv2d(x, p.c1), p.c2, stride=2),
@@ -86,9 +141,78 @@ NAMED = {
 INPUTS = {
     "experts": torch.randn(4, 5, 64), "patches": torch.randn(2, 3, 16, 16),
     "an embedding": torch.arange(12).view(2, 6),
-    **dict.fromkeys(("1x1 with a stride", "1x1, then a stride", "3x3, then 1x1"),
-                    torch.randn(2, 64, 6, 6)),
+    **dict.fromkeys(("a scaled embedding", "a table by index"), torch.arange(12).view(2, 6)),
+    **dict.fromkeys(
+        ("1x1 with a stride", "1x1, then a stride", "3x3, then 1x1", "1x1, then 3x3",
+         "1x1, then a transposed one", "1x1 with a bias, then a stride"),
+        torch.randn(2, 64, 6, 6)),
 }  # fmt: skip
+
+
+REMEDIED = {
+    "a mask, where or masked_fill": lambda p, x: L(L(x, p.a) * (x[..., :1] > 0), p.b),
+    "division": lambda p, x: L(L(x, p.a) * (1 / x.norm(dim=-1, keepdim=True)), p.b),
+    "division by a vector": lambda p, x: L(L(x, p.a) * (1 / p.s), p.b),
+    "a number added": lambda p, x: L(L(x, p.a) + p.bias, p.b),
+    "chunks": lambda p, x: L(L(x, p.both[:8]), p.b) + L(L(x, p.both[8:]), p.e),
+    "a slice of the rank": lambda p, x: L(L(x, p.a[:4]), p.narrow),
+    "the last token, before": lambda p, x: L(L(x[:, -1], p.a), p.b),
+    "some tokens, behind": lambda p, x: L(L(x, p.a), p.b)[:, 1:],
+    "the mean of tokens": lambda p, x: L(L(x.mean(1), p.a), p.b),
+    "another order of the rank": lambda p, x: L(L(x, p.a), p.b.flip(1)),
+    "joined tokens": lambda p, x: L(L(torch.cat([x, x], 1), p.a), p.b),
+    "joined values": lambda p, x: L(L(x, p.a), p.b) + L(L(x, p.c), p.d),
+    "mixed tokens": lambda p, x: L(L(torch.softmax(x @ x.mT, -1) @ x, p.a), p.b),
+    "an activation in the weight": lambda p, x: L(L(x, p.a), p.b) * x.mean(),
+    "a stride": lambda p, x: F.conv2d(F.conv2d(x[:, :, ::2, ::2], p.c1), p.c2),
+    "experts": lambda p, x: x[0] @ p.experts[0] @ p.backs[0],
+    "a transposed convolution of 1x1": lambda p, x: F.conv_transpose2d(
+        F.conv2d(x, p.c1), p.turned),
+}  # fmt: skip
+"""What remedies say, followed."""
+
+
+@pytest.mark.parametrize("name", REMEDIED)
+def test_remedies_help(name):
+    pixels = name in ("a stride", "a transposed convolution of 1x1")
+    result = found(REMEDIED[name], torch.randn(2, 64, 6, 6) if pixels else X)
+    assert result.rewritten
+    assert not result.declined
+
+
+def test_a_free_order_is_the_remedy_where_it_helps():
+    for function in (NAMED["three factors"][0], lambda p, x: L(x, p.b @ p.a)):
+        model = Model(function).requires_grad_(False)
+        (refusal,) = rewrite(model, (X,)).declined
+        assert "reassociate=True" in refusal.remedy
+        options = {**VERIFIED, "reassociate": True}
+        assert [m.kind for m in rewrite(model, (X,), options=options).rewritten] == ["lowrank"]
+    scaled = Model(lambda p, x: L(x, (p.b * p.s) @ p.a)).requires_grad_(False)
+    (refusal,) = rewrite(scaled, (X,)).declined
+    assert "reassociate" not in refusal.remedy
+    assert not rewrite(scaled, (X,), options={"reassociate": True}).rewritten
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chunks", "chunk between the products; cut the first factor"),
+        ("the last token", "select between the products; do it before the first product"),
+        ("masked_fill", "multiply by the mask"),
+        ("two steps", "square between the products; nothing: not linear"),
+        ("joined tokens", "join the inputs"),
+        ("joined values", "add up the chains"),
+        ("batch norm", "fuse_conv_bn_eval"),
+        ("1x1 with a stride", "x[:, :, ::n, ::n]"),
+        ("1x1, then a stride", "x[:, :, ::n, ::n]"),
+        ("1x1, then 3x3", "nothing: it is no product"),
+        ("3x3, then 1x1", "nothing: the second factor runs as a dense product"),
+    ],
+)
+def test_a_refusal_names_the_operation_and_what_helps(name, said):
+    model = Model(NAMED[name][0]).requires_grad_(False)
+    reasons = {f"{d.reason}; {d.remedy}" for d in rewrite(model, (INPUTS.get(name, X),)).declined}
+    assert any(said in reason for reason in reasons), reasons
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

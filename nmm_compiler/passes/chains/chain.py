@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from nmm_compiler.passes.chains.between import follow, name_operation
 from nmm_compiler.passes.chains.linear_map import (
     Refusal,
     Stage,
@@ -111,8 +112,12 @@ def read_chain(
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
         if not (inputs or any(_is_made_of_weights(c, side) for side in (inner.lhs, inner.rhs))):
-            continue  # the product behind multiplies two activations, as in attention
+            refusal = _tokens_mixed(c, inner, second, walk.key) or refusal
+            continue  # as in attention
         found = join_stages(c, second, walk, inner, computed=inputs)
+        gated = isinstance(found, Refusal) and found.code == "activation_factor"
+        if gated and not _is_low(c, inner, second):
+            continue
         if isinstance(found, Chain):
             if inputs and part_of_one(found.first.x) is not None:
                 return None
@@ -139,10 +144,20 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
                 "weight_computed",
                 "the weight is a product computed in the graph",
                 key,
-                "write (x @ u) @ v, or set options={'reassociate': True}"
+                "write (x @ u) @ v"
                 if isinstance(c.form(key), Product)
                 else "add x @ w and (x @ u) @ v, in place of their weights",
             )
+        form = c.form(key)
+        if isinstance(inner, Product) and key is weight and isinstance(form, Scale):
+            scaled = [v for v in (form.value, form.factor) if not isinstance(v, float)]
+            if any(c.is_weight(v) and len(c.shape(v) or ()) > 1 for v in scaled):
+                return Refusal(
+                    "weight_computed",
+                    "the weight is multiplied by an activation",
+                    key,
+                    "multiply the inner value or the result, if it is one number for each token",
+                )
         if owner in c.derived and isinstance(inner, Product) and key is weight:
             return Refusal(
                 "weight_computed",
@@ -184,33 +199,60 @@ def _is_made_of_weights(c: Canonical, key: Key) -> bool:
     return c.is_weight(key) or owner_of(key) in c.derived
 
 
+_STEPS_BETWEEN = 4
+
+
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
-    """Return the refusal if only the refused step lies between two products that are low-rank.
+    """Return the refusal if only refused steps lie between two products that are low-rank.
 
     Behind a residual sum, a rotary embedding or an attention stand other layers of the model.
     """
-    r, n = second.weight.k, second.weight.n
     if isinstance(walk.key, Virtual):
         return None
     operands = list(_operands(c, walk.key, c.forms[walk.key]))
     parts = [key for key in operands if isinstance(key, fx.Node) and c.shape(key) is None]
     operands += [source for key in parts for source in key.all_input_nodes]  # split, chunk
-    behind = [trace_back(c, key)[1] for key in operands if c.shape(key) is not None]
-    for form in (form for form in behind if isinstance(form, Product)):
-        weight = form.rhs if c.is_weight(form.rhs) else form.lhs
-        shape = c.shape(c.base(weight)[0])
-        if not c.is_weight(weight) or shape is None:
-            continue
-        sizes = [s for s in shape if isinstance(s, int) and s != 1]
-        for inner in sizes:
-            k = views.divide(views.product(sizes), inner)
-            if (
-                isinstance(k, int)
-                and inner >= r
-                and r * (k + n) < k * n
-                and inner * (k + n) < k * n
-            ):
-                return why
+    for _ in range(_STEPS_BETWEEN):
+        behind = [trace_back(c, key) for key in operands if c.shape(key) is not None]
+        if any(isinstance(form, Product) and _is_low(c, form, second) for _, form in behind):
+            return name_operation(c, walk.key, why)
+        ends = [seen.key for seen, form in behind if isinstance(form, Refusal)]
+        operands = [key for end in ends for key in _single(c, end)]
+    return None
+
+
+def _single(c: Canonical, key: Key) -> list[Key]:
+    """Return what a refused step of one activation computes from."""
+    form = c.forms[key]
+    return [form.value] if isinstance(form, (Activation, Norm, Cast)) else follow(c, key)
+
+
+def _is_low(c: Canonical, form: Product, second: Stage) -> bool:
+    """Return whether a product and a second one would make a low-rank chain."""
+    r, n = second.weight.k, second.weight.n
+    weight = form.rhs if c.is_weight(form.rhs) else form.lhs
+    shape = c.shape(c.base(weight)[0])
+    if not c.is_weight(weight) or shape is None:
+        return False
+    sizes = [s for s in shape if isinstance(s, int) and s != 1]
+    for inner in sizes:
+        k = views.divide(views.product(sizes), inner)
+        if isinstance(k, int) and r * (k + n) < k * n and inner * (k + n) < k * n:
+            return True
+    return False
+
+
+def _tokens_mixed(c: Canonical, inner: Product, second: Stage, at: Key) -> Refusal | None:
+    """Name a product of two activations between two products that are low-rank."""
+    for side in (inner.lhs, inner.rhs):
+        form = trace_back(c, side)[1]
+        if isinstance(form, Product) and _is_low(c, form, second):
+            return Refusal(
+                "features_mixed",
+                "a product of two activations between the products",
+                at,
+                "mix the tokens first, (a @ x) @ u @ v, if it mixes tokens alone",
+            )
     return None
 
 
@@ -221,6 +263,10 @@ def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
     if isinstance(form, Add):
         return [form.a, *([] if isinstance(form.b, float) else [form.b])]
     return [] if isinstance(key, Virtual) else key.all_input_nodes
+
+
+def _tokens(dim: views.Dim) -> list[views.Atom]:
+    return [atom for atom in dim if atom.axis != FEATURE]
 
 
 def _short(c: Canonical, key: Key) -> str:
@@ -297,8 +343,15 @@ def join_stages(
     for step in reversed(walk.steps):
         moved = views.compose(step.dims, first.out_dims)
         if step.kind == "token" and moved is not None:
-            if any(a.axis < 0 for dim in moved for a in dim):
-                return mismatch
+            axes = {a.axis for dim in moved for a in dim}
+            whole = all(len({a.axis in axes for a in _tokens(dim)}) <= 1 for dim in out_dims)
+            if any(axis < 0 for axis in axes) or not whole:
+                return Refusal(
+                    "activation_factor",
+                    "multiplied by an activation between the products",
+                    walk.key if step.key is None else step.key,
+                    "nothing: only constants, and one number for each token, pass a product",
+                )
             per_token.append(dataclasses.replace(step, dims=moved))
             continue
         if step.kind == "bias" and per_token:

@@ -43,7 +43,7 @@ def _reader(c: Canonical, key: Key) -> Key | None:
 def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
     """Absorb constant bias, scale and activation after the chain, as far as they have no others."""
     if chain.per_token:
-        return chain
+        return _with_own_bias(c, chain)
     base, base_dims = chain.out, chain.out_dims
     pending: set[fx.Node] = set()
     key: Key = chain.out
@@ -88,6 +88,23 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
         if chain.activation != "identity":
             return chain
         base, base_dims, key, pending = reader, dims, reader, set()
+
+
+def _with_own_bias(c: Canonical, chain: Chain) -> Chain:
+    """Return a chain that a factor of tokens multiplies, with the bias of its last operation.
+
+    The bias comes behind the factor, so it stays outside of the kernel.
+    """
+    form = c.forms[owner_of(chain.out)] if isinstance(chain.out, Virtual) else None
+    if not isinstance(form, Add) or form.a is not chain.out or isinstance(form.b, float):
+        return chain
+    if isinstance(form.b, Virtual) and form.b.attribute is None:
+        return chain
+    scale = (Step("scale", form.alpha),) if form.alpha != 1.0 else ()
+    node = owner_of(chain.out)
+    return dataclasses.replace(
+        chain, after=(*chain.after, *scale), addend=(form.b, form.beta), out=node
+    )
 
 
 def _scales(step: Step) -> bool:

@@ -1,7 +1,8 @@
 """Names graphs that look like low-rank chains but have no kernel, with the way out.
 
 conv2d(conv2d(x, 3x3), 1x1), patch embedding then projection, embedding then projection,
-linear(cat(h1, h2), [b1 | b2]), 1x1 convolutions with a stride, (x @ a)[..., None] * b without a sum
+linear(cat(h1, h2), [b1 | b2]), 1x1 convolutions with a stride, (x @ a)[..., None] * b without a
+sum, weights of experts or requests that an index picks, one einsum of several activations
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ import math
 
 from torch import fx
 
+from nmm_compiler.passes.chains.between import JOINS, are_features
 from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.steps import trace_back
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key, Opaque, Product
 from nmm_compiler.passes.graph.torch_names import Call
 
-CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
+_TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"}) | _TRANSPOSED
 SPREAD = "mul"  # opaque where it is larger than both of its operands, else a scale
-_TABLES = frozenset({"embedding"})
+EINSUM = "einsum"  # opaque where it has several activations
+WORTH_ASKING = CONVOLUTIONS | {SPREAD, EINSUM}
+_PICKS = frozenset({"index_select", "getitem", "index"})
+_STRIDE = "take every n-th pixel of x, x[:, :, ::n, ::n], in place of the stride"
+_TABLES = _PICKS | {"embedding", "embedding_bag"}
 
 
 def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
@@ -25,14 +33,22 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
     if isinstance(form, Opaque) and form.name == SPREAD:
         assert isinstance(key, fx.Node)
         return _unsummed(c, key)
+    if isinstance(form, Opaque) and form.name == EINSUM:
+        return _one_einsum(c, key, form)
     if isinstance(form, Opaque):
         assert isinstance(key, fx.Node)
         call = Call(key, form.name)
         return _convolution(c, key, call.get(0, "input"), call.get(1, "weight"))
     for weight, data in ((form.rhs, form.lhs), (form.lhs, form.rhs)):
-        if not c.is_weight(weight) or c.is_weight(data):
+        if c.is_weight(data):
             continue
-        base = c.base(data)[0]
+        if not c.is_weight(weight):
+            if _is_picked(c, weight) and _is_picked_before(c, data):
+                return Refusal("batched_weight", "an index picks one weight for each of the batch",
+                               weight, "nothing: group what has one weight, and call each group "
+                               "with it")  # fmt: skip
+            continue
+        base = trace_back(c, data)[0].key
         behind = c.forms[base]
         if not isinstance(behind, Opaque) or not isinstance(base, fx.Node):
             continue
@@ -45,13 +61,57 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
             found = _pair(c, call.get(1, "weight"), outputs)
             if found:
                 return Refusal("convolution", f"the first factor is a convolution {found}", base,
-                               "nothing: the second factor runs as a dense product")  # fmt: skip
+                               _stride_remedy(found))  # fmt: skip
         if behind.name in _TABLES:
             return _table(c, base, call, outputs)
-        if behind.name in ("cat", "concat", "concatenate") and _of_products(c, base):
-            return Refusal("concatenated", "inner values are joined before the second product",
-                           base, "add up the chains: h1 @ v1 + h2 @ v2 is one call")  # fmt: skip
+        if behind.name in JOINS and _of_products(c, base):
+            return _joined(c, base, call)
     return None
+
+
+def _one_einsum(c: Canonical, key: Key, form: Opaque) -> Refusal | None:
+    weights = [n for n in form.inputs if c.is_weight(n) and len(c.shape(n) or ()) > 1]
+    if len(weights) < 2 or len(form.inputs) == len(weights):
+        return None
+    reason = "one einsum of several activations and several weights"
+    return Refusal("part_of_one", reason, key, "write the products one by one")
+
+
+def _is_picked(c: Canonical, key: Key) -> bool:
+    """Return whether a value is stored matrices that an index picks from more of them."""
+    base = c.base(key)[0]
+    form = c.forms[base]
+    if not isinstance(form, Opaque) or form.name not in _PICKS or not isinstance(base, fx.Node):
+        return False
+    return any(c.is_weight(n) and len(c.shape(n) or ()) > 2 for n in base.all_input_nodes)
+
+
+def _is_picked_before(c: Canonical, data: Key) -> bool:
+    inner = trace_back(c, data)[1]
+    return isinstance(inner, Product) and (_is_picked(c, inner.rhs) or _is_picked(c, inner.lhs))
+
+
+def _joined(c: Canonical, base: fx.Node, call: Call) -> Refusal:
+    """Name inner values that are joined before the second product."""
+    part = base.all_input_nodes[0]
+    rank = len(c.shape(part) or ())
+    default = rank - 1 if call.name == "hstack" else 0
+    axis = call.get(1, "dim", "axis", default=default)
+    features = isinstance(axis, int) and are_features(c, part, {axis % rank})
+    if call.name == "stack":
+        features = True
+    remedy = "add up the chains: h1 @ v1 + h2 @ v2 is one call"
+    if not features:
+        remedy = "join the inputs before the first product, or the results"
+    return Refusal(
+        "concatenated", "inner values are joined before the second product", base, remedy
+    )
+
+
+def _stride_remedy(found: str) -> str:
+    if found.removeprefix("of ").replace("x", "").strip("1"):
+        return "nothing: the second factor runs as a dense product"
+    return _STRIDE
 
 
 def _unsummed(c: Canonical, key: fx.Node) -> Refusal | None:
@@ -106,24 +166,33 @@ def _pair(c: Canonical, weight: object, outputs: int) -> str:
 def _convolution(c: Canonical, node: fx.Node, x: object, weight: object) -> Refusal | None:
     """Name a convolution that ends a pair of them."""
     kernel = _kernel(c, weight)
-    base = c.base(x)[0] if isinstance(x, fx.Node) and x in c.views else None
-    if kernel is None or base is None:
+    if kernel is None or not isinstance(x, fx.Node) or x not in c.views:
         return None
-    behind = c.forms[base]
+    walk, behind = trace_back(c, x)
+    base = walk.key
     first = None
-    if isinstance(behind, Opaque) and behind.name in CONVOLUTIONS and isinstance(base, fx.Node):
-        first = _kernel(c, Call(base, behind.name).get(1, "weight"))
+    opaque = c.forms[base]
+    if isinstance(opaque, Opaque) and opaque.name in CONVOLUTIONS and isinstance(base, fx.Node):
+        first = _kernel(c, Call(base, opaque.name).get(1, "weight"))
     elif isinstance(behind, Product):
         shape = c.shape(c.base(behind.rhs)[0])
         first = (*shape, 1) if shape and all(isinstance(s, int) for s in shape) else None
     if first is None:
         return None
-    r, inputs, outputs = first[0], math.prod(first[1:]), kernel[0]
-    if kernel[1] != r or r * (inputs + outputs * math.prod(kernel[2:])) >= inputs * outputs:
+    turned = c.forms[node].name in _TRANSPOSED  # type: ignore[union-attr]
+    inputs_here, outputs = kernel[:2] if turned else (kernel[1], kernel[0])
+    r, inputs, outputs = first[0], math.prod(first[1:]), outputs * math.prod(kernel[2:])
+    if inputs_here != r or r * (inputs + outputs) >= inputs * outputs:
         return None
     size = "x".join(map(str, kernel[2:]))
+    if turned:
+        return Refusal("convolution", f"a transposed convolution of {size}", node,
+                       "nothing: it is no product of matrices")  # fmt: skip
+    if math.prod(kernel[2:]) > 1:
+        return Refusal("convolution", f"a convolution of {size}", node,
+                       "nothing: it is no product of matrices")  # fmt: skip
     return Refusal("convolution", f"a convolution of {size} with a stride, padding or groups", node,
-                   "take every n-th pixel before the first of two 1x1 convolutions")  # fmt: skip
+                   _STRIDE)  # fmt: skip
 
 
 def _table(c: Canonical, node: fx.Node, call: Call, outputs: int) -> Refusal | None:

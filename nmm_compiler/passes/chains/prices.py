@@ -112,5 +112,6 @@ def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | 
             f": {found.dense:,.1f} us for {_counted(m)} on {found.target}, one call "
             f"{found.call:,.1f}, two products {found.products:,.1f} (predicted, {found.price})"
         )
-    remedy = f"use a rank of at most {(k * n - 1) // (k + n)}"
+    most = (k * n - 1) // (k + n)
+    remedy = f"use a rank of at most {most}" if most else "store one dense weight"
     return Refusal("rank_too_large", text, key, remedy)

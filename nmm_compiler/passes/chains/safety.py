@@ -189,7 +189,7 @@ def in_transform(node: fx.Node) -> Refusal:
         "functorch",
         "the chain stands inside a functorch transform, or crosses one",
         node,
-        "apply torch.compile outside of torch.func",
+        "compile what the transform calls: torch.func.vmap(torch.compile(f, backend='nmm'))",
     )
 
 

@@ -44,7 +44,7 @@ class Step:
 
     scale: times `number`, or times the one-element tensor `key`. vector: times the constant
     vector `key` over features. bias: plus `number` times the constant vector `key`. token: times
-    the value `key`, which is one number for each token.
+    the value `key`, over the tokens in dims.
     """
 
     kind: str
@@ -80,13 +80,20 @@ def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float)
 
 
 def _token_step(c: Canonical, factor: Key, target: Key) -> Step | None:
-    """Read a factor that is no constant as one number for each token: its last size is 1."""
+    """Read a factor that is no constant and has the size 1 along some axes, as features have to be.
+
+    `join_stages` refuses one that varies along features.
+    """
     shape, own = c.shape(target), c.shape(factor)
-    if shape is None or own is None or len(own) != len(shape) or isinstance(factor, Virtual):
+    if shape is None or own is None or len(own) > len(shape) or isinstance(factor, Virtual):
         return None
-    if c.is_weight(factor) or own[-1] != 1 or shape[-1] == 1 or own[:-1] != shape[:-1]:
+    own = (*((1,) * (len(shape) - len(own))), *own)
+    if c.is_weight(factor) or any(a not in (1, b) for a, b in zip(own, shape, strict=True)):
         return None
-    return Step("token", 1.0, factor, views.identity(shape)[:-1])
+    if not any(a == 1 != b for a, b in zip(own, shape, strict=True)):
+        return None
+    dims = views.identity(shape)
+    return Step("token", 1.0, factor, tuple(dims[i] for i, size in enumerate(own) if size != 1))
 
 
 def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
@@ -111,6 +118,13 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
             key,
             "nothing: only constants fold into the factors",
         )
+    if isinstance(form, Add) and isinstance(form.b, float):
+        return Refusal(
+            "activation_addend",
+            "a number is added between the products",
+            key,
+            "add a vector of the rank's width, a parameter or a buffer: it folds as a bias",
+        )
     if isinstance(form, Add):
         return Refusal(
             "activation_addend",
@@ -127,7 +141,7 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
         )
     if "dropout" in shown:
         return Refusal("dropout", "training dropout between the products", key, "call model.eval()")
-    return Refusal("opaque", f"{shown} between the products", key, "move it out of the chain")
+    return Refusal("opaque", f"{shown} between the products", key, "nothing: no kernel takes it")
 
 
 @dataclass

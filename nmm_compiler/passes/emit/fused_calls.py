@@ -292,12 +292,17 @@ def _is_made(c: Canonical, key: Key) -> bool:
 
 
 def _times_tokens(editor: Editor, y: fx.Node, step: Step, out_dims: Dims) -> fx.Node:
-    """Emit a result times one number for each of its tokens."""
+    """Emit a result times one number for each of its tokens, or for several of them.
+
+    The factor keeps its dtype, as it did between the products.
+    """
     assert step.key is not None
-    factor = editor.operand(step.key)
-    factor = editor.reshape(factor, views.shape_of(step.dims))
-    tokens = tuple(tuple(a for a in dim if a.axis != views.FEATURE) for dim in out_dims)
-    return editor.call(aten.mul.Tensor, y, editor.arrange(factor, step.dims, tokens))
+    factor = editor.reshape(editor.node(step.key), views.shape_of(step.dims))
+    axes = {atom.axis for dim in step.dims for atom in dim}
+    if axes:
+        tokens = tuple(tuple(a for a in dim if a.axis in axes) for dim in out_dims)
+        factor = editor.arrange(factor, step.dims, tokens)
+    return editor.call(aten.mul.Tensor, y, factor)
 
 
 @dataclass

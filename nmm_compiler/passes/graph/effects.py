@@ -145,9 +145,15 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     out = node.kwargs.get("out")
     if out is not None:
         written.extend(a for a in _flatten(out) if isinstance(a, fx.Node))
-    if name in ("batch_norm", "instance_norm"):
+    if name in ("batch_norm", "instance_norm") and _updates_statistics(node):
         written.extend(a for a in node.args[1:3] if isinstance(a, fx.Node))
     return written
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    default = target_name(node) == "instance_norm"
+    given = node.kwargs.get("training", node.kwargs.get("use_input_stats", default))
+    return bool(node.args[5] if len(node.args) > 5 else given)
 
 
 def _first(node: fx.Node) -> Any:

@@ -13,9 +13,9 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
-from nmm_compiler.passes.chains.near_misses import CONVOLUTIONS, SPREAD, near_miss
+from nmm_compiler.passes.chains.near_misses import WORTH_ASKING, near_miss
 from nmm_compiler.passes.chains.prices import too_wide
-from nmm_compiler.passes.chains.safety import refuse
+from nmm_compiler.passes.chains.safety import refuse, unsafe
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -51,21 +51,34 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
     why: Refusal | None = None
     for candidate in (extend(c, chain), extend(c, chain, activations=False), plain):
         if isinstance(candidate.out, Virtual):
+            why = why or (_bias_behind(candidate.out) if candidate.per_token else None)
             why = why or part_of_one(candidate.out)
             continue
         operands = chain_operands(candidate)
-        why = refuse(c, candidate.nodes, owner_of(candidate.out), operands)
+        final = owner_of(candidate.out)
+        why = refuse(c, candidate.nodes, final, operands)
+        factors = [step.key for step in candidate.per_token if step.key is not None]
+        if why is None and factors:  # outside of the kernel, so of any dtype
+            why = unsafe(c, candidate.nodes, final, [*operands, *factors])
         if why is None:
             return candidate
     assert why is not None
     return why
 
 
+def _bias_behind(key: Key) -> Refusal:
+    return Refusal(
+        "part_of_one",
+        "the last product adds a bias of its own behind a factor of each token",
+        key,
+        "add the bias behind the product",
+    )
+
+
 def chain_operands(chain: Chain) -> list[Key]:
-    """Return the values that the fused call reads."""
+    """Return the values that the kernel reads."""
     steps = (*chain.middle, *chain.after)
     keys = [chain.first.x, *chain.u.keys, *chain.v.keys]
-    keys += [step.key for step in chain.per_token if step.key is not None]
     keys += [s.key for s in steps if s.key is not None]
     keys += [chain.base.weight.key] if chain.base else []
     for other in chain.more:
@@ -82,7 +95,7 @@ class LowRank(KernelRule):
         """Propose every product at the node, and what may look like a factor and is none."""
         yield from products_at(graph, node)
         form = graph.forms.get(node)
-        if isinstance(form, Opaque) and form.name in (*CONVOLUTIONS, SPREAD):
+        if isinstance(form, Opaque) and form.name in WORTH_ASKING:
             yield node, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
