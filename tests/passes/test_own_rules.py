@@ -371,3 +371,17 @@ def test_the_example_by_two_functions():
     block, x = own_rule.Block(), torch.randn(4, 64)
     result = nmm.rewrite(block, (x,), rules=[own_rule.residual_rule, "..."], options=VERIFIED)
     assert [m.rule for m in result.matches] == ["residual_chain"]
+
+
+def test_the_example_runs_with_both_forms_under_torch_compile(capsys):
+    sys.path.insert(0, str(ROOT / "examples"))
+    import own_rule
+
+    own_rule.main()
+    said = capsys.readouterr().out
+    reports = [part for part in said.split("graph ")[1:] if "inner eager" in part]
+    assert ["residual_chain" in part for part in reports] == [True, False]
+    assert ["1 x scaled_residual" in part for part in reports] == [False, True]
+    assert said.count("+    lowrank_residual_default = torch.ops.mine.lowrank_residual") == 2
+    error = float(said.rpartition("largest error: ")[2].split()[0])
+    assert error <= 1.0

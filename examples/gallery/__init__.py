@@ -1,0 +1,1 @@
+"""The gallery of spellings: its cases, one file for each kind, and how they are tried."""
