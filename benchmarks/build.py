@@ -5,7 +5,7 @@ publishing. CPU seconds stand beside wall time, because the machine may be share
 reads and verifies an entry that this process does not hold; from memory asks again. The last line
 is a whole model of 12 layers, compiled with an empty cache: its layers share kernels, and worker
 processes build them. These are times of this machine, not of a device. Exit code 1 when a bar is
-missed (cold 3 s of CPU, disk 2 ms, memory 20 us, the model's kernels 4 s of wall time).
+missed (cold 3 s of CPU, disk 2 ms, memory 20 us, the model's kernels 4 s of CPU on all cores).
 """
 
 from __future__ import annotations
@@ -38,7 +38,17 @@ def measure_model() -> int:
     from torch import nn
 
     import nmm_compiler as nmm
+    from nmm_compiler.backend import compile_graph
 
+    spent: list[float] = []
+    build_all = compile_graph._build_kernels
+
+    def timed(*arguments: Any) -> None:
+        start = sum(os.times()[:4])
+        build_all(*arguments)
+        spent.append(sum(os.times()[:4]) - start)
+
+    compile_graph._build_kernels = timed
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS,
         num_attention_heads=12, num_key_value_heads=4, torch_dtype=torch.bfloat16,
@@ -59,12 +69,13 @@ def measure_model() -> int:
         compiled(torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
     report = nmm.last_report()
     seconds = report.phases_ms["kernels"] / 1e3
-    calls = sum(line.calls for line in report.kernels)
+    calls, missing = sum(line.calls for line in report.kernels), "no kernel" in str(report)
     print(
-        f"{LAYERS} layers, {calls} calls, {len(report.kernels)} kernels built cold in {seconds:.2f}"
-        f" s of wall time on {len(os.sched_getaffinity(0))} cores (load {os.getloadavg()[0]:.1f})"
+        f"{LAYERS} layers, {calls} calls, {len(report.kernels)} kernels built cold: {seconds:.2f} s"
+        f" of wall time on {len(os.sched_getaffinity(0))} cores at a load of"
+        f" {os.getloadavg()[0]:.1f}, {sum(spent):.2f} s of CPU, processes included"
     )
-    return int(seconds > BARS["model"])
+    return int(missing or sum(spent) > BARS["model"])
 
 
 def measure() -> int:
