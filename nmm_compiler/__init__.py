@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nmm_compiler.compress.teacher import remember as remember
     from nmm_compiler.compress.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan
     from nmm_compiler.errors import NmmError as NmmError
+    from nmm_compiler.kernels.attention import AttentionSpec as AttentionSpec
     from nmm_compiler.kernels.gated_mlp import GatedMLPSpec as GatedMLPSpec
     from nmm_compiler.kernels.lowrank import LowRankSpec as LowRankSpec
     from nmm_compiler.kernels.matmul import MatmulSpec as MatmulSpec
@@ -66,6 +67,7 @@ __version__ = VERSION
 
 _HOMES = {
     "ArraySpec": "nmm_compiler.simulator.run",
+    "AttentionSpec": "nmm_compiler.kernels.attention",
     "GatedMLPSpec": "nmm_compiler.kernels.gated_mlp",
     "CompressionConfig": "nmm_compiler.compress.config",
     "Kernel": "nmm_compiler.codegen.build",

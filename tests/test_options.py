@@ -27,6 +27,7 @@ valid = st.fixed_dictionaries(
         "buckets": st.none()
         | st.lists(st.integers(1, 10**6), min_size=1, max_size=5, unique=True).map(sorted),
         "reassociate": st.booleans(),
+        "attention": st.booleans(),
         "strict": st.booleans(),
         "report": st.booleans() | st.just(print),
         "disable": st.lists(st.text(), max_size=3),

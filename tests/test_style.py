@@ -38,6 +38,7 @@ MANY_PARAMETERS = {
     "cli/tune.py": {"tune"},
     "compress/apply.py": {"compress"},
     "compress/recover.py": {"recover"},
+    "kernels/attention/op.py": {"attention"},
     "kernels/gated_mlp/op.py": {"gated_mlp_up", "gated_mlp"},
     "kernels/lowrank/op.py": {"lowrank_matmul"},
     "kernels/lowrank_shared/op.py": {"lowrank_matmul_shared_x", "lowrank_matmul_shared_u"},

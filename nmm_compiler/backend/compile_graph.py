@@ -364,7 +364,8 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
         for spec in specs:
             KERNELS.keep_static(spec, target)
         return specs
-    return [dataclasses.replace(s, m=buckets.bucket(count, ladder)) for s in specs]
+    padded = buckets.bucket(count, ladder)
+    return [dataclasses.replace(s, m=padded) if s.splits_tokens else s for s in specs]
 
 
 def meta_value(node: fx.Node) -> Any:

@@ -38,7 +38,7 @@ class KernelCommand(TyperCommand):
 def kernel(
     family: values.Family,
     m: Annotated[int, values.size_option(help_="tokens")],
-    k: Annotated[int, values.size_option(help_="input features")],
+    k: Annotated[int | None, values.size_option(help_="input features")] = None,
     n: Annotated[
         int | None, values.size_option(help_="output features, or the intermediate size")
     ] = None,
@@ -47,6 +47,10 @@ def kernel(
         list[str] | None,
         typer.Option(help="of a shared x, once for each u: R:N, or R:N,N for several v of one u"),
     ] = None,
+    context: Annotated[int | None, values.size_option(help_="of attention: keys")] = None,
+    heads: Annotated[int | None, values.size_option(help_="of attention")] = None,
+    kv_heads: Annotated[int | None, values.size_option(help_="heads of keys and values")] = None,
+    d: Annotated[int | None, values.size_option(help_="head size")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, float32 or float8_e4m3")
     ] = None,
@@ -92,6 +96,8 @@ def kernel(
     Example: nmm kernel lowrank --m 512 --k 2048 --r 256 --n 1024 --target trn1 --dialect neuronxcc
 
     Example: nmm kernel lowrank_shared --m 16 --k 2048 --pairs 256:2048 --pairs 128:512,512
+
+    Example: nmm kernel attention --m 1 --context 8192 --heads 32 --kv-heads 8 --d 128 --check
     """
     from nmm_compiler.codegen.build import build_kernel
     from nmm_compiler.codegen.choice_table import schedule_table
@@ -101,6 +107,7 @@ def kernel(
         "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
         "x_layout": x_layout, "out_layout": out_layout, "bias": bias, "activation": activation,
         "scales": scales, "intermediate": intermediate,
+        "context": context, "heads": heads, "kv_heads": kv_heads, "d": d,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, [])}
     spec = make_spec(family, given, field or [])

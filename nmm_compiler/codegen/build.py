@@ -121,8 +121,8 @@ def _command(spec: KernelSpec, target: Target, dialect: str = "nki") -> str:
     sizes, others = [], []
     for f in dataclasses.fields(spec):
         value = getattr(spec, f.name)
-        if f.name in ("m", "k", "n"):
-            sizes.append(f"--{f.name} {value}")
+        if f.name in ("m", "k", "n", "context", "heads", "kv_heads", "d"):
+            sizes.append(f"--{f.name.replace('_', '-')} {value}")
         elif f.name == "pairs":
             sizes += [f"--pairs {r}:{','.join(map(str, ns))}" for r, ns in value]
         elif value != f.default:

@@ -17,7 +17,7 @@ from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec, Tensors
-from nmm_compiler.kernels.schedule import KernelSchedule, LoopedSchedule
+from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import Target
 
@@ -154,7 +154,7 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
     limit = target.sbuf_usable_bytes_per_partition
     seen: set[KernelSchedule] = set()
     for candidate in family.candidates(spec, target):
-        schedule = candidate = ordered(candidate, spec, target)
+        schedule = candidate = candidate.ordered(spec, target)
         if schedule in seen:
             continue
         seen.add(schedule)
@@ -188,14 +188,12 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
 def priced(spec: KernelSpec, schedule: Any, target: Target) -> Choice:
     """Return a schedule with its closed-form cost, not timed."""
     family, dtype = FAMILIES[spec.family], str(getattr(spec, "dtype", "bfloat16"))
-    if not getattr(schedule, "m_loop", False):
-        work = family.work(spec, schedule, target)
-        cost, traffic = closed_form_us(work, dtype, target), dma_us(work.dmas, target)
-        return Choice(schedule, cost, instructions=work.instructions, traffic_us=traffic)
     cost = traffic = 0.0
-    instructions = 1  # the bound of the loop, in a register
-    for times, block in turns(spec, schedule):
-        work = family.work(block, schedule.settled(block), target)
+    turns = schedule.loop_turns(spec)
+    looped = turns != [(1, spec)]
+    instructions = int(looped)  # the bound of the loop, in a register
+    for times, block in turns:
+        work = family.work(block, schedule.settled(block) if looped else schedule, target)
         instructions += work.instructions
         cost += times * closed_form_us(work, dtype, target)
         traffic += times * dma_us(work.dmas, target)
@@ -206,37 +204,17 @@ def _text(choice: Choice) -> str:
     return str(choice.schedule.to_json())
 
 
-def ordered(schedule: Any, spec: KernelSpec, target: Target) -> Any:
-    """Return the schedule with its loads before its stores as far as the target allows it."""
-    return dataclasses.replace(
-        schedule,
-        own_queue=target.dma_generates_descriptors,
-        ahead=schedule.most_ahead(spec, target),
-        tail=schedule.short_tail(spec, target),
-    )
-
-
 def on_device(spec: KernelSpec, schedule: Any, target: Target) -> Any:
-    """Return the schedule with its blocks of tokens as a loop on the device; None if it cannot."""
-    if not isinstance(schedule, LoopedSchedule):
+    """Return the schedule with a loop on the device; None if it cannot have one."""
+    looped = schedule.in_loop()
+    if looped is None:
         return None
-    resident = {f"{name}.resident": False for name in schedule.operands()}
-    looped = ordered(schedule.changed({"m_loop": True, **resident}), spec, target)
+    looped = looped.ordered(spec, target)
     try:
         looped.check(spec, target)
     except (CapacityError, SpecError):
         return None
     return looped
-
-
-def turns(spec: Any, schedule: Any) -> list[tuple[int, Any]]:
-    """Return (how often, spec of one block of tokens) of a loop on the device, the rest last.
-
-    Two turns do not overlap, so their times add up.
-    """
-    blocks, rest = divmod(spec.m, schedule.m_block)
-    made = [(blocks, dataclasses.replace(spec, m=schedule.m_block))]
-    return made + ([(1, dataclasses.replace(spec, m=rest))] if rest else [])
 
 
 def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
@@ -250,14 +228,12 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
     from nmm_compiler.simulator.run import ArraySpec, simulate
     from nmm_compiler.simulator.timing.timeline import time_trace
 
-    looped = isinstance(schedule, LoopedSchedule) and schedule.m_loop
-    if looped and spec.m > 2 * schedule.m_block:  # type: ignore[attr-defined]
-        (blocks, _), *rest = turns(spec, schedule)
-        two = dataclasses.replace(spec, m=2 * schedule.m_block)  # type: ignore[call-arg]
-        latency, count, in_order = simulated(two, schedule, target)
-        latency, in_order = latency * blocks / 2, in_order * blocks / 2
+    (turns, _), *rest = schedule.loop_turns(spec)
+    if turns > 2:
+        latency, count, in_order = simulated(schedule.so_many_turns(spec, 2), schedule, target)
+        latency, in_order = latency * turns / 2, in_order * turns / 2
         for _, last in rest:
-            more = simulated(last, dataclasses.replace(schedule, m_loop=False), target)
+            more = simulated(last, schedule.without_loop(), target)
             latency, count, in_order = latency + more[0], count + more[1], in_order + more[2]
         return latency, count, in_order
     family = FAMILIES[spec.family]

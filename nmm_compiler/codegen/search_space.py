@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from nmm_compiler.codegen.choose import Choice, on_device, ordered, priced, rank
+from nmm_compiler.codegen.choose import Choice, on_device, priced, rank
 from nmm_compiler.errors import CapacityError, OptionTypeError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.records import Record
@@ -63,7 +63,7 @@ class Space:
         """Return the first candidate with these values, with its price; None if it is illegal."""
         first = self.candidates[0].schedule
         try:
-            made = ordered(first.changed(changes), self.spec, self.target)
+            made = first.changed(changes).ordered(self.spec, self.target)
             made.check(self.spec, self.target)
         except (CapacityError, SpecError):
             return None

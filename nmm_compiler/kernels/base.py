@@ -58,6 +58,8 @@ class KernelSpec(Record):
 
     family: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")  # the fields that must be positive
+    # Whether each token's result depends on that token alone: then a launch may pad or split them.
+    splits_tokens: ClassVar[bool] = True
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return the positional operands of the kernel, as they are passed."""

@@ -109,6 +109,26 @@ class KernelSchedule(Record):
             changes = {f"{name}.load": "tensor16" for name in turned}
         return self.changed(changes)
 
+    def ordered(self, spec: Any, target: Target) -> Self:
+        """Return the schedule with its loads before its stores as far as the target allows it."""
+        return dataclasses.replace(
+            self,
+            own_queue=target.dma_generates_descriptors,
+            ahead=self.most_ahead(spec, target),
+            tail=self.short_tail(spec, target),
+        )
+
+    def in_loop(self) -> Self | None:
+        """Return the schedule with a loop on the device, None where there is none to have."""
+        return None
+
+    def loop_turns(self, spec: Any) -> list[tuple[int, Any]]:
+        """Return (how often, spec of one turn) of a loop on the device; all once without it.
+
+        Two turns do not overlap, so their times add up.
+        """
+        return [(1, spec)]
+
     def kind(self) -> tuple[Any, ...]:
         """Return the kind of the schedule: the best of each kind is tried first."""
         return (self.m_block,)
@@ -269,6 +289,27 @@ class LoopedSchedule(KernelSchedule):
     m_loop: bool = False
     k_segment: int = 0
     double_row: bool = False
+
+    def in_loop(self) -> Self | None:
+        """Return the schedule with its blocks of tokens as a loop on the device."""
+        resident = {f"{name}.resident": False for name in self.operands()}
+        return self.changed({"m_loop": True, **resident})
+
+    def without_loop(self) -> Self:
+        """Return the schedule without a loop on the device."""
+        return self.changed({"m_loop": False})
+
+    def loop_turns(self, spec: Any) -> list[tuple[int, Any]]:
+        """Return (how often, spec of one block of tokens) of the loop, the rest last."""
+        if not self.m_loop:
+            return super().loop_turns(spec)
+        blocks, rest = divmod(spec.m, self.m_block)
+        made = [(blocks, self.so_many_turns(spec, 1))]
+        return made + ([(1, dataclasses.replace(spec, m=rest))] if rest else [])
+
+    def so_many_turns(self, spec: Any, count: int) -> Any:
+        """Return the spec of the first turns of the loop."""
+        return dataclasses.replace(spec, m=count * self.m_block)
 
     def segment(self, spec: Any) -> int:
         """Return rows of k summed in PSUM at a time, at most k."""

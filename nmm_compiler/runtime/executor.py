@@ -109,6 +109,9 @@ class KernelExecutor:
         if whole is not None:
             _warn_once(f"nmm: {whole}")
             return self._run_each(launch.split(), x_layout, target, options)
+        if not launch.spec.splits_tokens:
+            made = self._launch(launch.spec, launch.operands, target, options)
+            return None if made is None else list(made)
         x, *weights = launch.operands
         x_tokens = 0 if x_layout == "row" else 1
         y_tokens = [0 if layout == "row" else 1 for layout in launch.spec.result_layouts()]
@@ -116,15 +119,10 @@ class KernelExecutor:
         start = 0
         for size in KERNELS.plan(launch.spec, target, options):
             spec = dataclasses.replace(launch.spec, m=size)
-            kernel = self._kernel(spec, target, options)
-            if kernel is None:
-                return None
             used = min(size, launch.spec.m - start)
             part = _padded(x.narrow(x_tokens, start, used), x_tokens, size - used)
-            ys = self.launcher(kernel, (part, *(w.contiguous() for w in weights)))
+            ys = self._launch(spec, (part, *weights), target, options)
             if ys is None:
-                if options.executor == self.name or options.strict:
-                    raise neuron.failed_first_run(kernel)
                 return None
             if used < size:
                 ys = tuple(y.narrow(at, 0, used) for y, at in zip(ys, y_tokens, strict=True))
@@ -133,6 +131,18 @@ class KernelExecutor:
         if len(pieces) == 1:
             return list(pieces[0])
         return [torch.cat(ys, at) for *ys, at in zip(*pieces, y_tokens, strict=True)]
+
+    def _launch(
+        self, spec: Any, operands: Sequence[Tensor], target: str, options: Options
+    ) -> tuple[Tensor, ...] | None:
+        """Return the results of one kernel, None where there is none to use."""
+        kernel = self._kernel(spec, target, options)
+        if kernel is None:
+            return None
+        ys = self.launcher(kernel, [operand.contiguous() for operand in operands])
+        if ys is None and (options.executor == self.name or options.strict):
+            raise neuron.failed_first_run(kernel)
+        return ys
 
     def _kernel(self, spec: Any, target: str, options: Options) -> Any | None:
         """Return the kernel of `spec`; None, with a warning, where executor "auto" has none."""

@@ -66,7 +66,8 @@ def counts(kernel):
 
 
 def test_every_family_is_here():
-    assert set(SPECS) == set(FAMILIES)
+    # Beta 1 has no affine_select with a destination: tests/kernels/test_attention.py
+    assert {*SPECS, "attention"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
@@ -307,7 +308,7 @@ def test_a_foreign_file_of_beta_1_is_a_kernel_and_nothing_else(change, reason):
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPECS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_random_specs_are_right(family, target, data):

@@ -6,7 +6,7 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
-from nmm_compiler.codegen.choose import choose, on_device, rank, turns
+from nmm_compiler.codegen.choose import choose, on_device, rank
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -56,7 +56,7 @@ def test_only_whole_blocks_and_weights_that_stream_can_loop():
     spec = LowRankSpec(m=1300, k=300, r=200, n=640)
     plain = dataclasses.replace(choose(spec, "trn2")[0].schedule, m_block=512)
     looped = on_device(spec, plain, get("trn2"))
-    assert [(times, block.m) for times, block in turns(spec, looped)] == [(2, 512), (1, 276)]
+    assert [(times, block.m) for times, block in looped.loop_turns(spec)] == [(2, 512), (1, 276)]
     for changes in ({"m_block": 1024}, {"v.resident": True}):
         with pytest.raises(SpecError, match="m_loop needs at least two whole blocks"):
             looped.changed(changes).check(spec, get("trn2"))

@@ -8,6 +8,7 @@ import nmm_compiler
 from nmm_compiler.codegen.build import kernel_key
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
@@ -22,6 +23,7 @@ SPECS = [
     MatmulSpec(m=256, k=256, n=512),
     GatedMLPUpSpec(m=256, k=256, r=128, n=512),
     GatedMLPSpec(m=256, k=256, r=128, n=512),
+    AttentionSpec(m=256, context=512, heads=4),
 ]
 # Another value for each kind of field; what a spec refuses is no other kernel.
 OTHERS = ["col", "silu", "relu", "float32", "float16", "float8_e4m3", "channel", "tensor", True]
@@ -49,12 +51,13 @@ def test_every_field_of_a_spec_reaches_the_key(spec):
         assert key.diff(changed) == ("spec",), field
         seen.setdefault(changed.digest, (field, other))
         assert seen[changed.digest][1] == other
-    assert {"m", "k", "dtype", "x_layout"} <= {field for field, _ in seen.values()}
+    some = {"heads", "context"} if spec.family == "attention" else {"k", "x_layout"}
+    assert {"m", "dtype", *some} <= {field for field, _ in seen.values()}
 
 
 def test_families_with_the_same_fields_have_keys_of_their_own():
     target = get("trn2")
-    up, whole = (kernel_key(spec, target, None) for spec in SPECS[3:])
+    up, whole = (kernel_key(spec, target, None) for spec in SPECS[3:5])
     assert "family" in up.diff(whole)
     assert {spec.family for spec in SPECS} == set(FAMILIES)
 

@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -103,7 +104,33 @@ _inner = {
     "base": st.booleans(),
 }
 
+
+@st.composite
+def attention(draw):
+    """Prefills and decode steps, masked in every way, with and without RoPE."""
+    causal = draw(st.booleans())
+    m = draw(st.one_of(st.integers(1, 16), st.sampled_from((100, 127, 128, 129, 200, 300))))
+    context = m + draw(st.sampled_from((0, 1, 63, 128, 200, 385, 1000)))
+    k_layout = draw(layouts)
+    return AttentionSpec(
+        m=m,
+        context=context,
+        kv_heads=(kv_heads := draw(st.integers(1, 2))),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        batch=draw(st.integers(1, 2)),
+        d=draw(st.sampled_from((16, 40, 64, 80, 96, 128, 192, 256))),
+        dtype=draw(dtypes),
+        causal=causal,
+        window=draw(st.sampled_from((0, 1, 50, 128, 300))) if causal else 0,
+        soft_cap=draw(st.sampled_from((0.0, 0.0, 3.0, 50.0))),
+        scale=draw(st.sampled_from((None, 1.0))),
+        k_layout=k_layout,
+        rope=draw(st.sampled_from(("none", "q", "qk" if k_layout == "row" else "q"))),
+    )
+
+
 SPECS = {
+    "attention": attention(),
     "lowrank_shared": shared(),
     "lowrank": st.one_of(
         _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),

@@ -195,6 +195,7 @@ def test_opcheck(name, kernel_executor):
         "gated_mlp_up": (x, [u, v], [weight(K, N, dtype=torch.float32)]),
         "gated_mlp": (x, [u, v], [weight(K, N, dtype=torch.float32)], [dense]),
         "matmul": (x, u),
+        "attention": tuple(torch.randn(1, heads, 6, 4, requires_grad=True) for heads in (4, 2, 2)),
     }[name]
     for executor in ("reference", "counting"):
         torch.library.opcheck(registration.OPS[name], args, {"executor": executor})

@@ -33,6 +33,11 @@ CODES: dict[str, str] = {
 FURTHER: dict[str, str] = {
     "activations": "both operands of the product are activations",
     "adapted_gate": "gate or up is a dense product with adapters",
+    "attention_heads": "heads of queries and keys differ, and the call does not group them",
+    "attention_length": "causal queries are counted from the first key, and there are more keys",
+    "attention_mask": "the mask of an attention is a tensor",
+    "attention_shape": "operands of an attention are not [batch, heads, tokens, d], or symbolic",
+    "attention_spec": "no attention kernel takes these sizes",
     "concatenated": "inner values are joined before the second product",
     "convolution": "a factor is a convolution that is no product of matrices",
     "embedding": "the first factor is an embedding table",

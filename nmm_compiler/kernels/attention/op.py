@@ -1,0 +1,143 @@
+"""The op of family `attention`: `nmm.attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmm_compiler.errors import ShapeError
+from nmm_compiler.kernels.attention.spec import AttentionSpec
+from nmm_compiler.kernels.base import LAYOUTS, check_name
+from nmm_compiler.ops.definition import WHERE, Op
+from nmm_compiler.ops.gradients import Grads
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
+from nmm_compiler.ops.operands import check_dtypes
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Tensor | None = None,
+    *,
+    causal: bool = True,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    scale: float | None = None,
+    k_layout: str = "row",
+    rotates: str = "none",
+    target: str = "trn2",
+    executor: str = "reference",
+) -> Tensor:
+    """Return softmax(scale q k^T + mask) v, as `AttentionSpec` says it.
+
+    q, result: [batch, heads, m, d]. k, v: [batch, kv_heads, context, d]. rope: [2, tokens, d / 2].
+    """
+    if k_layout == "col":
+        k = k.transpose(-1, -2)
+    m, context = q.shape[-2], k.shape[-2]
+    if rope is not None and rotates != "none":
+        q = _rotated(q, rope[:, -m:])
+        k = _rotated(k, rope) if rotates == "qk" else k
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    mask = _mask(q, context, window) if causal else None
+    if not soft_cap:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=factor
+        )
+    scores = torch.tanh((q.float() @ k.float().transpose(-1, -2)) * (factor / soft_cap)) * soft_cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, -1).to(v.dtype) @ v
+
+
+def _rotated(x: Tensor, rope: Tensor) -> Tensor:
+    """Return x rotated in fp32: element j with element j + d / 2."""
+    cos, sin = rope.float()
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def _mask(q: Tensor, context: Any, window: int) -> Tensor:
+    """Return [m, context]: whether a query, one of the last m, sees a key."""
+    ones = q.new_ones((q.shape[-2], context), dtype=torch.bool)
+    ahead = context - q.shape[-2]
+    seen = ones.tril(ahead)
+    return seen & ones.triu(ahead - window + 1) if window else seen
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, **kw: Any) -> Tensor:
+    """Return an empty result of `attention`."""
+    check_dtypes(q, k, v, rope)
+    layout = kw.get("k_layout", "row")
+    check_name("k_layout", layout, LAYOUTS)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; pass [batch, heads, .., d]")
+    keys = k.shape if layout == "row" else (*k.shape[:2], k.shape[3], k.shape[2])
+    same = (q.shape[0], k.shape[1], keys[2], q.shape[3])
+    if tuple(v.shape) != same or keys[3] != q.shape[3] or keys[0] != q.shape[0]:
+        raise ShapeError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} ({layout}) and v {tuple(v.shape)} differ in "
+            "batch, kv_heads, context or d"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ShapeError(f"{q.shape[1]} heads of q do not share {k.shape[1]} heads of k evenly")
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
+    """Differentiate the reference again: no kernel computes attention backward."""
+    named = {name: value for name, value in kw.items() if name not in ("target", "executor")}
+    known = {field.name for field in dataclasses.fields(AttentionSpec)} | {"rotates"}
+    named = {name: value for name, value in named.items() if name in known}
+    with torch.enable_grad():
+        held = [a.detach().requires_grad_(n) if a is not None else None
+                for a, n in zip(args, need, strict=False)]  # fmt: skip
+        y = attention(*held, **named)  # type: ignore[arg-type]
+        wanted = [a for a in held if a is not None and a.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, grads[0]))
+    return [next(found) if a is not None and a.requires_grad else None for a in held]
+
+
+def _lower(
+    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
+) -> list[Launch]:
+    q, k, v, rope = (*args, None)[:4]
+    spec = AttentionSpec(
+        m=q.shape[2],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        context=v.shape[2],
+        d=q.shape[3],
+        batch=q.shape[0],
+        dtype=dtype_name(q),
+        rope=kw.get("rotates", "none") if rope is not None else "none",
+        **{
+            name: kw[name]
+            for name in ("causal", "window", "soft_cap", "scale", "k_layout")
+            if name in kw
+        },
+    )
+    operands = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (q, k, v)]
+    return [Launch(spec, (*operands, *([] if rope is None else [rope])))]
+
+
+OPS = (
+    Op(
+        schema="(Tensor q, Tensor k, Tensor v, Tensor? rope=None, *, bool causal=True, "
+        "int window=0, float soft_cap=0.0, float? scale=None, str k_layout='row', "
+        f"str rotates='none', {WHERE}) -> Tensor",
+        reference=attention,
+        fake=_fake,
+        gradient=_gradient,
+        lower=_lower,
+    ),
+)

@@ -1,0 +1,272 @@
+"""How an attention kernel runs: schedule axes, legality, candidates and their work."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels.attention.spec import AttentionSpec
+from nmm_compiler.kernels.base import Family, check_name
+from nmm_compiler.kernels.tiling import item_bytes, tiles, turned_loads
+from nmm_compiler.kernels.work import Tally, Work
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+_BANK = 512  # fp32 columns of a PSUM bank
+_SECTIONS = (512, 1024)
+_CHUNKS = (1024, 2048, 4096)
+_DECODE_TOKENS = 16  # of a sequence: more of them fill the partitions of a prefill kernel
+_0 = (0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSchedule(Record):
+    """How an attention kernel runs.
+
+    q_load, k_load: how the head size gets onto the partitions: "rows" as it lies, "dma" a DMA
+        transpose, "tensor" TensorE.
+    section: most keys whose scores are in PSUM at a time, for a tile of 128 queries.
+    vector_eighths: of the turned weights that VectorE takes out of PSUM; ScalarE takes the rest.
+    decode: keys lie on the partitions, and all queries of a group on the free axis.
+    chunk: keys per load, in a decode kernel. ahead: chunks that are loaded before they are used.
+    loop: the groups of heads are a loop on the device.
+    own_queue: stores are issued by the sync engine, so that no load waits behind them.
+    """
+
+    q_load: str = "tensor"
+    k_load: str = "tensor"
+    section: int = 1024
+    vector_eighths: int = 3
+    decode: bool = False
+    chunk: int = 2048
+    ahead: int = 4
+    loop: bool = False
+    own_queue: bool = False
+    bank_tiles: int = 8
+
+    def settled(self, spec: AttentionSpec) -> AttentionSchedule:
+        """Return the schedule as the kernel of `spec` reads it."""
+        return dataclasses.replace(self, bank_tiles=16 // item_bytes(spec.dtype))
+
+    def changed(self, changes: Mapping[str, Any]) -> AttentionSchedule:
+        """Return the schedule with other values: {"section": 512}."""
+        return dataclasses.replace(self, **changes)
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what differs most between schedules."""
+        return (self.section, self.chunk, self.q_load)
+
+    def ordered(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
+        """Return the schedule with a queue of its own for stores, where the target has one."""
+        return dataclasses.replace(self, own_queue=target.dma_generates_descriptors)
+
+    def in_loop(self) -> AttentionSchedule:
+        """Return the schedule with the groups of heads as a loop on the device.
+
+        DMA transposes there take 16 rows at a time: TensorE turns instead.
+        """
+        q_load, k_load = ("tensor" if how == "dma" else how for how in (self.q_load, self.k_load))
+        return dataclasses.replace(self, loop=True, q_load=q_load, k_load=k_load)
+
+    def without_loop(self) -> AttentionSchedule:
+        """Return the schedule without a loop on the device."""
+        return dataclasses.replace(self, loop=False)
+
+    def loop_turns(self, spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
+        """Return (how often, spec of one turn) of the loop on the device, if there is one."""
+        if not self.loop:
+            return [(1, spec)]
+        return [(spec.batch * spec.kv_heads, self.so_many_turns(spec, 1))]
+
+    def so_many_turns(self, spec: AttentionSpec, count: int) -> AttentionSpec:
+        """Return the spec of so many groups of heads, each as a sequence of its own."""
+        return dataclasses.replace(spec, batch=count, heads=spec.group, kv_heads=1)
+
+    def sbuf_bytes(self, spec: AttentionSpec) -> dict[str, int]:
+        """Return bytes per partition of each SBUF buffer, one copy each."""
+        size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
+        keys = tiles(spec.context, 128)
+        if self.decode:
+            chunk = tiles(min(self.chunk, spec.context), 128)
+            turned = 0 if self.k_load == "rows" else chunk * parts * 128 * size
+            return {
+                "k": chunk * spec.d * size + turned,
+                "v": chunk * spec.d * size,
+                "scores": keys * spec.columns * 4,
+                "weights": keys * spec.columns * size,
+                "q": (2 * spec.d + parts * spec.columns) * size + 512 + 256,
+                "y": 4 * 4 * spec.d,
+            }
+        section = min(self.section, 128 * keys)
+        return {
+            "k": parts * spec.context * size,
+            "v": keys * (spec.d + 1) * size,
+            "q": 2 * spec.group * (parts * 128 + spec.d) * size,
+            "weights": 4 * section * size + (2 * 4 * section if spec.soft_cap else 0),
+            "y": 4 * 4 * (spec.d + 1),
+        }
+
+    def psum_banks(self, spec: AttentionSpec) -> dict[str, int]:
+        """Return the PSUM banks of scores, of turned weights and of sums, two of each."""
+        if self.decode:
+            return {"scores": 1, "turned": 1, "maxima": 2, "sums": 4}
+        weights = tiles(min(self.section, spec.context), 16 // item_bytes(spec.dtype) * 128)
+        scores = tiles(min(self.section, spec.context), _BANK)
+        return {"scores": 2 * scores, "weights": 2 * weights, "sums": 2}
+
+    def overlapped_bytes(self, spec: AttentionSpec) -> int:
+        """Return bytes per partition with the keys of the next group beside these."""
+        held = self.sbuf_bytes(spec)
+        return sum(held.values()) + held["k"] + held["v"]
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        for name, ways in self.loads(spec, target).items():
+            check_name(f"{name} of {spec.dtype} on {target.name}", getattr(self, name), ways)
+        if self.loop and (not target.device_loops or "dma" in (self.q_load, self.k_load)):
+            raise SpecError(
+                f"schedule: loop needs loops on the device, which {target.name} "
+                f"{'has' if target.device_loops else 'lacks'}, and loads without DMA transposes; "
+                "drop loop, or load by 'tensor'"
+            )
+        if self.decode and (spec.columns > 128 or spec.rope == "qk"):
+            raise SpecError(
+                f"schedule: decode holds the queries of a group on 128 columns, and keys as they "
+                f"are cached; {spec.short()} has {spec.columns} columns, rope {spec.rope!r}"
+            )
+        if self.decode and (self.chunk % 128 or self.chunk < 128):
+            raise SpecError(f"schedule: chunk is {self.chunk}; pass a multiple of 128")
+        if self.section not in _SECTIONS:
+            raise SpecError(f"schedule: section is {self.section}; pass one of {_SECTIONS}")
+        banks = self.psum_banks(spec)
+        if sum(banks.values()) > target.psum_banks:
+            raise CapacityError(
+                f"{spec.short()}: {sum(banks.values())} PSUM banks are in use ({banks}), "
+                f"{target.name} has {target.psum_banks}; lower section from {self.section}"
+            )
+        held, limit = self.sbuf_bytes(spec), target.sbuf_usable_bytes_per_partition
+        if sum(held.values()) > limit:
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            raise CapacityError(
+                f"{spec.short()}: keys and values of a head stay in SBUF, and need "
+                f"{sum(held.values()):,} B per partition ({parts}); {target.name} has {limit:,}: "
+                "split the context"
+            )
+
+    def loads(self, spec: AttentionSpec, target: Target) -> dict[str, tuple[str, ...]]:
+        """Return the ways in which q and k can be loaded."""
+        turned = tuple(turned_loads(spec.dtype, target))
+        on_tensor = ("tensor",)
+        q = on_tensor if spec.rope != "none" else turned
+        k = on_tensor if spec.rope == "qk" or self.decode else turned
+        q = on_tensor if self.decode else q
+        return {"q_load": q, "k_load": ("rows",) if spec.k_layout == "col" else k}
+
+    def short(self) -> str:
+        """Return the axes in a few words, for tables."""
+        loop = " loop" if self.loop else ""
+        if self.decode:
+            return f"decode c{self.chunk} k-{self.k_load}{loop}"
+        return f"s{self.section} v{self.vector_eighths} q-{self.q_load} k-{self.k_load}{loop}"
+
+
+def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
+    """Yield schedules that may be legal, in no order."""
+    decode = AttentionSchedule(decode=True)
+    if spec.columns <= 128 and spec.m <= _DECODE_TOKENS and spec.rope != "qk":
+        for k_load in decode.loads(spec, target)["k_load"]:
+            for chunk in sorted({min(most, 128 * spec.cache_tiles) for most in _CHUNKS}):
+                yield dataclasses.replace(decode, k_load=k_load, chunk=chunk)
+        return
+    loads = AttentionSchedule().loads(spec, target)
+    for section, q_load, k_load, eighths in itertools.product(
+        _SECTIONS, loads["q_load"], loads["k_load"], (2, 3, 4)
+    ):
+        yield AttentionSchedule(
+            q_load=q_load, k_load=k_load, section=section, vector_eighths=eighths
+        )
+
+
+def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
+    """Return the data flow for the header of the emitted file."""
+    if schedule.decode:
+        return (
+            f"k, v: {schedule.chunk} keys at a time, neighbours on a partition.",
+            "scores^T: tiles of k stationary, the queries of a group move; all of them in SBUF.",
+            "weights^T: exp of scores less their exact maximum.",
+            "y^T: tiles of v stationary, weights^T move; turned, divided by the sum of weights.",
+        )
+    return (
+        "q^T, k^T: head size on the partitions, v: keys; loaded once for the heads of a group.",
+        f"scores: q stationary, k^T moving; 128 queries x {schedule.section} keys in PSUM.",
+        "weights: exp while leaving PSUM, under a running maximum; turned on TensorE.",
+        "y: weights stationary, v and ones moving; divided by the sum of the weights.",
+    )
+
+
+def work(spec: AttentionSpec, schedule: AttentionSchedule, target: Target) -> Work:
+    """Count the work of the engines; see `Work`."""
+    return _decode_work(spec, schedule) if schedule.decode else _prefill_work(spec, schedule)
+
+
+def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
+    size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
+    groups, keys = spec.batch * spec.kv_heads, spec.cache_tiles
+    chunk = min(schedule.chunk, 128 * keys)
+    loads, per_chunk = groups * tiles(128 * keys, chunk), chunk * spec.d * size
+    tally = Tally()
+    tally.matmuls.append((2 * groups * keys * parts, spec.columns))
+    tally.evictions.append((groups * tiles(keys * spec.columns, _BANK) * 4, _BANK))
+    tally.evictions.append((groups * 18, 64))  # maxima, sums, the result
+    rows = chunk // 128 * spec.d * size
+    for layout in (spec.k_layout, "row"):
+        tally.load("rows", loads * per_chunk, loads, rows if layout == "row" else chunk * size, _0)
+    if schedule.k_load == "tensor":
+        tally.matmuls.append((groups * keys * parts, 128))
+        tally.evictions.append((groups * parts * tiles(keys, 8), _BANK))
+    each = spec.columns * spec.d * size
+    for _ in range(2):
+        tally.store(groups * each, groups, spec.d * size)
+    return tally.work(
+        lead_bytes=per_chunk, tail_matmuls=(chunk // 128 * parts, 64), tail_bytes=each
+    )
+
+
+def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
+    size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
+    heads, groups = spec.batch * spec.heads, spec.batch * spec.kv_heads
+    q_tiles, keys = tiles(spec.m, 128), tiles(spec.context, 128)
+    # tiles of 128 queries by 128 keys: half of the diagonal ones, and of the window's first, is
+    # computed in vain
+    seen = min(q_tiles * keys, tiles(spec.pairs, 128 * 128) + q_tiles * (2 if spec.window else 1))
+    tally = Tally()
+    tally.matmuls.append((heads * seen * (1 + parts), 128))
+    tally.matmuls.append((heads * seen, spec.d + 1))
+    passes = 5 if spec.soft_cap else 3
+    tally.evictions.append((heads * tiles(seen * 128, schedule.section) * passes, schedule.section))
+    for how, count, each in (
+        (schedule.q_load, heads * q_tiles, 128),
+        (schedule.k_load, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
+    ):
+        turned = count * parts * tiles(each, 128), count, spec.d * size
+        tally.load(how, count * each * spec.d * size, count, spec.d * size, turned)
+    v_bytes = groups * spec.context * spec.d * size
+    tally.store(v_bytes, groups * tiles(spec.context, _BANK), spec.d * size)
+    tally.store(heads * spec.m * spec.d * size, heads * q_tiles, spec.d * size)
+    return tally.work(
+        lead_bytes=(min(spec.context, _BANK) + 128) * spec.d * size,
+        tail_matmuls=(2 * tiles(schedule.section, 128), 128),
+        tail_bytes=min(spec.m, 128) * spec.d * size,
+    )
+
+
+ATTENTION = Family(
+    spec_class=AttentionSpec,
+    schedule_class=AttentionSchedule,
+    candidates=candidates,
+    work=work,
+    data_flow=data_flow,
+)

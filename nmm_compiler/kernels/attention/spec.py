@@ -1,0 +1,312 @@
+"""Family `attention`: softmax(scale q k^T + mask) v for several heads, with grouped queries.
+
+The same spec says a prefill, as many queries as keys, and a decode step, a few queries against a
+cache. RoPE on q, or on q and k, is part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+
+from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.kernels.base import (
+    LAYOUTS,
+    Array,
+    KernelSpec,
+    TensorSpec,
+    check_arrays,
+    check_name,
+    check_sizes,
+)
+from nmm_compiler.kernels.error_bounds import (
+    FP32_ROUNDOFF,
+    Estimate,
+    combine,
+    gamma,
+    rounded,
+    rounding_error,
+)
+from nmm_compiler.kernels.tiling import tiles
+
+ROPES = ("none", "q", "qk")
+DTYPES = ("bfloat16", "float16", "float32")
+MOST_CONTEXT = 131_072
+MOST_HEAD_SIZE = 256
+# fp32 roundings of a score beyond its product: the scale, the cap, the maximum and what is carried.
+_SCORE_ROUNDINGS = 8
+# ScalarE evaluates exp and tanh in fp32, to a few roundings.
+_FUNCTION_ROUNDINGS = 16
+# fp32 roundings of a result beyond its sums: the corrections of running maxima, the division.
+_RESULT_ROUNDINGS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec(KernelSpec):
+    """y = softmax(scale q k^T + mask) v, each query head with the keys of its group.
+
+    q, y: [batch heads, m, d]. k: [batch kv_heads, context, d], with k_layout "col" [batch kv_heads,
+    d, context]. v: [batch kv_heads, context, d]. Heads of a sequence follow each other.
+
+    context: keys of a sequence, default m. kv_heads: default heads. The queries are the last m of
+    the context: causal means that query i sees the keys up to context - m + i. window: and only the
+    last so many of these, 0 for all. soft_cap: scores are soft_cap tanh(score / soft_cap), 0 for
+    none. scale: default 1 / sqrt(d).
+    rope: "q" or "qk" rotates these by an operand rope [2, tokens, d / 2], cos then sin, of the last
+    m positions, or of all keys; element j pairs with j + d / 2, as in Llama. Rotation is in fp32.
+    """
+
+    m: int
+    heads: int = 1
+    kv_heads: int = 0
+    context: int = 0
+    d: int = 128
+    batch: int = 1
+    dtype: str = "bfloat16"
+    causal: bool = True
+    window: int = 0
+    soft_cap: float = 0.0
+    scale: float | None = None
+    k_layout: str = "row"
+    rope: str = "none"
+
+    family: ClassVar[str] = "attention"
+    sizes: ClassVar[tuple[str, ...]] = ("m", "heads", "kv_heads", "context", "d", "batch")
+    splits_tokens: ClassVar[bool] = False  # the mask counts tokens from the end of the context
+
+    def __post_init__(self) -> None:
+        settled = {
+            "kv_heads": self.kv_heads or self.heads,
+            "context": self.context or self.m,
+            "scale": 1.0 / math.sqrt(self.d) if self.scale is None and self.d > 0 else self.scale,
+            "soft_cap": float(self.soft_cap),
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
+        check_name("dtype", self.dtype, DTYPES)
+        check_name("k_layout", self.k_layout, LAYOUTS)
+        check_name("rope", self.rope, ROPES)
+        self._check_sizes()
+        self._check_mask()
+
+    def _check_sizes(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ShapeError(
+                f"attention: {self.heads} heads do not share {self.kv_heads} kv_heads evenly; pass "
+                "a divisor"
+            )
+        if self.d > MOST_HEAD_SIZE:
+            raise SpecError(f"attention: d is {self.d}; heads have at most {MOST_HEAD_SIZE}")
+        if self.context > MOST_CONTEXT:
+            raise SpecError(
+                f"attention: context is {self.context}; kernels take at most {MOST_CONTEXT} keys"
+            )
+        if self.rope != "none" and self.d % 2:
+            raise SpecError(f"attention: rope pairs elements, and d is {self.d}; pass an even d")
+        if self.rope != "none" and self.m > self.context:
+            raise ShapeError(
+                f"attention: rope takes the queries as the last of the context, and {self.m} are "
+                f"more than {self.context} keys; rotate q before the call"
+            )
+        if self.rope == "qk" and self.k_layout == "col":
+            raise SpecError(
+                "attention: rope 'qk' rotates keys [context, d], and k_layout is 'col'; a cache "
+                "holds rotated keys: use rope 'q'"
+            )
+
+    def _check_mask(self) -> None:
+        if self.causal and self.m > self.context:
+            raise ShapeError(
+                f"attention: causal queries are the last of the context, and {self.m} are more "
+                f"than {self.context} keys; set causal to False or pass all keys"
+            )
+        if self.window < 0 or self.soft_cap < 0 or not self.scale or self.scale <= 0:
+            raise SpecError(
+                f"attention: window {self.window} and soft_cap {self.soft_cap} must not be "
+                f"negative, and scale {self.scale} must be positive"
+            )
+        if self.window and not self.causal:
+            raise SpecError(
+                f"attention: window {self.window} looks back from each query; set causal to True"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share the keys of one head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Queries of the heads that share keys, in one sequence."""
+        return self.group * self.m
+
+    @property
+    def first_key(self) -> int:
+        """The first key that a query sees."""
+        return max(0, self.context - self.m - self.window + 1) if self.window else 0
+
+    @property
+    def cache_tiles(self) -> int:
+        """Tiles of 128 keys from the first one on that is seen."""
+        return tiles(self.context - self.first_key, 128)
+
+    @property
+    def capped(self) -> bool:
+        """Whether scores go through tanh."""
+        return self.soft_cap > 0.0
+
+    @property
+    def tanh_scale(self) -> float:
+        """What tanh multiplies its scores by."""
+        assert self.scale is not None
+        return self.scale / (self.soft_cap or 1.0)
+
+    @property
+    def factor(self) -> float:
+        """What exp multiplies its scores by: the cap, where tanh has taken the scale."""
+        assert self.scale is not None
+        return self.soft_cap or self.scale
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, of one head."""
+        if not self.causal:
+            return self.m * self.context
+        seen = np.arange(self.context - self.m, self.context) + 1
+        return int(np.minimum(seen, self.window or self.context).sum())
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return q, k, v and, where there is RoPE, its angles."""
+        keys = (self.context, self.d) if self.k_layout == "row" else (self.d, self.context)
+        shapes = {
+            "q": (self.batch * self.heads, self.m, self.d),
+            "k": (self.batch * self.kv_heads, *keys),
+            "v": (self.batch * self.kv_heads, self.context, self.d),
+        }
+        if self.rope != "none":
+            tokens = self.context if self.rope == "qk" else self.m
+            shapes["rope"] = (2, tokens, self.d // 2)
+        return tuple(TensorSpec(name=n, shape=s, dtype=self.dtype) for n, s in shapes.items())
+
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Return y."""
+        shape = (self.batch * self.heads, self.m, self.d)
+        return (TensorSpec(name="y", shape=shape, dtype=self.dtype),)
+
+    def flops(self) -> int:
+        """Return those of both products over the pairs that the mask leaves."""
+        return 4 * self.batch * self.heads * self.pairs * self.d
+
+    def short(self) -> str:
+        """Return family, sizes and dtype."""
+        kind = "causal" if self.causal else "full"
+        words = [f"attention m{self.m} c{self.context} h{self.batch * self.heads}"]
+        words.append(f"kv{self.batch * self.kv_heads} d{self.d} {kind}")
+        words += [f"w{self.window}"] if self.window else []
+        words += [f"cap{self.soft_cap:g}"] if self.soft_cap else []
+        words += [f"rope_{self.rope}"] if self.rope != "none" else []
+        return " ".join([*words, self.dtype])
+
+    def reference(self, *arrays: Array) -> Array:
+        """Return y in float64."""
+        return np.stack([made[0] for made in self._estimates(arrays, False)])
+
+    def error_bound(self, *arrays: Array) -> Array:
+        """Return elementwise bounds: sums are in fp32, the weights of v are rounded once."""
+        return self._errors(arrays, False)
+
+    def typical_error(self, *arrays: Array) -> Array:
+        """Return the error per element if roundings are independent."""
+        return self._errors(arrays, True)
+
+    def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Array:
+        each = self._estimates(arrays, typical)
+        return np.stack([rounded(made, self.dtype, typical)[1] for made in each])
+
+    def seen(self) -> Array:
+        """Return [m, context]: whether a query sees a key."""
+        if not self.causal:
+            return np.ones((self.m, self.context), dtype=bool)
+        back = np.arange(self.context - self.m, self.context)[:, None] - np.arange(self.context)
+        return np.asarray((back >= 0) & (back < (self.window or self.context)))
+
+    def _estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterator[Estimate]:
+        """Yield y of each head and its error before it is stored."""
+        check_arrays(self, arrays)
+        q, k, v, *angles = (np.asarray(array, dtype=np.float64) for array in arrays)
+        if self.k_layout == "col":
+            k = k.transpose(0, 2, 1)
+        seen = self.seen()
+        for head in range(self.batch * self.heads):
+            kv = head // self.group
+            left: Estimate = q[head], 0.0
+            right: Estimate = k[kv], 0.0
+            if self.rope != "none":
+                left = self._rotated(q[head], angles[0][:, -self.m :], typical)
+            if self.rope == "qk":
+                right = self._rotated(k[kv], angles[0], typical)
+            scores = self._scores(left, right, typical)
+            yield self._weighted(scores, v[kv], seen, typical)
+
+    def _rotated(self, x: Array, angles: Array, typical: bool) -> Estimate:
+        """Return x [tokens, d] rotated by cos and sin [2, tokens, d / 2], rounded once."""
+        cos, sin = angles
+        a, b = np.split(x, 2, axis=-1)
+        value = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        size = np.abs(a * cos) + np.abs(b * sin), np.abs(b * cos) + np.abs(a * sin)
+        own = 2 * FP32_ROUNDOFF * np.concatenate(size, axis=-1)
+        return rounded((value, own), self.dtype, typical)
+
+    def _scores(self, q: Estimate, k: Estimate, typical: bool) -> Estimate:
+        """Return the capped scores [m, context] and their errors."""
+        assert self.scale is not None
+        (left, left_error), (right, right_error) = q, k
+        product = np.abs(left) @ np.abs(right).T
+        terms = self.d + 2
+        own = math.sqrt(terms) * FP32_ROUNDOFF if typical else gamma(terms)
+        error = own * product
+        if self.rope != "none":
+            power = 2 if typical else 1
+            for one, other in ((left_error, right), (np.abs(left), right_error)):
+                if np.ndim(one) and np.ndim(other):
+                    carried = np.abs(one) ** power @ (np.abs(other) ** power).T
+                    error = combine(error, carried ** (1 / power), typical)
+        value = self.scale * (left @ right.T)
+        error = self.scale * error
+        if self.soft_cap:
+            value = self.soft_cap * np.tanh(value / self.soft_cap)
+            cap = _FUNCTION_ROUNDINGS * FP32_ROUNDOFF * self.soft_cap
+            error = combine(error, cap, typical)
+        return value, error
+
+    def _weighted(self, scores: Estimate, v: Array, seen: Array, typical: bool) -> Estimate:
+        """Return softmax(scores) v and its error.
+
+        A weight p has the error dp: that of its exponent, of exp, and of rounding p to the dtype.
+        The result is off by the sum of dp (v - y), and by the roundings of sums in fp32.
+        """
+        value = np.where(seen, scores[0], -np.inf)
+        top = value.max(axis=1, keepdims=True)
+        p = np.exp(value - top)
+        total = p.sum(axis=1, keepdims=True)
+        y = (p @ v) / total
+        size = np.abs(np.where(seen, scores[0], 0.0)) + np.abs(top)
+        exponent = combine(scores[1], _SCORE_ROUNDINGS * FP32_ROUNDOFF * size, typical)
+        relative = combine(np.expm1(exponent), _FUNCTION_ROUNDINGS * FP32_ROUNDOFF, typical)
+        dp = np.where(seen, combine(p * relative, rounding_error(p, self.dtype), typical), 0.0)
+        if typical:
+            spread = np.square(dp)
+            off = np.sqrt(spread @ np.square(v)) + np.sqrt(spread.sum(1, keepdims=True)) * abs(y)
+            terms = math.sqrt(self.context + _RESULT_ROUNDINGS) * FP32_ROUNDOFF
+        else:
+            off = dp @ np.abs(v) + dp.sum(1, keepdims=True) * np.abs(y)
+            terms = gamma(self.context + _RESULT_ROUNDINGS)
+            # the sum that divides may be smaller by its own error
+            off /= np.maximum(1.0 - dp.sum(1, keepdims=True) / total, 0.5)
+        sums = terms * ((p @ np.abs(v)) / total + np.abs(y))
+        return y, combine(off / total, sums, typical)

@@ -1,0 +1,351 @@
+"""Decode: a few queries of a group of heads against its cache.
+
+Keys lie on the partitions, 128 at a time, and the queries of all heads of the group are the columns
+of a product: each tile of the cache is stationary once. Partition p holds neighbouring keys of a
+chunk, so that keys [context, d] and values arrive in long runs; keys [d, context] are read with a
+stride to the same order. Scores of the whole context stay in SBUF: the maximum is exact.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .attention_loads import make_identity, rotate_half
+from .loads_and_stores import evict, store
+
+
+def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
+    """Compute the heads of several groups, each [heads of a group, m, d]."""
+    steps = list_chunks(len(qs), spec, schedule)
+    identity = make_identity()
+    angles = spread_angles(rope, spec) if spec.rope != "none" else None
+    loaded = []
+    fetched = []
+    queries = []
+    scores = []
+    weights = []
+    sums = []
+    for t in range(len(steps)):
+        # the next chunks are asked for early
+        for place in range(len(loaded), min(t + 1 + schedule.ahead, len(steps))):
+            step = steps[place]
+            if step[1]:
+                loaded.append(load_rows_of(vs[step[0]], step))
+            else:
+                if step[2] == spec.first_key:
+                    fetched.append(fetch_columns(qs[step[0]], spec))
+                loaded.append(load_keys_of(ks[step[0]], step, schedule))
+        step = steps[t]
+        g = step[0]
+        if step[1]:
+            if step[2] == spec.first_key:
+                sums = make_sums(spec)
+            weigh_cache(sums, weights[g], loaded[t], step, spec)
+            if step[6]:
+                finish_group(outs[g], sums, sum_weights(weights[g], spec), spec, schedule)
+        else:
+            if step[2] == spec.first_key:
+                queries.append(turn_columns(fetched[g], angles, spec))
+                scores.append(make_scores(spec))
+            score_chunk(scores[g], loaded[t], queries[g], step, spec, schedule)
+        if step[6] and len(weights) < len(scores):
+            # while the scores of the group after it are computed
+            ready = len(weights)
+            if spec.capped:
+                nisa.activation(
+                    dst=scores[ready],
+                    op=nl.tanh,
+                    data=scores[ready],
+                    scale=spec.tanh_scale,
+                )
+            for i in range(len(steps)):
+                if steps[i][0] == ready and not steps[i][1]:
+                    hide_chunk(scores[ready], steps[i], spec)
+            weights.append(soften(scores[ready], identity, qs[0].dtype, spec))
+
+
+def list_chunks(groups, spec, schedule):
+    """Return chunks of keys and of values, in the order of their use.
+
+    Each is (group, whether it is of values, first key, tiles, tiles before it, keys of a tile,
+    whether weights can be made after it). Keys of a group come before the values of the one before.
+    """
+    whole = (spec.context - spec.first_key) // 128
+    rest = (spec.context - spec.first_key) % 128
+    chunks = []
+    for tile in range(0, whole, schedule.chunk // 128):
+        count = min(schedule.chunk // 128, whole - tile)
+        chunks.append((spec.first_key + 128 * tile, count, tile, 128))
+    if rest > 0:
+        chunks.append((spec.context - rest, 1, whole, rest))
+    steps = []
+    for g in range(groups + 1):
+        for i in range(len(chunks)):
+            chunk = chunks[i]
+            last = i == len(chunks) - 1
+            if g < groups:
+                steps.append((g, False, chunk[0], chunk[1], chunk[2], chunk[3], last and g == 0))
+        for i in range(len(chunks)):
+            chunk = chunks[i]
+            last = i == len(chunks) - 1
+            if g > 0:
+                steps.append((g - 1, True, chunk[0], chunk[1], chunk[2], chunk[3], last))
+    return steps
+
+
+def make_scores(spec):
+    """Return room for the scores of a group: [128, tiles, columns]."""
+    scores = nl.ndarray((128, spec.cache_tiles, spec.columns), dtype=nl.float32, buffer=nl.sbuf)
+    if (spec.context - spec.first_key) % 128 > 0:
+        nisa.memset(
+            dst=scores[0:128, spec.cache_tiles - 1 : spec.cache_tiles, 0 : spec.columns], value=0.0
+        )
+    return scores
+
+
+def make_sums(spec):
+    """Return room for sums of weighted values, up to four: [128, parts of d, columns]."""
+    sums = []
+    for _ in range(min(4, spec.cache_tiles)):
+        sums.append(
+            nl.ndarray((128, (spec.d + 127) // 128, spec.columns), dtype=nl.float32, buffer=nl.psum)
+        )
+    return sums
+
+
+def spread_angles(rope, spec):
+    """Return the angles of each query, [columns, 2, d / 2]."""
+    half = spec.d // 2
+    angles = nl.ndarray((spec.columns, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
+    tokens = rope.permute((1, 0, 2)).expand_dim(0)
+    nisa.dma_copy(dst=angles, src=tokens.broadcast(0, spec.group))
+    return angles
+
+
+def fetch_columns(q, spec):
+    """Load the queries of a group as they lie, [columns, 1, d]."""
+    natural = nl.ndarray((spec.columns, 1, spec.d), dtype=q.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=natural, src=q)
+    return natural
+
+
+def turn_columns(natural, angles, spec):
+    """Return q^T [128, parts of d, columns], rotated."""
+    columns = spec.columns
+    half = spec.d // 2
+    turned = natural
+    if spec.rope != "none":
+        turned = nl.ndarray((columns, 1, spec.d), dtype=natural.dtype, buffer=nl.sbuf)
+        cos = angles[0:columns, 0:1, 0:half]
+        sin = angles[0:columns, 1:2, 0:half]
+        a = natural[0:columns, 0:1, 0:half]
+        b = natural[0:columns, 0:1, half : 2 * half]
+        rotate_half(turned[0:columns, 0:1, 0:half], a, b, cos, sin, True)
+        rotate_half(turned[0:columns, 0:1, half : 2 * half], b, a, cos, sin, False)
+    q_t = nl.ndarray((128, (spec.d + 127) // 128, columns), dtype=natural.dtype, buffer=nl.sbuf)
+    for part in range((spec.d + 127) // 128):
+        deep = min(128, spec.d - 128 * part)
+        flipped = nl.ndarray((128, columns), dtype=natural.dtype, buffer=nl.psum)
+        nisa.nc_transpose(
+            dst=flipped[0:deep, 0:columns],
+            data=turned[0:columns, 0, 128 * part : 128 * part + deep],
+            engine=nisa.engine.tensor,
+        )
+        evict(q_t[0:deep, part, 0:columns], flipped[0:deep, 0:columns], part)
+    return q_t
+
+
+def load_rows_of(rows, step):
+    """Return rows of a chunk [128, tiles, d]: neighbours on a partition."""
+    d = rows.shape[1]
+    wide = step[5]
+    tile = nl.ndarray((128, step[3], d), dtype=rows.dtype, buffer=nl.sbuf)
+    block = rows[step[2] : step[2] + wide * step[3], 0:d]
+    nisa.dma_copy(dst=tile[0:wide, 0 : step[3], 0:d], src=block.reshape_dim(0, (wide, step[3])))
+    return tile
+
+
+def load_keys_of(k, step, schedule):
+    """Return keys of a chunk as they lie: rows, or [128, parts of d, keys]."""
+    if schedule.k_load != "rows":
+        return load_rows_of(k, step)
+    keys = step[3] * step[5]
+    d = k.shape[0]
+    flat = nl.ndarray((128, (d + 127) // 128, keys), dtype=k.dtype, buffer=nl.sbuf)
+    for part in range((d + 127) // 128):
+        deep = min(128, d - 128 * part)
+        nisa.dma_copy(
+            dst=flat[0:deep, part, 0:keys],
+            src=k[128 * part : 128 * part + deep, step[2] : step[2] + keys],
+        )
+    return flat
+
+
+def turn_keys(natural, step, spec, schedule):
+    """Return keys of a chunk with the head size on the partitions, [128, parts, tiles, 128]."""
+    tiles = step[3]
+    wide = step[5]
+    k_t = nl.ndarray((128, (spec.d + 127) // 128, tiles, 128), dtype=natural.dtype, buffer=nl.sbuf)
+    for part in range((spec.d + 127) // 128):
+        deep = min(128, spec.d - 128 * part)
+        for first in range(0, tiles, schedule.bank_tiles):
+            count = min(schedule.bank_tiles, tiles - first)
+            turned = nl.ndarray((128, count, 128), dtype=natural.dtype, buffer=nl.psum)
+            for i in range(count):
+                nisa.nc_transpose(
+                    dst=turned[0:deep, i, 0:wide],
+                    data=natural[0:wide, first + i, 128 * part : 128 * part + deep],
+                    engine=nisa.engine.tensor,
+                )
+            evict(
+                k_t[0:deep, part, first : first + count, 0:wide],
+                turned[0:deep, 0:count, 0:wide],
+                first // schedule.bank_tiles,
+            )
+    return k_t
+
+
+def score_chunk(scores, loaded, q_t, step, spec, schedule):
+    """Compute the scores of a chunk, [128 keys, tiles, columns], before the scale."""
+    tiles = step[3]
+    wide = step[5]
+    columns = spec.columns
+    k_t = loaded if schedule.k_load == "rows" else turn_keys(loaded, step, spec, schedule)
+    at_once = 512 // columns
+    for first in range(0, tiles, at_once):
+        count = min(at_once, tiles - first)
+        sums = nl.ndarray((128, count, columns), dtype=nl.float32, buffer=nl.psum)
+        for i in range(count):
+            tile = first + i
+            for part in range((spec.d + 127) // 128):
+                deep = min(128, spec.d - 128 * part)
+                if schedule.k_load == "rows":
+                    keys = k_t[0:deep, part, tile : wide * tiles : tiles]
+                else:
+                    keys = k_t[0:deep, part, tile, 0:wide]
+                nisa.nc_matmul(
+                    dst=sums[0:wide, i, 0:columns],
+                    stationary=keys,
+                    moving=q_t[0:deep, part, 0:columns],
+                    accumulate=part > 0,
+                )
+        place = step[4] + first
+        evict(scores[0:wide, place : place + count, 0:columns], sums[0:wide, 0:count, 0:columns], 1)
+
+
+def hide_chunk(scores, step, spec):
+    """Mask scores of a chunk whose key a query of its column does not see, or that is none."""
+    tiles = step[3]
+    queries = spec.context - spec.m - step[2]  # the first one's distance from the first key
+    tile = scores[0:128, step[4] : step[4] + tiles, 0 : spec.columns]
+    pattern = [[-1, tiles], [0, spec.group], [1, spec.m]]
+    if spec.causal and step[5] * tiles - 1 > queries:
+        keep(tile, pattern, -tiles, queries, nl.greater_equal)
+    if spec.window > 0 and spec.m > 1 and queries + spec.m > spec.window:
+        keep(tile, pattern, -tiles, queries - spec.window, nl.less)
+    if step[5] < 128:
+        keep(tile, [[0, spec.columns]], -1, step[5] - 1, nl.greater_equal)
+
+
+def keep(tile, pattern, step, offset, compare):
+    """Write -1e30 where offset + step partition + pattern does not compare with 0."""
+    nisa.affine_select(
+        dst=tile,
+        pattern=pattern,
+        channel_multiplier=step,
+        on_true_tile=tile,
+        on_false_value=-1.0e30,
+        cmp_op=compare,
+        offset=offset,
+    )
+
+
+def soften(scores, identity, dtype, spec):
+    """Return exp of the scores less their maximum, [128, tiles, columns]."""
+    columns = spec.columns
+    tiles = scores.shape[1]
+    tops = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=tops, op=nl.maximum, data=scores.permute((0, 2, 1)), axis=2)
+    # over the partitions: turned, reduced, and spread again by a product with ones
+    turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned, data=tops, engine=nisa.engine.tensor)
+    top = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=top, op=nl.maximum, data=turned, axis=1)
+    diagonal = nl.ndarray((columns, columns), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=diagonal, data=identity[0:columns, 0:columns], op0=nl.multiply, operand0=top
+    )
+    ones = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    spread = nl.ndarray((128, 1, columns), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=spread[0:128, 0, 0:columns], stationary=ones, moving=diagonal)
+    weights = nl.ndarray((128, tiles, columns), dtype=dtype, buffer=nl.sbuf)
+    at_once = max(1, 2048 // columns)
+    for first in range(0, tiles, at_once):
+        count = min(at_once, tiles - first)
+        part = scores[0:128, first : first + count, 0:columns]
+        nisa.tensor_tensor(dst=part, data1=part, data2=spread.broadcast(1, count), op=nl.subtract)
+        nisa.activation(
+            dst=weights[0:128, first : first + count, 0:columns],
+            op=nl.exp,
+            data=part,
+            scale=spec.factor,
+        )
+    return weights
+
+
+def weigh_cache(sums, weights, v_sb, step, spec):
+    """Add the weighted values of a chunk, [d, columns]; four sums in turn, as each one waits."""
+    wide = step[5]
+    for i in range(step[3]):
+        tile = step[4] + i
+        for part in range((spec.d + 127) // 128):
+            deep = min(128, spec.d - 128 * part)
+            nisa.nc_matmul(
+                dst=sums[tile % 4][0:deep, part, 0 : spec.columns],
+                stationary=v_sb[0:wide, i, 128 * part : 128 * part + deep],
+                moving=weights[0:wide, tile, 0 : spec.columns],
+                accumulate=tile >= 4,
+            )
+
+
+def sum_weights(weights, spec):
+    """Return the sum of the weights of each column, [columns, 1] in PSUM."""
+    each = nl.ndarray((128, spec.columns), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=each, op=nl.add, data=weights.permute((0, 2, 1)), axis=2)
+    ones = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    total = nl.ndarray((spec.columns, 1), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=total, stationary=each, moving=ones)
+    return total
+
+
+def finish_group(out, sums, total, spec, schedule):
+    """Add up the sums, turn them, divide by those of the weights, and store y of a group."""
+    columns = spec.columns
+    inverse = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.reciprocal(dst=inverse, data=total)
+    y_sb = nl.ndarray((columns, spec.d), dtype=out.dtype, buffer=nl.sbuf)
+    for part in range((spec.d + 127) // 128):
+        deep = min(128, spec.d - 128 * part)
+        whole = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
+        evict(whole[0:deep, 0:columns], sums[0][0:deep, part, 0:columns], 0)
+        for i in range(1, len(sums)):
+            nisa.tensor_tensor(
+                dst=whole[0:deep, 0:columns],
+                data1=whole[0:deep, 0:columns],
+                data2=sums[i][0:deep, part, 0:columns],
+                op=nl.add,
+            )
+        turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_transpose(
+            dst=turned[0:columns, 0:deep],
+            data=whole[0:deep, 0:columns],
+            engine=nisa.engine.tensor,
+        )
+        nisa.tensor_scalar(
+            dst=y_sb[0:columns, 128 * part : 128 * part + deep],
+            data=turned[0:columns, 0:deep],
+            op0=nl.multiply,
+            operand0=inverse,
+        )
+    store(out, y_sb, schedule.own_queue)

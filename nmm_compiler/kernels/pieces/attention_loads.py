@@ -1,0 +1,171 @@
+"""How queries, keys and values of an attention kernel arrive, turned and rotated on the way.
+
+Queries and keys have the head size on the partitions, in parts of 128; values have keys there.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .loads_and_stores import evict, load_transposed_by_dma
+from .records import Part
+
+
+def make_identity():
+    """Return ones on the diagonal [128, 128]."""
+    identity = nl.ndarray((128, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=identity, value=1.0)
+    nisa.affine_select(
+        dst=identity,
+        pattern=[[-1, 128]],
+        channel_multiplier=1,
+        on_true_tile=identity,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
+    return identity
+
+
+def make_band(compare):
+    """Return -1e30 where 128 + row - column does not compare with 0, else 0: [128, 384]."""
+    band = nl.ndarray((128, 384), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=band, value=0.0)
+    nisa.affine_select(
+        dst=band,
+        pattern=[[-1, 384]],
+        channel_multiplier=1,
+        on_true_tile=band,
+        on_false_value=-1.0e30,
+        cmp_op=compare,
+        offset=128,
+    )
+    return band
+
+
+def load_keys(k, rope, spec, schedule):
+    """Return k^T [128, parts of d, context]."""
+    parts = (spec.d + 127) // 128
+    # what a DMA transpose writes starts at multiples of 32 bytes
+    pitch = (spec.context + 15) // 16 * 16
+    k_t = nl.ndarray((128, parts, pitch), dtype=k.dtype, buffer=nl.sbuf)
+    for c0 in range(0, spec.context, 512):
+        width = min(512, spec.context - c0)
+        if schedule.k_load == "rows":
+            for part in range(parts):
+                deep = min(128, spec.d - 128 * part)
+                nisa.dma_copy(
+                    dst=k_t[0:deep, part, c0 : c0 + width],
+                    src=k[128 * part : 128 * part + deep, c0 : c0 + width],
+                )
+        elif schedule.k_load == "dma":
+            columns = k_t[0:128, 0:parts, c0 : c0 + width]
+            load_transposed_by_dma(columns, 0, Part(k, 0, spec.d, c0, width))
+        else:
+            for r0 in range(c0, c0 + width, 128):
+                deep = min(128, spec.context - r0)
+                natural = nl.ndarray((128, 1, spec.d), dtype=k.dtype, buffer=nl.sbuf)
+                nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
+                if spec.rope == "qk":
+                    natural = rotate(natural, rope, r0, deep, spec)
+                turn_tile(k_t[0:128, 0:parts, r0 : r0 + deep], natural, deep, spec)
+    return k_t
+
+
+def load_values(v, spec):
+    """Return v [128, tiles of keys, d + 1], with a column of ones."""
+    tiles = spec.context // 128
+    rest = spec.context % 128
+    v_sb = nl.ndarray((128, (spec.context + 127) // 128, spec.d + 1), dtype=v.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=v_sb[0:128, 0 : v_sb.shape[1], spec.d : spec.d + 1], value=1.0)
+    for first in range(0, tiles, 4):
+        count = min(4, tiles - first)
+        rows = v[128 * first : 128 * (first + count), 0 : spec.d]
+        nisa.dma_copy(
+            dst=v_sb[0:128, first : first + count, 0 : spec.d],
+            src=rows.reshape_dim(0, (count, 128)).permute((1, 0, 2)),
+        )
+    if rest > 0:
+        nisa.dma_copy(
+            dst=v_sb[0:rest, tiles, 0 : spec.d],
+            src=v[128 * tiles : spec.context, 0 : spec.d],
+        )
+    return v_sb
+
+
+def fetch_queries(q, q0, spec, schedule):
+    """Load a tile of queries of all heads of a group: [d, heads, queries], or as they lie."""
+    rows = min(128, spec.m - q0)
+    parts = (spec.d + 127) // 128
+    if schedule.q_load == "dma":
+        q_t = nl.ndarray((128, parts, spec.group, 128), dtype=q.dtype, buffer=nl.sbuf)
+        for h in range(spec.group):
+            for part in range(parts):
+                deep = min(128, spec.d - 128 * part)
+                nisa.dma_transpose(
+                    dst=q_t[0:deep, part, h, 0:rows],
+                    src=q[h, q0 : q0 + rows, 128 * part : 128 * part + deep],
+                    axes=(1, 0),
+                )
+        return q_t
+    natural = nl.ndarray((128, spec.group, spec.d), dtype=q.dtype, buffer=nl.sbuf)
+    block = q[0 : spec.group, q0 : q0 + rows, 0 : spec.d]
+    nisa.dma_copy(dst=natural[0:rows, 0 : spec.group, 0 : spec.d], src=block.permute((1, 0, 2)))
+    return natural
+
+
+def turn_queries(flat, rope, q0, spec, schedule):
+    """Return q^T [128, parts of d, heads, 128] of a tile of queries."""
+    if schedule.q_load == "dma":
+        return flat
+    rows = min(128, spec.m - q0)
+    parts = (spec.d + 127) // 128
+    natural = flat
+    if spec.rope != "none":
+        first = spec.context - spec.m + q0 if spec.rope == "qk" else q0
+        natural = rotate(flat, rope, first, rows, spec)
+    q_t = nl.ndarray((128, parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
+    for h in range(spec.group):
+        turn_tile(q_t[0:128, 0:parts, h, 0:rows], natural[0:128, h : h + 1, 0 : spec.d], rows, spec)
+    return q_t
+
+
+def turn_tile(dst, natural, rows, spec):
+    """Write a tile [rows, 1, d] as [d, rows] on TensorE: dst is [128, parts of d, rows]."""
+    for part in range((spec.d + 127) // 128):
+        deep = min(128, spec.d - 128 * part)
+        turned = nl.ndarray((128, 128), dtype=natural.dtype, buffer=nl.psum)
+        nisa.nc_transpose(
+            dst=turned[0:deep, 0:rows],
+            data=natural[0:rows, 0, 128 * part : 128 * part + deep],
+            engine=nisa.engine.tensor,
+        )
+        evict(dst[0:deep, part, 0:rows], turned[0:deep, 0:rows], part)
+
+
+def rotate(x, rope, first, rows, spec):
+    """Return x [rows, heads, d], rotated by the angles of tokens `first` and on, in fp32."""
+    heads = x.shape[1]
+    half = spec.d // 2
+    angles = nl.ndarray((128, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
+    block = rope[0:2, first : first + rows, 0:half]
+    nisa.dma_copy(dst=angles[0:rows, 0:2, 0:half], src=block.permute((1, 0, 2)))
+    made = nl.ndarray((128, heads, spec.d), dtype=x.dtype, buffer=nl.sbuf)
+    cos = angles[0:rows, 0:1, 0:half].broadcast(1, heads)
+    sin = angles[0:rows, 1:2, 0:half].broadcast(1, heads)
+    a = x[0:rows, 0:heads, 0:half]
+    b = x[0:rows, 0:heads, half : 2 * half]
+    rotate_half(made[0:rows, 0:heads, 0:half], a, b, cos, sin, True)
+    rotate_half(made[0:rows, 0:heads, half : 2 * half], b, a, cos, sin, False)
+    return made
+
+
+def rotate_half(dst, a, b, cos, sin, first):
+    """Write a cos - b sin, or a cos + b sin, each on an engine of its own."""
+    engine = nisa.engine.vector if first else nisa.engine.gpsimd
+    left = nl.ndarray((128, dst.shape[1], dst.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
+    right = nl.ndarray((128, dst.shape[1], dst.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
+    one = left[0 : dst.shape[0], 0 : dst.shape[1], 0 : dst.shape[2]]
+    two = right[0 : dst.shape[0], 0 : dst.shape[1], 0 : dst.shape[2]]
+    nisa.tensor_tensor(dst=one, data1=a, data2=cos, op=nl.multiply, engine=engine)
+    nisa.tensor_tensor(dst=two, data1=b, data2=sin, op=nl.multiply, engine=engine)
+    op = nl.subtract if first else nl.add
+    nisa.tensor_tensor(dst=dst, data1=one, data2=two, op=op, engine=engine)
