@@ -1,0 +1,120 @@
+"""Times attention kernels beside those of nki-library, all in the simulator.
+
+    python benchmarks/attention.py --checkout nki-library
+
+`attention_cte` (prefill) and `attention_tkg` (decode) come from a checkout of aws-neuron/nki-library
+of yours. The published figures are of a fused bf16 kernel with d 128 on a trn2 device: one head of
+512 and of 2048 tokens; whether it is causal is not said. Everything else is simulated, on one core.
+attention_tkg knows one head of keys: more are sequences to it. Exits with 1 where a kernel of ours
+is slower than the library's, slower than a published figure, or where a decode kernel with a
+roofline of 40 us and more is not within 1 / 0.8 of it. Below that the start of the first load,
+the softmax between the two products and the last store, about 10 us, are the larger part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.codegen.choose import choose
+from nmm_compiler.kernels.attention import AttentionSpec
+from nmm_compiler.simulator.loading.private_modules import PrivateModules
+from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.targets import get
+
+PREFILLS = [
+    AttentionSpec(m=512),
+    AttentionSpec(m=2048),
+    AttentionSpec(m=2048, causal=False),
+    AttentionSpec(m=512, heads=8, kv_heads=2),
+    AttentionSpec(m=2048, heads=4, kv_heads=1),
+    AttentionSpec(m=1024, heads=4, kv_heads=4, d=64),
+]
+DECODES = [
+    AttentionSpec(m=1, context=2048, heads=8, k_layout="col"),
+    AttentionSpec(m=1, context=8192, heads=8, kv_heads=1, k_layout="col"),
+    AttentionSpec(m=1, context=8192, heads=32, kv_heads=8, k_layout="col"),
+    AttentionSpec(m=1, context=8192, heads=32, kv_heads=8),
+    AttentionSpec(m=1, context=32_768, heads=8, kv_heads=1, k_layout="col"),
+    AttentionSpec(m=1, context=131_072, heads=8, kv_heads=1, k_layout="col"),
+    AttentionSpec(m=1, context=131_072, heads=8, kv_heads=1),
+]
+PUBLISHED_US = {PREFILLS[0]: 28.0, PREFILLS[1]: 188.0}
+LEAST_SHARE = 0.8
+LONG_US = 40.0
+LIBRARY = "src/nkilib_src"
+LARGEST_CACHE = 32_768  # that attention_tkg is compared at
+KERNELS = Path(__file__).resolve().parent / "kernels_nki"
+
+
+def library_us(kernel: Any, target: str, shapes: dict[str, tuple[int, ...]], **more: Any) -> float:
+    """Return the simulated time of a kernel on bfloat16 arrays, positions in float32."""
+    dtypes = {"positions": "float32"}
+    arrays = {n: ArraySpec(shape, dtypes.get(n, "bfloat16")) for n, shape in shapes.items()}
+    run = simulate(kernel, target=target, mode="timing", strict=False, named={**arrays, **more})
+    assert run.profile is not None
+    return float(run.profile.latency_us)
+
+
+def prefill_us(library: PrivateModules, spec: AttentionSpec, target: str) -> float:
+    """Return the time of attention_cte, k passed with the head size first."""
+    module: Any = library.load("nkilib.core.attention.attention_cte")
+    shapes = {
+        "q": (spec.heads, spec.m, spec.d),
+        "k": (spec.kv_heads, spec.d, spec.context),
+        "v": (spec.kv_heads, spec.context, spec.d),
+    }
+    more = {"scale": spec.scale, "causal_mask": spec.causal}
+    return library_us(module.attention_cte, target, shapes, **more)
+
+
+def decode_us(library: PrivateModules, spec: AttentionSpec, target: str) -> float:
+    """Return the time of attention_tkg."""
+    module: Any = library.load("attention_tkg")
+    batch = spec.batch * spec.kv_heads
+    shapes = {
+        "q": (spec.d, batch * spec.group),
+        "k_active": (spec.d, batch),
+        "v_active": (batch, 1, 1, spec.d),
+        "k_prior": (batch, 1, spec.d, spec.context),
+        "v_prior": (batch, 1, spec.context, spec.d),
+        "positions": (batch, 1),
+    }
+    return library_us(module.decode, target, shapes, heads=spec.group)
+
+
+def main() -> int:
+    """Print the rows; return 1 where a bar is not held."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkout", type=Path, help="a clone of aws-neuron/nki-library")
+    parser.add_argument("--target", default="trn2")
+    given = parser.parse_args()
+    library = PrivateModules([given.checkout / LIBRARY, KERNELS]) if given.checkout else None
+    missed = 0
+    chip = get(given.target)
+    print(f"{'kernel':58s} {'ours, us':>9s} {'roofline':>9s} {'library':>9s} {'published':>9s}")
+    for spec in (*PREFILLS, *DECODES):
+        best = choose(spec, given.target)[0]
+        ours = best.simulated_us or 0.0
+        bound = spec.roofline_us(chip)
+        theirs = None
+        if library is not None and spec in PREFILLS:
+            theirs = prefill_us(library, spec, given.target)
+        elif library is not None and spec.context <= LARGEST_CACHE:
+            theirs = decode_us(library, spec, given.target)
+        published = PUBLISHED_US.get(spec) if given.target == "trn2" else None
+        bad = any(ours > other for other in (theirs, published) if other is not None)
+        bad |= spec in DECODES and bound > LONG_US and ours > bound / LEAST_SHARE
+        missed += bad
+        others = " ".join(
+            f"{'-' if us is None else format(us, '.1f'):>9s}" for us in (theirs, published)
+        )
+        )
+        print(f"{spec.short():58s} {ours:9.1f} {bound:9.1f} {others}{'  MISSED' if bad else ''}")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
