@@ -100,6 +100,10 @@ $(STRESS_READY): $(DEV_READY)
 bench-public: $(DEV_READY)
 	$(RUN) benchmarks/public_kernels.py --all $(ARGS)
 
+# Beside nki-library's kernels: make bench-attention ARGS="--checkout ../nki-library"
+bench-attention: $(DEV_READY)
+	$(RUN) benchmarks/attention.py $(ARGS)
+
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py $(ARGS)
 

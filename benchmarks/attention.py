@@ -2,9 +2,10 @@
 
     python benchmarks/attention.py --checkout nki-library
 
-`attention_cte` (prefill) and `attention_tkg` (decode) come from a checkout of aws-neuron/nki-library
-of yours. The published figures are of a fused bf16 kernel with d 128 on a trn2 device: one head of
-512 and of 2048 tokens; whether it is causal is not said. Everything else is simulated, on one core.
+`attention_cte` (prefill) and `attention_tkg` (decode) are those of a clone of
+aws-neuron/nki-library. The published figures are of a fused bf16 kernel with d 128 on a trn2 device:
+one head of 512 and of 2048 tokens; whether it is causal is not said. All else is simulated, on one
+core.
 attention_tkg knows one head of keys: more are sequences to it. Exits with 1 where a kernel of ours
 is slower than the library's, slower than a published figure, or where a decode kernel with a
 roofline of 40 us and more is not within 1 / 0.8 of it. Below that the start of the first load,
@@ -110,7 +111,6 @@ def main() -> int:
         missed += bad
         others = " ".join(
             f"{'-' if us is None else format(us, '.1f'):>9s}" for us in (theirs, published)
-        )
         )
         print(f"{spec.short():58s} {ours:9.1f} {bound:9.1f} {others}{'  MISSED' if bad else ''}")
     return int(missed > 0)
