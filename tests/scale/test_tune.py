@@ -163,7 +163,7 @@ def test_a_journal_keeps_only_whole_lines():
         file.write('{"schedule": {"m_blo')
     with Journal(store, SPEC, chip, 40_000) as journal:
         assert list(journal.rows.values()) == [choice]
-    assert journal.path.read_text().count("\n") == 1
+    assert len(journal.path.read_text().splitlines()) == 1
 
 
 def slowest(spec):
