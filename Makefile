@@ -14,7 +14,7 @@ WORKERS ?= 2
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale
+	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale bench-attention
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo

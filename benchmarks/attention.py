@@ -3,7 +3,7 @@
     python benchmarks/attention.py --checkout nki-library
 
 `attention_cte` (prefill) and `attention_tkg` (decode) are those of a clone of
-aws-neuron/nki-library. The published figures are of a fused bf16 kernel with d 128 on a trn2 device:
+aws-neuron/nki-library. The published figures are of a fused bf16 kernel with d 128, on a device:
 one head of 512 and of 2048 tokens; whether it is causal is not said. All else is simulated, on one
 core.
 attention_tkg knows one head of keys: more are sequences to it. Exits with 1 where a kernel of ours
