@@ -132,7 +132,7 @@ class CompressionReport(Shown, Record):
     workload: tuple[Timed, ...] = ()
     priced: str = ""
     seconds: float = field(default=0.0, compare=False)
-    whole: Callable[[str], tuple[str, str]] | None = field(default=None, repr=False, compare=False)
+    whole: Any = field(default=None, repr=False, compare=False)
 
     @property
     def compressed(self) -> tuple[LayerReport, ...]:
