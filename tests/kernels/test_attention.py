@@ -41,8 +41,17 @@ DECODES = {
 }
 
 
-EVERY = pytest.mark.parametrize("fields", [*PREFILLS.values(), *DECODES.values()],
-                                ids=[*PREFILLS, *DECODES])  # fmt: skip
+FIELDS = {**PREFILLS, **DECODES}
+EVERY = pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+# The rest of them take as long again; random specs of the quick tests are like them.
+QUICK = ("grouped queries", "sections", "rotated", "one token", "capped and rotated")
+EMITTED = pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id=name, marks=() if name in QUICK else pytest.mark.long)
+        for name, fields in FIELDS.items()
+    ],
+)
 
 
 def sharp(spec, factor, seed=0):
