@@ -3,9 +3,9 @@
     python benchmarks/attention.py --checkout nki-library
 
 `attention_cte` (prefill) and `attention_tkg` (decode) are those of a clone of
-aws-neuron/nki-library. The published figures are of a fused bf16 kernel with d 128, on a device:
-one head of 512 and of 2048 tokens; whether it is causal is not said. All else is simulated, on one
-core.
+aws-neuron/nki-library. The published figures are of a fused bf16 kernel with d 128, on a device,
+for 512 and 2048 tokens; their source gives neither heads nor mask, and they are taken as one head.
+All else is simulated, on one core.
 attention_tkg knows one head of keys: more are sequences to it. Exits with 1 where a kernel of ours
 is slower than the library's, slower than a published figure, or where a decode kernel with a
 roofline of 40 us and more is not within 1 / 0.8 of it. Below that the start of the first load,
