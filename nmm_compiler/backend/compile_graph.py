@@ -44,7 +44,6 @@ from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.distributed import local_part
 from nmm_compiler.passes.low_rank_gain import could_bring
-from nmm_compiler.prediction.compiled_graph import graph_headline
 from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
@@ -208,7 +207,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     rewritten: fx.GraphModule = result.graph_module
     prices = [match.info["predicted"] for match in found if "predicted" in match.info]
     work.predicted = functools.cache(
-        functools.partial(graph_headline, rewritten, prices, work.options.target)
+        functools.partial(_graph_headline, rewritten, prices, work.options.target)
     )
     try:
         work.pictures = tuple(graph_parts(work.gm, rewritten, found))
@@ -228,6 +227,13 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         work.unverified = result
         work.notes.append("the inputs hold no data: the first call verifies the rewrite")
     return rewritten
+
+
+def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], target: str) -> str:
+    """Return what low rank brings to a graph; predictions are loaded when somebody reads it."""
+    from nmm_compiler.prediction.compiled_graph import graph_headline
+
+    return graph_headline(graph, prices, target)
 
 
 def _verified_at_first_call(result: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:

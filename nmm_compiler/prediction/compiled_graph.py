@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from nmm_compiler.codegen.latency import LAUNCH_GAP_US
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.passes.low_rank_gain import calls_bring
 from nmm_compiler.prediction.prices import Machine, price
 from nmm_compiler.prediction.walk import walk_graph
 from nmm_compiler.report.headline import headline
@@ -28,6 +30,8 @@ def graph_headline(graph: fx.GraphModule, predicted: Sequence[dict[str, Any]], t
     judged = [one for one in predicted if one["dense"] is not None]
     if not judged:
         return "not predicted: no call of this graph stands for a dense product"
+    if any(map(_is_symbolic, graph.graph.nodes)):  # to ask for a number would fix it by a guard
+        return f"{calls_bring(judged)}; the whole graph is not predicted: its sizes are symbolic"
     try:
         machine = Machine(machine_target(target), price="closed_form")
         prices = [(piece.count, price(piece, machine)) for piece in walk_graph(graph)]
@@ -40,3 +44,12 @@ def graph_headline(graph: fx.GraphModule, predicted: Sequence[dict[str, Any]], t
     what = f"for this graph ({tokens:,} token{'s' * (tokens != 1)} a call)"
     quality = "its quality is not judged here"
     return headline([((rest + saved) / rest, what)], f"on {target}", quality=quality, remedy=REMEDY)
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    """Return whether a node is an input that is, or has, a size without a number."""
+    if node.op != "placeholder":
+        return False
+    value = node.meta.get("example_value", node.meta.get("val"))
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)

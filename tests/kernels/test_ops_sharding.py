@@ -41,6 +41,9 @@ def calls():
     yield "gated_mlp_up", (x, gate, gate, bias, None), {"activation": "gelu"}
     yield "gated_mlp", (x, gate, gate, [back]), {}
     yield "gated_mlp", (x, [w], gate, [weight(N, R), u.t().contiguous()], bias, bias, weight(K)), {}
+    q, key = weight(2, 4, 6, 8), weight(2, 2, 10, 8)
+    yield "attention", (q, key, key), {}
+    yield "attention", (q, q, q, weight(2, 6, 4)), {"rotates": "qk"}
 
 
 def problems(name, operands, keywords, mesh):

@@ -69,3 +69,15 @@ def test_what_is_no_decoder_says_what_it_is_about():
     said = report.headline()
     assert "in pass of 512 tokens in these layers on trn2" in said
     assert "the whole model is not predicted: Sequential is no transformers model" in said
+
+
+def test_a_symbolic_size_stays_symbolic_when_the_headline_is_read():
+    model = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 12)).eval()
+    said = []
+    options = {"inner": "eager", "kernels": "lazy", "report": lambda r: said.append(r.headline())}
+    run = torch.compile(model, backend="nmm", dynamic=True, options=options)
+    with torch.no_grad():
+        for tokens in (3, 8, 5):
+            run(torch.randn(tokens, 16))
+    (line,) = said  # a guard on 3 tokens would have compiled two more graphs
+    assert line.endswith("the whole graph is not predicted: its sizes are symbolic")

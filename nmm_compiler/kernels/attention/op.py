@@ -16,6 +16,7 @@ from nmm_compiler.ops.definition import WHERE, Op
 from nmm_compiler.ops.gradients import Grads
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
 from nmm_compiler.ops.operands import check_dtypes
+from nmm_compiler.ops.sharding import Placements
 
 
 def attention(
@@ -130,6 +131,18 @@ def _lower(
     return [Launch(spec, (*operands, *([] if rope is None else [rope])))]
 
 
+def _placements(q: Any, k: Any, v: Any, rope: Any = None, **kw: Any) -> Placements:
+    """Return that sequences may be cut over devices, and heads where each has its own keys.
+
+    Heads that share keys are not cut: devices may be more than the heads of k.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole = None if rope is None else Replicate()
+    cuts = (Replicate(), Shard(0), *([Shard(1)] if q.shape[1] == k.shape[1] else []))
+    return [([cut], [cut, cut, cut, whole]) for cut in cuts]
+
+
 OPS = (
     Op(
         schema="(Tensor q, Tensor k, Tensor v, Tensor? rope=None, *, bool causal=True, "
@@ -139,5 +152,6 @@ OPS = (
         fake=_fake,
         gradient=_gradient,
         lower=_lower,
+        sharding=_placements,
     ),
 )

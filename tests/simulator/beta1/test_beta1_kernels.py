@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from beta1_kernels import HEADER, kernel_file, ops, run, values
+from beta1_helpers import HEADER, kernel_file, ops, run, values
 
 from nmm_compiler import errors
 from nmm_compiler.nki_api.beta1_api import beta_1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from beta1_kernels import ops, run, values
+from beta1_helpers import ops, run, values
 
 from nmm_compiler import errors
 
