@@ -16,7 +16,7 @@ import pytest
 
 TREE = Path(__file__).resolve().parent.parent
 PACKAGE = TREE / "nmm_compiler"
-ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "startup")
+ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "examples", "startup")
 MAX_LINES = 500
 
 ENVIRONMENT_FILE = "options.py"
