@@ -41,7 +41,12 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     name, ranks = str(config.name_or_path) or str(config.model_type), saved_ranks(config)
     transformers = _transformers()
     with torch.device("meta"):
-        module = _auto_class(transformers, config).from_config(dense_config(config), dtype=dtype)
+        try:
+            kind = _auto_class(transformers, config)
+            module = kind.from_config(dense_config(config), dtype=dtype)
+        except Exception as error:  # a model's code meets the sizes of any file here
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise PredictionError(f"transformers makes no model of the config: {text}") from error
         if ranks:
             hf.prepare(module, ranks)
     return MetaModel(module.eval(), name)
@@ -97,7 +102,7 @@ def read_config(given: Any) -> Any:
     fields = {key: value for key, value in given.items() if key != "model_type"}
     try:
         config = transformers.AutoConfig.for_model(given["model_type"], **fields)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # each config class has checks, and errors, of its own
         text = " ".join(str(error).split())
         raise PredictionError(f"transformers refuses the config: {text}") from error
     if name:

@@ -270,3 +270,15 @@ def test_published_runs_are_within_the_bars():
     runs = json.loads(Path(models.RUNS).read_text())
     assert [r["use"] for r in runs[:-1]] == ["calibrate", "held out"] * 7
     assert models.main(["--only", "held out"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hidden_size": "x"}, "transformers refuses the config: .*hidden_size"),
+        ({"hidden_size": -64}, "transformers makes no model of the config: RuntimeError"),
+    ],
+)
+def test_a_config_that_transformers_does_not_take_is_one_error(fields, reason):
+    with pytest.raises(PredictionError, match=reason):
+        predict({"model_type": "llama", **fields})

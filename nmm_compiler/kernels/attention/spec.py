@@ -15,6 +15,7 @@ import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
+    DTYPES,
     LAYOUTS,
     Array,
     KernelSpec,
@@ -34,7 +35,6 @@ from nmm_compiler.kernels.error_bounds import (
 from nmm_compiler.kernels.tiling import tiles
 
 ROPES = ("none", "q", "qk")
-DTYPES = ("bfloat16", "float16", "float32")
 MOST_CONTEXT = 131_072
 MOST_HEAD_SIZE = 256
 # fp32 roundings of a score beyond its product: the scale, the cap, the maximum and what is carried.
@@ -75,6 +75,7 @@ class AttentionSpec(KernelSpec):
     rope: str = "none"
 
     family: ClassVar[str] = "attention"
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES[:3]
     sizes: ClassVar[tuple[str, ...]] = ("m", "heads", "kv_heads", "context", "d", "batch")
     splits_tokens: ClassVar[bool] = False  # the mask counts tokens from the end of the context
 
@@ -88,7 +89,7 @@ class AttentionSpec(KernelSpec):
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
-        check_name("dtype", self.dtype, DTYPES)
+        check_name("dtype", self.dtype, self.dtypes)
         check_name("k_layout", self.k_layout, LAYOUTS)
         check_name("rope", self.rope, ROPES)
         self._check_sizes()
