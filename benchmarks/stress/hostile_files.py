@@ -69,7 +69,7 @@ BODIES = (
     ("device loop", "nl.fori_loop(0, 10**9, lambda i: None)", "max_instructions"),
     ("device while", "r = nisa.register_alloc(1); nl.while_loop(r, lambda r: r)",
      "max_instructions"),
-    ("list", "x = []\n    while True: x.append(bytearray(10**6))", "--memory-limit"),
+    ("list", "x = []\n    while True: x.append(bytearray(10**8))", "--memory-limit"),
     ("string", "x = 'a' * 10 ** 12", "--memory-limit"),
     ("array", "import numpy; numpy.ones(10 ** 12)", "--memory-limit"),
     ("tensor", "nl.ndarray((10**6, 10**6), nl.float32, nl.shared_hbm)", "--memory-limit"),
