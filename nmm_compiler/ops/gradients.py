@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmm_compiler.ops.products import activate
+
 Grads = list[Any]
 _aten = torch.ops.aten
 
@@ -56,14 +58,30 @@ def activation_grad(grad: Tensor, y: Tensor, activation: str) -> Tensor:
 
 
 class Chain:
-    """A chain x w_1 ... w_j + bias on matrices: its recomputed forward pass and its gradients."""
+    """A chain x w_1 ... w_j + bias on matrices: its recomputed forward pass and its gradients.
 
-    def __init__(self, x: Tensor, weights: Sequence[Tensor], layouts: Sequence[str]) -> None:
+    inner_bias and inner_activation: what stands behind each product but the last one.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        layouts: Sequence[str],
+        inner_bias: Tensor | None = None,
+        inner_activation: str = "identity",
+    ) -> None:
         self.layouts = layouts
         self.weights = [inputs_first(w, at) for w, at in zip(weights, layouts, strict=True)]
+        self.inner_activation = inner_activation
+        self.sums: list[Tensor] = []
+        self.grad_inner_bias: Tensor | None = None
         self.middles = [x]
         for w in self.weights[:-1]:
-            self.middles.append(self.middles[-1] @ w)
+            total = self.middles[-1] @ w
+            total = total if inner_bias is None else total + inner_bias
+            self.sums.append(total)
+            self.middles.append(activate(total, inner_activation))
 
     def output(self, bias: Tensor | None) -> Tensor:
         """Return x w_1 ... w_j + bias."""
@@ -71,9 +89,16 @@ class Chain:
         return y if bias is None else y + bias
 
     def backward(
-        self, grad: Tensor, need_x: bool, need_weights: Sequence[bool]
+        self,
+        grad: Tensor,
+        need_x: bool,
+        need_weights: Sequence[bool],
+        need_inner_bias: bool = False,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return the gradient of x, and of each weight in the layout it is stored in."""
+        """Return the gradient of x, and of each weight in the layout it is stored in.
+
+        That of the inner bias is left in `grad_inner_bias`.
+        """
         grads: list[Tensor | None] = [None] * len(self.weights)
         for index in reversed(range(len(self.weights))):
             if need_weights[index]:
@@ -81,7 +106,10 @@ class Chain:
                 grads[index] = inputs_first(product, self.layouts[index])
             if index == 0 and not need_x:
                 return None, grads
-            if index > 0 and not (need_x or any(need_weights[:index])):
+            if index > 0 and not (need_x or need_inner_bias or any(need_weights[:index])):
                 return None, grads
             grad = grad @ self.weights[index].t()
+            if index > 0:
+                grad = activation_grad(grad, self.sums[index - 1], self.inner_activation)
+                self.grad_inner_bias = grad.sum(0) if need_inner_bias else None
         return grad, grads

@@ -41,9 +41,12 @@ COLUMN: Way = ("features", "whole", {"last": "out", "dense": "out", "bias": "out
 PRODUCTS: tuple[Way, ...] = (
     COLUMN,
     ("partial", "features", {"first": "in", "dense": "in", "bias": "partial"}),
-    ("partial", "whole", {"first": "out", "last": "in", "bias": "partial"}),
-)
+    ("partial", "whole",
+     {"first": "out", "last": "in", "bias": "partial", "inner_bias": "out"}),
+)  # fmt: skip
 """Of results that are sums of products of x: column, row and rank."""
+SHAPED: tuple[Way, ...] = (PRODUCTS[0], PRODUCTS[2])
+"""Of products with a function between them, which needs whole sums of x u."""
 GATED_UP: tuple[Way, ...] = (COLUMN,)
 GATED_MLP: tuple[Way, ...] = (
     ("features", "whole", {"down_last": "out", "down_dense": "out", "down_bias": "out"}),
@@ -112,7 +115,7 @@ def placements(
     flat = "col" in (x_layout, *out_layouts)
     out_features = [Shard(features_dim(2 if flat else x.ndim, layout)) for layout in out_layouts]
     x_features = Shard(features_dim(x.ndim, x_layout))
-    gated = ways is not PRODUCTS  # its activation stands before what is summed
+    gated = ways is GATED_MLP  # its activation stands before what is summed
     for out, of_x, sides in ways:
         whole_dense = "dense" in given and "dense" not in sides
         if out == "partial" and (whole_dense or not (linear or gated)):

@@ -32,6 +32,7 @@ from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.result import Explanation, RewriteResult
+from nmm_compiler.passes.rules.adapter import Adapter
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Rule, module_path
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP
@@ -50,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     LoRA(),
     SharedU(),
     Association(),
+    Adapter(),
     LowRank(),
     SharedX(),
     Attention(),

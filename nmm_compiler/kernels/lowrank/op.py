@@ -22,7 +22,7 @@ from nmm_compiler.ops.operands import (
     weight_shape,
 )
 from nmm_compiler.ops.products import activate, linear, product
-from nmm_compiler.ops.sharding import Placements, placements
+from nmm_compiler.ops.sharding import PRODUCTS, SHAPED, Placements, placements
 
 
 def lowrank_matmul(
@@ -31,9 +31,11 @@ def lowrank_matmul(
     v: Tensor,
     bias: Tensor | None = None,
     w: Tensor | None = None,
+    inner_bias: Tensor | None = None,
     *,
     scale: float = 1.0,
     activation: str = "identity",
+    inner_activation: str = "identity",
     x_layout: str = "row",
     out_layout: str = "row",
     u_layout: str = "row",
@@ -42,10 +44,14 @@ def lowrank_matmul(
     target: str = "trn2",
     executor: str = "reference",
 ) -> Tensor:
-    """Return activation(x w + scale * (x u) v + bias)."""
+    """Return activation(x w + scale * p v + bias), p = inner_activation(x u + inner_bias)."""
     if x_layout == "col":
         x = x.t()
-    h = linear(x, u) if u_layout == "col" else torch.matmul(x, u)
+    h = linear(x, u, inner_bias) if u_layout == "col" else torch.matmul(x, u)
+    if inner_bias is not None and u_layout != "col":
+        h = h + inner_bias
+    if inner_activation != "identity":
+        h = activate(h, inner_activation)
     if w is None and scale == 1.0:
         y = product(h, v, v_layout, bias, out_layout)
     elif w is None:
@@ -67,11 +73,12 @@ def fake_lowrank_matmul(
     v: Tensor,
     bias: Tensor | None = None,
     w: Tensor | None = None,
+    inner_bias: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor:
     """Return an empty result of `lowrank_matmul`."""
     said = read_layouts(keywords)
-    check_dtypes(x, u, v, bias, w)
+    check_dtypes(x, u, v, bias, w, inner_bias)
     tokens, k = tokens_of(x, said["x_layout"])
     inputs, rank = weight_shape("u", u, said["u_layout"])
     check_same("features of x and u", k, inputs)
@@ -81,15 +88,17 @@ def fake_lowrank_matmul(
         shape = weight_shape("w", w, said["w_layout"])
         check_same("shapes of the dense w and of u v", shape, (k, n))
     check_vector("bias", bias, n)
+    check_vector("inner_bias", inner_bias, rank)
     return empty_result(x, tokens, n, said["out_layout"])
 
 
 def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
-    """Return the gradients of x, u, v, bias and w."""
-    x, u, v, bias, w = (*args, None, None)[:5]
-    need = (*need, False, False)[:5]
+    """Return the gradients of x, u, v, bias, w and inner_bias."""
+    x, u, v, bias, w, inner_bias = (*args, None, None, None)[:6]
+    need = (*need, False, False, False)[:6]
     rows = rows_of(x, kw["x_layout"])
-    low = Chain(rows, (u, v), (kw["u_layout"], kw["v_layout"]))
+    shape = kw.get("inner_activation", "identity")
+    low = Chain(rows, (u, v), (kw["u_layout"], kw["v_layout"]), inner_bias, shape)
     scale, activation = kw.get("scale", 1.0), kw.get("activation", "identity")
     grad = rows_of(grads[0], kw["out_layout"])
     dense = None if w is None else Chain(rows, (w,), (kw["w_layout"],))
@@ -98,19 +107,20 @@ def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
         y = y if dense is None else y + dense.output(None)
         grad = activation_grad(grad, y if bias is None else y + bias, activation)
     scaled = grad if scale == 1.0 else grad * scale
-    grad_x, (grad_u, grad_v) = low.backward(scaled, need[0], need[1:3])
+    grad_x, (grad_u, grad_v) = low.backward(scaled, need[0], need[1:3], need[5])
     grad_w = None
     if dense is not None:
         more, (grad_w,) = dense.backward(grad, need[0], need[4:5])
         grad_x = add(grad_x, more)
     grad_bias = grad.sum(0) if need[3] else None
-    return [back_to(x, grad_x, kw["x_layout"]), grad_u, grad_v, grad_bias, grad_w][: len(args)]
+    grad_x = back_to(x, grad_x, kw["x_layout"])
+    return [grad_x, grad_u, grad_v, grad_bias, grad_w, low.grad_inner_bias][: len(args)]
 
 
 def _lower(
     rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
 ) -> list[Launch]:
-    _, u, v, bias, w = (*args, None, None)[:5]
+    _, u, v, bias, w, inner_bias = (*args, None, None, None)[:6]
     u, u_layout = weight(u, kw.get("u_layout", "row"), transpose)
     v, v_layout = weight(v, kw.get("v_layout", "row"), transpose)
     w_layout = "row"
@@ -132,20 +142,27 @@ def _lower(
         base=w is not None,
         activation=kw.get("activation", "identity"),
         scale=float(kw.get("scale", 1.0)),
-        inner_bias=False,
+        inner_activation=kw.get("inner_activation", "identity"),
+        inner_bias=inner_bias is not None,
     )
-    return [Launch(spec, tuple(t for t in (rows, u, v, w, bias) if t is not None))]
+    given = (rows, u, v, w, bias, inner_bias)
+    return [Launch(spec, tuple(t for t in given if t is not None))]
 
 
-def _placements(x: Any, u: Any, v: Any, bias: Any = None, w: Any = None, **kw: Any) -> Placements:
+def _placements(
+    x: Any, u: Any, v: Any, bias: Any = None, w: Any = None, inner_bias: Any = None, **kw: Any
+) -> Placements:
     factors = ("first", u, "u_layout"), ("last", v, "v_layout")
-    return placements(x, (*factors, ("bias", bias, ""), ("dense", w, "w_layout")), kw)
+    others = ("bias", bias, ""), ("dense", w, "w_layout"), ("inner_bias", inner_bias, "")
+    shaped = inner_bias is not None or kw.get("inner_activation", "identity") != "identity"
+    return placements(x, (*factors, *others), kw, SHAPED if shaped else PRODUCTS)
 
 
 OPS = (
     Op(
-        schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, *, "
-        f"float scale=1.0, str activation='identity', {UV}, str w_layout='row', {WHERE}) -> Tensor",
+        schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, "
+        "Tensor? inner_bias=None, *, float scale=1.0, str activation='identity', "
+        f"str inner_activation='identity', {UV}, str w_layout='row', {WHERE}) -> Tensor",
         reference=lowrank_matmul,
         fake=fake_lowrank_matmul,
         gradient=lowrank_gradient,

@@ -49,7 +49,8 @@ class Chain:
     which stays outside of the kernel. inplace is the in-place sum that `base` was written into, if
     any. more are further chains of the same x that are added (several adapters); their factors are
     joined along the rank. per_token are factors from between the products that commute with the
-    second one: they multiply the result, and then the kernel has no epilogue.
+    second one: they multiply the result, and then the kernel has no epilogue. inner_activation
+    stands between the products, behind `middle`, which then has biases only.
     """
 
     first: Stage
@@ -66,6 +67,7 @@ class Chain:
     inplace: fx.Node | None = None
     more: tuple[Chain, ...] = ()
     per_token: tuple[Step, ...] = ()
+    inner_activation: str = "identity"
 
     @property
     def u(self) -> Weight:
@@ -116,7 +118,7 @@ def read_chain(
             continue  # as in attention
         found = join_stages(c, second, walk, inner, computed=inputs)
         gated = isinstance(found, Refusal) and found.code == "activation_factor"
-        if gated and not _is_low(c, inner, second):
+        if gated and not is_low(c, inner, second):
             continue
         if isinstance(found, Chain):
             if inputs and part_of_one(found.first.x) is not None:
@@ -214,7 +216,7 @@ def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Ref
     operands += [source for key in parts for source in key.all_input_nodes]  # split, chunk
     for _ in range(_STEPS_BETWEEN):
         behind = [trace_back(c, key) for key in operands if c.shape(key) is not None]
-        if any(isinstance(form, Product) and _is_low(c, form, second) for _, form in behind):
+        if any(isinstance(form, Product) and is_low(c, form, second) for _, form in behind):
             return name_operation(c, walk.key, why)
         ends = [seen.key for seen, form in behind if isinstance(form, Refusal)]
         operands = [key for end in ends for key in _single(c, end)]
@@ -227,7 +229,7 @@ def _single(c: Canonical, key: Key) -> list[Key]:
     return [form.value] if isinstance(form, (Activation, Norm, Cast)) else follow(c, key)
 
 
-def _is_low(c: Canonical, form: Product, second: Stage) -> bool:
+def is_low(c: Canonical, form: Product, second: Stage) -> bool:
     """Return whether a product and a second one would make a low-rank chain."""
     r, n = second.weight.k, second.weight.n
     weight = form.rhs if c.is_weight(form.rhs) else form.lhs
@@ -246,7 +248,7 @@ def _tokens_mixed(c: Canonical, inner: Product, second: Stage, at: Key) -> Refus
     """Name a product of two activations between two products that are low-rank."""
     for side in (inner.lhs, inner.rhs):
         form = trace_back(c, side)[1]
-        if isinstance(form, Product) and _is_low(c, form, second):
+        if isinstance(form, Product) and is_low(c, form, second):
             return Refusal(
                 "features_mixed",
                 "a product of two activations between the products",

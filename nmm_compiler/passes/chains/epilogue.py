@@ -79,7 +79,7 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
             new = dataclasses.replace(chain, activation=form.name)
         elif isinstance(form, (Scale, Add)):
             steps = _after_steps(c, reader, form, key, dims, n)
-            if steps is not None and not ((chain.base or chain.more) and any(map(_scales, steps))):
+            if steps is not None and not (_keeps_its_scale(chain) and any(map(_scales, steps))):
                 new = dataclasses.replace(chain, after=(*chain.after, *steps))
         if new is None or c.dtype(reader) != c.dtype(chain.out):
             return chain
@@ -88,6 +88,11 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
         if chain.activation != "identity":
             return chain
         base, base_dims, key, pending = reader, dims, reader, set()
+
+
+def _keeps_its_scale(chain: Chain) -> bool:
+    """Return whether a scale of the result is none of the first factor, or not of it alone."""
+    return bool(chain.base or chain.more or chain.inner_activation != "identity")
 
 
 def _with_own_bias(c: Canonical, chain: Chain) -> Chain:

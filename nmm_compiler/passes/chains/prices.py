@@ -83,7 +83,7 @@ def _prices(spec: KernelSpec, chip: Target, price: str) -> Predicted:
 
     ways = ways_us(spec, chip, PRICES[price])
     tokens: int = spec.m  # type: ignore[attr-defined]
-    adapters = getattr(spec, "base", False)
+    adapters = getattr(spec, "base", False) or getattr(spec, "inner", False)
     even: int | None = 0
     if not adapters and ways.dense < _NEAR * min(ways.fused, ways.separate):
         even = pays_from(spec, chip, PRICES[price])

@@ -174,7 +174,11 @@ class Walk:
 def trace_back(c: Canonical, start: Key) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
     """Walk from a value to the product that made it; steps come last first."""
     base, dims = c.base(start)
-    walk = Walk(base, dims, [], set(path_nodes(c, start)))
+    return trace_on(c, Walk(base, dims, [], set(path_nodes(c, start))))
+
+
+def trace_on(c: Canonical, walk: Walk) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
+    """Go on with a walk to the product that made its value."""
     while True:
         form = c.forms[walk.key]
         if isinstance(form, Product):

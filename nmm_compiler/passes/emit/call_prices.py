@@ -33,6 +33,8 @@ def _spec(c: Canonical, call: Call, dtype: str) -> KernelSpec:
         chain = call.chain
         r = chain.r if chain.more else _sizes(c, chain.u)[1]
         has: dict[str, Any] = {"base": chain.base is not None, "activation": chain.activation}
+        if chain.inner_activation != "identity":
+            has |= {"inner_activation": chain.inner_activation, "inner_bias": bool(chain.middle)}
         return LowRankSpec(**common, r=r, n=_sizes(c, chain.v)[1], **has)
     if isinstance(call, SharedCall):
         chains = [member.chain for member in call.members if member.chain is not None]

@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Factors:
-    """The nodes of scale * (x u) v + bias, with u and v in the layouts of `chain`."""
+    """The nodes of scale * (x u) v + bias, with u and v in the layouts of `chain`.
+
+    inner_bias: of an adapter, added to x u.
+    """
 
     chain: Chain
     u: fx.Node
     v: fx.Node
     scale: float
     bias: fx.Node | None
+    inner_bias: fx.Node | None = None
 
 
 def fold_chain(editor: Editor, chain: Chain) -> Factors:
@@ -58,10 +62,13 @@ def fold_chain(editor: Editor, chain: Chain) -> Factors:
                 u, v = fold(editor, chain, u, v, factor)
 
     absorb(chain.middle, chain.u.n)
-    if bias is not None:
+    inner = None
+    if chain.inner_activation != "identity":
+        inner, bias = bias, None
+    elif bias is not None:
         bias = times_matrix(editor, plain_v, chain.v.layout, bias)
     absorb(chain.after, chain.v.n)
-    return Factors(chain, u, v, scale, bias)
+    return Factors(chain, u, v, scale, bias, inner)
 
 
 def join(editor: Editor, parts: Sequence[Factors]) -> Factors:

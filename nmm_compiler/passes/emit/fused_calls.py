@@ -224,7 +224,14 @@ class LowRankCall(Call):
             "activation": self.chain.activation,
             "base": self.chain.base is not None,
             "chains": 1 + len(self.chain.more),
+            **self._inner(),
         }
+
+    def _inner(self) -> dict[str, Any]:
+        """Return what stands between the products of an adapter."""
+        assert self.chain is not None
+        name = self.chain.inner_activation
+        return {} if name == "identity" else {"inner_activation": name}
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
@@ -233,7 +240,7 @@ class LowRankCall(Call):
         kinds = {s.kind for part in (self.chain, *self.chain.more) for s in part.middle}
         if "vector" in kinds or any(s.key is not None and s.kind == "scale" for s in self._steps()):
             notes.append("a scale that is a tensor is folded into a factor at each call")
-        if "bias" in kinds:
+        if "bias" in kinds and self.chain.inner_activation == "identity":
             notes.append("the inner bias becomes b v, one vector product at each call")
         if any(s.kind == "scale" and s.number != 1.0 for s in self._steps()):
             notes.append("a scalar moved to the epilogue, which moves a rounding")
@@ -266,9 +273,11 @@ class LowRankCall(Call):
             keywords["scale"] = folded.scale
         if chain.activation != "identity":
             keywords["activation"] = chain.activation
+        if chain.inner_activation != "identity":
+            keywords["inner_activation"] = chain.inner_activation
         y = self.op_call(
             editor,
-            (x, folded.u, folded.v, folded.bias, w),
+            (x, folded.u, folded.v, folded.bias, w, folded.inner_bias),
             {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
             self.result_value(editor, x, chain.v.n),
         )

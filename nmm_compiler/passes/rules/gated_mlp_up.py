@@ -95,13 +95,15 @@ def read_gated(
 ) -> Gated | Refusal | None:
     """Read a candidate of `gates_at` as gate and up of one x, or None.
 
-    At least one projection, `down` included, has to be low-rank.
+    At least one projection, `down` included, has to be low-rank, or h so narrow that gate, up and
+    down are a bottleneck.
     """
     node, (activation, inner, nodes), up_key = candidate
     gate, up = read_projection(c, inner), read_projection(c, up_key)
     if gate is None or up is None:
         return _no_projection(c, node, inner, up_key)
-    if not any(p is not None and p.low_rank for p in (gate, up, down)):
+    low = any(p is not None and p.low_rank for p in (gate, up, down))
+    if not low and not (down is not None and _is_bottleneck(gate, down)):
         return None
     if not same_tokens(c, gate.first, gate.out_dims, up.first, up.out_dims):
         return Refusal(
@@ -124,6 +126,11 @@ def read_gated(
             "fold the scale into the weight",
         )
     return Gated(node, activation, gate, up, gate.nodes | up.nodes | nodes | {node})
+
+
+def _is_bottleneck(gate: Projection, down: Projection) -> bool:
+    """Return whether the product of gate and up is so narrow that it saves work."""
+    return gate.n * (gate.k + down.n) < gate.k * down.n
 
 
 def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:

@@ -1,0 +1,41 @@
+"""Rule `adapter`: a bottleneck with an activation between its products, as one call.
+
+    h = gelu(linear(x, A, a)); y = linear(h, B, b)
+    -> nmm.lowrank_matmul(x, A, B, b, None, a, inner_activation="gelu")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from nmm_compiler.passes.chains.adapter import read_adapter
+from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.emit.fused_calls import LowRankCall
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import owner_of
+from nmm_compiler.passes.rules.base import KernelRule, Match
+from nmm_compiler.passes.rules.lowrank import check_chain, products_at
+
+
+class Adapter(KernelRule):
+    """Down, an activation, up."""
+
+    name = "adapter"
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose every product at the node."""
+        yield from products_at(graph, node)
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Read the adapter and check whether it may move to its end."""
+        chain = read_adapter(graph, *candidate)
+        if chain is None or isinstance(chain, Refusal):
+            return chain
+        found = check_chain(graph, chain)
+        if isinstance(found, Refusal):
+            return found
+        call = LowRankCall.of(graph, found)
+        return self.matched(graph, owner_of(found.out), found.nodes, call)

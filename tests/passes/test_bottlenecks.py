@@ -1,0 +1,208 @@
+"""A function between two products: adapters, squeeze-and-excitation, gated ones, as one call."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import kernel_calls
+from torch import nn
+
+import nmm_compiler as nmm
+
+K, R, N, TOKENS = 256, 32, 192, 24
+FUNCTIONS = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+}
+SPELLED = {
+    "relu": lambda h: h.clamp(min=0),
+    "silu": lambda h: h * torch.sigmoid(h),
+    "gelu": lambda h: 0.5 * h * (1 + torch.erf(h * 2.0**-0.5)),
+}
+# fp32 with the same two sums, and an activation that is evaluated in another form.
+CLOSE = 2.0**-23 * (K + R + 16)
+
+
+class Bottleneck(nn.Module):
+    """y = b(act(a(x))), with what `wrap` makes of x and y."""
+
+    def __init__(self, act, biases=(True, True), wrap=lambda x, y: y, sizes=(K, R, N)):
+        super().__init__()
+        torch.manual_seed(0)
+        k, r, n = sizes
+        self.a, self.b = nn.Linear(k, r, bias=biases[0]), nn.Linear(r, n, bias=biases[1])
+        self.act, self.wrap = act, wrap
+
+    def forward(self, x):
+        return self.wrap(x, self.b(self.act(self.a(x))))
+
+
+def close(got, want):
+    """Hold a difference to what fp32 sums of these lengths may be off by."""
+    assert (got - want).detach().abs().max() <= CLOSE * max(1.0, float(want.detach().abs().max()))
+
+
+@pytest.mark.parametrize("biases", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_adapter_is_one_call(name, biases):
+    model, x = Bottleneck(FUNCTIONS[name], biases).eval(), torch.randn(2, TOKENS, K)
+    result = nmm.rewrite(model, (x,))
+    (match,) = result.matches
+    assert (match.kind, match.info["inner_activation"]) == ("adapter", name)
+    ((call, spec),) = kernel_calls(result.graph_module)
+    assert (spec.inner_activation, spec.inner_bias, spec.bias) == (name, *biases)
+    assert call.kwargs["inner_activation"] == name
+    close(result.graph_module(x), model(x))
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_spelled_out_activation(name):
+    model, x = Bottleneck(SPELLED[name]).eval(), torch.randn(TOKENS, K)
+    result = nmm.rewrite(model, (x,))
+    assert [m.info["inner_activation"] for m in result.matches] == [name]
+    close(result.graph_module(x), model(x))
+
+
+def test_activation_behind_and_residual():
+    for wrap in (lambda x, y: F.silu(y), lambda x, y: y[:, :8] + x[:, :8], lambda x, y: y * 0.5):
+        model, x = Bottleneck(F.relu, wrap=wrap).eval(), torch.randn(TOKENS, K)
+        result = nmm.rewrite(model, (x,))
+        assert [m.kind for m in result.matches] == ["adapter"]
+        close(result.graph_module(x), model(x))
+
+
+class Squeeze(nn.Module):
+    """Squeeze-and-excitation: pooled channels, two 1x1 convolutions, a gate of the channels."""
+
+    def __init__(self, channels=256, r=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(channels, r, 1), nn.Conv2d(r, channels, 1)
+
+    def forward(self, x):
+        pooled = x.mean((2, 3), keepdim=True)
+        return x * torch.sigmoid(self.b(F.relu(self.a(pooled))))
+
+
+def test_squeeze_and_excitation():
+    model, x = Squeeze().eval(), torch.randn(8, 256, 5, 5)
+    result = nmm.rewrite(model, (x,))
+    (match,) = result.matches
+    assert (match.kind, match.info["m"], match.info["r"]) == ("adapter", 8, 16)
+    close(result.graph_module(x), model(x))
+
+
+class Gated(nn.Module):
+    """down(silu(gate(x)) * up(x)) of a narrow middle."""
+
+    def __init__(self, r):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(K, r), nn.Linear(K, r), nn.Linear(r, K)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_gated_adapter_is_one_call():
+    model, x = Gated(R).eval(), torch.randn(TOKENS, K)
+    result = nmm.rewrite(model, (x,))
+    (match,) = result.matches
+    assert (match.kind, match.info["r"], match.info["n"]) == ("gated_mlp", "dense+dense+dense", R)
+    close(result.graph_module(x), model(x))
+    wide = nmm.rewrite(Gated(2 * K).eval(), (x,))  # a plain MLP is left alone, without a word
+    assert not wide.matches
+    assert not wide.declined
+
+
+def test_wide_mlp_is_no_bottleneck():
+    model = Bottleneck(F.gelu, sizes=(K, 4 * K, K)).eval()
+    result = nmm.rewrite(model, (torch.randn(TOKENS, K),))
+    assert not result.matches
+    assert not result.declined
+
+
+def test_what_is_refused_says_why():
+    scaled = Bottleneck(lambda h: F.relu(h * torch.arange(1.0, R + 1)))
+    for model, code in ((Bottleneck(torch.tanh), "activation"), (scaled, "weight_computed")):
+        result = nmm.rewrite(model.eval(), (torch.randn(TOKENS, K),))
+        assert not result.matches, model
+        assert result.declined, (model, code)
+
+
+def test_factor_before_the_activation_folds_by_hand():
+    class Scaled(Bottleneck):
+        def __init__(self):
+            super().__init__(F.relu)
+            self.factor = nn.Parameter(torch.rand(R) + 0.5)
+
+        def forward(self, x):
+            return self.b(self.act(self.a(x) * self.factor))
+
+    model, x = Scaled().eval(), torch.randn(TOKENS, K)
+    result = nmm.rewrite(model, (x,))
+    (declined,) = [d for d in result.declined if d.rule == "adapter"]
+    assert declined.code == "scaled_inner"
+    assert "fold it into the first factor" in declined.remedy
+    folded = Bottleneck(F.relu).eval()
+    with torch.no_grad():
+        folded.load_state_dict({k: v for k, v in model.state_dict().items() if k != "factor"})
+        folded.a.weight.mul_(model.factor[:, None])
+        folded.a.bias.mul_(model.factor)
+    again = nmm.rewrite(folded, (x,))  # the remedy is true
+    assert [m.kind for m in again.matches] == ["adapter"]
+    close(again.graph_module(x), model(x))
+
+
+def test_inner_value_with_another_reader_stays():
+    class Both(Bottleneck):
+        def forward(self, x):
+            h = self.act(self.a(x))
+            return self.b(h), h
+
+    result = nmm.rewrite(Both(F.relu).eval(), (torch.randn(TOKENS, K),))
+    assert not result.matches
+    assert any(d.code == "other_user" for d in result.declined)
+
+
+def test_gradients_are_those_of_eager():
+    model, x = Bottleneck(F.gelu), torch.randn(TOKENS, K, requires_grad=True)
+    graph = nmm.rewrite(model, (x,)).graph_module
+    other = x.detach().clone().requires_grad_()
+    graph(x).square().sum().backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(other).square().sum().backward()
+    for name, p in model.named_parameters():
+        close(got[name], p.grad)
+    close(x.grad, other.grad)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_gradcheck_of_the_op(activation):
+    torch.manual_seed(0)
+    shapes = ((5, 8), (3, 8), (6, 3), (6,), (3,))
+    x, u, v, bias, inner = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes
+    )
+
+    def call(x, u, v, bias, inner):
+        return torch.ops.nmm.lowrank_matmul(
+            x, u, v, bias, None, inner, u_layout="col", v_layout="col", inner_activation=activation
+        )
+
+    assert torch.autograd.gradcheck(call, (x, u, v, bias, inner))
+
+
+def test_compiled_in_the_simulator_bf16():
+    model = Bottleneck(F.gelu, sizes=(256, 128, 256)).eval().bfloat16()
+    x = torch.randn(16, 256, dtype=torch.bfloat16)
+    options = {"executor": "simulator", "inner": "eager", "strict": True}
+    with torch.no_grad():
+        got = torch.compile(copy.deepcopy(model), backend="nmm", options=options)(x)
+        want = copy.deepcopy(model).double()(x.double())
+    # x, h and y are rounded to bf16: relative to the largest value, three half-ulps of 2^-8
+    assert (got.double() - want).abs().max() <= 3 * 2.0**-8 * want.abs().max()
