@@ -16,12 +16,12 @@ import multiprocessing
 import sys
 from functools import partial
 
-from gallery import around_chains, groups, left_alone, plain_chains
+from gallery import around_chains, bottlenecks, groups, left_alone, plain_chains
 from gallery.case import CASES, Case, Holder, K, R
 from gallery.running import LEVELS, capture, try_case
 
 __all__ = ["CASES", "KINDS", "LEVELS", "Case", "Holder", "K", "R", "capture", "try_case"]
-KINDS = (plain_chains, around_chains, groups, left_alone)
+KINDS = (plain_chains, around_chains, bottlenecks, groups, left_alone)
 
 
 def row(number: int, shown: bool = False) -> tuple[str, int]:

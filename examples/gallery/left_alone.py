@@ -9,8 +9,6 @@ from gallery.case import B, Holder, K, R, T, case, lam
 
 F = nn.functional
 
-lam("no:activation", "act_between", lambda p, x: F.linear(F.silu(F.linear(x, p.a)), p.b))
-lam("no:activation", "relu_between", lambda p, x: torch.relu(x @ p.u) @ p.v)
 lam("no:activation", "tanh_between", lambda p, x: torch.tanh(x @ p.u) @ p.v)
 lam("no:opaque", "pow_between", lambda p, x: (x @ p.u).pow(2) @ p.v)
 lam("no:opaque", "clamp_between", lambda p, x: (x @ p.u).clamp(-1, 1) @ p.v)

@@ -106,13 +106,13 @@ def test_result_prints_diffs_and_serializes():
 
 def test_declined_is_a_value_with_reason_node_and_remedy():
     result = rewrite(
-        lambda x, u, v: torch.relu(x @ u) @ v, (X, torch.randn(64, 8), torch.randn(8, 48))
+        lambda x, u, v: torch.tanh(x @ u) @ v, (X, torch.randn(64, 8), torch.randn(8, 48))
     )
     (declined,) = result.declined
     assert (declined.rule, declined.code) == ("lowrank", "activation")
     assert declined.node
     assert declined.remedy
-    assert "activation relu" in str(declined)
+    assert "activation tanh" in str(declined)
 
 
 class Layers(nn.Module):
@@ -124,7 +124,7 @@ class Layers(nn.Module):
     def forward(self, x):
         for layer, mix in zip(self.layers, self.mix, strict=True):
             x = mix(torch.tanh(layer(x)))
-            x = torch.relu(x @ layer.a.weight.t()) @ layer.a.weight
+            x = torch.tanh(x @ layer.a.weight.t()) @ layer.a.weight
         return x
 
 
@@ -136,8 +136,8 @@ def test_the_report_fits_the_page_and_says_equal_things_once(width):
     if width >= 80:
         assert max(map(len, text.splitlines())) <= width
     assert "layers.*" in text
-    assert text.count("lowrank: activation relu between the products") == 1
-    assert "3 x lowrank: activation relu" in text
+    assert text.count("lowrank: activation tanh between the products") == 1
+    assert "3 x lowrank: activation tanh" in text
     assert "no remedy: not linear" in text
     assert "3 of 3 calls read x [tokens, features]" in " ".join(text.split())
     assert [m.module for m in report.matches] == [f"layers.{i}" for i in range(3)]

@@ -16,6 +16,7 @@ CODES: dict[str, str] = {
     "subclass": "an operand is a tensor subclass",
     "rank_too_large": "one dense product is cheaper",
     "scaled_gate": "a scale stands behind a dense gate or up projection",
+    "scaled_inner": "a factor stands before the activation between the products",
     "other_x": "projections do not read the same x",
     "inner_reshaped": "the inner dimension is rearranged between the products",
     "factor_shape": "a constant between the products varies along tokens",
