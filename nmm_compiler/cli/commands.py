@@ -28,6 +28,9 @@ from nmm_compiler.cli import (
 from nmm_compiler.cli.help_text import WrappedHelp
 from nmm_compiler.version import VERSION
 
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for words that it cannot read; typer exports only this class below it."""
+
 
 class Stopped(BaseException):
     """Carries exceptions past typer to `main`: Ctrl-C, SystemExit, a closed pipe."""

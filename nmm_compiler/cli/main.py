@@ -16,17 +16,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nmm_compiler import options
 from nmm_compiler.errors import NmmError
 
-REFUSED, FAULT, INTERRUPTED, NO_READER = 2, 70, 130, 141
+FAILED, REFUSED, FAULT, INTERRUPTED, NO_READER = 1, 2, 70, 130, 141
+_QUIET_LOGGERS = ("torchao", "torch.utils._pytree")
+"""transformers imports torchao where it is installed; torchao then warns of GPU libraries that it
+cannot load, and torch of how torchao registers its classes. No command uses either."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -44,18 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(given: list[str]) -> int:
     """Run the commands; return typer's exit code, raise every other exception."""
-    from nmm_compiler.cli.commands import Stopped, app
+    from nmm_compiler.cli.commands import Stopped, UsageError, app
 
     error: BaseException | None = None
     try:
-        app(args=given, prog_name="nmm")
+        # What ends the command comes out as it was raised: no box, which would break paths.
+        return int(app(args=given, prog_name="nmm", standalone_mode=False) or 0)
     except Stopped as stopped:
         error = stopped.error
-    except SystemExit as ended:
+    except SystemExit as ended:  # completion ends so
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    if error is not None:  # raised here, so that its __context__ stays unchanged
-        raise error
-    return 0
+    except UsageError as wrong:
+        if type(wrong).__name__ != "NoArgsIsHelpError":  # that one has printed the help
+            _say(_misused(wrong))
+        return REFUSED
+    raise error  # here, so that its __context__ stays unchanged
+
+
+def _misused(wrong: Any) -> str:
+    """Return one line about a command line that typer cannot read."""
+    said = " ".join(wrong.format_message().split()).removesuffix(".")
+    command = "nmm" if wrong.ctx is None else wrong.ctx.command_path
+    return f"error: {said}; {command} --help lists what it takes"
 
 
 def _answer(error: BaseException, given: list[str]) -> int:
@@ -85,6 +99,8 @@ def _verdict(error: BaseException, given: list[str]) -> tuple[int, str]:
         notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
         whole = "no output file is half-written, and kernels that were built stay in the cache"
         return INTERRUPTED, f"{notes}interrupted: {whole}"
+    if type(error).__name__ == "Abort":  # typer's, for the answer no
+        return FAILED, "stopped: nothing was changed"
     if isinstance(error, MemoryError):
         return REFUSED, f"error: out of memory ({error}); pass smaller sizes"
     if isinstance(error, OSError) and error.errno is not None:
@@ -137,6 +153,7 @@ def _prepare() -> None:
     """Prepare the standard streams and the environment for every command.
 
     A closed stream becomes the null device; text that the terminal's encoding lacks is escaped.
+    Libraries whose warnings are about no command say only errors.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -146,6 +163,8 @@ def _prepare() -> None:
             bad = stream.errors in ("strict", "surrogateescape")
             stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
     options.drop_bad_terminal_sizes()
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _flush() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import logging
 import os
 import secrets
 import signal
@@ -167,13 +169,16 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
     ],
 )
 def test_a_bad_value_is_named_before_any_work(monkeypatch, capsys, words, said):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "20")
     with pytest.raises(SystemExit) as ended:
         main.main(words)
     assert ended.value.code == 2
     shown = capsys.readouterr().err
     assert f"'{words[2]}'" in shown
     assert said in shown
+    assert shown.startswith("error: ")
+    assert shown.count("\n") == 1, "a box breaks paths, and a script reads lines"
+    assert shown.endswith(f"; nmm {words[0]} --help lists what it takes\n")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +193,6 @@ def test_a_bad_value_is_named_before_any_work(monkeypatch, capsys, words, said):
 )
 def test_an_input_is_not_written_over(workshop, monkeypatch, capsys, words):
     monkeypatch.chdir(workshop)
-    monkeypatch.setenv("COLUMNS", "200")
     before = {path.name: path.read_bytes() for path in workshop.glob("*.[pj]*") if path.is_file()}
     with pytest.raises(SystemExit) as ended:
         main.main(words)
@@ -247,3 +251,14 @@ def test_interrupt_of_a_process(tmp_path):
     assert process.returncode == 130
     assert said.startswith("interrupted: no output file is half-written")
     assert "Traceback" not in said
+
+
+def test_questions_that_are_declined_and_libraries_that_chatter(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    with pytest.raises(SystemExit) as ended:
+        main.main(["cache", "clear", "--dir", str(tmp_path)])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "stopped: nothing was changed\n"
+    assert not logging.getLogger("torchao.float8").isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("torch.utils._pytree").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("torchao").isEnabledFor(logging.ERROR)
