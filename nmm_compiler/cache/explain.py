@@ -10,6 +10,7 @@ from typing import Any
 
 from nmm_compiler.cache.entry import Entry
 from nmm_compiler.cache.key import Change, Key
+from nmm_compiler.report.text import counted
 
 MAX_DIFF_LINES = 12
 
@@ -47,16 +48,24 @@ class Explanation:
     entries: int
     damage: str = ""
 
-    def __str__(self) -> str:
+    def verdict(self) -> str:
+        """Return whether the key hits or misses, and why, in one line."""
         if self.where:
-            return f"{self.key}: hit ({self.where})"
+            return f"hit ({self.where})"
         if self.damage:
-            return f"{self.key}: miss, because its entry is {self.damage}"
+            return f"miss, because its entry is {self.damage}"
         if self.nearest is None or self.nearest.key is None:
-            return f"{self.key}: miss; the cache has no whole entry to compare with"
+            return "miss; the cache has no whole entry to compare with"
         names = ", ".join(self.key.diff(self.nearest.key))
+        among = counted(self.entries, "entry", "entries")
+        return f"miss among {among}, because of: {names}"
+
+    def __str__(self) -> str:
+        said = f"{self.key}: {self.verdict()}"
+        if self.where or self.damage or self.nearest is None or self.nearest.key is None:
+            return said
         lines = [
-            f"{self.key}: miss among {self.entries} entries, because of: {names}",
+            said,
             f"nearest entry {self.nearest.digest[:12]} differs in",
             *(f"  {change}" for change in self.changes),
         ]
@@ -107,7 +116,8 @@ class VerifyReport:
         states = ("same", "skipped", "differs", "damaged", "failed")
         counts = ", ".join(f"{self.count(s)} {s}" for s in states if self.count(s))
         bad = [str(row) for row in self.rows if row.state not in ("same", "skipped")]
-        return "\n".join([f"{len(self.rows)} entries: {counts or 'nothing to verify'}", *bad])
+        many = counted(len(self.rows), "entry", "entries")
+        return "\n".join([f"{many}: {counts or 'nothing to verify'}", *bad])
 
 
 def compare(entry: Entry, rebuilt: Mapping[str, str] | None) -> Verified:

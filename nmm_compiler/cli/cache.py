@@ -166,7 +166,7 @@ def explain(
         show_json({"said": str(found).splitlines()[0], "changes": changes,
                    "nearest": None if nearest is None else nearest.digest})  # fmt: skip
         return
-    say(str(found).splitlines()[0])
+    say([Line(f"entry {wanted.digest[:12]}: {found.verdict()}")])
     if found.nearest is not None and found.nearest.key is not None:
         names = ", ".join(wanted.diff(found.nearest.key))
         rows = [(change.name, change.ours, change.theirs) for change in found.changes]

@@ -91,7 +91,9 @@ def test_explain_an_entry_beside_the_others(directory):
     shown = run("explain", _key(512).digest[:10])
     assert f"nearest entry {_key(128).digest[:12]} differs in: spec" in shown
     assert "spec.m" in shown
-    assert "Key(" in run("explain")
+    wide = Key.make({"family": "toy", "spec": {f"field{i}": i for i in range(40)}})
+    Store(directory).get_or_build(wide, lambda: {"kernel.py": SOURCE}, {})
+    assert run("explain").splitlines()[0] == f"entry {wide.digest[:12]}: hit (disk)"
 
 
 def test_explain_refuses_what_is_no_key(directory, tmp_path):
@@ -179,7 +181,7 @@ def test_verify_rebuilds_real_kernels(tmp_path, monkeypatch):
     spec = kernels.FAMILIES["lowrank"].spec_class(m=128, k=128, r=64, n=128)
     kernel = build.build_kernel(spec, "trn2")
     store = Store(tmp_path / "cache")
-    assert "1 entries: 1 same" in run("verify")
+    assert "1 entry: 1 same" in run("verify")
     digest = store.list()[0].digest
     entry = store.show(digest)
     store.clear()
