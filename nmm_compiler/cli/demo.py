@@ -22,6 +22,7 @@ import typer
 from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.show import show
+from nmm_compiler.options import cache_dir
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Section
 
@@ -123,8 +124,9 @@ def _one_ratio(
     step(f"ratio {ratio}: predicting the whole model", len(kernels), len(kernels))
     predicted = prediction.result()
     whole = bool(kernels) and all(report.fallback is None for report in reports)
+    show("")
     show([
-        Line(f"\n{subject.name} at ratio {ratio} on {target}"),
+        Line(f"{subject.name} at ratio {ratio} on {target}"),
         Line(compression.summary(), hang=0),
         Line(quality, hang=0),
         *(Line(f"{title}: {text}", hang=4) for title, text in samples),
@@ -133,8 +135,8 @@ def _one_ratio(
         show(f"\n{report}")
     show("")
     show([kernel_table(kernels, proofs, comparisons)])
-    for kernel in kernels:
-        show(f"source {kernel.path}")
+    if any(kernel.path.is_file() for kernel in kernels):
+        show([Line(f"their sources: nmm cache list, nmm cache show ENTRY --source; {cache_dir()}")])
     show([
         Line(
             f"{agreement.what}: compiled against uncompiled differ by {agreement.difference:.2e} "

@@ -55,6 +55,8 @@ def test_demo_proves_every_kernel_and_every_embedding(tmp_path):
     assert len(run["comparisons"]) == len(run["proofs"])
     assert all(proof["passed"] and proof["elements"] > 0 for proof in run["proofs"])
     assert run["agreement"]["difference"] <= run["agreement"]["tolerance"]
+    assert "\nall-MiniLM-L6-v2 at ratio 0.2 on trn2\n" in said
+    assert "nmm cache show ENTRY --source; /" in said
     assert run["agreement"]["difference"] > 0  # two evaluations in different orders
     assert 0 < float(run["quality"].split()[-1]) < 1
     for comparison in run["comparisons"]:
