@@ -26,6 +26,7 @@ from nmm_compiler.passes.rule_counts import RuleCount, merged
 from nmm_compiler.passes.rules.base import Declined, Match
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
+from nmm_compiler.report.text import counted
 
 _BREAKS = (
     "the model has {} graphs: a chain with its products in two of them is not found; "
@@ -374,8 +375,8 @@ def _layouts(result: RewriteResult) -> list[Part]:
     if rows:
         elements = sum(int(info["k"]) for info in rows)
         lines.append(
-            f"{len(rows)} of {len(calls)} calls read x [tokens, features] and transpose it while "
-            f"they load it: {elements:,} elements per token"
+            f"{len(rows)} of {counted(len(calls), 'call')}: x is read [tokens, features] and "
+            f"transposed by the load, {elements:,} elements per token"
         )
     for choice in left[:_SHOWN]:
         lines.append(

@@ -13,7 +13,7 @@ from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, bars
-from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 
 # A smaller gain cannot be told from none. Errors of two predictions of one model largely cancel;
@@ -106,10 +106,10 @@ class Plan(Shown, Record):
         return made
 
     def table(self, width: int | None = None) -> str:
-        """Return verdict and table as text; only the page has the lines of the best setting."""
+        """Return verdict and table as text; only the page has the chart and the best setting."""
         from nmm_compiler.report.text import as_text
 
-        short = [p for p in self.parts() if not isinstance(p, Section)]
+        short = [p for p in self.parts() if not isinstance(p, (Drawing, Section))]
         return as_text(short, width)
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from nmm_compiler.errors import ImpossibleProfileError, TimelineMissingError
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
+from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.timing import profile_parts, shares
 from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, causes_of
@@ -158,8 +159,8 @@ class Profile(Shown, Record):
             f"roofline ({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, "
             f"mbu {self.mbu:.1%}, "
             f"HBM {(self.hbm_read_bytes + self.hbm_write_bytes) / 1e6:.2f} MB, SBUF "
-            f"{self.sbuf_peak_bytes:,} B per partition, PSUM {self.psum_peak_banks} banks; "
-            f"{self.error_band}"
+            f"{self.sbuf_peak_bytes:,} B per partition, "
+            f"PSUM {counted(self.psum_peak_banks, 'bank')}; {self.error_band}"
         )
 
     def figures(self) -> Grid:
@@ -243,8 +244,8 @@ class Profile(Shown, Record):
             f"Profile({self.target} simulated: {self.latency_us:.2f} us, roofline "
             f"{self.roofline_us:.2f} us {self.bound}, mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
             f"busy us: {busy}, hbm {self.hbm_read_bytes + self.hbm_write_bytes} B, sbuf "
-            f"{self.sbuf_peak_bytes} B/partition, psum {self.psum_peak_banks} banks{loads}; "
-            f"{self.error_band})"
+            f"{self.sbuf_peak_bytes} B/partition, "
+            f"psum {counted(self.psum_peak_banks, 'bank')}{loads}; {self.error_band})"
         )
 
 
