@@ -207,7 +207,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     rewritten: fx.GraphModule = result.graph_module
     prices = [match.info["predicted"] for match in found if "predicted" in match.info]
     work.predicted = functools.cache(
-        functools.partial(_graph_headline, rewritten, prices, work.options.target)
+        functools.partial(_graph_headline, rewritten, prices, work.options)
     )
     try:
         work.pictures = tuple(graph_parts(work.gm, rewritten, found))
@@ -229,11 +229,11 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     return rewritten
 
 
-def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], target: str) -> str:
+def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], options: Options) -> str:
     """Return what low rank brings to a graph; predictions are loaded when somebody reads it."""
     from nmm_compiler.prediction.compiled_graph import graph_headline
 
-    return graph_headline(graph, prices, target)
+    return graph_headline(graph, prices, options.target, strict=options.strict)
 
 
 def _verified_at_first_call(result: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,8 @@ from torch import nn
 from nmm_compiler.compress import apply
 from nmm_compiler.compress.meta_copies import without_data
 from nmm_compiler.compress.report import CompressionReport
-from nmm_compiler.errors import NmmError
+from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.prediction.fault import fault_text
 from nmm_compiler.prediction.predict import predict
 
 F = TypeVar("F", bound=Callable[..., CompressionReport])
@@ -40,12 +41,13 @@ def _predicting(function: F) -> F:
     return cast(F, run)
 
 
-def _copied(model: nn.Module) -> nn.Module | Exception:
+def _copied(model: nn.Module) -> nn.Module | PredictionError:
     """Return the model without data, or why it cannot be copied; the report says so."""
     try:
         return without_data(model)
     except Exception as error:  # a module may hold what no copy can be made of
-        return error
+        text = " ".join(str(error).split())[:120]
+        return PredictionError(f"it cannot be copied: {type(error).__name__}: {text}")
 
 
 def _headline(before: Any, after: Any, report: CompressionReport, quality: str) -> tuple[str, str]:
@@ -53,13 +55,13 @@ def _headline(before: Any, after: Any, report: CompressionReport, quality: str) 
     prompt = max((timed.tokens for timed in report.workload), default=512)
     try:
         for copied in (before, after):
-            if isinstance(copied, Exception):
+            if isinstance(copied, PredictionError):
                 raise copied
         made = predict(after, report.target, prompt=prompt, dense=before, price="closed_form")
     except NmmError as error:
         return "", str(error).partition(": pass")[0]
-    except Exception as error:  # the model's own code may not run without data
-        return "", type(error).__name__
+    except Exception as error:  # a report is read whatever happens to its headline
+        return "", fault_text(error)
     return made.headline(quality), ""
 
 

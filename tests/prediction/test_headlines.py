@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import nmm_compiler as nmm
+from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes.pipeline import explain
 
 transformers = pytest.importorskip("transformers")
@@ -81,3 +82,41 @@ def test_a_symbolic_size_stays_symbolic_when_the_headline_is_read():
             run(torch.randn(tokens, 16))
     (line,) = said  # a guard on 3 tokens would have compiled two more graphs
     assert line.endswith("the whole graph is not predicted: its sizes are symbolic")
+
+
+def _broken(*args, **keywords):
+    raise KeyError("a fault of ours")
+
+
+def test_a_fault_of_ours_is_told_as_one_and_raised_under_strict(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 64)).eval()
+    gain = {}
+    for strict in (False, True):
+        torch._dynamo.reset()
+        options = {"inner": "eager", "kernels": "lazy", "strict": strict}
+        torch.compile(model, backend="nmm", options=options)(torch.randn(4, 64))
+        gain[strict] = nmm.last_report().predicted.__wrapped__
+    monkeypatch.setattr("nmm_compiler.prediction.compiled_graph.walk_graph", _broken)
+    with pytest.warns(UserWarning, match="a fault in nmm_compiler, KeyError while predicting"):
+        line = gain[False]()
+    assert "a fault in nmm_compiler, KeyError" in line
+    assert "not predicted" not in line
+    with pytest.raises(InternalFaultError, match="KeyError while predicting"):
+        gain[True]()
+
+
+def test_a_fault_of_ours_is_no_missing_prediction_of_a_compressed_model(monkeypatch):
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    report = nmm.compress(model, 0.3, progress=False)
+    monkeypatch.setattr("nmm_compiler.prediction.compressed.predict", _broken)
+    with pytest.warns(UserWarning, match="please report it"):
+        assert "a fault in nmm_compiler, KeyError" in report.headline()
+
+
+def test_a_model_that_cannot_be_copied_is_said():
+    class Held(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("holds a socket")
+
+    report = nmm.compress(nn.Sequential(Held(256, 256), nn.Linear(256, 256)), 0.3, progress=False)
+    assert "it cannot be copied: RuntimeError: holds a socket" in report.headline()
