@@ -117,9 +117,14 @@ OPENER = """
     button.textContent = open ? "close them" : "open all sections";
   };
   tools.append(button); document.querySelector("h1").after(tools);
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = folded.filter(one => !one.open); opened.forEach(one => { one.open = true; });
+  });
+  addEventListener("afterprint", () => opened.forEach(one => { one.open = false; }));
 })();
 """
-"""A button that opens what is folded: a browser searches and prints what is open."""
+"""A button that opens what is folded, since a browser searches what is open; print shows it all."""
 
 _WIDE = '<div class="wide" tabindex="0">'  # scrolls sideways, by keyboard too
 

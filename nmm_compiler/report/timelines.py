@@ -56,7 +56,8 @@ def timeline(
     have more than `most_slices` slices.
     """
     end = max((piece.stop_us for lane in lanes for piece in lane.slices), default=1.0) or 1.0
-    names = [lane.name for lane in lanes] + [level.name for level in levels]
+    peaks = [f"{level.name}, {_peak(level) / level.full:.0%} at most" for level in levels]
+    names = [*(lane.name for lane in lanes), *peaks]
     left = 10 + 7 * max([len(name) for name in names], default=0)
     axis = Axis(0.0, end, left, WIDTH - _RIGHT)
     outer, inner, top = [], [], 10
@@ -75,8 +76,8 @@ def timeline(
                 f'fill="var({colour})">{hint(said.strip())}</rect>'
             )
         top += _ROW
-    for level, colour in zip(levels, colours(len(levels)), strict=True):
-        outer.append(label(left - 6, top + 26, level.name, "end"))
+    for level, peak, colour in zip(levels, peaks, colours(len(levels)), strict=True):
+        outer.append(label(left - 6, top + 26, peak, "end"))
         inner.append(_area(level, end, top, colour))
         top += _LEVEL
     plot = (
@@ -91,8 +92,8 @@ def timeline(
 
 
 def _area(level: Level, end: float, top: float, colour: str) -> str:
-    """Return the area below a level, its top at the largest value or at `full`."""
-    most = max([level.full, *(value for _, value in level.points)]) or 1.0
+    """Return the area below a level, its top at the largest value; the row's name has its share."""
+    most = _peak(level) or 1.0
     height, floor = _LEVEL - 6, top + _LEVEL - 2
 
     def y(value: float) -> str:
@@ -103,9 +104,12 @@ def _area(level: Level, end: float, top: float, colour: str) -> str:
         steps.append(f"L{when:.6g} {y(before)}L{when:.6g} {y(value)}")
         before = value
     steps.append(f"L{end:.6g} {y(before)}L{end:.6g} {floor}Z")
-    peak = max((value for _, value in level.points), default=0.0)
-    said = f"{level.name}: at most {peak:,.0f} of {level.full:,.0f} {level.unit}"
+    said = f"{level.name}: at most {_peak(level):,.0f} of {level.full:,.0f} {level.unit}"
     return f'<path d="{"".join(steps)}" fill="var({colour})" opacity="0.6">{hint(said)}</path>'
+
+
+def _peak(level: Level) -> float:
+    return max((value for _, value in level.points), default=0.0)
 
 
 def _fewer(points: Sequence[tuple[float, float]], thin: float) -> list[tuple[float, float]]:

@@ -24,7 +24,11 @@ const zoomed = plot.getAttribute("viewBox");
 picture.dispatchEvent(new KeyboardEvent("keydown", {key: "0", bubbles: true}));
 const box = plot.querySelector("rect").getBoundingClientRect();
 plot.querySelector("rect").dispatchEvent(new MouseEvent("click", {bubbles: true}));
-return {focused, before, zoomed, all: plot.getAttribute("viewBox"),
+const folded = document.querySelector("details:not([open])");
+dispatchEvent(new Event("beforeprint"));
+const printed = folded.open;
+dispatchEvent(new Event("afterprint"));
+return {focused, printed, refolded: !folded.open, before, zoomed, all: plot.getAttribute("viewBox"),
   drawn: box.width > 0 && box.height > 0, buttons: document.querySelectorAll("button").length,
   said: document.querySelector("output").textContent,
   wider: document.documentElement.scrollWidth > window.innerWidth,
@@ -57,6 +61,8 @@ def test_a_page_is_drawn_zooms_by_keyboard_and_says_nothing_on_the_console(docum
     assert float(seen["all"].split()[2]) == pytest.approx(width)
     assert seen["buttons"] == 6, "five of the timeline, one that opens what is folded"
     assert " us" in seen["said"]
+    assert seen["printed"], "what is folded is not printed"
+    assert seen["refolded"]
     assert seen["bytes"] == 0, "the page loads something from elsewhere"
 
 

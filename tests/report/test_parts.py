@@ -1,5 +1,6 @@
 """The report toolkit: the same parts as text and as HTML, charts, and files written whole."""
 
+import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -162,6 +163,17 @@ def test_levels_and_a_bounded_number_of_slices():
     assert len([e for e in tree.iter() if e.tag.endswith("rect")]) <= 3000
     assert len(drawing.svg) < 600_000
     assert "SBUF: at most 5 of 10 B" in hints
+    assert "SBUF, 50% at most" in [e.text for e in tree.iter() if e.tag.endswith("text")]
+
+
+def test_a_level_far_below_its_capacity_is_seen():
+    def top(full):
+        level = Level("SBUF", ((0.0, 5.0), (4.0, 0.0)), full, "B")
+        drawing = timeline([Lane("TensorE", (Slice(0.0, 9.0, "op"),))], "one", levels=[level])
+        (path,) = re.findall(r'<path d="M0 (\S+?)L0 \S+?L0 (\S+?)L', drawing.svg)
+        return float(path[0]) - float(path[1])
+
+    assert top(5.0) == top(5000.0) > 30  # pixels
 
 
 def test_a_graph_draws_arcs_only_between_what_is_shown():
