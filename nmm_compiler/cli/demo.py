@@ -21,6 +21,7 @@ import typer
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import Step, steps
+from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.cli.show import show
 from nmm_compiler.options import cache_dir
 from nmm_compiler.outputs import write_text
@@ -55,7 +56,9 @@ def demo(
     ratios = ratio or [0.2]
     # Predictions need shapes and ranks only, proofs the kernels' sources: a second process has
     # them beside the rest.
-    beside = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    beside = concurrent.futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), initializer=quiet_libraries
+    )
     with steps() as step, beside:
         try:
             plan = beside.submit(_plan, kind.plan_next, ratios, target) if kind.plan_next else None

