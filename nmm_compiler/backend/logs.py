@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch._logging._internal import getArtifactLogger, trace_log
 from nmm_compiler import log_names
 from nmm_compiler.backend.report import CompileReport
 from nmm_compiler.backend.report_page import compile_parts
+from nmm_compiler.errors import OutputError
+from nmm_compiler.outputs import write_text
 from nmm_compiler.report.page import page
 from nmm_compiler.report.parts import Line
 from nmm_compiler.report.text import as_text
@@ -52,7 +56,23 @@ def log_report(report: CompileReport, before: Callable[[], str], after: Callable
     if report.built:
         _trace("nmm_schedules", "string", lambda: "\n\n".join(map(schedules, report.built)))
     title = f"nmm_compiler: graph {report.graph}"
-    _trace("nmm_report.html", "string", lambda: page(title, compile_parts([report])))
+    text = page(title, compile_parts([report]))
+    _trace("nmm_report.html", "string", lambda: text)
+    _link(f"nmm_report_{report.graph}", text)
+
+
+def _link(name: str, text: str) -> None:
+    """Write a page beside the trace and link to it: tlparse shows artefacts as plain text only."""
+    folder = next((h.root_dir for h in trace_log.handlers if getattr(h, "root_dir", None)), None)
+    if folder is None:
+        return
+    place = Path(folder).resolve() / f"{name}_of_{os.getpid()}.html"
+    try:
+        url = write_text(place, [text]).as_uri()
+    except OutputError as error:
+        _log.warning("%s", error)
+        return
+    torch._logging.trace_structured("link", metadata_fn=lambda: {"name": name, "url": url})
 
 
 def schedules(kernel: Any) -> str:

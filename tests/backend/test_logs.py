@@ -58,7 +58,7 @@ def test_tlparse_shows_the_artefacts(tmp_path):
         pytest.skip("tlparse is not installed: pip install tlparse")
     trace = tmp_path / "trace"
     run(tmp_path, "import nmm_compiler", TORCH_TRACE=str(trace), NMM_PRINT_KERNELS="1")
-    (log,) = trace.iterdir()
+    (log,), (page,) = trace.glob("*.log"), trace.glob("*.html")
     done = subprocess.run(
         [str(tlparse), str(log), "-o", str(tmp_path / "out"), "--no-browser"],
         capture_output=True, text=True, timeout=120, check=False,
@@ -68,6 +68,9 @@ def test_tlparse_shows_the_artefacts(tmp_path):
     for wanted in ("nmm_compile_report", "nmm_graph_before", "nmm_graph_after", "nmm_schedules",
                    "nmm_report", "nmm_kernel_lowrank"):  # fmt: skip
         assert any(name.startswith(wanted) for name in names), (wanted, names)
+    index = (tmp_path / "out" / "index.html").read_text()
+    assert f'href="{page.as_uri()}"' in index, "the report opens as a page"
+    assert "<svg" in page.read_text()
     shutil.rmtree(tmp_path / "out")
 
 
