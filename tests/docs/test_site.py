@@ -28,6 +28,14 @@ def test_the_reference_names_what_is_there():
             assert hasattr(importlib.import_module(module), last), name
 
 
+def test_the_reference_has_every_name_of_the_door():
+    import nmm_compiler
+
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: \S+?(\w+)$", page, re.MULTILINE))
+    assert set(nmm_compiler.__all__) - {"__version__", "NmmError"} <= shown
+
+
 def test_each_figure_is_whole_and_is_shown_by_a_page():
     """What draws them is docs/figures.py; a figure carries its colours and loads nothing."""
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")]
