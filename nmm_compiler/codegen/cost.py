@@ -14,16 +14,22 @@ from nmm_compiler.targets import Target
 _US = 1e6
 
 
-def tensor_us(matmuls: tuple[tuple[int, int], ...], dtype: str, target: Target) -> float:
-    """Return TensorE microseconds of (count, moving columns) passes."""
-    cycles = 0.0
+def tensor_us(
+    matmuls: tuple[tuple[int, int], ...], dtype: str, target: Target, least_seconds: float = 0.0
+) -> float:
+    """Return TensorE microseconds of (count, moving columns) passes.
+
+    least_seconds: what a pass takes at least.
+    """
+    seconds = 0.0
     for count, columns in matmuls:
-        wide = max(columns, target.tensor_min_interval_cycles)
+        cycles = max(columns, target.tensor_min_interval_cycles)
         if dtype == "float32":
-            cycles += count * (wide * target.fp32_pass_factor + target.tensor_fp32_overhead_cycles)
+            each = cycles * target.fp32_pass_factor + target.tensor_fp32_overhead_cycles
         else:
-            cycles += count * (wide + target.tensor_interval_overhead_cycles)
-    return cycles / target.tensor_clock_hz * _US
+            each = float(cycles + target.tensor_interval_overhead_cycles)
+        seconds += count * max(each / target.tensor_clock_hz, least_seconds)
+    return seconds * _US
 
 
 def eviction_us(evictions: tuple[tuple[int, int], ...], target: Target) -> float:
@@ -64,13 +70,14 @@ def dma_us(dmas: tuple[tuple[int, int, int, str], ...], target: Target) -> float
 def closed_form_us(work: Work, dtype: str, target: Target) -> float:
     """Return the predicted latency of a schedule in microseconds."""
     wide = tensor_us(work.wide_matmuls, "float32", target)
-    tensor = tensor_us(work.matmuls, dtype, target) + wide
+    chained = tensor_us(work.chained_matmuls, dtype, target, target.tensor_latency_seconds)
+    tensor = tensor_us(work.matmuls, dtype, target) + chained + wide
     dma = dma_us(work.dmas, target)
     start = (target.dma_start_latency_seconds + target.semaphore_seconds) * _US
     lead = work.lead_bytes / target.memory_bytes_per_second * _US
     tail = tensor_us((work.tail_matmuls,), dtype, target)
     store = start + work.tail_bytes / target.memory_bytes_per_second * _US
     early = work.early_bytes / target.memory_bytes_per_second * _US
-    late = early + tensor_us(work.late_matmuls, dtype, target) + wide
+    late = early + tensor_us(work.late_matmuls, dtype, target) + chained + wide
     busy = max(tensor + lead, dma + tail, late, eviction_us(work.evictions, target) + lead)
     return start + busy + store

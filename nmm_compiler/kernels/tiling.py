@@ -115,8 +115,12 @@ def result_elements(panel: int, tokens: int, *, rows: bool) -> int:
     return panel if rows else tiles(panel, 128) * tokens
 
 
-def result_tiles(m: int, n: int, *, rows: bool) -> tuple[int, int]:
-    """Return (tiles of PSUM that a result [m, n] or [n, m] leaves, columns of each)."""
+def result_tiles(m: int, n: int, *, rows: bool, panel: int = 512) -> tuple[int, int]:
+    """Return (tiles of PSUM that a result [m, n] or [n, m] leaves, columns of each).
+
+    panel: outputs that are computed at a time.
+    """
     if rows:
-        return tiles(m, 128) * tiles(n, 512), min(512, n)
+        columns = min(512, n, panel)
+        return tiles(m, 128) * tiles(n, columns), columns
     return tiles(n, 128) * tiles(m, 512), min(512, m)

@@ -21,7 +21,8 @@ class Work(Record):
     and ScalarE in turn. dmas: (count, bytes each, contiguous bytes, kind), kind "copy" or
     "transpose". lead_bytes: bytes that must arrive before the first matmul. tail_matmuls: (count,
     columns) left when the last bytes are in. tail_bytes: the last store. late_matmuls: those of
-    stage 2, which waits for the loads of stage 1, early_bytes.
+    stage 2, which waits for the loads of stage 1, early_bytes. chained_matmuls: passes that each add
+    to the sum of the pass before, with no other sum to turn to.
     """
 
     matmuls: tuple[Passes, ...]
@@ -33,11 +34,12 @@ class Work(Record):
     early_bytes: int = 0
     late_matmuls: tuple[Passes, ...] = ()
     wide_matmuls: tuple[Passes, ...] = ()
+    chained_matmuls: tuple[Passes, ...] = ()
 
     @property
     def instructions(self) -> int:
         """All instructions of the kernel."""
-        passes = (*self.matmuls, *self.wide_matmuls, *self.evictions)
+        passes = (*self.matmuls, *self.wide_matmuls, *self.chained_matmuls, *self.evictions)
         return sum(count for count, _ in passes) + sum(dma[0] for dma in self.dmas)
 
 
@@ -47,6 +49,7 @@ class Tally:
     def __init__(self) -> None:
         self.matmuls: list[Passes] = []
         self.wide_matmuls: list[Passes] = []
+        self.chained_matmuls: list[Passes] = []
         self.evictions: list[Passes] = []
         self.dmas: list[tuple[int, int, int, str]] = []
 
@@ -75,6 +78,7 @@ class Tally:
         return Work(
             matmuls=tuple(self.matmuls),
             wide_matmuls=tuple(self.wide_matmuls),
+            chained_matmuls=tuple(self.chained_matmuls),
             evictions=tuple(self.evictions),
             dmas=tuple(self.dmas),
             **rest,

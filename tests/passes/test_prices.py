@@ -12,7 +12,7 @@ from nmm_compiler import backend
 from nmm_compiler.codegen import latency
 from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.codegen.latency import LAUNCH_GAP_US, simulated_us, ways_us
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
@@ -158,6 +158,30 @@ ESTIMATED = [
 @pytest.mark.parametrize("spec", ESTIMATED, ids=lambda spec: spec.short())
 def test_the_closed_form_follows_the_simulator(spec):
     assert 0.6 <= estimate_us(spec, "trn2") / simulated_us(spec, "trn2") <= 1.1
+
+
+# An h of 14,336 features leaves SBUF for panels of 128 outputs: passes wait for their sum on trn2,
+# short runs of the weights bound trn1.
+NARROW = [(m, 4096, n) for m in (16, 128, 512) for n in (12288, 14336)]
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize(
+    "sizes", [NARROW[-1], *(pytest.param(s, marks=pytest.mark.long) for s in NARROW[:-1])]
+)
+def test_the_closed_form_knows_how_wide_the_panels_of_a_dense_down_projection_are(sizes, target):
+    m, k, n = sizes
+    spec = GatedMLPSpec(m=m, k=k, n=n, gate_r=0, up_r=0, down_r=0, activation="silu")
+    assert 0.65 <= estimate_us(spec, target) / simulated_us(spec, target) <= 1.15
+
+
+def test_a_narrow_dense_mlp_is_slower_than_its_two_kernels():
+    """What `nmm plan` takes as dense is the faster one."""
+    sizes = {"m": 512, "k": 4096, "n": 14336, "activation": "silu"}
+    whole = estimate_us(GatedMLPSpec(**sizes, down_r=0), "trn2")
+    half = GatedMLPUpSpec(**sizes, out_layout="col")
+    tail = MatmulSpec(m=512, k=14336, n=4096, x_layout="col")
+    assert whole > 1.5 * (estimate_us(half, "trn2") + estimate_us(tail, "trn2"))
 
 
 def test_weights_are_read_again_where_tokens_do_not_fit():

@@ -390,12 +390,15 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
         total = rows * columns * moved * m_blocks
         tally.load(schedule.v.load, total, count, run, (squares, count, run))
 
-    def product(rows: int, chunk: int, count: int, columns: int, of_kept: bool) -> None:
+    def product(
+        rows: int, chunk: int, count: int, columns: int, of_kept: bool, chained: bool = False
+    ) -> None:
         if spec.wide and of_kept:
             tally.wide_matmuls.append((tiles(rows, 128) * count, columns))
         else:
             each = passes(rows, chunk, kept if of_kept else pairs)
-            tally.matmuls.append((each * count, columns))
+            into = tally.chained_matmuls if chained else tally.matmuls
+            into.append((each * count, columns))
 
     rows = spec.out_layout == "row"
     for branch in spec.branches:
@@ -412,8 +415,10 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
         v = schedule.out if into_out else schedule.v
         of_kept = into_out or bool(rank)
         weight(rank or first, last, v, of_kept)
-        count, columns = result_tiles(m, last, rows=rows and (into_out or not spec.down))
-        product(rank or first, v.chunk, count, columns, of_kept)
+        by_rows = rows and (into_out or not spec.down)
+        count, columns = result_tiles(m, last, rows=by_rows, panel=v.block)
+        # results by rows are summed one at a time; short passes wait for the sum
+        product(rank or first, v.chunk, count, columns, of_kept, by_rows and columns < 512)
         tally.evictions.append((count, columns))
     features = spec.out_features
     panel = min(schedule.out.block if spec.down else schedule.v.block, features)
