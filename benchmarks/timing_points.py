@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.timing.evidence import CLASSES, HELD_OUT, ErrorBand, constants_hash
 from nmm_compiler.simulator.timing.profile import Profile
 
@@ -115,14 +115,19 @@ def points() -> list[Point]:
     return [Point(kind=row.pop("class"), **row) for row in rows]
 
 
-def predict(point: Point) -> Result:
-    """Simulate a point."""
-    before = time.process_time()
+def simulated(point: Point) -> Simulation:
+    """Run the kernel of a point without data."""
     specs = [ArraySpec(tuple(shape), point.dtype) for shape in point.shapes]
-    run = simulate(
+    return simulate(
         str(HERE / "kernels" / point.kernel), *specs, target=point.target, mode="timing",
         strict=False, **point.arguments,
     )  # fmt: skip
+
+
+def predict(point: Point) -> Result:
+    """Simulate a point."""
+    before = time.process_time()
+    run = simulated(point)
     assert run.profile is not None
     return Result(
         point,

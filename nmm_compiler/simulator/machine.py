@@ -219,6 +219,7 @@ class Machine:
         writes: tuple[Access, ...],
         attributes: dict[str, Any],
         name: str | None = None,
+        kind: int = 0,
     ) -> Instruction:
         """Append one instruction to the trace; ends a run that is too long."""
         frame: Any = sys._getframe(2)
@@ -241,6 +242,7 @@ class Machine:
         instruction = Instruction(
             op, engine, reads, writes, attributes, filename, frame.f_lineno, name or ""
         )
+        instruction.kind = kind
         instructions.append(instruction)
         allocations = self.trace.allocations
         for access in reads:

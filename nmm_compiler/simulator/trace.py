@@ -58,6 +58,8 @@ class Instruction:
         for dma_copy {"issuer", "dge_mode", "transpose"}.
     line, file: the kernel's own source line.
     after: instructions this one waits for beyond its data dependencies.
+    kind: equal for instructions with the same op, engine and attributes and operands of the same
+        geometry, wherever those begin in HBM; 0 if nobody has compared them.
     """
 
     op: str
@@ -69,6 +71,7 @@ class Instruction:
     line: int
     name: str = ""
     after: tuple[Instruction, ...] = ()
+    kind: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
     def depends_on(self, *producers: Instruction) -> Instruction:
         """Let this instruction wait for `producers`; returns itself (nki.isa.NkiInstruction)."""

@@ -11,10 +11,11 @@ import pytest
 from simulator_kernels import kernel_file, run
 from test_rules import attempt
 
-from benchmarks.simulator import TILED
-from nmm_compiler import errors
+from benchmarks.simulator import LOW_RANK, SOFTMAX, TILED
+from nmm_compiler import errors, targets
 from nmm_compiler.nki_api.rules import rules
 from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.simulator.timing.timeline import time_trace
 
 
 def tiled(rows, mode="timing"):
@@ -104,6 +105,24 @@ def test_calls_of_python_for_an_instruction():
     (few, small), (many, large) = calls(512), calls(2048)
     each = (many - few) / (large - small)
     assert each < 80
+
+
+@pytest.mark.parametrize("target", targets.names())
+@pytest.mark.parametrize("name", ["tiled", "low_rank", "scores"])
+def test_instructions_of_one_kind_take_what_each_alone_would(name, target):
+    """Times by number of kind and times by the geometry of every operand: equal to the last bit."""
+    path = kernel_file({"tiled": TILED, "low_rank": LOW_RANK, "scores": SOFTMAX}[name])
+    shapes = ((512, 512), (512, 128), (128, 1024)) if name == "low_rank" else ((128, 512),) * 2
+    given = [ArraySpec(shape, "bfloat16") for shape in shapes]
+    trace = simulate(f"{path}:{name}", *given, mode="timing", target=target).trace
+    kinds = {i.kind for i in trace.instructions}
+    assert 0 not in kinds
+    assert len(kinds) < len(trace.instructions)
+    quick = time_trace(trace, targets.get(target))
+    for instruction in trace.instructions:
+        instruction.kind = 0
+    slow = time_trace(trace, targets.get(target))
+    assert (quick.start, quick.end, quick.interval_end) == (slow.start, slow.end, slow.interval_end)
 
 
 @pytest.mark.parametrize("mode", ["timing", "functional", "full"])

@@ -9,7 +9,8 @@ from trace_builder import Builder
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.dependence import ENGINES, wake_table
-from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
+from nmm_compiler.simulator.timing.regions import Record, Records, is_dense, overlaps
+from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.timeline import time_trace
 
 TARGETS = [targets.get(name) for name in targets.names()]
@@ -247,6 +248,63 @@ def test_no_overlapping_record_is_missed_among_many(data):
         record = Record(access, float(number), 5)
         records.add(record)
         kept.append(record)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_tiles_are_found_and_forgotten_as_any_region(data):
+    """Mostly tiles of one grid, in HBM or on chip; a write hides what it covers."""
+    memory = data.draw(st.sampled_from(["hbm", "sbuf"]))
+    tensor = Builder().tensor(memory, 64, 96)
+    rows, columns = st.sampled_from([8, 8, 8, 8, 5]), st.sampled_from([16, 16, 16, 16, 32, 96])
+    shift = st.sampled_from([0, 0, 0, 3])
+    tile = st.tuples(st.integers(0, 7), st.integers(0, 5), rows, columns, shift)
+    records, kept = Records(), []
+    for number, (row, column, rows, columns, shift) in enumerate(
+        data.draw(st.lists(tile, min_size=5, max_size=60))
+    ):
+        first = 0 if memory == "sbuf" else row * 8
+        at = min(column * 16 + shift, 96 - columns)
+        access = tensor[first : first + rows, at : at + columns]
+        found = {id(r) for r in records.near(access) if overlaps(r.access, access)}
+        assert found == {id(r) for r in kept if overlaps(r.access, access)}
+        if data.draw(st.booleans()):
+            records.replace_covered(access)
+            kept = [r for r in kept if not _inside(r.access, access)]
+        record = Record(access, float(number), 5)
+        records.add(record)
+        kept.append(record)
+
+
+def _inside(old, new):
+    """Tell whether `new`, one run of bytes or the same region, covers `old`."""
+    if new.partition_start > old.partition_start or new.partition_stop < old.partition_stop:
+        return False
+    if is_dense(new.pattern, new.item_bytes, new.byte_stop - new.byte_start):
+        return new.byte_start <= old.byte_start and old.byte_stop <= new.byte_stop
+    return new.byte_start == old.byte_start and new.pattern == old.pattern
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 5)), max_size=60))
+def test_work_takes_the_first_gap_that_is_long_enough(work):
+    """Against a walk over all gaps; those of 0.02 us and less are not kept."""
+    slots, gaps, tail = Slots(), [], 0.0
+
+    def kept(*found):
+        return [(start, stop) for start, stop in found if stop - start > 0.02]
+
+    for ready, duration in work:
+        for place, (start, stop) in enumerate(gaps):
+            at = max(start, ready)
+            if at + duration <= stop:
+                gaps[place : place + 1] = kept((start, at), (at + duration, stop))
+                break
+        else:
+            at = max(tail, ready)
+            gaps += kept((tail, at))
+            tail = at + duration
+        assert slots.place(ready, duration) == at
 
 
 def test_a_thousand_columns_are_told_apart_quickly():

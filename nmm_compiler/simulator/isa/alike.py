@@ -18,6 +18,7 @@ from nmm_compiler.simulator.trace import Instruction
 
 _FORMS: dict[tuple[Any, ...], int] = {}
 _NUMBERS = itertools.count(1)
+_KINDS = itertools.count(1)
 _KEPT = 100_000
 _PLAIN = (int, float, str, Enum, type(None), type)
 
@@ -77,12 +78,14 @@ def recall(written: list[str], read: list[str], parameters: list[str], defaults:
         "        if known is not None:\n"
         "            if known[2] is None:\n"
         "                return machine.record(\n"
-        f"                    OP, known[0], {reads}, {writes}, known[1], {name}\n"
+        f"                    OP, known[0], {reads}, {writes}, known[1], {name}, known[4]\n"
         "                )\n"
         f"            values = {values}\n"
         "            reads = tuple([values[i]._access for i in known[2]])\n"
         "            writes = tuple([values[i]._access for i in known[3]])\n"
-        f"            return machine.record(OP, known[0], reads, writes, known[1], {name})\n"
+        "            return machine.record(\n"
+        f"                OP, known[0], reads, writes, known[1], {name}, known[4]\n"
+        "            )\n"
         f"        values, plain, warned = {values}, ({reads}, {writes}), machine.warned\n"
     )
 
@@ -121,7 +124,8 @@ def remember(
     # the other arguments are kept, so that no object to come gets the identity of one of them
     others = [value for value in values if value.__class__ is not NkiTensor]
     places_of = (None, None) if as_declared else found
-    memory[key] = record.engine, record.attributes, *places_of, others
+    record.kind = next(_KINDS)
+    memory[key] = record.engine, record.attributes, *places_of, record.kind, others
 
 
 def _shared_hbm(values: tuple[Any, ...], one: NkiTensor) -> bool:

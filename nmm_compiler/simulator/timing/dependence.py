@@ -332,12 +332,11 @@ class Dependences:
     def _remember_write(storage: Storage, access: Access, engine: int, end: float) -> None:
         """Add a write in place of those that it covers, in one record if it covers everything."""
         extent = access.byte_stop - access.byte_start
-        dense = is_dense(access.pattern, access.item_bytes, extent)
         whole = storage.whole
         if (
-            dense
-            and extent == storage.bytes
+            extent == storage.bytes
             and access.partition_stop - access.partition_start == storage.partitions
+            and is_dense(access.pattern, access.item_bytes, extent)
         ):
             storage.reads = _NOTHING
             if whole is None:
@@ -351,9 +350,10 @@ class Dependences:
                 storage.writes.add(whole)
                 storage.whole = None
         older, readers = storage.writes, storage.reads
-        if older.used or readers.used:
-            older.replace_covered(access, dense)
-            readers.replace_covered(access, dense)
+        if older.used:
+            older.replace_covered(access)
+        if readers.used:
+            readers.replace_covered(access)
         older.add(Record(access, end, engine))
 
     def _release(self, storage: Storage, pool: Pool) -> None:

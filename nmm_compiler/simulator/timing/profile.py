@@ -269,9 +269,9 @@ def profile_timeline(timeline: Timeline) -> Profile:
     transposes = {"dma": 0, "tensor": 0, "vector": 0}
     flops = transpose_flops = 0
     ideal_us = 0.0
-    kinds: dict[tuple[object, ...], _Kind] = {}
+    kinds: dict[object, _Kind] = {}
     for instruction in trace.instructions:
-        key = _kind_key(instruction)
+        key = instruction.kind or _kind_key(instruction)
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _Kind(instruction, target)

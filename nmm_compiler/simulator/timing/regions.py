@@ -100,6 +100,8 @@ def overlaps(first: Access, second: Access) -> bool:
         or second.partition_start >= first.partition_stop
     ):
         return False
+    if first.byte_start == second.byte_start and first.pattern == second.pattern:
+        return True
     if is_dense(first.pattern, first.item_bytes, first.byte_stop - first.byte_start) and is_dense(
         second.pattern, second.item_bytes, second.byte_stop - second.byte_start
     ):
@@ -122,13 +124,59 @@ def _covers(new: Access, new_dense: bool, old: Access) -> bool:
     return new.byte_start == old.byte_start and new.pattern == old.pattern
 
 
+class Tiling:
+    """Equal regions on a regular grid: two of them share a byte only if they start at the same.
+
+    like: any of them. pitch: the step of their outer dimension, 0 for one dense run; rows, width:
+    the steps of that dimension in a region, and the bytes of each.
+    """
+
+    __slots__ = ("like", "pitch", "rows", "width")
+
+    def __init__(self, like: Access, pitch: int, rows: int, width: int) -> None:
+        self.like, self.pitch, self.rows, self.width = like, pitch, rows, width
+
+    @classmethod
+    def of(cls, access: Access) -> Tiling | None:
+        """Return the tiling that `access` belongs to; None if it is on no such grid."""
+        pattern, item = access.pattern, access.item_bytes
+        step, width = pattern[-1][0], pattern[-1][1] * item
+        if len(pattern) > 2 or step != item:
+            return None
+        pitch, rows = pattern[0] if len(pattern) == 2 else (0, 1)
+        if len(pattern) == 2 and (pitch < width or rows < 1):
+            return None
+        found = cls(access, pitch, rows, width)
+        return found if found.aligned(access.byte_start) else None
+
+    def same(self, access: Access) -> bool:
+        """Return whether `access` has the shape of the regions, at any place."""
+        like = self.like
+        return (
+            access.pattern == like.pattern
+            and access.item_bytes == like.item_bytes
+            and access.partition_start == like.partition_start
+            and access.partition_stop == like.partition_stop
+        )
+
+    def aligned(self, start: int) -> bool:
+        """Return whether a region that starts at this byte is on the grid."""
+        if not self.pitch:
+            return start % self.width == 0
+        row, column = divmod(start, self.pitch)
+        return (
+            row % self.rows == 0 and column % self.width == 0 and column + self.width <= self.pitch
+        )
+
+
 class Records:
     """The accesses of one storage that a later access may depend on.
 
-    A short list at first; then a grid. Rows are multiples of the storage's pitch (the step that
-    most of the accesses take in their outermost dimension), columns the bytes within a row, both
-    in steps of the median access; so tiles of a matrix meet only their neighbours. Accesses that
-    would cover many cells are kept aside, and the grid is laid anew when they become many.
+    Regions of one tiling are found by where they start. Others are in a short list at first; then
+    in a grid. Rows are multiples of the storage's pitch (the step that most of the accesses take in
+    their outermost dimension), columns the bytes within a row, both in steps of the median access;
+    so tiles of a matrix meet only their neighbours. Accesses that would cover many cells are kept
+    aside, and the grid is laid anew when they become many.
     """
 
     __slots__ = (
@@ -137,6 +185,8 @@ class Records:
         "items",
         "pitch",
         "row_shift",
+        "tiles",
+        "tiling",
         "used",
         "wide",
         "wide_limit",
@@ -144,6 +194,8 @@ class Records:
 
     def __init__(self) -> None:
         self.used = False
+        self.tiling: Tiling | None = None
+        self.tiles: dict[int, list[Record]] = {}
         self.items: list[Record] = []
         self.cells: dict[tuple[int, int], list[Record]] | None = None
         self.wide: list[Record] = []
@@ -152,9 +204,44 @@ class Records:
 
     def near(self, access: Access) -> Iterable[Record]:
         """Return the records that may overlap `access` (a superset; some may come twice)."""
+        tiling = self.tiling
+        if tiling is not None:
+            if tiling.same(access):
+                found = self.tiles.get(access.byte_start)
+                if found is not None:
+                    return found
+                if tiling.aligned(access.byte_start):
+                    return ()
+            starts = self._starts(tiling, access)
+            if starts is not None:
+                tiles = self.tiles
+                return [record for start in starts for record in tiles.get(start, ())]
+            self._leave_tiling()
         if self.cells is None:
             return self.items
         return self._in_cells(access)
+
+    def _starts(self, tiling: Tiling, access: Access) -> Iterable[int] | None:
+        """Return where the tiles start that `access` may touch; None if a grid finds them sooner.
+
+        Of dense tiles, those between its first and its last byte.
+        """
+        if not tiling.pitch:
+            width = tiling.width
+            first = access.byte_start // width * width
+            if (access.byte_stop - first) // width < len(self.tiles):
+                return range(first, access.byte_stop, width)
+            return list(self.tiles)
+        return list(self.tiles) if len(self.tiles) <= _LIST_LIMIT else None
+
+    def _leave_tiling(self) -> None:
+        """Keep the records in the list, or in the grid, from now on."""
+        records = [record for tile in self.tiles.values() for record in tile]
+        self.tiling, self.tiles = None, {}
+        if len(records) > _LIST_LIMIT:
+            self._lay_grid(records)
+        else:
+            self.items = records
 
     def _in_cells(self, access: Access) -> Iterator[Record]:
         assert self.cells is not None
@@ -168,8 +255,19 @@ class Records:
             for column in columns:
                 yield from self.cells.get((row, column), ())
 
-    def replace_covered(self, access: Access, dense: bool) -> None:
+    def replace_covered(self, access: Access) -> None:
         """Forget the records that a new write of `access` covers whole."""
+        tiling = self.tiling
+        if tiling is not None and tiling.same(access):
+            self.tiles.pop(access.byte_start, None)  # equal regions cover only one another
+            return
+        dense = is_dense(access.pattern, access.item_bytes, access.byte_stop - access.byte_start)
+        if tiling is not None:
+            starts = self._starts(tiling, access)
+            if starts is not None:
+                self._drop_covered(starts, access, dense)
+                return
+            self._leave_tiling()
         if self.cells is None:
             if self.items:
                 self.items = [r for r in self.items if not _covers(access, dense, r.access)]
@@ -186,9 +284,30 @@ class Records:
             if cell:
                 self.cells[key] = [r for r in cell if not _covers(access, dense, r.access)]
 
+    def _drop_covered(self, starts: Iterable[int], access: Access, dense: bool) -> None:
+        """Forget the tiles that `access` covers; all records of a tile have its region."""
+        for start in starts:
+            tile = self.tiles.get(start)
+            if tile and _covers(access, dense, tile[0].access):
+                del self.tiles[start]
+
     def add(self, record: Record) -> None:
         """Remember one access."""
-        self.used = True
+        access = record.access
+        if not self.used:
+            self.used = True
+            self.tiling = Tiling.of(access)
+        tiling = self.tiling
+        if tiling is not None:
+            if tiling.same(access):
+                found = self.tiles.get(access.byte_start)
+                if found is not None:
+                    found.append(record)
+                    return
+                if tiling.aligned(access.byte_start):
+                    self.tiles[access.byte_start] = [record]
+                    return
+            self._leave_tiling()
         if self.cells is not None:
             self._place(record)
             if len(self.wide) > self.wide_limit:

@@ -9,6 +9,7 @@ memory delays its first write: until the last use of the oldest dead tensors tha
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable
 
@@ -18,24 +19,30 @@ _WORTH_A_SWAP = 0.5  # assumed: a stall shorter than this part of an instruction
 
 
 class Slots:
-    """One resource; `place` books the earliest free interval. Times in microseconds."""
+    """One resource; `place` books the earliest free interval. Times in microseconds.
 
-    __slots__ = ("gaps", "tail")
+    starts, stops: the gaps before `tail`, in order. A gap that ends too early is never looked at.
+    """
+
+    __slots__ = ("starts", "stops", "tail")
 
     def __init__(self) -> None:
         self.tail = 0.0
-        self.gaps: list[tuple[float, float]] = []
+        self.starts: list[float] = []
+        self.stops: list[float] = []
 
     def later(self, shift: float) -> Slots:
         """Return a resource booked the same, only `shift` later."""
         twin = Slots()
         twin.tail = self.tail + shift
-        twin.gaps = [(start + shift, stop + shift) for start, stop in self.gaps]
+        twin.starts = [start + shift for start in self.starts]
+        twin.stops = [stop + shift for stop in self.stops]
         return twin
 
     def close(self, when: float) -> None:
         """Forbid bookings before `when`, in a gap or at the end."""
-        self.gaps.clear()
+        self.starts.clear()
+        self.stops.clear()
         if when > self.tail:
             self.tail = when
 
@@ -46,53 +53,74 @@ class Slots:
         the difference. They are booked already, so the work takes the idle time before them, and
         only the rest lengthens the engine's time. A stall that nothing fills stays.
         """
-        gaps, left = self.gaps, duration
-        if not gaps or gaps[-1][1] <= ready:
+        starts, stops = self.starts, self.stops
+        if not stops or stops[-1] <= ready:
             return self._append(ready, duration)
-        for start, stop in gaps:
-            if (start if start > ready else ready) + duration <= stop:
-                return self.place(ready, duration)
-        while gaps and left > 0.0 and gaps[-1][1] > ready:
-            start, stop = gaps[-1]
+        at = self._fill(ready, duration)
+        if at is not None:
+            return at
+        left = duration
+        while stops and left > 0.0 and stops[-1] > ready:
+            start, stop = starts[-1], stops[-1]
             begin = start if start > ready else ready
             if stop - begin < duration * _WORTH_A_SWAP:
                 break
-            gaps.pop()
+            starts.pop()
+            stops.pop()
             if stop - begin > left:
                 begin = stop - left
             left -= stop - begin
             if begin - start > _SMALLEST_GAP_US:
-                gaps.append((start, begin))
+                starts.append(start)
+                stops.append(begin)
                 break
         if left == duration:
-            return self.place(ready, duration)
+            return self._append(ready, duration)
         self.tail += max(left, 0.0)
         return self.tail - duration
 
     def place(self, ready: float, duration: float) -> float:
         """Book `duration` at the earliest time not before `ready`; return its start."""
-        gaps = self.gaps
-        if gaps and ready + duration <= gaps[-1][1]:
-            for index, (start, stop) in enumerate(gaps):
-                at = start if start > ready else ready
-                if at + duration <= stop:
-                    left, right = (start, at), (at + duration, stop)
-                    gaps[index : index + 1] = [
-                        gap for gap in (left, right) if gap[1] - gap[0] > _SMALLEST_GAP_US
-                    ]
-                    del gaps[:-_GAPS_KEPT]
-                    return at
+        stops = self.stops
+        if stops and ready + duration <= stops[-1]:
+            at = self._fill(ready, duration)
+            if at is not None:
+                return at
         return self._append(ready, duration)
+
+    def _fill(self, ready: float, duration: float) -> float | None:
+        """Book the earliest gap that is long enough, if there is one; return the start."""
+        starts, stops = self.starts, self.stops
+        for index in range(bisect.bisect_left(stops, ready + duration), len(stops)):
+            start = starts[index]
+            at = start if start > ready else ready
+            stop = stops[index]
+            end = at + duration
+            if end <= stop:
+                before, after = at - start > _SMALLEST_GAP_US, stop - end > _SMALLEST_GAP_US
+                if after:
+                    starts[index] = end
+                    if before:
+                        starts.insert(index, start)
+                        stops.insert(index, at)
+                        del starts[:-_GAPS_KEPT], stops[:-_GAPS_KEPT]
+                elif before:
+                    stops[index] = at
+                else:
+                    del starts[index], stops[index]
+                return at
+        return None
 
     def _append(self, ready: float, duration: float) -> float:
         """Book behind everything; what stays free before it is a gap."""
         tail = self.tail
         if ready > tail:
             if ready - tail > _SMALLEST_GAP_US:
-                gaps = self.gaps
-                gaps.append((tail, ready))
-                if len(gaps) > _GAPS_KEPT:
-                    del gaps[0]
+                starts, stops = self.starts, self.stops
+                starts.append(tail)
+                stops.append(ready)
+                if len(starts) > _GAPS_KEPT:
+                    del starts[0], stops[0]
             tail = ready
         self.tail = tail + duration
         return tail

@@ -14,10 +14,8 @@ import bisect
 import contextlib
 import dataclasses
 import gc
-import math
 from collections.abc import Iterator, Sequence
 
-from nmm_compiler.simulator.timing.costs import ComputeCosts
 from nmm_compiler.simulator.timing.dependence import (
     DMA,
     ENGINES,
@@ -30,17 +28,16 @@ from nmm_compiler.simulator.timing.dependence import (
     wake_table,
 )
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts, DmaEngines
-from nmm_compiler.simulator.timing.placement import PassedOn, scalar_can
+from nmm_compiler.simulator.timing.placement import PassedOn
 from nmm_compiler.simulator.timing.resources import Slots
+from nmm_compiler.simulator.timing.tensor_clock import TensorClock
+from nmm_compiler.simulator.timing.work import Work, Works
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
 __all__ = ["Timeline", "Transfer", "collector_held_off", "time_trace", "time_traces"]
 
 _US = 1e6
-
-# Functions that every activation table holds, so that switching to them loads nothing.
-_IN_EVERY_TABLE = frozenset({"copy", "identity", "square", "abs", "relu", ""})
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,14 +159,14 @@ class _Pass:
 
     def __init__(self, trace: Trace, target: Target, reorder: bool, dma_costs: DmaCosts) -> None:
         self.trace, self.target, self.reorder = trace, target, reorder
-        self.costs = ComputeCosts(target)
-        self.dma_costs = dma_costs
+        self.works = Works(target, dma_costs)
         self.dependences = Dependences(trace, target, self._book, self._settle, reorder)
         count = len(trace.instructions)
         self.start = [0.0] * count
         self.end = [0.0] * count
         self.interval_end = [0.0] * count
         self.engines = [Slots() for _ in ENGINES]
+        self.tensor = TensorClock(target, self.engines[TENSOR])
         self.codes = {name: code for code, name in enumerate(ENGINES)}
         self.placed: dict[int, str] = {}
         self.wake = wake_table(target)
@@ -192,52 +189,46 @@ class _Pass:
         self.table: str | None = None
         self.psum_until = [0.0] * len(ENGINES)
         self.sbuf_until = [0.0] * len(ENGINES)
-        # from when the next product may add to a sum: by storage, byte and partition
-        self.sums: dict[tuple[int, int, int], float] = {}
-        self.fill_us = target.tensor_latency_seconds * _US
-        # TensorE clock ramp: work done since it was cold, recent utilization and until when
-        self.ramp_us = target.tensor_ramp_seconds * _US
-        self.window = self.ramp_us / (2.0 * math.log(2.0))
-        self.ramp_done = 0.0
-        self.utilization = 0.0
-        self.utilization_at = 0.0
-        self.throttled_us = 0.0
-        self.decay: dict[float, float] = {}  # interval -> what is left of the utilization after it
         # when instructions were in flight, by engine
         self.spans: list[list[tuple[float, float]]] = [[] for _ in ENGINES]
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
         start, end, interval_end = self.start, self.end, self.interval_end
-        codes, edges = self.codes, self.edges
+        edges, in_order, spans = self.edges, self.in_order, self.spans
         ready_of, done = self.dependences.ready, self.dependences.done
-        tensor, compute, transfer = self._tensor, self._compute, self._transfer
-        repeated, spans = self.dependences.repeated, self.spans
-        prefers_scalar = self.target.unset_engine_prefers_scalar
+        kinds, find = self.works.kinds, self.works.find
+        tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
+        repeated = self.dependences.repeated
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
                 self._meet(index)
             if repeated and index in repeated:
                 start[index] = end[index] = interval_end[index] = end[repeated[index]]
                 continue
-            engine = codes[instruction.engine]
             if instruction.op == "core_barrier":
                 self._meet(index)
                 yield self.floor
                 self._release()
-            if prefers_scalar and engine == VECTOR and scalar_can(instruction):
-                engine, self.placed[index] = SCALAR, "scalar"
+            work = kinds.get(instruction.kind) or find(instruction)
+            engine = work.engine
+            if work.placed:
+                self.placed[index] = ENGINES[engine]
             reads, writes = instruction.reads, instruction.writes
             ready = ready_of(engine, reads, writes)
             if instruction.after:
                 ready = max(ready, self._after(instruction, engine))
-            if engine == DMA:
-                transfer(index, instruction, ready)
-                continue
+            if self.floor > ready:
+                ready = self.floor
             if engine == TENSOR:
-                begin, next_free, stop = tensor(index, instruction, ready)
+                into = writes[0]
+                place = (into.storage, into.byte_start, into.partition_start)
+                begin, next_free, stop = tensor(work, place, ready, in_order[index])
+            elif work.dma is not None:
+                transfer(index, instruction, ready, work.dma)
+                continue
             else:
-                begin, next_free, stop = compute(index, engine, instruction, ready)
+                begin, next_free, stop = compute(index, work, instruction, ready)
             start[index], end[index], interval_end[index] = begin, stop, next_free
             spans[engine].append((begin, stop))
             done(index, engine, reads, writes, next_free, stop)
@@ -274,112 +265,43 @@ class _Pass:
             ready = max(ready, self.end[at] + wake)
         return ready
 
-    def _tensor(
-        self, index: int, instruction: Instruction, ready: float
-    ) -> tuple[float, float, float]:
-        """Book TensorE; the clock limit re-engages when recent utilization falls below half.
-
-        A product that adds to a sum starts no sooner than the first column of the product before
-        it has come through.
-        """
-        interval, latency = self.costs.tensor(instruction)
-        slots = self.engines[TENSOR]
-        tail = slots.tail
-        into = instruction.writes[0]
-        key = (into.storage, into.byte_start, into.partition_start)
-        begin = self.sums.get(key, 0.0)
-        if self.floor > begin:
-            begin = self.floor
-        in_order = self.in_order[index]
-        if in_order and tail > begin:
-            begin = tail
-        if ready > begin:
-            begin = ready
-        fill = latency - interval
-        if begin > tail and begin > 0.0:
-            fill += self.costs.stationary_load_us(instruction)
-        ramp_us = self.ramp_us
-        if ramp_us:
-            gap = (begin if begin > tail else tail) - self.utilization_at
-            used = self.utilization * math.exp(-gap / self.window) if gap > 0.0 else 1.0
-            if used < 0.5:
-                self.ramp_done = 0.0
-            if self.ramp_done < ramp_us:
-                slow = interval / self.target.tensor_ramp_start_fraction
-                self.throttled_us += slow - interval
-                interval = slow
-                self.ramp_done += interval
-        begin = (slots.place if in_order else slots.squeeze)(begin, interval)
-        if ramp_us and slots.tail > self.utilization_at:
-            used = self.utilization
-            if gap > 0.0:
-                used *= math.exp(-gap / self.window)
-            kept = self.decay.get(interval)
-            if kept is None:
-                kept = self.decay[interval] = math.exp(-interval / self.window)
-            self.utilization = 1.0 - (1.0 - used) * kept
-            self.utilization_at = slots.tail
-        self.sums[key] = begin + (interval if interval > self.fill_us else self.fill_us)
-        return begin, begin + interval, begin + interval + fill
-
     def _compute(
-        self, index: int, engine: int, instruction: Instruction, ready: float
+        self, index: int, work: Work, instruction: Instruction, ready: float
     ) -> tuple[float, float, float]:
         """Book VectorE, ScalarE, GpSimd or the sync engine."""
-        target, slots = self.target, self.engines[engine]
-        timed = self.passed.timed(instruction, engine == SCALAR) if self.passed else instruction
-        interval, latency = self.costs.other(timed, ENGINES[engine])
-        begin = ready if ready > self.floor else self.floor
-        if self.in_order[index] and slots.tail > begin:
+        target, engine = self.target, work.engine
+        slots = self.engines[engine]
+        interval, latency = work.interval, work.latency
+        if self.passed is not None:
+            timed = self.passed.timed(instruction, engine == SCALAR)
+            if timed is not instruction:
+                interval, latency = self.works.costs.other(timed, ENGINES[engine])
+        begin = ready
+        in_order = self.in_order[index]
+        if in_order and slots.tail > begin:
             begin = slots.tail
-        if engine == SCALAR:
-            name = instruction.attributes.get("function", "")
-            table_free = name in _IN_EVERY_TABLE or name == self.table
-            if not table_free and instruction.op.startswith("activat"):
-                # placed by the compiler as early as ScalarE is free, before the operands come
-                load_us = target.activation_table_load_seconds * _US
-                loaded = slots.place(max(slots.tail, self.floor), load_us) + load_us
-                self.table_loads.append((loaded - load_us, loaded))
-                self.table = name
-                slots.close(loaded)
-        if target.vector_scalar_share_psum and engine in (VECTOR, SCALAR):
-            begin = self._share(engine, instruction, "psum", self.psum_until, begin)
-        if target.vector_gpsimd_share_sbuf and engine in (VECTOR, GPSIMD):
-            begin = self._share(engine, instruction, "sbuf", self.sbuf_until, begin)
-        if self.in_order[index]:
-            begin = slots.place(begin, interval)
-        else:
-            begin = slots.squeeze(begin, interval)
-        if target.vector_scalar_share_psum and engine in (VECTOR, SCALAR):
-            self._hold(engine, instruction, "psum", self.psum_until, begin + interval)
-        if target.vector_gpsimd_share_sbuf and engine in (VECTOR, GPSIMD):
-            self._hold(engine, instruction, "sbuf", self.sbuf_until, begin + interval)
+        if work.table and work.table != self.table:
+            # placed by the compiler as early as ScalarE is free, before the operands come
+            load_us = target.activation_table_load_seconds * _US
+            loaded = slots.place(max(slots.tail, self.floor), load_us) + load_us
+            self.table_loads.append((loaded - load_us, loaded))
+            self.table = work.table
+            slots.close(loaded)
+        psum = work.psum and target.vector_scalar_share_psum and engine in (VECTOR, SCALAR)
+        sbuf = work.sbuf and target.vector_gpsimd_share_sbuf and engine in (VECTOR, GPSIMD)
+        if psum:
+            begin = _shared(engine, self.psum_until, begin)
+        if sbuf:
+            begin = _shared(engine, self.sbuf_until, begin)
+        begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)
+        if psum:
+            self.psum_until[engine] = max(self.psum_until[engine], begin + interval)
+        if sbuf:
+            self.sbuf_until[engine] = max(self.sbuf_until[engine], begin + interval)
         return begin, begin + interval, begin + latency
 
-    @staticmethod
-    def _share(
-        engine: int, instruction: Instruction, memory: str, until: list[float], begin: float
-    ) -> float:
-        """Return from when no other engine of an older core uses a memory."""
-        if any(a.memory == memory for a in (*instruction.reads, *instruction.writes)):
-            for other, when in enumerate(until):
-                if other != engine and when > begin:
-                    begin = when
-        return begin
-
-    @staticmethod
-    def _hold(
-        engine: int, instruction: Instruction, memory: str, until: list[float], stop: float
-    ) -> None:
-        """Keep the other engine of an older core out of a memory until `stop`."""
-        if any(a.memory == memory for a in (*instruction.reads, *instruction.writes)):
-            until[engine] = max(until[engine], stop)
-
-    def _transfer(self, index: int, instruction: Instruction, ready: float) -> None:
+    def _transfer(self, index: int, instruction: Instruction, ready: float, cost: DmaCost) -> None:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
-        cost = self.dma_costs.cost(instruction)
-        if self.floor > ready:
-            ready = self.floor
         queue = self.queues.get(cost.queue)
         if queue is None:
             queue = self.queues[cost.queue] = Slots()
@@ -478,7 +400,7 @@ class _Pass:
             busy_us=busy,
             dma_engine_busy_us=work,
             dma_stagger_us=self.dma_engines.step_us,
-            tensor_throttled_us=self.throttled_us,
+            tensor_throttled_us=self.tensor.throttled_us,
             latency_us=max(self.end, default=0.0),
             repeated=dependences.repeated,
             placed=self.placed,
@@ -486,6 +408,14 @@ class _Pass:
             psum_peak_bytes=self._psum_peak_bytes(),
             sbuf_overflow_bytes=dependences.sbuf.overflow,
         )
+
+
+def _shared(engine: int, until: list[float], begin: float) -> float:
+    """Return from when no other engine of an older core uses a memory."""
+    for other, when in enumerate(until):
+        if other != engine and when > begin:
+            begin = when
+    return begin
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
