@@ -193,7 +193,7 @@ def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
 def _load(name: str) -> tuple[Any, Any]:
     """Return (model, tokenizer or None) of a directory, or of the demo's encoder."""
     from nmm_compiler.cli import models
-    from nmm_compiler.compress.load import load_tokenizer
+    from nmm_compiler.compress.load import load_directory, load_tokenizer
     from nmm_compiler.compress.replace import put_back
 
     put_back(Path(name))
@@ -202,7 +202,7 @@ def _load(name: str) -> tuple[Any, Any]:
     if not (Path(name) / "config.json").is_file():
         raise UnknownNameError("model", name, [models.ENCODER, "DIRECTORY with config.json"])
     tokenizer = load_tokenizer(name)
-    return models.load(name)[0], tokenizer
+    return load_directory(name), tokenizer
 
 
 def read_batches(

@@ -18,6 +18,7 @@ import torch
 
 from nmm_compiler.compress.replace import put_back
 from nmm_compiler.errors import (
+    CaptureError,
     MissingPackageError,
     NmmError,
     UnknownNameError,
@@ -50,9 +51,31 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
         require_transformers(f"loading {name}")
         from nmm_compiler.compress.load import load_directory
 
-        return load_directory(name), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+        loaded = load_directory(name)
+        return loaded, example_inputs(name, loaded, tokens)
     raise UnknownNameError(
         "model", name, [LANGUAGE_MODEL, ENCODER, "DIRECTORY with config.json", "FILE.py:function"]
+    )
+
+
+def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """Return one row of tokens or one image, all zeros, as the model asks for.
+
+    Raises CaptureError for a model of other inputs.
+    """
+    wanted = getattr(model, "main_input_name", "input_ids")
+    ids = {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+    if wanted == "input_ids":
+        decoder = {"decoder_input_ids": ids["input_ids"]}
+        return ids | (decoder if getattr(model.config, "is_encoder_decoder", False) else {})
+    size = getattr(model.config, "image_size", None)
+    if wanted == "pixel_values" and size is not None:
+        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        shape = (1, getattr(model.config, "num_channels", 3), *sizes)
+        return {"pixel_values": torch.zeros(shape, dtype=model.dtype)}
+    raise CaptureError(
+        f"{name}: {type(model).__name__} takes {wanted}, of which the config does not say the "
+        "size; pass FILE.py:function, which returns (model, dict of inputs)"
     )
 
 

@@ -1,0 +1,51 @@
+"""What a directory's model is traced with: tokens, an image, tokens on both sides, or an error."""
+
+import pytest
+import torch
+
+from nmm_compiler.cli import models
+from nmm_compiler.cli.main import main
+from nmm_compiler.errors import CaptureError
+
+transformers = pytest.importorskip("transformers")
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def image_model():
+    config = transformers.ViTConfig(**SMALL, num_attention_heads=2, image_size=16, patch_size=8)
+    return transformers.ViTModel(config)
+
+
+def test_explain_traces_a_vision_model_with_an_image(tmp_path, capsys):
+    """Dense layers, attention and patches are no chains that something hinders."""
+    folder = saved(image_model(), tmp_path / "vit")
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", folder])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0, said
+    assert said.startswith("0 matched (0 rewritten), 0 declined")
+
+
+def test_an_encoder_and_decoder_get_tokens_both(tmp_path):
+    config = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=1,
+                                   num_heads=4, decoder_start_token_id=0)  # fmt: skip
+    folder = saved(transformers.T5ForConditionalGeneration(config), tmp_path / "t5")
+    model, inputs = models.load(folder, 7)
+    assert {name: tuple(ids.shape) for name, ids in inputs.items()} == {
+        "input_ids": (1, 7),
+        "decoder_input_ids": (1, 7),
+    }
+    assert model(**inputs).logits.shape == (1, 7, 50)
+
+
+def test_a_model_of_other_inputs_names_the_way_out():
+    class Audio(torch.nn.Module):
+        main_input_name, config = "input_features", transformers.WhisperConfig()
+
+    with pytest.raises(CaptureError, match=r"input_features.*FILE\.py:function"):
+        models.example_inputs("whisper", Audio(), 8)
