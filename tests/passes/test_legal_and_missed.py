@@ -29,7 +29,7 @@ class Model(nn.Module):
         self.patch, self.both, self.wide = weight(8, 3, 4, 4), weight(16, 64), weight(48, 16)
         self.s, self.row, self.column, self.square = weight(8), weight(64), weight(48), weight(8, 8)
         self.kernel, self.turned = weight(48, 8, 3, 3), weight(8, 48, 1, 1)
-        self.larger, self.gates = weight(8, 48, 2, 2), weight(4, 64)
+        self.larger, self.gates, self.forms = weight(8, 48, 2, 2), weight(4, 64), weight(48, 8, 8)
 
     def forward(self, x):
         return self.function(self, x)
@@ -87,6 +87,14 @@ FUSED = {
     "an einsum that scales": (lambda p, x: L(torch.einsum("bsk,rk,r->bsr", x, p.a, p.s), p.b),
                               ["lowrank"]),
     "addcmul": (lambda p, x: L(torch.addcmul(p.bias, L(x, p.a), p.s), p.b), ["lowrank"]),
+    "vecdot": (lambda p, x: torch.linalg.vecdot(L(x, p.a)[..., None, :], p.b), ["lowrank"]),
+    "vecdot first": (lambda p, x: L(torch.linalg.vecdot(x[..., None, :], p.a), p.b), ["lowrank"]),
+    "a sum of products first": (lambda p, x: L((x[..., None, :] * p.a).sum(-1), p.b), ["lowrank"]),
+    "rank 1, addr": (lambda p, x: torch.addr(p.column, x[0] @ p.row, p.column, beta=2.0, alpha=0.5),
+                     ["lowrank"]),
+    "rank 1, one token": (lambda p, x: torch.dot(x[0, 0], p.row) * p.column, ["lowrank"]),
+    "an expert by index": (lambda p, x: x @ p.experts[x[0, 0, 0].long() % 4] @ p.backs[0],
+                           ["lowrank"]),
     "a made weight": (lambda p, x: L(L(x, p.a * 0.5), torch.cat([p.b[:20], p.b[20:]])),
                       ["lowrank"]),
 }  # fmt: skip
@@ -137,6 +145,19 @@ NAMED = {
     "no sum": (lambda p, x: L(x, p.a)[..., None] * p.b.t(), "unsummed"),
     "no sum, the other way round": (lambda p, x: p.b * L(x, p.a)[..., None, :], "unsummed"),
     "an embedding": (lambda p, x: L(F.embedding(x, p.table), p.b), "embedding"),
+    "a factory as second factor": (lambda p, x: L(L(x, p.a), torch.ones(48, 8, dtype=x.dtype)),
+                                   "weight_computed"),
+    "a factory as first factor": (lambda p, x: L(x, torch.eye(8, 64, dtype=x.dtype) * 2) @ p.b.t(),
+                                  "weight_computed"),
+    "factories alone": (lambda p, x: x @ x.new_ones(64, 8) @ x.new_full((8, 48), 0.5),
+                        "weight_computed"),
+    "a decomposed factor": (lambda p, x: L(x, torch.linalg.qr(p.a.t())[0].t()) @ p.b.t(),
+                            "weight_computed"),
+    "a Kronecker product": (lambda p, x: L(x, torch.kron(p.square[:2], p.a[:4, :8])),
+                            "weight_computed"),
+    "a bilinear form": (lambda p, x: F.bilinear(L(x, p.a), L(x, p.a), p.forms), "opaque"),
+    "a bilinear einsum": (lambda p, x: torch.einsum(
+        "bsi,nij,bsj->bsn", L(x, p.a), p.forms, L(x, p.a)), "opaque"),
 }  # fmt: skip
 INPUTS = {
     "experts": torch.randn(4, 5, 64), "patches": torch.randn(2, 3, 16, 16),
@@ -230,6 +251,17 @@ def test_named(name):
     result = found(function, INPUTS.get(name, X))
     assert code in [d.code for d in result.declined]
     assert all(d.remedy for d in result.declined)
+
+
+def test_a_factor_that_is_an_input_is_named_and_keys_are_not():
+    """Attention on queries of a product and on keys from outside is no chain."""
+    model = Model(lambda p, x: L(x["x"] @ x["u"], p.b)).requires_grad_(False)
+    result = rewrite(model, ({"x": X, "u": torch.randn(64, 8)},))
+    assert [d.code for d in result.declined] == ["activations"]
+    model = Model(lambda p, x: L(x["x"], p.a) @ x["k"].mT).requires_grad_(False)
+    assert not rewrite(model, ({"x": X, "k": torch.randn(2, 5, 8)},)).declined
+    same = Model(lambda p, x: L(x, p.a) @ p.a @ x.mT).requires_grad_(False)
+    assert not rewrite(same, (X[0],)).declined
 
 
 def test_what_stands_outside_of_a_kernel_is_not_turned_with_its_result():

@@ -76,7 +76,8 @@ def _remedy(c: Canonical, call: Call) -> str:
         return (
             "multiply by the mask, h * mask, if it is one for each token" if good else _NOT_LINEAR
         )
-    source = call.get(0, "input", "self")
+    added = call.name in ("index_add", "scatter_add")  # the first operand is added to
+    source = call.get(3, "source", "src") if added else call.get(0, "input", "self")
     axes = _axes(call, len(c.shape(source) or ())) if isinstance(source, fx.Node) else None
     if axes is None or call.name not in _CUTS | _PICKS | _COPIES | _SUMS:
         return _OTHER

@@ -30,7 +30,6 @@ from nmm_compiler.passes.graph.canonical_forms import (
     Cast,
     Form,
     Key,
-    Leaf,
     Norm,
     Product,
     Scale,
@@ -114,7 +113,8 @@ def read_chain(
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
         if not (inputs or any(_is_made_of_weights(c, side) for side in (inner.lhs, inner.rhs))):
-            refusal = _tokens_mixed(c, inner, second, walk.key) or refusal
+            mixed = _tokens_mixed(c, inner, second, walk.key)
+            refusal = mixed or _first_is_given(c, inner, second) or refusal
             continue  # as in attention
         found = join_stages(c, second, walk, inner, computed=inputs)
         gated = isinstance(found, Refusal) and found.code == "activation_factor"
@@ -168,16 +168,34 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
                 "compute it once outside the graph and pass it as a parameter",
             )
     if isinstance(inner, Product) and owner_of(data) not in c.derived:
-        leaf = c.form(weight)
-        if isinstance(leaf, Leaf):
-            return Refusal(
-                "activations",
-                "both operands are activations: the factor is an input of the graph",
-                weight,
-                "make the factor a parameter or a buffer (beside a stored base, adapters may be "
-                "inputs)",
-            )
+        leaf = c.base(weight)[0]
+        if leaf in c.input_matrices and not _comes_from(c, inner, leaf):
+            return _given(weight)
     return None  # a product of two activations, as in attention, is no chain
+
+
+def _comes_from(c: Canonical, made: Product, leaf: Key) -> bool:
+    """Return whether a product is computed from an input, through products alone: then it meets
+    itself, as in a score pattern."""
+    found: Product | Refusal = made
+    while isinstance(found, Product):
+        sides = (found.lhs, found.rhs)
+        if any(c.base(side)[0] is leaf for side in sides):
+            return True
+        data = next((side for side in sides if not c.is_weight(side)), None)
+        if data is None:
+            return False
+        found = trace_back(c, data)[1]
+    return False
+
+
+def _given(factor: Key) -> Refusal:
+    return Refusal(
+        "activations",
+        "both operands are activations: the factor is an input of the graph",
+        factor,
+        "make the factor a parameter or a buffer (beside a stored base, adapters may be inputs)",
+    )
 
 
 def _products_behind(c: Canonical, key: Key, limit: int = 12) -> list[Product]:
@@ -255,6 +273,23 @@ def _tokens_mixed(c: Canonical, inner: Product, second: Stage, at: Key) -> Refus
                 at,
                 "mix the tokens first, (a @ x) @ u @ v, if it mixes tokens alone",
             )
+    return None
+
+
+def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | None:
+    """Name a first factor that is an input of the graph, beside a stored second one."""
+    for key in (inner.rhs, inner.lhs):
+        base = c.base(key)[0]
+        shape = c.shape(base) or ()
+        if base not in c.input_matrices or second.weight.k not in shape:
+            continue
+        k, r, n = (
+            views.divide(views.product(shape), second.weight.k),
+            second.weight.k,
+            second.weight.n,
+        )
+        if isinstance(k, int) and k > 1 and r * (k + n) < k * n:
+            return _given(key)
     return None
 
 

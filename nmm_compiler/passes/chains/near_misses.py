@@ -2,7 +2,8 @@
 
 conv2d(conv2d(x, 3x3), 1x1), patch embedding then projection, embedding then projection,
 linear(cat(h1, h2), [b1 | b2]), 1x1 convolutions with a stride, (x @ a)[..., None] * b without a
-sum, weights of experts or requests that an index picks, one einsum of several activations
+sum, weights of experts or requests that an index picks, one einsum of several activations, bilinear
+forms of the inner value, Kronecker products, factors that each call makes anew
 """
 
 from __future__ import annotations
@@ -15,17 +16,26 @@ from nmm_compiler.passes.chains.between import JOINS, are_features
 from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.steps import trace_back
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Key, Opaque, Product
-from nmm_compiler.passes.graph.torch_names import Call
+from nmm_compiler.passes.graph.canonical_forms import Key, Opaque, Product, owner_of
+from nmm_compiler.passes.graph.torch_names import Call, target_name
 
 _TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"}) | _TRANSPOSED
 SPREAD = "mul"  # opaque where it is larger than both of its operands, else a scale
 EINSUM = "einsum"  # opaque where it has several activations
-WORTH_ASKING = CONVOLUTIONS | {SPREAD, EINSUM}
+_BILINEAR = "bilinear"
+WORTH_ASKING = CONVOLUTIONS | {SPREAD, EINSUM, _BILINEAR}
 _PICKS = frozenset({"index_select", "getitem", "index"})
 _STRIDE = "take every n-th pixel of x, x[:, :, ::n, ::n], in place of the stride"
 _TABLES = _PICKS | {"embedding", "embedding_bag"}
+# Operations whose result depends on the shape of their operands at most.
+_FACTORIES = frozenset(
+    {f"{kind}{suffix}" for kind in ("ones", "zeros", "full", "rand", "randn", "randint", "empty")
+     for suffix in ("", "_like")}
+    | {"new_ones", "new_zeros", "new_full", "eye", "arange", "linspace", "logspace", "tensor",
+       "scalar_tensor", "as_tensor", "hamming_window", "hann_window"}
+)  # fmt: skip
+_MOST_STEPS = 8
 
 
 def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
@@ -35,6 +45,8 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
         return _unsummed(c, key)
     if isinstance(form, Opaque) and form.name == EINSUM:
         return _one_einsum(c, key, form)
+    if isinstance(form, Opaque) and form.name == _BILINEAR:
+        return _bilinear(c, key, form)
     if isinstance(form, Opaque):
         assert isinstance(key, fx.Node)
         call = Call(key, form.name)
@@ -42,12 +54,19 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
     for weight, data in ((form.rhs, form.lhs), (form.lhs, form.rhs)):
         if c.is_weight(data):
             continue
+        new = _made_anew(c, form, weight, data)
+        if new is not None:
+            return new
+        if _is_picked_before(c, data) and (c.is_weight(weight) or _is_picked(c, weight)):
+            return Refusal("batched_weight", "an index picks the weight at each call", weight,
+                           "nothing: group what has one weight, and call each group with "
+                           "it")  # fmt: skip
         if not c.is_weight(weight):
-            if _is_picked(c, weight) and _is_picked_before(c, data):
-                return Refusal("batched_weight", "an index picks one weight for each of the batch",
-                               weight, "nothing: group what has one weight, and call each group "
-                               "with it")  # fmt: skip
             continue
+        made = c.form(weight)
+        if isinstance(made, Opaque) and made.name == "kron":
+            return Refusal("weight_computed", "the weight is a Kronecker product of two factors",
+                           weight, "nothing: they are no chain of two products")  # fmt: skip
         base = trace_back(c, data)[0].key
         behind = c.forms[base]
         if not isinstance(behind, Opaque) or not isinstance(base, fx.Node):
@@ -69,9 +88,70 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
     return None
 
 
+def _made_anew(c: Canonical, form: Product, weight: Key, data: Key) -> Refusal | None:
+    """Name a factor that an operation without operands makes at each call."""
+    inner = trace_back(c, data)[1]
+    if not isinstance(inner, Product):
+        return None
+    names = {key: _factory(c, key) for key in (weight, inner.lhs, inner.rhs)}
+    first = next((key for key in (inner.rhs, inner.lhs) if c.is_weight(key) or names[key]), None)
+    new = next((key for key in (weight, first) if key is not None and names[key]), None)
+    if new is None or first is None or not (c.is_weight(weight) or names[weight]):
+        return None
+    r = _inner(c, form, weight)
+    shapes = [c.shape(c.base(key)[0]) or () for key in (first, weight)]
+    if r == 0 or not all(isinstance(size, int) for shape in shapes for size in shape):
+        return None
+    k, n = (math.prod(map(int, shape)) // r for shape in shapes)
+    if r * (k + n) >= k * n:
+        return None
+    return Refusal("weight_computed", f"a factor is made by `{names[new]}` in each call", new,
+                   "store it as a buffer")  # fmt: skip
+
+
+def _factory(c: Canonical, key: Key) -> str | None:
+    """Return the operation that makes a value of nothing but numbers and shapes, or None."""
+    made, queue = None, [owner_of(c.base(key)[0])]
+    for _ in range(_MOST_STEPS):
+        if not queue:
+            return made
+        node = queue.pop()
+        name = target_name(node)
+        if name in _FACTORIES:
+            made = name
+        elif c.is_weight(node) or node in c.derived:
+            continue
+        elif not node.all_input_nodes:
+            return None
+        else:
+            queue += node.all_input_nodes
+    return None
+
+
+def _bilinear(c: Canonical, key: Key, form: Opaque) -> Refusal | None:
+    """Name a bilinear form that takes the place of the second product."""
+    for value in form.inputs:
+        inner = None if c.is_weight(value) else trace_back(c, value)[1]
+        if not isinstance(inner, Product):
+            continue
+        factor = next((side for side in (inner.rhs, inner.lhs) if c.is_weight(side)), None)
+        shape = c.shape(c.base(factor)[0]) or () if factor is not None else ()
+        r, n = (c.shape(value) or (None,))[-1], (c.shape(key) or (None,))[-1]
+        if not shape or not all(isinstance(size, int) for size in (*shape, r, n)):
+            continue
+        k = math.prod(map(int, shape)) // int(r)
+        if r * (k + n) < k * n:
+            return Refusal("opaque", "the second product is a bilinear form", key,
+                           "nothing: no kernel takes it")  # fmt: skip
+    return None
+
+
 def _one_einsum(c: Canonical, key: Key, form: Opaque) -> Refusal | None:
     weights = [n for n in form.inputs if c.is_weight(n) and len(c.shape(n) or ()) > 1]
-    if len(weights) < 2 or len(form.inputs) == len(weights):
+    others = [n for n in form.inputs if n not in weights]
+    if len(weights) == 1 and len(others) == 2 and len(c.shape(weights[0]) or ()) == 3:
+        return _bilinear(c, key, form)
+    if len(weights) < 2 or not others:
         return None
     reason = "one einsum of several activations and several weights"
     return Refusal("part_of_one", reason, key, "write the products one by one")

@@ -240,17 +240,33 @@ def _outer(c: Canonical, call: Call) -> Result:
     return Product(a, b, (M,), (N,), (M, N)) if len(c.shape(a) or ()) == 1 else None
 
 
+def _addr(c: Canonical, call: Call) -> Result:
+    """Read beta * input + alpha * outer(vec1, vec2)."""
+    addend, a, b = (call.get(i, n) for i, n in enumerate(("input", "vec1", "vec2")))
+    beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
+    if not all(_is_tensor(c, t) for t in (addend, a, b)) or not (_number(beta) and _number(alpha)):
+        return None
+    return with_addend(c, call.node, Product(a, b, (M,), (N,), (M, N)), addend, alpha, beta)
+
+
 def spread_product(c: Canonical, node: fx.Node, a: Key, b: Key) -> Product | None:
-    """Read a value [..., 1] times a constant vector [n] as their product [..., n]."""
+    """Read a value [..., 1] times a constant vector [n] as their product [..., n].
+
+    The value may be one number, as `dot` makes it.
+    """
     for value, vector in ((a, b), (b, a)):
         shape, own = c.shape(value) or (), c.shape(vector) or ()
-        if len(shape) < 2 or shape[-1] != 1 or len(own) != 1 or c.is_weight(value):
+        if len(own) != 1 or c.is_weight(value) or c.shape(value) is None:
+            continue
+        if shape and (len(shape) < 2 or shape[-1] != 1):
             continue
         if not c.is_constant(vector) or len({c.dtype(value), c.dtype(vector), c.dtype(node)}) > 1:
             continue
         form = c.form(value)
         if isinstance(form, Scale) and isinstance(form.factor, float):
             form = c.form(form.value)
+        if isinstance(form, Product) and not shape:
+            return Product(value, vector, (), (N,), (N,))
         if isinstance(form, Product):
             tokens = tuple(BATCH + i for i in range(len(shape) - 1))
             return Product(value, vector, (*tokens, K), (N,), (*tokens, N))
@@ -376,6 +392,7 @@ CONTRACTIONS: dict[str, Handler] = {
     "tensordot": _tensordot,
     "inner": _inner,
     **dict.fromkeys(("outer", "ger"), _outer),
+    "addr": _addr,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
 }

@@ -1,6 +1,7 @@
-"""Reads core ATen's decompositions of `mv` and `diag` as a product and a diagonal matrix.
+"""Reads sums of elementwise products as products, and core ATen's `diag` as a diagonal matrix.
 
-mv(a, x) becomes sum(a * x, 1), diag(s) becomes where(arange == arange.unsqueeze(-1), s, 0).
+mv(a, x) becomes sum(a * x, 1), diag(s) becomes where(arange == arange.unsqueeze(-1), s, 0) there.
+`vecdot(a, x)` is such a sum in one operation.
 """
 
 from __future__ import annotations
@@ -24,22 +25,13 @@ def _sum(c: Canonical, call: Call) -> Result:
     operands = source.all_input_nodes
     if len(operands) != 2 or len(source.args) != 2 or any(c.shape(o) is None for o in operands):
         return None
-    if any(c.dtype(o) != c.dtype(call.node) for o in operands):
-        return None
-    given_ones = [_is_given(c, o) for o in operands]
     given = call.get(1, "dim", "axis")
     axes = list(given) if isinstance(given, (tuple, list)) else [given]
-    if not any(given_ones) or not axes or not all(isinstance(a, int) for a in axes):
+    form = _summed(c, call.node, operands, shape, axes)
+    if form is None:
         return None
     summed = {a % len(shape) for a in axes}
-    labels = []
-    for operand in operands:
-        own = c.shape(operand) or ()
-        labels.append(tuple(range(len(shape) - len(own), len(shape))))
-        if any(a not in labels[-1] or own[a - len(shape)] != shape[a] for a in summed):
-            return None  # a sum over an axis that is repeated counts it several times
-    out = tuple(i for i in range(len(shape)) if i not in summed)
-    form = Product(operands[0], operands[1], labels[0], labels[1], out)
+    out = form.out_labels
     c.helpers[call.node] = frozenset((source,))
     if not call.get(2, "keepdim", default=False):
         return form
@@ -48,6 +40,50 @@ def _sum(c: Canonical, call: Call) -> Result:
     c.helpers[made] = frozenset((source,))
     dims = iter(views.identity(sizes))
     return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
+
+
+def _summed(
+    c: Canonical, node: fx.Node, operands: list[fx.Node], shape: tuple[Any, ...], axes: list[Any]
+) -> Product | None:
+    """Return the sum over axes of two operands' elementwise product, which has this shape.
+
+    One operand has to be given by constants.
+    """
+    if any(c.dtype(o) != c.dtype(node) for o in operands):
+        return None
+    if not any(_is_given(c, o) for o in operands):
+        return None
+    if not axes or not all(isinstance(a, int) for a in axes):
+        return None
+    summed = {a % len(shape) for a in axes}
+    labels = []
+    for operand in operands:
+        own = c.shape(operand) or ()
+        places = range(len(shape) - len(own), len(shape))
+        if any(a not in places or own[a - len(shape)] != shape[a] for a in summed):
+            return None  # a sum over an axis that is repeated counts it several times
+        # A dimension that is repeated has a label of its own: it is not the result's.
+        spread = (own[i - len(shape)] == 1 != shape[i] for i in places)
+        labels.append(tuple(-1 - i if one else i for i, one in zip(places, spread, strict=True)))
+    out = tuple(i for i in range(len(shape)) if i not in summed)
+    return Product(operands[0], operands[1], labels[0], labels[1], out)
+
+
+def _vecdot(c: Canonical, call: Call) -> Result:
+    """Read vecdot(a, b, dim) of real tensors as the sum over `dim` of a * b."""
+    a, b = call.get(0, "x", "input"), call.get(1, "y", "other")
+    axis = call.get(2, "dim", default=-1)
+    shapes = [c.shape(o) if isinstance(o, fx.Node) else None for o in (a, b)]
+    dtype = c.dtype(call.node)
+    if None in shapes or not isinstance(axis, int) or dtype is None or dtype.is_complex:
+        return None
+    first, second = (shape or () for shape in shapes)
+    rank = max(len(first), len(second))
+    if rank - 1 != len(c.shape(call.node) or ()):
+        return None
+    pairs = zip(*(((1,) * (rank - len(s)) + s) for s in (first, second)), strict=True)
+    whole = tuple(y if x == 1 else x for x, y in pairs)
+    return _summed(c, call.node, [a, b], whole, [axis])
 
 
 def _is_given(c: Canonical, key: Any) -> bool:
@@ -99,4 +135,8 @@ def _is_eye(c: Canonical, mask: fx.Node, size: Any) -> bool:
     return sorted(seen) == [(False, True), (True, False)]
 
 
-DECOMPOSED: dict[str, Handler] = {"sum": _sum, "where": _where}
+DECOMPOSED: dict[str, Handler] = {
+    "sum": _sum,
+    "where": _where,
+    **dict.fromkeys(("vecdot", "linalg_vecdot"), _vecdot),
+}

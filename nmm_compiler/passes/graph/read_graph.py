@@ -121,6 +121,9 @@ def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
         c.views[node] = (node, ())
         if isinstance(c.values.get(node), (tuple, list)) and _shares_constant(c, node):
             c.constant.add(node)
+        inputs = node.all_input_nodes
+        if inputs and all(n in c.constant or n in c.derived for n in inputs):
+            c.derived.add(node)  # several results, as of a decomposition
         return
     result: Result = None
     understood = False

@@ -214,6 +214,10 @@ def _multiply(c: Canonical, call: Call) -> Result:
         a, b = b, a
     if c.shape(a) != out:
         return spread_product(c, call.node, a, b)
+    if c.shape(b) == () and c.is_constant(a):
+        spread = spread_product(c, call.node, b, a)  # one number, made by a product
+        if spread is not None:
+            return spread
     return Scale(a, b) if _kept(c, a, call.node) else None
 
 
