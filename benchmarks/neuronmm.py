@@ -8,24 +8,28 @@ For the projections of six models at 1 to 4,096 tokens on trn1, simulated latenc
     dense     this project's strongest dense kernel
     ours      this project's low-rank kernel
 
-up (the gate projection has its shape) and down run `fused_three_mm_XTUV`, gated (gate and up in
-one) `fused_mlp_up_T`; dense kernels then run once per weight. Their kernels' loads are charged
-with --loads, "reused" unless told: the faster of two bounds (docs/simulator.md). Nothing is
-measured, and nothing but time is simulated.
+up (the gate projection has its shape) and down run `fused_three_mm_XTUV`; gated (gate and up in
+one, if asked for) runs `fused_mlp_up_T`, and dense kernels then run once per weight. Their
+kernels' loads are charged with --loads, "reused" unless told: the faster of two bounds
+(docs/simulator.md). Nothing is measured, and nothing but time is simulated.
 
 Block sizes are divisors of the tiles of their dimension, 2 and 4: a block that does not divide the
 rank multiplies padding. From two starts, one size at a time moves to the value next to it that is
 faster, until none is. Above 1,024 tokens only the five block sizes that are best at 1,024 are timed
-(dense: 2,048). No block holds more tokens than that: with more of them a kernel repeats its loop
-over blocks of tokens. This is an argument, not a proof: a sixth could win by its first loads.
+(dense: 2,048), and at 4,096 the two of them that are best at 2,048. No block holds more tokens than
+that: with more of them a kernel repeats its loop over blocks of tokens. This is an argument, not a
+proof: a sixth could win by its first loads.
 
 The kernels come from a clone of github.com/dinghongsong/NeuronMM, ./NeuronMM unless --checkout says
-otherwise. Results go to --results line by line, and what each block size takes to a file beside it;
-a run that is interrupted continues there. A change of the code that a figure depends on makes it
-anew.
+otherwise. Every figure is a line of --rows (benchmarks/data/neuronmm.jsonl); a run that is
+interrupted continues there, and --print computes nothing. A line holds digests of the code that
+its figure depends on: the rooms of this project, their file, and the search. Where one differs, the
+figure is stale: the table marks it, and a run simulates its block sizes once more and keeps them if
+the latency is the same, else searches anew. Figures of our kernels are always made anew then.
 
 Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [--m 1,512]
        [--parts up,down,gated] [--workers 2] [--target trn1] [--loads as_written]
+       [--print] [--markdown docs/neuronmm.md]
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import inspect
 import json
 import math
-import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
@@ -44,8 +48,9 @@ from typing import Any
 
 from beta1_kernels import unpacked
 from kernel_rows import MODELS, rank
+from neuronmm_table import HOW, is_stale, shown, written
 from rich.console import Console
-from rich.table import Table
+from row_file import Row, computed, read_rows
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.code_digests import code_digests
@@ -57,14 +62,12 @@ from nmm_compiler.options import Options
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 
-HOW = ("shipped", "tuned", "tutorial", "dense", "ours")
-# What is divided by ours: the faster of these.
-RATIOS = {
-    "shipped": ("shipped",), "tuned": ("tuned",), "strongest dense": ("tutorial", "dense"),
-}  # fmt: skip
 PARTS = ("up", "down", "gated")
 TOKENS = (1, 128, 512, 1024, 2048, 4096)
-SHORTLIST = 5
+ROWS = Path(__file__).parent / "data" / "neuronmm.jsonl"
+TIMED = Path("out/neuronmm.timed.jsonl")
+# How many block sizes are timed at twice, and at four times, the tokens of the largest block.
+SHORTLIST = (5, 2)
 # Tokens of the largest block in each grid: more of them repeat the outermost loop.
 LARGEST_BLOCK = {
     "fused_three_mm_XTUV": 1024, "fused_mlp_up_T": 1024, "nki_matmul_fully_optimized_": 2048,
@@ -92,7 +95,7 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """One figure: a way to compute a part of a model for m tokens."""
+    """One figure: a way to compute a part of a model for m tokens. Models share some."""
 
     file: str
     target: str
@@ -109,25 +112,32 @@ class Job:
 
     @property
     def kernel(self) -> str:
-        """The name of somebody else's kernel."""
-        if self.how == "tutorial":
-            return "nki_matmul_fully_optimized_"
-        return "fused_mlp_up_T" if self.part == "gated" else "fused_three_mm_XTUV"
+        """The name of somebody else's kernel, or of a family of ours."""
+        gated = self.part == "gated"
+        return {
+            "tutorial": "nki_matmul_fully_optimized_", "dense": "matmul",
+            "ours": "gated_mlp_up" if gated else "lowrank",
+        }.get(self.how, "fused_mlp_up_T" if gated else "fused_three_mm_XTUV")  # fmt: skip
 
     @property
-    def made_by(self) -> str:
-        """A digest of the code, theirs and ours, that the figure depends on."""
+    def code(self) -> dict[str, str]:
+        """Digests of the code, theirs and ours, that the figure depends on."""
         mine = self.how in ("ours", "dense")
-        rooms = [code_digests()[room] for room in (OWN_ROOMS if mine else THEIR_ROOMS)]
-        theirs = b"" if mine else Path(self.file).read_bytes() + repr(SIZES[self.kernel]).encode()
-        return hashlib.sha256("".join(rooms).encode() + theirs).hexdigest()[:12]
+        found = {room: code_digests()[room][:8] for room in (OWN_ROOMS if mine else THEIR_ROOMS)}
+        if not mine:
+            if Path(self.file).is_file():
+                found["theirs"] = _digest(Path(self.file).read_bytes())
+            found["search"] = _digest(_search().encode() + repr(SIZES[self.kernel]).encode())
+        return found
 
     @property
     def key(self) -> str:
-        """What a result belongs to; gate and up take one dense kernel twice."""
-        part = "up" if self.times > 1 else self.part
-        return "/".join(map(str, (self.made_by, self.target, self.loads, self.model, part, self.m,
-                                  self.how)))  # fmt: skip
+        """What the figure is of: the kernel, the way and the sizes, not the model."""
+        k, r, n = self.sizes
+        named = [self.target, self.how, self.kernel, self.m, k, r, n]
+        if self.how in ("tutorial", "dense"):
+            named.remove(r)
+        return "/".join(map(str, named + [self.loads] * (self.how not in ("ours", "dense"))))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -137,8 +147,23 @@ class Job:
         return k, rank(k, n), n
 
 
-def measure(job: Job, timed: Path) -> dict[str, Any]:
-    """Return the job's key, a latency in us, and the block sizes or schedule that gave it."""
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+@functools.cache
+def _search() -> str:
+    return "".join(map(inspect.getsource, (values, fastest))) + repr((SHORTLIST, LARGEST_BLOCK))
+
+
+def rows_of(job: tuple[Job, Row | None]) -> list[Row]:
+    """Return the figure of a job; where a stale one still holds, it is kept."""
+    wanted, stale = job
+    return [measured(wanted, stale)]
+
+
+def measured(job: Job, stale: Row | None) -> Row:
+    """Return the job's row: its latency in us and the block sizes or schedule that gave it."""
     k, r, n = job.sizes
     m = job.m
     if job.how in ("ours", "dense"):
@@ -148,8 +173,12 @@ def measure(job: Job, timed: Path) -> dict[str, Any]:
         elif job.part == "gated":
             spec = GatedMLPUpSpec(m=m, k=k, r=r, n=n, x_layout="row", out_layout="col")
         kernel = build_kernel(spec, job.target, options=Options(cache="off"))
-        return _result(job, kernel.profile().latency_us, kernel.schedule.short())
-    clock = Clock(job, timed)
+        return _row(job, kernel.profile().latency_us, kernel.schedule.short(), 1)
+    clock = Clock(job)
+    if stale is not None and stale["us"] and stale["code"].get("search") == job.code["search"]:
+        blocks = tuple(map(int, stale["what"].split(", ")))
+        if clock.latency(m, blocks) == stale["us"]:
+            return {**stale, "code": job.code}
     shipped: list[Blocks] = []
     if job.how != "tutorial":
         chosen = getattr(load_file(Path(job.file)), f"get_{job.kernel}_params")(m)
@@ -157,9 +186,9 @@ def measure(job: Job, timed: Path) -> dict[str, Any]:
     found = shipped if job.how == "shipped" else fastest(clock, m, shipped)
     ranked = [(us, blocks) for blocks in found if (us := clock.latency(m, blocks)) is not None]
     if not ranked:
-        return _result(job, None, "no block sizes run")
+        return _row(job, None, "no block sizes run", len(clock.asked))
     latency, best = min(ranked)
-    return _result(job, latency, ", ".join(map(str, best)))
+    return _row(job, latency, ", ".join(map(str, best)), len(clock.asked))
 
 
 def values(job: Job, m: int) -> list[list[int]]:
@@ -178,12 +207,12 @@ def fastest(clock: Clock, m: int, shipped: list[Blocks]) -> list[Blocks]:
 
     shipped: sizes to start from too, beside the largest up to 4.
     """
-    few = min(m, LARGEST_BLOCK[clock.job.kernel])
-    choices = values(clock.job, few)
+    tokens = min(m, LARGEST_BLOCK[clock.job.kernel])
+    choices = values(clock.job, tokens)
     tried: dict[Blocks, float] = {}
 
     def us(blocks: Blocks) -> float:
-        tried[blocks] = clock.latency(few, blocks) or math.inf
+        tried[blocks] = clock.latency(tokens, blocks) or math.inf
         return tried[blocks]
 
     for start in [tuple(max(v for v in given if v <= 4) for given in choices), *shipped]:
@@ -195,27 +224,35 @@ def fastest(clock: Clock, m: int, shipped: list[Blocks]) -> list[Blocks]:
                 more = [v for v in given if v > best[place]][:1]
                 near = [(*best[:place], v, *best[place + 1 :]) for v in less + more]
                 best = min([best, *near], key=us)
-    ranked = sorted(tried, key=lambda blocks: tried[blocks])
-    return ranked[: SHORTLIST if m > few else 1]
+    for count in SHORTLIST:
+        if tokens >= m:
+            break
+        kept = sorted(tried, key=lambda blocks: tried[blocks])[:count]
+        tokens = min(m, 2 * tokens)
+        tried = {blocks: clock.latency(tokens, blocks) or math.inf for blocks in kept}
+    return sorted(tried, key=lambda blocks: tried[blocks])[:1]
 
 
 class Clock:
     """Simulates somebody else's kernel with block sizes, each once, kept in a file."""
 
-    def __init__(self, job: Job, timed: Path) -> None:
+    def __init__(self, job: Job, timed: Path = TIMED) -> None:
         self.job, self.file = job, timed
-        lines = timed.read_text("utf-8").splitlines() if timed.is_file() else []
+        self.code = _digest(json.dumps({**job.code, "search": ""}).encode())
         self.known: dict[str, float | None] = {}
-        for line in lines:
-            self.known.update(json.loads(line))
+        self.asked: set[str] = set()
+        for row in read_rows(timed):
+            self.known.update(row)
 
     def latency(self, m: int, blocks: Blocks) -> float | None:
         """Return the simulated latency in us; None when SBUF does not hold the blocks."""
         job = self.job
         shapes = self._shapes(m)
-        key = "/".join(map(str, (job.made_by, job.target, job.loads, job.kernel, shapes, blocks)))
+        key = "/".join(map(str, (self.code, job.target, job.loads, job.kernel, shapes, blocks)))
+        self.asked.add(key)
         if key not in self.known:
             self.known[key] = self._simulated(shapes, blocks)
+            self.file.parent.mkdir(exist_ok=True)
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({key: self.known[key]}) + "\n")
         return self.known[key]
@@ -246,80 +283,46 @@ class Clock:
         return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
 
 
-def _result(job: Job, latency: float | None, what: str) -> dict[str, Any]:
-    return {"key": job.key, "us": latency, "what": what}
+def _row(job: Job, latency: float | None, what: str, simulations: int) -> Row:
+    return {
+        "key": job.key, "us": latency, "what": what, "simulations": simulations, "code": job.code,
+    }  # fmt: skip
 
 
-def run(jobs: list[Job], results: Path, workers: int) -> dict[str, dict[str, Any]]:
-    """Return the results of the jobs by key; those in the file are not run again."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, dict[str, Any]] = {}
-    if results.is_file():
-        for line in results.read_text("utf-8").splitlines():
-            row = json.loads(line)
-            known[row["key"]] = row
-    missing = {job.key: job for job in reversed(jobs) if job.key not in known}
-    todo = sorted(missing.values(), key=lambda j: (j.m, j.how == "tuned"))
-    work = functools.partial(measure, timed=results.with_suffix(".timed.jsonl"))
-    with (
-        multiprocessing.get_context("spawn").Pool(workers) as pool,
-        results.open("a", encoding="utf-8") as file,
-    ):
-        for done, row in enumerate(pool.imap_unordered(work, todo), 1):
-            known[row["key"]] = row
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            print(f"{done} of {len(todo)}: {row['key']} {row['us']} us ({row['what']})", flush=True)
+def run(jobs: list[Job], rows: Path, workers: int) -> dict[str, Row]:
+    """Return the rows of the jobs by key; those in the file that are not stale are kept."""
+    known = {row["key"]: row for row in read_rows(rows)}
+    wanted = {job.key: job for job in reversed(jobs)}
+    todo = [
+        (job, known.get(key)) for key, job in wanted.items()
+        if key not in known or is_stale(job, known[key])
+    ]  # fmt: skip
+    todo.sort(key=lambda one: (one[0].m, one[0].part, one[0].model, one[0].how == "tuned"))
+    for row in computed(rows, todo, rows_of, workers):
+        known[row["key"]] = row
+        print(f"{row['key']} {row['us']} us ({row['what']})", flush=True)
     return known
-
-
-def show(console: Console, jobs: list[Job], known: dict[str, dict[str, Any]]) -> None:
-    """Print a row per shape, then the ratios."""
-    table = Table(title="predicted by the simulator, microseconds; ratios: over ours")
-    for name in ("model", "part", "m", *HOW, *RATIOS):
-        table.add_column(name, justify="left" if name in ("model", "part") else "right")
-    ratios: dict[str, list[float]] = {name: [] for name in RATIOS}
-    shapes = dict.fromkeys((j.model, j.part, j.m) for j in jobs)
-    for shape in shapes:
-        us = {
-            j.how: j.times * known[j.key]["us"] for j in jobs
-            if (j.model, j.part, j.m) == shape and known.get(j.key, {}).get("us")
-        }  # fmt: skip
-        over = {}
-        for name, ways in RATIOS.items():
-            if "ours" in us and all(how in us for how in ways):
-                over[name] = min(us[how] for how in ways) / us["ours"]
-                ratios[name].append(over[name])
-        table.add_row(
-            *map(str, shape), *(f"{us[how]:.1f}" if us.get(how) else "-" for how in HOW),
-            *(f"{over[name]:.2f}x" if name in over else "-" for name in RATIOS),
-        )  # fmt: skip
-    console.print(table)
-    for name, found in ratios.items():
-        if found:
-            mean = sum(found) / len(found)
-            console.print(
-                f"over {name}: mean {mean:.2f}x, least {min(found):.2f}x, most {max(found):.2f}x "
-                f"({len(found)} shapes)"
-            )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkout", type=Path, default=Path("NeuronMM"))
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default="up,down", help=",".join(PARTS))
     parser.add_argument("--m", default=",".join(map(str, TOKENS)))
     parser.add_argument("--how", default=",".join(HOW))
     parser.add_argument("--target", default="trn1")
     parser.add_argument("--loads", choices=("as_written", "reused"), default="reused")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--results", type=Path, default=Path("out/neuronmm.jsonl"))
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--print", action="store_true", help="the rows that are there, no more")
+    parser.add_argument("--markdown", type=Path, help="the page whose tables are written anew")
     given = parser.parse_args()
     file = given.checkout / "test_speedup.py"
     if (given.checkout / "HEAD").is_file():
         file = unpacked(given.checkout, "HEAD", "test_speedup.py") / "test_speedup.py"
-    if not file.is_file():
+    ready = given.print or given.markdown is not None
+    if not file.is_file() and not ready:
         print(f"{file} is not there. Get the paper's kernels with\n    {CLONE}\n"
               "or pass --checkout DIR", file=sys.stderr)  # fmt: skip
         return 2
@@ -330,8 +333,13 @@ def main() -> int:
         for m in given.m.split(",")
         for how in given.how.split(",")
     ]
-    known = run(jobs, given.results, given.workers)
-    show(Console(width=None if sys.stdout.isatty() else 160), jobs, known)
+    if not ready:
+        run(jobs, given.rows, given.workers)
+    rows = {row["key"]: row for row in read_rows(given.rows)}
+    if given.markdown is not None:
+        written(given.markdown, jobs, rows)
+    else:
+        shown(Console(width=None if sys.stdout.isatty() else 160), jobs, rows)
     return 0
 
 

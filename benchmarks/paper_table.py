@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
-import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from row_file import computed, read_rows
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
@@ -126,18 +126,7 @@ def compute(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     ]  # fmt: skip
     left = [one for one in settings if key(one) not in done]
     ratios = tuple(map(float, given.ratios))
-    given.rows.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        given.rows.open("a", encoding="utf-8") as file,
-        multiprocessing.get_context("spawn").Pool(given.workers) as pool,
-    ):
-        jobs = pool.imap_unordered(rows_of, [(one, ratios) for one in left])
-        for i, found in enumerate(jobs):
-            for row in found:
-                file.write(json.dumps(row) + "\n")
-                rows.append(row)
-            file.flush()
-            print(f"{i + 1} of {len(left)} settings", file=sys.stderr, flush=True)
+    rows += computed(given.rows, [(one, ratios) for one in left], rows_of, given.workers)
 
 
 INTRO = """# The low-rank paper's models
@@ -235,9 +224,7 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
-    rows = []
-    if given.rows.is_file():
-        rows = [json.loads(line) for line in given.rows.read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(given.rows)
     if given.markdown is None:
         compute(given, rows)
     else:

@@ -1,5 +1,6 @@
 """The block sizes that `make bench-neuronmm` tunes the paper's kernels over."""
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import neuronmm
+from neuronmm_table import is_stale
 
 CHAIN = neuronmm.Job("x.py", "trn1", "reused", "Qwen3-4B", "up", 4096, "tuned")
 DENSE = neuronmm.Job("x.py", "trn1", "reused", "Llama-3.2-1B", "up", 512, "tutorial")
@@ -44,20 +46,46 @@ def test_the_search_finds_the_least_of_a_bowl(target):
     assert {m for m, _ in clock.asked} == {1024}
 
 
-def test_many_tokens_take_the_shortlist_of_the_largest_block_of_them():
+def test_many_tokens_halve_the_shortlist():
     clock = Clock(CHAIN, lambda blocks: None if blocks[0] > 4 else float(sum(blocks)))
-    found = neuronmm.fastest(clock, 4096, [(8, 2, 8, 4)])
-    assert found[0] == (1, 1, 1, 1)
-    assert len(found) == neuronmm.SHORTLIST
-    assert {m for m, _ in clock.asked} == {1024}
-    assert all(clock.us(blocks) is not None for blocks in found)
+    assert neuronmm.fastest(clock, 4096, [(8, 2, 8, 4)]) == [(1, 1, 1, 1)]
+    asked = {m: [blocks for at, blocks in clock.asked if at == m] for m in (1024, 2048, 4096)}
+    assert sum(map(len, asked.values())) == len(clock.asked)
+    assert (len(asked[2048]), len(asked[4096])) == neuronmm.SHORTLIST
+    ranked = sorted(set(asked[1024]), key=lambda blocks: clock.us(blocks) or math.inf)
+    assert set(asked[4096]) < set(asked[2048]) == set(ranked[:5])
 
 
-def test_gate_and_up_share_one_dense_kernel_run_twice(monkeypatch):
-    monkeypatch.setattr(neuronmm.Job, "made_by", "digest")
+def test_gate_and_up_share_one_dense_kernel_run_twice():
     gated = neuronmm.Job("x.py", "trn1", "reused", "Qwen3-4B", "gated", 1, "dense")
-    assert (gated.times, gated.key) == (2, "digest/trn1/reused/Qwen3-4B/up/1/dense")
+    assert (gated.times, gated.key) == (2, "trn1/dense/matmul/1/2560/9728")
     assert (CHAIN.times, CHAIN.kernel) == (1, "fused_three_mm_XTUV")
+    assert CHAIN.key == "trn1/tuned/fused_three_mm_XTUV/4096/2560/1664/9728/reused"
+
+
+def test_a_row_of_other_code_is_stale_and_kept_if_its_latency_holds(monkeypatch, tmp_path):
+    file = tmp_path / "theirs.py"
+    file.write_text("as published")
+    job = neuronmm.Job(str(file), "trn1", "reused", "Qwen3-4B", "up", 1, "tuned")
+    row = {"key": job.key, "us": 7.0, "what": "1, 13, 1, 1", "simulations": 21, "code": job.code}
+    assert not is_stale(job, row)
+    assert not is_stale(dataclasses.replace(job, file="not there.py"), row)
+    file.write_text("changed")
+    assert is_stale(job, row)
+    asked = []
+
+    def latency(clock, m, blocks):
+        asked.append(blocks)
+        return 6.0 + math.prod(abs(a - b) + 1 for a, b in zip(blocks, (1, 13, 1, 1), strict=True))
+
+    monkeypatch.setattr(neuronmm.Clock, "latency", latency)
+    assert neuronmm.measured(job, row) == {**row, "code": job.code}
+    assert asked == [(1, 13, 1, 1)]
+    file.write_text("def get_fused_three_mm_XTUV_params(m): return dict(M_tiles_in_block=1,"
+                    "r_tiles_in_block=1, K_tiles_in_block=1, N_tiles_in_block=1)")  # fmt: skip
+    found = neuronmm.measured(job, {**row, "us": 6.5})
+    assert len(asked) > 10
+    assert found["us"] == 7.0
 
 
 def test_the_page_and_the_readme_say_what_the_rows_give():

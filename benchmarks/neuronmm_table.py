@@ -1,0 +1,104 @@
+"""The tables of `make bench-neuronmm`: rows of JSON in, ratios with mean, least and most out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from row_file import Row
+
+HOW = ("shipped", "tuned", "tutorial", "dense", "ours")
+# What is divided by ours: the faster of these.
+RATIOS = {
+    "the strongest dense kernel": ("tutorial", "dense"),
+    "the paper's kernel, tuned": ("tuned",),
+    "the paper's kernel, its authors' fixed blocks": ("shipped",),
+}
+SHORT = ("over dense", "over tuned", "over shipped")
+MARKS = ("<!-- rows -->", "<!-- end of rows -->")
+Shape = tuple[str, str, int]
+
+
+def is_stale(job: Any, row: Row) -> bool:
+    """Return whether code that a row depends on is another now; a clone that is not there is not
+    compared."""
+    return any(row["code"].get(name) != digest for name, digest in job.code.items())
+
+
+def ratios(us: dict[str, float]) -> list[float | None]:
+    """Return latencies over ours, in the order of RATIOS; None where a kernel has no row."""
+    return [
+        min(us[how] for how in ways) / us["ours"]
+        if "ours" in us and all(how in us for how in ways) else None
+        for ways in RATIOS.values()
+    ]  # fmt: skip
+
+
+def lines(jobs: list[Any], rows: dict[str, Row]) -> Iterator[tuple[Shape, dict[str, float], bool]]:
+    """Yield (shape, us of each way, whether one of them is stale) of each shape with rows."""
+    for shape in dict.fromkeys((job.model, job.part, job.m) for job in jobs):
+        here = [job for job in jobs if (job.model, job.part, job.m) == shape and job.key in rows]
+        us = {job.how: job.times * rows[job.key]["us"] for job in here if rows[job.key]["us"]}
+        if us:
+            yield shape, us, any(is_stale(job, rows[job.key]) for job in here)
+
+
+def summary(jobs: list[Any], rows: dict[str, Row]) -> list[tuple[str, list[float]]]:
+    """Return each ratio's name and its values over the shapes that have it."""
+    found: list[tuple[str, list[float]]] = [(name, []) for name in RATIOS]
+    for _, us, _ in lines(jobs, rows):
+        for (_, values), value in zip(found, ratios(us), strict=True):
+            if value is not None:
+                values.append(value)
+    return found
+
+
+def _cells(us: dict[str, float]) -> list[str]:
+    times = [f"{us[how]:,.1f}" if how in us else "-" for how in HOW]
+    return times + ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios(us)]
+
+
+def shown(console: Console, jobs: list[Any], rows: dict[str, Row]) -> None:
+    """Print a row per shape, then the ratios, and how many shapes are missing or stale."""
+    table = Table(title="predicted by the simulator, microseconds; ratios: over ours")
+    for name in ("model", "part", "m", *HOW, *SHORT):
+        table.add_column(name, justify="left" if name in ("model", "part") else "right")
+    found = list(lines(jobs, rows))
+    for (model, part, m), us, stale in found:
+        table.add_row(f"{model}{'*' * stale}", part, str(m), *_cells(us))
+    console.print(table)
+    for name, values in summary(jobs, rows):
+        if values:
+            console.print(
+                f"over {name}: mean {sum(values) / len(values):.2f}x, least {min(values):.2f}x, "
+                f"most {max(values):.2f}x ({len(values)} shapes)"
+            )
+    asked = len({(job.model, job.part, job.m) for job in jobs})
+    missing = asked - sum(None not in ratios(us) for _, us, _ in found)
+    stale = sum(stale for *_, stale in found)
+    console.print(f"{missing} of {asked} shapes are not complete; {stale} rows (*) are stale: "
+                  "code that they depend on is another now")  # fmt: skip
+
+
+def markdown(jobs: list[Any], rows: dict[str, Row]) -> str:
+    """Return the two tables of the page."""
+    text = ["| over | mean | least | most | shapes |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, values in summary(jobs, rows):
+        figures = (sum(values) / len(values), min(values), max(values))
+        text.append(f"| {name} | {' | '.join(f'{v:.2f}x' for v in figures)} | {len(values)} |")
+    text += ["", f"| model | part | tokens | {' | '.join((*HOW, *SHORT))} |",
+             "| --- | --- |" + " ---: |" * (1 + len(HOW) + len(SHORT))]  # fmt: skip
+    for (model, part, m), us, _ in lines(jobs, rows):
+        text.append(f"| {model} | {part} | {m:,} | {' | '.join(_cells(us))} |")
+    return "\n".join(text)
+
+
+def written(page: Path, jobs: list[Any], rows: dict[str, Row]) -> None:
+    """Write the tables into a page, between its two marks."""
+    before, _, rest = page.read_text("utf-8").partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    tables = f"{MARKS[0]}\n\n{markdown(jobs, rows)}\n\n{MARKS[1]}"
+    page.write_text(f"{before}{tables}{after}", encoding="utf-8")
