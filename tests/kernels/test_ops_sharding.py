@@ -30,6 +30,9 @@ def calls():
     yield "lowrank_matmul", (deep, ut, vt, bias, w), {**stored, "scale": 0.5}
     yield "lowrank_matmul", (x, u, v, bias), {"activation": "silu"}
     yield "lowrank_matmul", (x.t().contiguous(), u, v), {"x_layout": "col", "out_layout": "col"}
+    adapter = {"inner_activation": "gelu"}
+    yield "lowrank_matmul", (x, u, v, bias, None, weight(R)), adapter
+    yield "lowrank_matmul", (deep, ut, vt), {**stored, **adapter, "activation": "relu"}
     yield "matmul", (x, w, bias), {}
     yield "matmul", (deep, back), {"w_layout": "col", "out_layout": "col"}
     both = {"activations": ["identity", "relu"]}
