@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import warnings
 from functools import partial
 
 from gallery import around_chains, bottlenecks, groups, left_alone, plain_chains
@@ -26,6 +27,7 @@ KINDS = (plain_chains, around_chains, bottlenecks, groups, left_alone)
 
 def row(number: int, shown: bool = False) -> tuple[str, int]:
     """Return a case's row of the table, with its diffs if `shown`, and how many levels are off."""
+    warnings.simplefilter("ignore")  # torch's own, of spellings that it would drop
     one, cells, wrong, worst, more = CASES[number], list[str](), 0, 0.0, ""
     for level in LEVELS:
         expected = one.expected(level)
@@ -56,6 +58,8 @@ def main() -> int:
         for text, off in pool.imap(partial(row, shown=bool(word)), wanted, chunksize=4):
             print(text, flush=True)
             wrong += off
+        pool.close()
+        pool.join()
     print(f"{wrong} unexpected")
     return 1 if wrong else 0
 

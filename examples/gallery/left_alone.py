@@ -78,7 +78,7 @@ def autocast(p: Holder, x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, p.a), p.b)
 
 
-@case("no:region", A="lowrank", E="-", C="lowrank", S="n/a")
+@case("no:region", A="lowrank", E="no:two_graphs", C="lowrank", S="n/a")
 def no_grad_edge(p: Holder, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         h = F.linear(x, p.a)

@@ -23,6 +23,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.options import Options
 from nmm_compiler.passes import step_checks
+from nmm_compiler.passes.apart import Edges, across_breaks, across_operators, edges
 from nmm_compiler.passes.attempt import Attempt
 from nmm_compiler.passes.dump import Dump
 from nmm_compiler.passes.faults import Fault, Faults
@@ -189,7 +190,10 @@ def explain(
     if not callable(model):
         raise CaptureError(f"cannot explain a {type(model).__name__}; pass a model or a function")
     graphs = all_graphs(model, args, kwargs)
-    return Explanation([run(module, inputs, made, rules) for module, inputs in graphs])
+    results = [run(module, inputs, made, rules) for module, inputs in graphs]
+    for result, cut in across_breaks(results) if len(results) > 1 else ():
+        result.declined.append(cut)
+    return Explanation(results)
 
 
 def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Rule, ...]:
@@ -270,6 +274,7 @@ class _Run:
         self.options, self.order, self.result = options, order, result
         self.faults = Faults(options.strict, RULES)
         self.done: dict[int, fx.GraphModule] = {}
+        self.edges: dict[int, Edges] = {}
         self.refused: list[Declined] = []
 
     def graph(
@@ -318,6 +323,13 @@ class _Run:
             if whole:
                 break
             mode = mode if dropped else next(modes)
+        if path:
+            self.edges[id(original)] = edges(original.graph, found.opportunities)
+        if children:
+            bodies = {n: self.edges[id(fetch_attribute(original, n))] for n in children}
+            cuts = across_operators(original.graph, found.opportunities, bodies)
+            graph = path.rstrip(".")
+            found.declined += [dataclasses.replace(cut, graph=graph) for cut in cuts]
         self.result.add(found)
         module.recompile()
         self.done[id(original)] = module

@@ -40,10 +40,11 @@ _SHOWN = 3
 class Opportunity:
     """A dense product that could be factorized, and the savings of rank `r`.
 
-    r is the rank that keeps 80 % of the parameters; break_even is the first rank at which the
-    factors are no smaller than the dense matrix. m: tokens of the product, None for a symbolic
-    count; dtype: its operands'. saved_bytes are bytes of weight read per call,
-    saved_flops are floating-point operations per token.
+    node: the product; x: the value that it contracts, behind views, scales and biases. r is the
+    rank that keeps 80 % of the parameters; break_even is the first rank at which the factors are no
+    smaller than the dense matrix. m: tokens of the product, None for a symbolic count; dtype: its
+    operands'. saved_bytes are bytes of weight read per call, saved_flops are floating-point
+    operations per token.
     """
 
     node: str
@@ -56,6 +57,7 @@ class Opportunity:
     saved_flops_per_token: int
     m: int | None = None
     dtype: str = "bfloat16"
+    x: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

@@ -56,6 +56,7 @@ FURTHER: dict[str, str] = {
     "sbuf": "the whole MLP does not fit the target's memory",
     "sharded": "data moves between devices inside, or one call is cut otherwise",
     "slower": "separate kernels are predicted to be faster than one",
+    "two_graphs": "the two products stand in two graphs of the model",
     "unsummed": "a second factor multiplies element by element, and nothing is summed",
     "unknown_sizes": "two sizes of a reshape stand nowhere in the graph",
     "weight_layout": "a weight is no plain matrix of its parameter",
