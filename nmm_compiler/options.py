@@ -1,8 +1,8 @@
 """Every option of the package, in one frozen record, and the only place that reads the environment.
 
 `Options.make` accepts what users pass (a dict, an Options, keywords), refuses unknown names with
-the closest known one, and checks each value. Target, dialect, verdicts and instruction budget can
-change an emitted kernel, and so belong to the cache key; all others must not.
+the closest known one, and checks each value. Target, dialect, lnc, verdicts and instruction budget
+can change an emitted kernel, and so belong to the cache key; all others must not.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Options:
         second where no other is installed.
     executor: runs a rewritten call; "auto" is the Neuron device when the tensors are on
         one, else "reference" (PyTorch).
+    lnc: physical cores of a logical one that run each kernel, 1 or 2, as the runtime is set
+        (NEURON_LOGICAL_NC_CONFIG).
     inner: torch.compile backend for the rest of the graph, by name; "auto" picks it.
     kernels: "build" writes every kernel while compiling, "lazy" when a call first needs it.
     freeze: weights never change after compilation, so packed copies need no checks.
@@ -79,6 +81,7 @@ class Options:
     target: str = "trn2"
     dialect: str = "auto"
     executor: str = "auto"
+    lnc: int = 1
     inner: str = "auto"
     kernels: str = "build"
     freeze: bool = False
@@ -127,6 +130,8 @@ class Options:
         if not (isinstance(self.report, bool) or page or callable(self.report)):
             wanted = "True, False, a function of the report, or the path of an .html file to write"
             raise OptionTypeError("report", self.report, wanted)
+        if self.lnc not in (1, 2) or isinstance(self.lnc, bool):
+            raise OptionTypeError("lnc", self.lnc, "1 or 2 physical cores of a logical one")
         budget = self.instruction_budget
         if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
             raise OptionTypeError("instruction_budget", budget, "a number of instructions above 0")
@@ -159,7 +164,7 @@ class Options:
 
     def call_options(self) -> dict[str, Any]:
         """Return the options that a rewritten call needs when it runs, without defaults."""
-        names = ("dialect", "buckets", "freeze", "strict", "instruction_budget", "verdicts")
+        names = ("dialect", "lnc", "buckets", "freeze", "strict", "instruction_budget", "verdicts")
         fields = {f.name: f.default for f in dataclasses.fields(self)}
         return {
             n: getattr(self, n) for n in (*names, *CACHE_OPTIONS) if getattr(self, n) != fields[n]

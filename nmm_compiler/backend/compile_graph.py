@@ -363,7 +363,8 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
         work.notes.append("the token count is symbolic: kernels are built per bucket")
     if count == 0:
         return []
-    launches = lower(name, args, dict(node.kwargs), count, Tensor.t).launches
+    lowered = lower(name, args, dict(node.kwargs), count, Tensor.t, lnc=options.lnc)
+    launches = lowered.launches
     work.notes += filter(None, (too_large(launch.spec, target, options) for launch in launches))
     specs = [launch.spec for launch in fitting(launches, target, options)]
     if static and ladder is None:

@@ -103,7 +103,7 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     """Return the graph with kernels in place of our ops, or the original where one has none."""
     options = work.options
     try:
-        calls = {node: _lower(node) for node in calls_of(gm)}
+        calls = {node: _lower(node, options.lnc) for node in calls_of(gm)}
         each = [fitting(one.launches, options.target, options) for one in calls.values()]
         specs = [launch.spec for launches in each for launch in launches]
         fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
@@ -119,7 +119,7 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _lower(node: fx.Node) -> Lowered:
+def _lower(node: fx.Node, lnc: int) -> Lowered:
     """Return the launches of a call, on the metadata of its operands."""
     name = op_name(node.target)
     assert name is not None
@@ -131,7 +131,7 @@ def _lower(node: fx.Node) -> Lowered:
             f"{node.name} has a symbolic token count, and Neuron compiles static shapes; compile "
             "with dynamic=False, one graph for each bucket"
         )
-    return lower(name, args, keywords, m)
+    return lower(name, args, keywords, m, lnc=lnc)
 
 
 def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, lowered: Lowered) -> None:
@@ -176,7 +176,7 @@ def _kernel_call(
     function, digest = _with_hash(kernel)
     work.note_kernel(kernel, 1, origin)
     tracer = fx.proxy.GraphAppendingTracer(gm.graph)
-    call = _wrap_nki()(function)[neuron.CORES]
+    call = _wrap_nki()(function)[neuron.cores_of(kernel)]
     made = call(*(fx.Proxy(operand, tracer) for operand in operands), digest)
     if not isinstance(made, fx.Proxy):
         raise NeuronSetupError(

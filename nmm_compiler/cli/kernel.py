@@ -65,6 +65,9 @@ def kernel(
         str | None,
         typer.Option(help="nki, or neuronxcc for NKI Beta 1; default: what is installed, else nki"),
     ] = None,
+    lnc: Annotated[
+        int | None, typer.Option(min=1, max=2, help="physical cores of a logical one: 1 or 2")
+    ] = None,
     x_layout: Annotated[str | None, typer.Option(help=r"row \[m, k] or col \[k, m]")] = None,
     out_layout: Annotated[str | None, typer.Option(help=r"row \[m, n] or col \[n, m]")] = None,
     bias: Annotated[bool | None, typer.Option("--bias/--no-bias")] = None,
@@ -97,6 +100,8 @@ def kernel(
 
     Example: nmm kernel lowrank_shared --m 16 --k 2048 --pairs 256:2048 --pairs 128:512,512
 
+    Example: nmm kernel gated_mlp --m 1 --k 2048 --n 8192 --r 1280 --lnc 2 --check
+
     Example: nmm kernel attention --m 1 --context 8192 --heads 32 --kv-heads 8 --d 128 --check
     """
     from nmm_compiler.codegen.build import build_kernel
@@ -107,13 +112,15 @@ def kernel(
         "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
         "x_layout": x_layout, "out_layout": out_layout, "bias": bias, "activation": activation,
         "scales": scales, "intermediate": intermediate,
-        "context": context, "heads": heads, "kv_heads": kv_heads, "d": d,
+        "lnc": lnc, "context": context, "heads": heads, "kv_heads": kv_heads, "d": d,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, [])}
     spec = make_spec(family, given, field or [])
     built = build_kernel(spec, target, dialect=dialect)
     profile = built.profile()
     proof = _prove(built, seed) if check else None
+    one = dataclasses.replace(spec, lnc=1) if spec.lnc > 1 else None
+    one_core = build_kernel(one, target, dialect=dialect).profile() if one is not None else None
     choices = _choices(spec, target) if schedules or html is not None or as_json else ()
     if trace is not None:
         profile.to_chrome_trace(trace)
@@ -130,6 +137,10 @@ def kernel(
         if built.dialect != "nki":
             show(f"dialect   {TITLES[built.dialect]}")
         show([Line(f"predicted {profile.summary()}", hang=10)])
+        if one_core is not None:
+            times = one_core.latency_us / profile.latency_us
+            text = f"{one_core.latency_us:.2f} us simulated; two are {times:.2f} times as fast"
+            show([Line(f"one core  {text}", hang=10)])
         for note in spec.notes():
             show([Line(f"note      {note}", hang=10)], style="yellow")
         show([profile.overview()[-1]])

@@ -60,7 +60,9 @@ class Kernel:
 
     def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Simulation:
         """Run the emitted source in the simulator."""
-        return simulate(self, *arrays, target=self.target, mode=mode, strict=strict)
+        return simulate(
+            self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict
+        )
 
     def profile(self) -> Profile:
         """Return the predicted Profile: the timing pass over a run without data."""
@@ -125,6 +127,8 @@ def _command(spec: KernelSpec, target: Target, dialect: str = "nki") -> str:
             sizes.append(f"--{f.name.replace('_', '-')} {value}")
         elif f.name == "pairs":
             sizes += [f"--pairs {r}:{','.join(map(str, ns))}" for r, ns in value]
+        elif value != f.default and f.name == "lnc":
+            others.append(f"--lnc {value}")
         elif value != f.default:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else value
             others.append(f"--set {f.name}={text}")
@@ -140,16 +144,19 @@ def build_kernel(
     *,
     dialect: str | None = None,
     options: Options | None = None,
+    lnc: int | None = None,
 ) -> Kernel:
     """Return the kernel of `spec` for `target`, from the cache when it is there.
 
     schedule: how to run; None takes what `tune` found, else chooses it. dialect: "nki", "neuronxcc"
     (NKI Beta 1) or "auto"; None is that of the options. options: which cache, and how many
-    instructions at most. Raises SpecError or CapacityError, with the numbers, when nothing legal
-    exists, DialectError for what the dialect has no form for, LintError if the emitted source
-    breaks a rule of the NKI compiler, and CacheTrustError if one from the cache is more than a
-    kernel.
+    instructions at most. lnc: physical cores that share it; None is that of the spec. Raises
+    SpecError or CapacityError, with the numbers, when nothing legal exists, DialectError for what
+    the dialect has no form for, LintError if the emitted source breaks a rule of the NKI compiler,
+    and CacheTrustError if one from the cache is more than a kernel.
     """
+    if lnc is not None:
+        spec = dataclasses.replace(spec, lnc=lnc)
     return built_or_found(spec, target, schedule, dialect=dialect, options=options)[0]
 
 
@@ -269,6 +276,8 @@ def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None, bu
     if not isinstance(schedule, wanted):
         raise SpecError(f"{spec.family} takes a {wanted.__name__}, got {schedule!r}")
     spec.check(target)
+    if schedule.split and spec.lnc == 1:
+        raise SpecError(f"schedule: split {schedule.split!r} is for two cores; pass lnc=2")
     schedule.check(spec, target)
     return schedule
 

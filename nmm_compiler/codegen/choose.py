@@ -111,7 +111,7 @@ def refusal(spec: KernelSpec, target: Target) -> Exception | None:
         spec.check(target)
     except SpecError as error:
         return error
-    for schedule in FAMILIES[spec.family].candidates(spec, target):
+    for schedule in FAMILIES[spec.family].schedules(spec, target):
         try:
             schedule.check(spec, target)
         except (CapacityError, SpecError) as error:
@@ -126,8 +126,11 @@ def _varied(ranked: list[Choice]) -> list[Choice]:
     best: dict[tuple[Any, ...], Choice] = {}
     for choice in ranked:
         if choice.cost_us <= 1.05 * ranked[0].cost_us:
-            best.setdefault(choice.schedule.kind(), choice)
-    leaders = list(best.values())[: SMALL_CANDIDATES * 2 // 3]
+            best.setdefault((choice.schedule.split, *choice.schedule.kind()), choice)
+    # of each way in which cores share the kernel, its best comes before the others
+    firsts = {split: kind for kind in reversed(best) for split in kind[:1]}
+    order = [*reversed(firsts.values()), *(kind for kind in best if kind not in firsts.values())]
+    leaders = [best[kind] for kind in order][: SMALL_CANDIDATES * 2 // 3]
     return leaders + [choice for choice in ranked if choice not in leaders]
 
 
@@ -153,7 +156,8 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
     nearest: tuple[int, Exception] | None = None
     limit = target.sbuf_usable_bytes_per_partition
     seen: set[KernelSchedule] = set()
-    for candidate in family.candidates(spec, target):
+    for candidate in family.schedules(spec, target):
+        part = spec.share(candidate.split)
         schedule = candidate = candidate.ordered(spec, target)
         if schedule in seen:
             continue
@@ -161,7 +165,7 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
         try:
             schedule.check(spec, target)
         except (CapacityError, SpecError) as error:
-            need = sum(schedule.sbuf_bytes(spec).values())
+            need = sum(schedule.sbuf_bytes(part).values())
             if nearest is None or need < nearest[0]:
                 nearest = need, error
             continue
@@ -174,7 +178,7 @@ def rank(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGET) -> 
                 seen.add(looped)
                 choice = priced(spec, looped, target)
         late = choice.instructions > budget
-        crowded = choice.schedule.overlapped_bytes(spec) > limit
+        crowded = choice.schedule.overlapped_bytes(part) > limit
         choices.append(((late, crowded, _charged(choice.cost_us, choice)), choice))
     if not choices:
         assert nearest is not None
@@ -189,8 +193,9 @@ def priced(spec: KernelSpec, schedule: Any, target: Target) -> Choice:
     """Return a schedule with its closed-form cost, not timed."""
     family, dtype = FAMILIES[spec.family], str(getattr(spec, "dtype", "bfloat16"))
     cost = traffic = 0.0
-    turns = schedule.loop_turns(spec)
-    looped = turns != [(1, spec)]
+    part = spec.share(schedule.split)
+    turns = schedule.loop_turns(part)
+    looped = turns != [(1, part)]
     instructions = int(looped)  # the bound of the loop, in a register
     for times, block in turns:
         work = family.work(block, schedule.settled(block) if looped else schedule, target)
@@ -228,11 +233,14 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
     from nmm_compiler.simulator.run import ArraySpec, simulate
     from nmm_compiler.simulator.timing.timeline import time_trace
 
-    (turns, _), *rest = schedule.loop_turns(spec)
+    part = spec.share(schedule.split)
+    (turns, _), *rest = schedule.loop_turns(part)
     if turns > 2:
-        latency, count, in_order = simulated(schedule.so_many_turns(spec, 2), schedule, target)
+        two = spec.whole_of(part, schedule.so_many_turns(part, 2))
+        latency, count, in_order = simulated(two, schedule, target)
         latency, in_order = latency * turns / 2, in_order * turns / 2
         for _, last in rest:
+            last = spec.whole_of(part, last)
             more = simulated(last, schedule.without_loop(), target)
             latency, count, in_order = latency + more[0], count + more[1], in_order + more[2]
         return latency, count, in_order
@@ -243,7 +251,7 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
         if isinstance(value, Tensors):
             parameters[name] = tuple(arrays.pop(one) for one in value)
     where = f"{family.path}:{family.folder}"
-    run = simulate(where, target=target, mode="timing", **parameters | arrays)
+    run = simulate(where, target=target, mode="timing", grid=spec.lnc, **parameters | arrays)
     assert run.profile is not None
     in_order = time_trace(run.trace, target, reorder=False).latency_us
     return float(run.profile.latency_us), run.profile.program_instructions, float(in_order)

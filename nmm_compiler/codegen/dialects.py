@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from nmm_compiler.codegen.beta1.translate import to_beta_1
-from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.errors import DialectError, SpecError, UnknownNameError
 from nmm_compiler.nki_api.installed import beta_1_only
 from nmm_compiler.options import DIALECTS
 from nmm_compiler.targets import Target
@@ -37,6 +37,8 @@ def _beta_1_only() -> bool:
     return beta_1_only()
 
 
-def in_dialect(source: str, dialect: str) -> str:
-    """Return an emitted file in a dialect."""
+def in_dialect(source: str, dialect: str, cores: int = 1) -> str:
+    """Return an emitted file in a dialect. Raises DialectError for two cores in Beta 1."""
+    if cores > 1 and dialect == "neuronxcc":
+        raise DialectError(f"two physical cores of one logical core (lnc={cores})")
     return to_beta_1(source) if dialect == "neuronxcc" else source

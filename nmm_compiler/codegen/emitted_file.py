@@ -10,15 +10,28 @@ import libcst as cst
 from nmm_compiler.codegen.dialects import TITLES, in_dialect
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.base import OUTPUTS, TOKENS, WEIGHTS, KernelSpec
 from nmm_compiler.targets import Target
 
 _WIDTH = 98
+
+# How two cores share a kernel, for its header.
+_CORES = {
+    "": (),
+    TOKENS: ("launched on two cores: each computes half of the tokens, as follows.",),
+    OUTPUTS: ("launched on two cores: each computes half of the outputs, as follows.",),
+    WEIGHTS: (
+        "launched on two cores: each reads half of every weight, computes half of each "
+        "intermediate, and gets the other half from the other core.",
+    ),
+}
 
 
 def kernel_name(spec: KernelSpec, schedule: Any, target: Target, dialect: str = "nki") -> str:
     """Return a Python name that differs whenever spec, schedule, target or dialect do."""
     words = [*spec.short().replace(".", "_").split(), target.name]
+    if spec.lnc > 1:
+        words.append(f"lnc{spec.lnc}")
     if dialect != "nki":
         words.append(dialect)
     return "_".join([*words, (spec.digest(6) + schedule.digest(6))])
@@ -30,7 +43,8 @@ def kernel_source(
     """Return (function name, source text); the same input always gives the same bytes."""
     family = FAMILIES[spec.family]
     name = kernel_name(spec, schedule, target, dialect)
-    header = _header(spec, schedule, target, TITLES[dialect], family.data_flow(spec, schedule))
+    flow = (*_CORES[schedule.split], *family.data_flow(spec.share(schedule.split), schedule))
+    header = _header(spec, schedule, target, TITLES[dialect], flow)
     source = specialize(
         family.path,
         family.folder,
@@ -39,7 +53,7 @@ def kernel_source(
         name=name,
         header=header,
     )
-    return name, in_dialect(source, dialect)
+    return name, in_dialect(source, dialect, spec.lnc)
 
 
 def _header(

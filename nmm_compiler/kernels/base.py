@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -27,6 +27,10 @@ LAYOUTS = ("row", "col")
 ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 
 PACKAGE = "nmm_compiler.kernels"
+
+# How two cores share a kernel: half of the tokens each; half of the outputs, with what comes before
+# the last product computed by both; half of every weight, with sums of intermediates exchanged.
+TOKENS, OUTPUTS, WEIGHTS = SPLITS = ("tokens", "outputs", "weights")
 
 Array = np.ndarray[Any, Any]
 
@@ -54,12 +58,58 @@ Products = tuple[tuple["KernelSpec", ...], tuple["KernelSpec", ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSpec(Record):
-    """Base of the specs; subclasses add fields and override what is abstract here."""
+    """Base of the specs; subclasses add fields and override what is abstract here.
+
+    lnc: physical cores of the logical core that runs the kernel, 1 or 2. Two share its work, as the
+    schedule's `split` says.
+    """
+
+    lnc: int = 1
 
     family: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")  # the fields that must be positive
     # Whether each token's result depends on that token alone: then a launch may pad or split them.
     splits_tokens: ClassVar[bool] = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; lnc only where it is not 1."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if name != "lnc" or value != 1}
+
+    def splits(self) -> tuple[str, ...]:
+        """Return the ways in which the cores can share the work; one core has the way ""."""
+        if self.lnc == 1:
+            return ("",)
+        even = self.splits_tokens and not getattr(self, "m", 1) % self.lnc
+        return (*((TOKENS,) if even else ()), *self.weight_splits())
+
+    def weight_splits(self) -> tuple[str, ...]:
+        """Return the ways in which the cores can share the weights."""
+        return ()
+
+    def share(self, split: str) -> Self:
+        """Return the spec of what one of the cores computes; itself for a spec of one core."""
+        if self.lnc == 1:
+            return self
+        if split not in self.splits():
+            raise SpecError(
+                f"{self.short()}: split is {split!r}; {self.lnc} cores can share it by "
+                f"{', '.join(self.splits()) or 'nothing: an odd number of tokens or outputs'}"
+            )
+        cut = {TOKENS: ("m",)}.get(split) or self.cut_by(split)
+        halves = {name: getattr(self, name) // self.lnc for name in cut}
+        return dataclasses.replace(self, lnc=1, **halves)
+
+    def whole_of(self, part: Self, turns: Self) -> Self:
+        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
+        if self.lnc == 1:
+            return turns
+        m, share, some = (getattr(spec, "m", 1) for spec in (self, part, turns))
+        return dataclasses.replace(self, m=some * m // share)  # type: ignore[call-arg]
+
+    def cut_by(self, split: str) -> tuple[str, ...]:
+        """Return the sizes that a way of sharing the weights halves for each core."""
+        return ("n",)
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return the positional operands of the kernel, as they are passed."""
@@ -99,6 +149,16 @@ class KernelSpec(Record):
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""
+        cores = target.physical_cores_per_logical_core
+        if self.lnc > cores:
+            raise SpecError(
+                f"{self.short()}: lnc is {self.lnc}, and a logical core of {target.name} has "
+                f"{cores} physical core{'s' * (cores > 1)}; pass lnc={cores}"
+            )
+        if not self.splits():
+            raise SpecError(
+                f"{self.short()}: two cores share even numbers of tokens or outputs; pass lnc=1"
+            )
         if self._dtype().startswith("float8") and not target.float8_kernels:
             raise SpecError(
                 f"{self.short()}: fp8 kernels are written for trn2 and trn3, whose TensorE "
@@ -142,7 +202,7 @@ class KernelSpec(Record):
             for dtype, flops in self.flops_by_dtype().items()
         )
         memory = self.minimal_hbm_bytes() / target.memory_bytes_per_second
-        return 1e6 * max(compute, memory)
+        return 1e6 * max(compute, memory) / self.lnc
 
     def short(self) -> str:
         """Return a name for tables and files: family, sizes, dtype."""
@@ -156,6 +216,12 @@ def check_name(kind: str, value: object, known: tuple[str, ...]) -> None:
     """Raise UnknownNameError, with the closest name, unless `value` is one of `known`."""
     if value not in known:
         raise UnknownNameError(kind, value, known)
+
+
+def check_cores(owner: str, lnc: object) -> None:
+    """Raise SpecError unless a logical core can have so many physical ones."""
+    if lnc not in (1, 2) or isinstance(lnc, bool):
+        raise SpecError(f"{owner}: lnc is {lnc!r}; pass 1 or 2 physical cores of a logical one")
 
 
 def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
@@ -221,7 +287,14 @@ class Family:
             parameter: Tensors(name for name in names if name.startswith(start))
             for parameter, start in self.gathered.items()
         }
-        return {"spec": spec, "schedule": schedule.settled(spec), **gathered}
+        part = spec.share(schedule.split)
+        return {"spec": part, "schedule": schedule.settled(part), **gathered}
+
+    def schedules(self, spec: Any, target: Target) -> Iterator[Any]:
+        """Yield schedules that may be legal, for each way in which cores can share the work."""
+        for split in spec.splits():
+            for schedule in self.candidates(spec.share(split), target):
+                yield dataclasses.replace(schedule, split=split) if split else schedule
 
     @property
     def path(self) -> Path:

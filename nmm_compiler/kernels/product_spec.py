@@ -22,6 +22,7 @@ from nmm_compiler.kernels.base import (
     KernelSpec,
     TensorSpec,
     check_arrays,
+    check_cores,
     check_name,
     check_sizes,
 )
@@ -57,6 +58,7 @@ class ProductSpec(KernelSpec):
     many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
 
     def __post_init__(self) -> None:
+        check_cores(self.family, self.lnc)
         check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
         self._settle_formats()
         self._check_names()

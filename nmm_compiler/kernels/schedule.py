@@ -71,6 +71,8 @@ class KernelSchedule(Record):
         stored; the chooser sets what SBUF holds.
     tail: a last tile of at most so many tokens moves past stationary weights, where the results are
         whole tiles of rows without a bias; the chooser sets it.
+    split: how two cores share the kernel: "tokens", "outputs" or "weights"; "" for one core. What
+        the other fields count is what one core computes.
     """
 
     x: Operand
@@ -79,10 +81,16 @@ class KernelSchedule(Record):
     own_queue: bool = False
     ahead: int = 0
     tail: int = 0
+    split: str = ""
 
     remedies: ClassVar[Mapping[str, str]]  # SBUF buffer -> the field that decides its size
     kept: ClassVar[Operand] = Operand(load="none")  # the intermediate
     kept_segment: ClassVar[Operand] = Operand(load="none", stream=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; split only where there is one."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if name != "split" or value}
 
     def operands(self) -> dict[str, Operand]:
         """Return how each operand arrives."""
@@ -111,6 +119,7 @@ class KernelSchedule(Record):
 
     def ordered(self, spec: Any, target: Target) -> Self:
         """Return the schedule with its loads before its stores as far as the target allows it."""
+        spec = spec.share(self.split)
         return dataclasses.replace(
             self,
             own_queue=target.dma_generates_descriptors,
@@ -168,6 +177,7 @@ class KernelSchedule(Record):
 
     def check(self, spec: Any, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        spec = spec.share(self.split)
         for name, whole in self.sizes(spec).items():
             value = attrgetter(name)(self)
             if value < 1 or (value % 128 and value < whole):

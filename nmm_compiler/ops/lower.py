@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,9 +53,12 @@ def lower(
     kwargs: dict[str, Any],
     m: int,
     transpose: Transpose | None = None,
+    *,
+    lnc: int = 1,
 ) -> Lowered:
     """Return the launches of op `name` for m tokens.
 
+    lnc: physical cores that run each kernel.
     Raises SpecError, ShapeError or UnknownNameError where no kernel family can compute the call.
     """
     op = DEFINITIONS.get(name)
@@ -69,6 +72,8 @@ def lower(
     for operand in (t for launch in launches for t in launch.operands):
         if operand.dtype != x.dtype:
             raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
+    if lnc > 1:
+        launches = [Launch(replace(one.spec, lnc=lnc), one.operands) for one in launches]
     return Lowered(tuple(launches), lead, x_layout, op.many)
 
 

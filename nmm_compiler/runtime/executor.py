@@ -73,7 +73,8 @@ class KernelExecutor:
     ) -> Any | None:
         m = int(tokens(args[0], kwargs))
         try:
-            lowered = lower(name, args, kwargs, m, _transpose_for(args[0], options))
+            transpose = _transpose_for(args[0], options)
+            lowered = lower(name, args, kwargs, m, transpose, lnc=options.lnc)
         except (SpecError, ShapeError, UnknownNameError) as error:
             if options.strict:
                 raise

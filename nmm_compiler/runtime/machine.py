@@ -217,5 +217,5 @@ def _cores_problem(target: Target | None, cores: int) -> str | None:
     return (
         f"kernels are written for {cores} physical core{'s' if cores > 1 else ''} and the runtime "
         f"takes {found} as one (NEURON_LOGICAL_NC_CONFIG={found} {why}); before the process "
-        f"starts, run: export NEURON_LOGICAL_NC_CONFIG={cores}"
+        f"starts, run: export NEURON_LOGICAL_NC_CONFIG={cores}, or pass options={{'lnc': {found}}}"
     )

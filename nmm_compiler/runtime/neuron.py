@@ -64,8 +64,16 @@ def _is_beta_1(kernel: Any) -> bool:
     return getattr(kernel, "dialect", "nki") == "neuronxcc"
 
 
-CORES = 1
-"""Physical cores that an emitted kernel runs on as one logical core."""
+def cores_of(kernel: Any) -> int:
+    """Return the physical cores that run a kernel as one logical core."""
+    return int(getattr(getattr(kernel, "spec", None), "lnc", 1))
+
+
+def _on_its_cores(function: Any, kernel: Any) -> Any:
+    """Return a kernel's function launched on its cores: `kernel[2]`."""
+    cores = cores_of(kernel)
+    return function if cores == 1 else function[cores]
+
 
 _loaded: dict[tuple[str, str], Any] = {}
 _lock = threading.RLock()
@@ -109,7 +117,7 @@ def simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return _simulate_beta_1(kernel, operands)
     nki = _nki()
     with _lock, neuron_environment(_target_name(kernel)):
-        return _results(nki.simulate(load(kernel))(*operands))
+        return _results(nki.simulate(_on_its_cores(load(kernel), kernel))(*operands))
 
 
 def _simulate_beta_1(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -147,7 +155,7 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
             "(.to('neuron') or torch_xla.device()), or use executor 'auto'"
         )
     if torch._C._len_torch_dispatch_stack():
-        machine.check_launch(_target_name(kernel), CORES)
+        machine.check_launch(_target_name(kernel), cores_of(kernel))
         verdict = _verdicts.get((*_identity(kernel), device.type))
         if verdict is None:
             warnings.warn(
@@ -162,7 +170,7 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
 
 
 def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return _results(load(kernel)(*operands))
+    return _results(_on_its_cores(load(kernel), kernel)(*operands))
 
 
 def _launch_on_torchneuron(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -238,7 +246,7 @@ def registered_op(kernel: Any, operands: int) -> Any:
                 f"torch_neuronx {machine.version('torch-neuronx')} has no nki_op, which tensors on "
                 "'neuron' need; install torch-neuronx 2.13 or newer, or use torch-xla tensors"
             )
-        function = _traceable(load(kernel))
+        function = _on_its_cores(_traceable(load(kernel)), kernel)
         single = len(kernel.spec.outputs()) == 1
 
         def call(*tensors: Tensor) -> Any:
@@ -281,7 +289,7 @@ def check(kernel: Any, device: torch.device) -> bool:
     key = (*_identity(kernel), device.type)
     with _lock:
         if key not in _verdicts:
-            machine.check_launch(_target_name(kernel), CORES)
+            machine.check_launch(_target_name(kernel), cores_of(kernel))
             with _disable_current_modes(), torch.no_grad():
                 fault = first_run.fault(kernel, device, _LAUNCHERS[device.type])
             if fault is not None:

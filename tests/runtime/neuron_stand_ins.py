@@ -35,11 +35,11 @@ class JitKernel:
 
     def __init__(self, fn, kwargs):
         self.fn, self.kwargs, self.grid = fn, kwargs, ()
-        self.calls = []
+        self.calls, self.grids = [], []
 
     def __getitem__(self, grid):
         launched = JitKernel(self.fn, self.kwargs)
-        launched.grid, launched.calls = grid, self.calls
+        launched.grid, launched.calls, launched.grids = grid, self.calls, self.grids
         return launched
 
     def __call__(self, *args):
@@ -48,6 +48,7 @@ class JitKernel:
             "a kernel was run while tracing"
         )
         self.calls.append(tuple(a.shape for a in args))
+        self.grids.append(self.grid)
         return self.fn(*args)
 
 
@@ -101,8 +102,11 @@ class WrappedKernel:
     """What `wrap_nki` returns."""
 
     def __init__(self, kernel):
-        self.index = len(wrapped_kernels)
+        self.index, self.kernel = len(wrapped_kernels), kernel
         wrapped_kernels.append(kernel)
+
+    def __getitem__(self, grid):
+        return WrappedKernel(self.kernel[grid])
 
     def __call__(self, *args):
         return kernel_call(self.index, args)

@@ -1,5 +1,6 @@
 """Neuron paths against stand-ins: probing, refusing, launching, checking the first run."""
 
+import dataclasses
 import inspect
 import itertools
 import os
@@ -354,6 +355,31 @@ def test_logical_cores_that_are_not_the_kernels_are_refused(
         torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
     monkeypatch.setenv(variable, "1")
     torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+
+
+@pytest.mark.parametrize("path", ["xla", "neuron"])
+def test_a_kernel_of_two_cores_is_launched_on_two(monkeypatch, tmp_path, path):
+    install(monkeypatch, torch_neuronx="2.13.3.0")
+    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._LAUNCHERS[path])
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    spec = dataclasses.replace(SPEC, lnc=2)
+    kernel = write_kernel(tmp_path, spec, name=next(names))
+    x, u, v = operands()
+    (got,) = neuron.launch(kernel, (x, u, v))
+    torch.testing.assert_close(got, (x @ u) @ v)
+    assert set(neuron.load(kernel).grids) == {2}
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    with pytest.raises(NeuronSetupError, match="written for 2 physical cores"):
+        neuron.check(write_kernel(tmp_path, spec, name=next(names)), x.device)
+
+
+def test_nki_simulate_launches_two_cores(monkeypatch, tmp_path):
+    install(monkeypatch)
+    kernel = write_kernel(tmp_path, dataclasses.replace(SPEC, lnc=2), name=next(names))
+    x, u, v = operands()
+    (got,) = neuron.simulate(kernel, (x, u, v))
+    torch.testing.assert_close(got, (x @ u) @ v)
+    assert neuron.load(kernel).grids == [2]
 
 
 def test_a_kernel_for_other_hardware_is_refused(monkeypatch, tmp_path, one_kernel, cpu_is_xla):

@@ -38,6 +38,15 @@ from ..pieces.records import (
     Strip,
     Weight,
 )
+from ..pieces.two_cores import (
+    add_halves,
+    exchange,
+    half,
+    half_row,
+    half_sums,
+    load_panel_rows,
+    start_panel,
+)
 
 
 @nki.jit
@@ -50,6 +59,9 @@ def lowrank(x, u, v, spec, schedule, **others):
     m_block = schedule.m_block
     k_tiles = (k + 127) // 128
     r_tiles = (r + 127) // 128
+    w_part = others.get("w")
+    bias_part = others.get("bias")
+    of_v = others.get("v_scale")
     u_all = None
     v_all = None
     bias_sb = None
@@ -58,18 +70,38 @@ def lowrank(x, u, v, spec, schedule, **others):
     y_scale_sb = None
     second_row = schedule.double_row and spec.requantized
     y_dtype = x.dtype if spec.result_dtype == spec.dtype else getattr(nl, spec.result_dtype)
+    m_all = 2 * m if schedule.split == "tokens" else m
+    n_all = 2 * n if schedule.split == "outputs" or schedule.split == "weights" else n
     if spec.out_layout == "row":
-        out = nl.ndarray((m, n), dtype=y_dtype, buffer=nl.shared_hbm)
+        out = nl.ndarray((m_all, n_all), dtype=y_dtype, buffer=nl.shared_hbm)
     else:
-        out = nl.ndarray((n, m), dtype=y_dtype, buffer=nl.shared_hbm)
+        out = nl.ndarray((n_all, m_all), dtype=y_dtype, buffer=nl.shared_hbm)
+    part = out
+    core = 0
+    if schedule.split:
+        core = nl.program_id(0)
+    if schedule.split == "tokens":
+        x = half(x, 0 if spec.x_layout == "row" else 1, core)
+        part = half(out, 0 if spec.out_layout == "row" else 1, core)
+    elif schedule.split:
+        part = half(out, 1 if spec.out_layout == "row" else 0, core)
+        v = half(v, 1 if spec.v_layout == "row" else 0, core)
+        if spec.base:
+            w_part = half(w_part, 1 if spec.w_layout == "row" else 0, core)
+        if spec.bias:
+            bias_part = half_row(bias_part, core)
+        if spec.scales == "channel":
+            of_v = half_row(of_v, core)
+    if schedule.split == "weights":
+        x = half(x, 1 if spec.x_layout == "row" else 0, core)
+        u = half(u, 0 if spec.u_layout == "row" else 1, core)
     if spec.bias:
         if spec.out_layout == "row":
-            bias_sb = spread_bias(others.get("bias"), n)
+            bias_sb = spread_bias(bias_part, n)
         else:
-            bias_sb = bias_columns(others.get("bias"), n)
+            bias_sb = bias_columns(bias_part, n)
     if spec.fp8:
         kept_scale = others.get("p_scale")
-        of_v = others.get("v_scale")
         p_scale_sb = product_scales(
             others.get("u_scale"), others.get("x_scale"), r, spec.scales, True, True
         )
@@ -94,7 +126,7 @@ def lowrank(x, u, v, spec, schedule, **others):
         v_all = nl.ndarray((128, r_tiles, v_pitch), dtype=v_dtype, buffer=nl.sbuf)
     if spec.inner_bias:
         inner_bias_sb = bias_columns(others.get("inner_bias"), r)
-    held = Held(u, v, others.get("w"), u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb)
+    held = Held(u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb)
 
     first = 0
     if schedule.m_loop:
@@ -103,22 +135,22 @@ def lowrank(x, u, v, spec, schedule, **others):
         x_dim = 1 if spec.x_layout == "col" else 0
         out_dim = 0 if spec.out_layout == "row" else 1
         x_blocks = split(x, x_dim, m // m_block, m_block)
-        out_blocks = split(out, out_dim, m // m_block, m_block)
+        out_blocks = split(part, out_dim, m // m_block, m_block)
 
         def body(i):
             at = position(i)
             x_part = x_blocks.select(x_dim, at)
             out_part = out_blocks.select(out_dim, at)
-            lowrank_block(out_part, x_part, held, Block(0, m_block), spec, schedule)
+            lowrank_block(out_part, x_part, held, Block(0, m_block), spec, schedule, core)
 
         # a bound in a register makes the variable one too
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
-        lowrank_block(out, x, held, Block(m0, min(m_block, m - m0)), spec, schedule)
+        lowrank_block(part, x, held, Block(m0, min(m_block, m - m0)), spec, schedule, core)
     return out
 
 
-def lowrank_block(out, x, held: Held, at: Block, spec, schedule):
+def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
     """Compute a block of tokens."""
     base_k = spec.k if spec.base else 0
     r_tiles = (spec.r + 127) // 128
@@ -137,23 +169,39 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule):
         k_tiles = (spec.k + 127) // 128
         x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     p_sb = nl.ndarray((128, r_tiles, p_pitch), dtype=p_dtype, buffer=nl.sbuf)
-    project(
-        p_sb, Strip(x_sb, x, schedule.x),
-        Weight(held.u, held.u_all, schedule.u, schedule.ahead, False, None), at,
-        Product(
-            spec.k, spec.r, schedule.k_order, schedule.k_segment, schedule.double_row, False
-        ),
-        Rounding(
-            spec.scale, held.p_scale_sb, spec.scales, spec.requantized, held.inner_bias_sb,
-            spec.inner_bias, spec.inner_activation,
-        ),
+    rounding = Rounding(
+        spec.scale, held.p_scale_sb, spec.scales, spec.requantized, held.inner_bias_sb,
+        spec.inner_bias, spec.inner_activation,
     )  # fmt: skip
+    first = Product(
+        spec.k, spec.r, schedule.k_order, schedule.k_segment, schedule.double_row, False
+    )  # fmt: skip
+    product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide)
+    v_panels = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
+    x_strip = Strip(x_sb, x, schedule.x)
+    u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, False, None)
+    early = schedule.split == "weights" and schedule.ahead > 0
+    v_sb = None
+    if schedule.split == "weights":
+        # this core sums over its half of k; v begins to arrive while the cores exchange the sums
+        mine = half_sums(spec.r, at.tokens)
+        theirs = nl.ndarray((128, r_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+        unrounded = Rounding(1.0, None, None, False, None, False, "identity")
+        project(mine, x_strip, u_panels, at, first, unrounded)
+        sooner = min(2 * schedule.v.chunk, spec.r)
+        if early:
+            v_sb = start_panel(v_panels, at, product, sooner)
+        exchange(theirs, mine, core)
+        if early:
+            load_panel_rows(v_sb, v_panels, at, product, sooner, spec.r)
+        add_halves(p_sb, mine, theirs, spec.r, at.tokens, rounding)
+    else:
+        project(p_sb, x_strip, u_panels, at, first, rounding)
 
     # Stage 2: contracts over the rank, panel by panel of v.
     left = Strip(p_sb, None, schedule.kept)
-    right = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
+    right = Weight(held.v, held.v_all, schedule.v, schedule.ahead, early, v_sb)
     base = Base(x_sb, held.w, base_k, schedule.w_load, schedule.u.chunk, schedule.k_order)
-    product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide)
     epilogue = Epilogue(held.y_scale_sb, held.bias_sb, spec.scales, spec.bias, spec.activation)
     if spec.out_layout == "row" and not schedule.v_stationary:
         whole = spec.n % 128 == 0 and not spec.bias and not spec.base

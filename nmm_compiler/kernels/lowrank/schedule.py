@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.base import Family
+from nmm_compiler.kernels.base import WEIGHTS, Family
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
 from nmm_compiler.kernels.number_formats import (
     check_widened,
@@ -111,6 +111,8 @@ class LowRankSchedule(LoopedSchedule):
         }
         if self.segment(spec) < spec.k:
             held["parts"] = r_tiles * tokens * 4
+        if self.split == WEIGHTS:
+            held["halves"] = 2 * r_tiles * tokens * 4
         if spec.base:
             held["w"] = k_tiles * pitch(panel, self.w_load == "dma") * size
         if spec.bias:
@@ -165,6 +167,11 @@ class LowRankSchedule(LoopedSchedule):
         self.check_multiple("x.chunk", "u.chunk", spec.k)
         self._check_segment(spec)
         self._check_stream()
+        if self.split == WEIGHTS and self.m_loop:
+            raise SpecError(
+                "schedule: split 'weights' exchanges sums between the cores, which no loop on the "
+                "device does; drop m_loop, or split 'tokens'"
+            )
         panel = min(self.v.block, spec.n)
         whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
         if (
@@ -207,6 +214,7 @@ class LowRankSchedule(LoopedSchedule):
         segment = f" s{self.k_segment}{'x' if self.x.stream else ''}" if self.k_segment else ""
         how = " v-stationary" if self.v_stationary else ""
         how += " double-row" if self.double_row else ""
+        how += f" {self.split}-split" if self.split else ""
         return (
             f"m{self.m_block}{loop} u{self.u.block} v{self.v.block} k{self.u.chunk} {self.k_order}"
             f"{segment} r{self.v.chunk}{self.uses('u', 'v')}{how}"

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.base import Array, Products
+from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Array, Products
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, Estimate, activated, combine
 from nmm_compiler.kernels.matmul.spec import products_of
 from nmm_compiler.kernels.product_spec import ProductSpec
@@ -91,6 +91,17 @@ class LowRankSpec(ProductSpec):
     def intermediates(self) -> tuple[str, ...]:
         """Return p, which is x u."""
         return ("p",)
+
+    def weight_splits(self) -> tuple[str, ...]:
+        """Return that v's outputs can be halved, and rows of u too where u alone multiplies x."""
+        if self.n % self.lnc:
+            return ()
+        rows = self.k % (128 * self.lnc) == 0 and not self.base
+        return (OUTPUTS, WEIGHTS) if rows else (OUTPUTS,)
+
+    def cut_by(self, split: str) -> tuple[str, ...]:
+        """Return the sizes that a way of sharing the weights halves for each core."""
+        return ("k", "n") if split == WEIGHTS else ("n",)
 
     def notes(self) -> tuple[str, ...]:
         """Return when the dense product would be cheaper, and the cost of an fp32 intermediate."""

@@ -1,0 +1,140 @@
+"""Kernels of two cores: every way of sharing the work gives what float64 gives, in less time."""
+
+import dataclasses
+
+import pytest
+
+from nmm_compiler import LowRankSpec, build_kernel, simulate
+from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
+from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.errors import CapacityError, DialectError, SimulationError, SpecError
+from nmm_compiler.kernels.base import SPLITS
+from nmm_compiler.targets import get
+
+SMALL = LowRankSpec(m=6, k=512, r=200, n=384, lnc=2)
+TRN2 = get("trn2")
+
+
+def _best_of_each_split(spec):
+    """Return a legal schedule of each way of sharing, without timing any."""
+    best = {}
+    for choice in rank(spec, TRN2):
+        best.setdefault(choice.schedule.split, choice.schedule)
+    return best
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"x_layout": "col", "out_layout": "col", "bias": True},
+        {"u_layout": "col", "v_layout": "col", "scale": 0.5, "activation": "silu"},
+        {"inner_bias": True, "inner_activation": "relu", "bias": True},
+        {"dtype": "float8_e4m3", "scales": "channel", "intermediate": "float8_e4m3"},
+        pytest.param({"m": 320, "n": 512, "r": 256}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_every_split_agrees_with_float64(changes):
+    spec = dataclasses.replace(SMALL, **changes)
+    schedules = _best_of_each_split(spec)
+    assert set(schedules) == set(SPLITS)
+    for schedule in schedules.values():
+        proof = prove(build_kernel(spec, "trn2", schedule))
+        assert proof.passed, (schedule.split, str(proof))
+
+
+def test_a_base_product_is_not_split_over_its_contraction():
+    spec = dataclasses.replace(SMALL, base=True, w_layout="col")
+    schedules = _best_of_each_split(spec)
+    assert set(schedules) == {"tokens", "outputs"}
+    for schedule in schedules.values():
+        assert prove(build_kernel(spec, "trn2", schedule)).passed
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({"m": 7}, {"outputs", "weights"}),
+        ({"n": 333}, {"tokens"}),
+        ({"k": 384}, {"tokens", "outputs"}),
+    ],
+)
+def test_only_even_sizes_are_shared(changes, splits):
+    assert set(_best_of_each_split(dataclasses.replace(SMALL, **changes))) == splits
+
+
+def test_nothing_even_is_an_error_that_says_what_is():
+    with pytest.raises(SpecError, match="even numbers of tokens or outputs"):
+        build_kernel(dataclasses.replace(SMALL, m=7, n=333), "trn2")
+
+
+def test_a_target_of_one_core_refuses():
+    with pytest.raises(SpecError, match="a logical core of trn1 has 1 physical core; pass lnc=1"):
+        build_kernel(SMALL, "trn1")
+    with pytest.raises(SpecError, match="pass 1 or 2"):
+        dataclasses.replace(SMALL, lnc=3)
+
+
+def test_a_schedule_for_two_cores_needs_two():
+    schedule = choose(SMALL)[0].schedule
+    with pytest.raises(SpecError, match="is for two cores"):
+        build_kernel(dataclasses.replace(SMALL, lnc=1), "trn2", schedule)
+    with pytest.raises(SpecError, match="split is ''"):
+        build_kernel(SMALL, "trn2", dataclasses.replace(schedule, split=""))
+
+
+def test_beta_1_has_no_such_launch():
+    with pytest.raises(DialectError, match="lnc=2"):
+        build_kernel(SMALL, "trn2", dialect="neuronxcc")
+
+
+def test_one_core_and_two_are_told_apart():
+    one = dataclasses.replace(SMALL, lnc=1)
+    assert "lnc" not in one.to_dict()
+    assert SMALL.to_dict()["lnc"] == 2
+    assert LowRankSpec.from_json(SMALL.to_json()) == SMALL
+    kernel = build_kernel(one, "trn2", lnc=2)
+    assert kernel.spec == SMALL
+    assert "_lnc2_" in kernel.name
+    assert "launched on two cores" in kernel.source
+    assert "lnc=2" in kernel.source.split('"""')[1]
+    assert "--lnc 2" in kernel.reproducer()
+    assert '"lnc": 2' in kernel.reproducer()
+
+
+def test_a_core_reads_its_half():
+    """The sum of HBM reads is that of one core where weights are split; tokens read them twice."""
+    spec = dataclasses.replace(SMALL, m=256, r=256)
+    weights = spec.minimal_hbm_bytes() - sum(t.bytes for t in spec.outputs())
+    for split, schedule in _best_of_each_split(spec).items():
+        profile = build_kernel(spec, "trn2", schedule).profile()
+        if split == "weights":
+            assert profile.hbm_read_bytes == weights / 2
+        else:
+            assert weights / 2 < profile.hbm_read_bytes < weights
+
+
+@pytest.mark.parametrize(
+    ("m", "split", "least"),
+    [(1, "weights", 1.8), pytest.param(1024, "tokens", 1.85, marks=pytest.mark.long)],
+)
+def test_two_cores_take_about_half_of_the_time(m, split, least):
+    spec = LowRankSpec(m=m, k=2048, r=1280, n=8192, x_layout="col")
+    one = choose(spec)[0]
+    two = choose(dataclasses.replace(spec, lnc=2))[0]
+    assert two.schedule.split == split
+    assert one.simulated_us >= least * two.simulated_us
+
+
+def test_the_exchange_needs_the_other_core():
+    kernel = build_kernel(SMALL, "trn2", _best_of_each_split(SMALL)["weights"])
+    assert kernel.source.count("nisa.sendrecv(") == 1
+    with pytest.raises(SimulationError, match="single program has no peer"):
+        simulate(kernel, *random_arrays(SMALL), grid=1)
+
+
+def test_too_many_banks_are_counted_for_one_share():
+    schedule = _best_of_each_split(SMALL)["weights"]
+    with pytest.raises(CapacityError, match="PSUM banks"):
+        build_kernel(SMALL, "trn2", schedule.changed({"v.group": 9}))
