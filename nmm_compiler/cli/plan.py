@@ -29,8 +29,8 @@ def plan(
     context: Annotated[str, values.list_option("size", "tokens in the cache")] = "2048",
     tp: Annotated[str, values.list_option("size", "cores that share the model")] = "1",
     lnc: Annotated[
-        int | None, typer.Option(min=1, max=2, help="physical cores of a core; the target's")
-    ] = None,
+        int, typer.Option(min=1, max=2, help="physical cores of a core; our kernels run on one")
+    ] = 1,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 (the default), float16 or float32")
     ] = None,

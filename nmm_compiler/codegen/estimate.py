@@ -5,10 +5,10 @@
 It takes about 0.1 ms, where ranking the schedules of a large kernel takes a second, so that the
 passes can ask it for every place of a graph. Every operand crosses HBM once, but weights cross once
 for each block of tokens, and a block is as long as what a kernel keeps of its tokens in SBUF
-allows. Against the simulator it is 0.65 to 1.15 of its figures: small kernels are underestimated, by
-about the same share whether they are low-rank or dense. A product of a long intermediate, like the
-dense down projection of an MLP, has room for narrow panels of weights only: its loads are short
-runs, and its passes wait for their sum.
+allows. A product of a long intermediate, like the dense down projection of an MLP, has room for
+narrow panels of weights only: its loads are short runs, and its passes wait for their sum. Against
+the simulator it is 0.65 to 1.15 of its figures: small kernels are underestimated, by about the same
+share whether they are low-rank or dense.
 """
 
 from __future__ import annotations

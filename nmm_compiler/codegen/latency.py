@@ -106,9 +106,9 @@ def simulated_us(spec: KernelSpec, target: str | Target) -> float:
 
     Below FEW_TOKENS tokens the schedule is the one that `build_kernel` takes; above it is the one
     that the closed form ranks first, so that a built kernel is no slower in the simulator. A call
-    of more than MOST_TOKENS tokens is as many calls of that many, and one of the rest. Prices are
-    kept in the kernel cache. Raises CapacityError or SpecError, with the numbers, when no schedule
-    is legal.
+    of more than MOST_TOKENS tokens is as many calls of that many, and one of the rest, where its
+    family can split tokens. Prices are kept in the kernel cache. Raises CapacityError or SpecError,
+    with the numbers, when no schedule is legal.
     """
     return _simulated_us(spec, machine_target(target))
 
@@ -116,7 +116,7 @@ def simulated_us(spec: KernelSpec, target: str | Target) -> float:
 @functools.lru_cache(maxsize=4096)
 def _simulated_us(spec: KernelSpec, chip: Target) -> float:
     tokens = int(getattr(spec, "m", 0))
-    if tokens > MOST_TOKENS:
+    if tokens > MOST_TOKENS and spec.splits_tokens:
         blocks, rest = divmod(tokens, MOST_TOKENS)
         each = _simulated_us(_with_tokens(spec, MOST_TOKENS), chip)
         return blocks * each + (_simulated_us(_with_tokens(spec, rest), chip) if rest else 0.0)

@@ -34,6 +34,10 @@ TOKENS, OUTPUTS, WEIGHTS = SPLITS = ("tokens", "outputs", "weights")
 
 Array = np.ndarray[Any, Any]
 
+CORES = 1
+"""Physical cores that a kernel runs on. What is decided or predicted for a target, by the passes,
+`compress` and `predict`, is for a logical core of this many, as the runtime launches it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSpec(Record):

@@ -21,8 +21,8 @@ class Work(Record):
     and ScalarE in turn. dmas: (count, bytes each, contiguous bytes, kind), kind "copy" or
     "transpose". lead_bytes: bytes that must arrive before the first matmul. tail_matmuls: (count,
     columns) left when the last bytes are in. tail_bytes: the last store. late_matmuls: those of
-    stage 2, which waits for the loads of stage 1, early_bytes. chained_matmuls: passes that each add
-    to the sum of the pass before, with no other sum to turn to.
+    stage 2, which waits for the loads of stage 1, early_bytes. chained_matmuls: passes that each
+    add to the sum of the pass before, with no other sum to turn to.
     """
 
     matmuls: tuple[Passes, ...]

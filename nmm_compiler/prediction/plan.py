@@ -9,6 +9,7 @@ from typing import Any
 
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.kernels.base import CORES
 from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.records import Record
@@ -125,7 +126,7 @@ def plan(
     contexts: Sequence[int] = (2048,),
     batches: Sequence[int] = (1,),
     tps: Sequence[int] = (1,),
-    lnc: int | None = None,
+    lnc: int = CORES,
     dtype: str | None = None,
     weights: str | None = None,
     include: Patterns = None,

@@ -23,6 +23,7 @@ from nmm_compiler.compress.meta_copies import MetaModel, shorten
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
+from nmm_compiler.kernels.base import CORES
 from nmm_compiler.prediction.meta_models import (
     dense_config,
     meta_model,
@@ -47,7 +48,7 @@ def predict(
     context: int = 2048,
     batch: int = 1,
     tp: int = 1,
-    lnc: int | None = None,
+    lnc: int = CORES,
     dtype: str | None = None,
     weights: str | None = None,
     ratio: float | None = None,
@@ -65,8 +66,8 @@ def predict(
         (`public_models.json`). Weights are not needed.
     prompt: tokens of the prompt, or of the input of a model that does not generate. context: tokens
         in the cache when a token is generated. batch: sequences at once.
-    tp: logical cores that share the model. lnc: physical cores of a logical one; None is the
-        target's default, 2 on trn2 and trn3.
+    tp: logical cores that share the model. lnc: physical cores of a logical one: 1, as our kernels
+        run, or 2, as AWS's software on trn2 and trn3 does by default.
     dtype: default bfloat16, and a module's own. weights: format of the stored matrices, default
         `dtype`: also float8_e4m3, or int8.
     ratio, rank, include, exclude: the linears that `compress` would make low-rank, and to what
@@ -84,7 +85,6 @@ def predict(
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise OptionTypeError(name, size, "a whole number of at least 1")
     chip = machine_target(target)
-    lnc = chip.physical_cores_per_logical_core if lnc is None else lnc
     if lnc not in (1, 2):
         raise OptionTypeError("lnc", lnc, "1 or 2 physical cores for a logical one")
     dtype = _dtype_of(model_or_config) if dtype is None else dtype

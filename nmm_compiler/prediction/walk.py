@@ -20,6 +20,7 @@ from torch import fx
 
 from nmm_compiler.compress.meta_copies import MetaModel
 from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS, KernelSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
@@ -45,6 +46,7 @@ class Piece:
     kind: kernel, attention, pointwise, copy, product (of two activations) or a collective.
     module: where, with equal layers as one. weights: names of the parameters that it multiplies by.
     ways: for kernels, alternatives that compute the same, each a row of specs.
+    ways of an attention: our kernel, where there is one that computes it.
     attention: (batch, query heads, key heads, queries, keys, features, causal).
     bytes: of HBM; elements: of the engines, one entry an operation; flops: of products.
     """
@@ -247,7 +249,12 @@ class _Walk:
         )  # fmt: skip
         sizes = (batch, int(qs[-3]), key_heads, int(qs[-2]), keys, features, causal)
         moved = self._bytes(node) * 2 + stored * self._item(node)
-        self._add("attention", node, attention=sizes, bytes=moved)
+        value = self.c.tensor(node)
+        assert value is not None
+        same_size = int(value.shape[-1]) == features
+        kernel = _attention_kernel(sizes, dtype_name(value)) if same_size else None
+        ways = () if kernel is None else ((kernel,),)
+        self._add("attention", node, attention=sizes, bytes=moved, ways=ways)
 
     def _is_encoder(self) -> bool:
         config = getattr(self.model.module, "config", None)
@@ -389,6 +396,20 @@ class _Walk:
         shown = re.sub(r"\.\d+(?=\.|$)", ".*", path) if self.model.layers else path
         count = self.model.count(path)
         self.found.append(Piece(kind, shown, count, dtype=dtype, **sizes))
+
+
+def _attention_kernel(
+    sizes: tuple[int, int, int, int, int, int, bool], dtype: str
+) -> AttentionSpec | None:
+    """Return the kernel of our family; None where it has none, as for too long a context."""
+    batch, heads, key_heads, queries, keys, features, causal = sizes
+    try:
+        return AttentionSpec(
+            m=queries, heads=heads, kv_heads=key_heads, context=keys, d=features, batch=batch,
+            dtype=dtype, causal=causal,
+        )  # fmt: skip
+    except NmmError:
+        return None
 
 
 def _common(names: Sequence[str]) -> str:

@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
+from nmm_compiler.kernels.attention import AttentionSpec
+from nmm_compiler.kernels.base import CORES
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.prediction import predict as predict_module
 from nmm_compiler.prediction.meta_models import meta_model, public_models
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
+from nmm_compiler.runtime import neuron
 
 pytest.importorskip("transformers")
 
@@ -160,6 +165,39 @@ def test_layers_of_different_kinds_are_all_traced():
     lines = [x for x in made.phase("decode").lines if x.kind == "attention"]
     assert sorted(x.calls for x in lines) == [2, 2]
     assert len({x.each_us for x in lines}) == 2  # the window holds fewer tokens
+
+
+def test_attention_is_priced_by_our_kernel_where_the_family_computes_it():
+    made = llama(batch=3, price="closed_form")
+    found = {phase.name: line for phase in made.phases for line in phase.lines
+             if line.kind == "attention"}  # fmt: skip
+    sizes = {"heads": 4, "kv_heads": 2, "d": 64, "batch": 3}
+    want = {
+        "prefill": AttentionSpec(m=32, **sizes),
+        "decode": AttentionSpec(m=1, context=64, causal=False, **sizes),
+    }
+    for name, line in found.items():
+        assert line.source == "estimated"
+        assert line.each_us == estimate_us(want[name], "trn2")
+
+
+def test_attention_without_a_kernel_has_the_published_law():
+    too_long = 1 << 18
+    made = llama(context=too_long, price="closed_form")
+    (line,) = (x for x in made.phase("decode").lines if x.kind == "attention")
+    assert line.source == "published law"
+    assert f"{too_long:,} tokens" in line.what
+
+
+def test_a_model_runs_on_the_physical_cores_that_its_kernels_are_launched_on():
+    """The passes, `compress` and `predict` decide for one physical core, as the runtime checks."""
+    made = predict(LLAMA, "trn2", prompt=32, context=64, ratio=0.3, price="closed_form")
+    assert made.lnc == made.dense.lnc == CORES == neuron.CORES
+    of = {line.what: line.each_us for line in made.phase("decode").lines if line.kind == "kernel"}
+    r = max(made.ranks)
+    spec = GatedMLPSpec(m=1, k=256, n=512, gate_r=r, up_r=r, down_r=r, activation="silu")
+    matching = [us for what, us in of.items() if what.startswith("gated_mlp ")]
+    assert matching == [estimate_us(spec, "trn2")]
 
 
 def test_an_encoder_has_one_pass():
