@@ -67,7 +67,8 @@ def kernel_frame() -> tuple[str, int]:
     own = _OWN_FILES
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not (own.get(filename) or (filename not in own and _is_own(filename))):
+        found = own.get(filename)
+        if not found and (found is False or not _is_own(filename)):
             break
         frame = frame.f_back
     if frame is None:
@@ -130,6 +131,7 @@ class Machine:
     program_id, grid, rank, ranks, programs: as in `Seat`.
     poison_spreads: unwritten elements may be read; what depends on them is marked.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
+    storages: the identity of the next storage. names: of the variables that places assign to.
     kept: mask of the inputs that the running instruction reads, None for all of them.
     alike: without data, what calls of instructions came to (`isa/alike.py`); None with data.
     warned: how often a rule was broken that only warns.
@@ -137,7 +139,7 @@ class Machine:
 
     __slots__ = (
         "absent", "accumulators", "alike", "assign", "data", "dialect", "grid", "identities",
-        "instructions", "kept", "max_instructions", "no_reorder_depth", "outputs",
+        "instructions", "kept", "max_instructions", "names", "no_reorder_depth", "outputs",
         "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank", "ranks",
         "shared_count", "storages", "strict", "target", "trace", "warned", "warning_keys",
         "warnings",
@@ -165,8 +167,10 @@ class Machine:
         self.program_id, self.grid, self.programs = seat.program_id, seat.grid, seat.programs
         self.rank, self.ranks = seat.rank, seat.ranks
         self.trace = Trace(program_id=seat.program_id)
+        self.trace.indexed = True
         self.instructions = self.trace.instructions
-        self.storages = 0
+        self.storages = self.place << 40
+        self.names: dict[tuple[str, int], str] = {}
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
         self.poison_spreads = poison_spreads
@@ -225,7 +229,7 @@ class Machine:
         frame: Any = sys._getframe(2)
         own = _OWN_FILES
         filename = frame.f_code.co_filename
-        while own.get(filename) or (filename not in own and _is_own(filename)):
+        while own.get(filename) is not False and _is_own(filename):
             if frame.f_back is None:
                 break
             frame = frame.f_back
@@ -252,7 +256,7 @@ class Machine:
                 allocation.first_index = index
         for access in writes:
             allocation = allocations[access.storage]
-            allocation.last_index = index
+            allocation.last_index = allocation.last_write = index
             if allocation.first_index < 0:
                 allocation.first_index = index
         return instruction

@@ -160,4 +160,4 @@ class Programs:
 
 
 def _copy_allocation(storage: Storage) -> Any:
-    return dataclasses.replace(storage.allocation, first_index=-1, last_index=-1)
+    return dataclasses.replace(storage.allocation, first_index=-1, last_index=-1, last_write=-1)

@@ -85,6 +85,7 @@ class Allocation:
 
     bytes_per_partition: on chip; whole size in bytes in HBM.
     address: (partition, byte) of a manual placement.
+    last_write: index of the last instruction that writes it, -1 for none.
     """
 
     storage: int
@@ -97,6 +98,7 @@ class Allocation:
     last_index: int
     line: int
     address: tuple[int, int] | None = None
+    last_write: int = -1
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,6 +112,7 @@ class Trace:
         the program that the compiler makes holds their instructions once.
     turns: the same of every turn, the first too.
     loads: "as_written", or "reused" when the compiler is taken to drop repeated loads.
+    indexed: the allocations hold the first and last indices of just these instructions.
     """
 
     instructions: list[Instruction] = dataclasses.field(default_factory=list)
@@ -122,6 +125,7 @@ class Trace:
     loop_edges: list[int] = dataclasses.field(default_factory=list)
     turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     loads: str = "as_written"
+    indexed: bool = dataclasses.field(default=False, init=False)
 
     @property
     def program_instructions(self) -> int:

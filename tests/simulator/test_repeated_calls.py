@@ -81,6 +81,35 @@ def test_a_view_by_a_register_is_not_kept():
     assert starts == [0, 0, 4, 8]
 
 
+@pytest.mark.parametrize("memory", ["hbm", "sbuf"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (np.s_[32:64, 8:40], np.s_[0:16, 4:32:4], np.s_[:, 1:3]),
+        (np.s_[64], np.s_[:, 5]),
+        (np.s_[..., 7:9], np.s_[-32:, 1]),
+        (np.s_[:, True:3], np.s_[0:1]),
+    ],
+)
+def test_a_part_of_a_like_tensor_is_the_part_that_the_key_selects(memory, keys):
+    """Shape, strides and region, with data and without; the first tensor is cut anew."""
+    body = f"""
+    for number in range(3):
+        cut = nl.ndarray((128, 64), nl.bfloat16, nl.{memory})
+        plain = cut
+        for key in KEYS:
+            plain, cut = plain._view(key if isinstance(key, tuple) else (key,)), cut[key]
+            assert plain.access() == cut.access(), (number, key)
+            for name in ("shape", "strides", "offset", "dtype", "special"):
+                assert getattr(plain, name) == getattr(cut, name), (number, key, name)
+    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    nisa.memset(dst=a, value=0.0)
+    return out(a)
+    """.replace("KEYS", repr(keys))
+    for mode in ("timing", "functional"):
+        run(body, mode=mode)
+
+
 def test_calls_of_python_for_an_instruction():
     """A timed instruction of a tiled product takes few calls from its line to the profile.
 

@@ -16,36 +16,9 @@ from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 
-_FORMS: dict[tuple[Any, ...], int] = {}
-_NUMBERS = itertools.count(1)
 _KINDS = itertools.count(1)
 _KEPT = 100_000
 _PLAIN = (int, float, str, Enum, type(None), type)
-
-
-def form_of(view: NkiTensor) -> int:
-    """Return the number of a view's geometry, equal for views that no check tells apart.
-
-    Where a view begins in HBM does not count. A view with runtime addresses gets a number that no
-    other has.
-    """
-    access = view._access or view.access()
-    if view.indirection is not None:
-        return next(_NUMBERS)
-    storage = view.storage
-    chip = access.memory != "hbm"
-    key = (
-        access.memory, view.shape, view.strides, view.dtype, storage.constant,
-        chip and (access.partition_start, view.offset, storage.bytes_per_partition,
-                  storage.address, storage.shape[0]),
-    )  # fmt: skip
-    found = _FORMS.get(key)
-    if found is None:
-        if len(_FORMS) >= _KEPT:
-            _FORMS.clear()  # numbers are never given twice
-        found = _FORMS[key] = next(_NUMBERS)
-    view.form = found
-    return found
 
 
 def recall(written: list[str], read: list[str], parameters: list[str], defaults: set[str]) -> str:
@@ -56,13 +29,15 @@ def recall(written: list[str], read: list[str], parameters: list[str], defaults:
     """
     required = [*written, *read]
     dst, parts = written[0], ["OP"]
+    optional = [p for p in parameters if p in defaults and p not in required and p != "name"]
     for p in parameters:
-        form = f"({p}.form or form_of({p}))"
         if p in required:
-            parts.append(form)
-        elif p != "name":
-            default = f"0 if {p} is {p}_default else " if p in defaults else ""
-            parts.append(f"{default}{form} if {p}.__class__ is NkiTensor else id({p})")
+            parts.append(f"({p}.form or form_of({p}))")
+        elif p != "name" and p not in defaults:
+            parts.append(f"{_form_or_identity(p)}")
+    if optional:
+        given = "".join(f"0 if {p} is {p}_default else {_form_or_identity(p)}, " for p in optional)
+        parts.append(f"0 if {' and '.join(f'{p} is {p}_default' for p in optional)} else ({given})")
     parts += [f"{p}.storage is {dst}.storage" for p in required if p != dst]
     tensors = " and ".join(f"{p}.__class__ is NkiTensor" for p in required)
     reads, writes = (
@@ -88,6 +63,10 @@ def recall(written: list[str], read: list[str], parameters: list[str], defaults:
         "            )\n"
         f"        values, plain, warned = {values}, ({reads}, {writes}), machine.warned\n"
     )
+
+
+def _form_or_identity(p: str) -> str:
+    return f"({p}.form or form_of({p}) if {p}.__class__ is NkiTensor else id({p}))"
 
 
 REMEMBER = (

@@ -27,7 +27,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
 )
 from nmm_compiler.simulator.isa import enums
-from nmm_compiler.simulator.isa.alike import REMEMBER, form_of, recall, remember
+from nmm_compiler.simulator.isa.alike import REMEMBER, recall, remember
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     check_destination,
@@ -46,6 +46,7 @@ from nmm_compiler.simulator.isa.operands import (
 )
 from nmm_compiler.simulator.isa.poison import spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
+from nmm_compiler.simulator.tensors.forms import form_of
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access

@@ -154,7 +154,11 @@ def ndarray(
     elif machine.grid > 1 and buffer is shared_hbm and machine.programs is not None:
         return machine.programs.shared(machine, name or "shared", shape, kind, buffer)
     place = kernel_frame()
-    name = name or assigned_name(*place) or memory
+    if not name:
+        found = machine.names.get(place)
+        if found is None:
+            found = machine.names[place] = assigned_name(*place)
+        name = found or memory
     storage = Storage(machine, name, buffer, memory, shape, kind, address, line=place[1])
     if memory != "hbm":
         check_allocation(machine, storage)

@@ -62,23 +62,24 @@ class Storage:
         self.matmul: Any = None
         self.matmul_granule = 1
         self.products: Any = None
-        total = math.prod(shape)
-        item = dtype.item_bytes
-        row = total if memory == "hbm" else total // shape[0]
-        self.bytes_per_partition = row * item
-        self.granule = item
-        self.raw = raw
         self.unwritten: np.ndarray | None = None
         self.missing = 0
         self.origin = ""
+        row = item = dtype.item_bytes
+        for size in shape if memory == "hbm" else shape[1:]:
+            row *= size
+        self.bytes_per_partition = row
+        self.granule = item
+        self.raw = raw
         if machine.data and raw is None:
+            total = math.prod(shape)
             self.raw = np.empty(total * item, np.uint8)
             self.unwritten = np.ones(total, np.bool_)
             self.missing = total
-        self.identity = identity = machine.storages + (machine.place << 40)
-        machine.storages += 1
+        self.identity = identity = machine.storages
+        machine.storages = identity + 1
         self.allocation = machine.trace.allocations[identity] = Allocation(
-            identity, name, memory, shape, dtype, row * item, -1, -1,
+            identity, name, memory, shape, dtype, row, -1, -1,
             kernel_frame()[1] if line < 0 else line, address,
         )  # fmt: skip
 

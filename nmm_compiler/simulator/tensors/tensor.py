@@ -28,12 +28,11 @@ from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
 from nmm_compiler.simulator.tensors.data import Indirection as Indirection
 from nmm_compiler.simulator.tensors.data import TensorData
 from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.forms import numbers_of, part_of, remember_part, whole_of
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.reshaping import fail
 from nmm_compiler.simulator.trace import Access
-
-_FIXED = frozenset({int, type(None), type, bool})
 
 
 class NkiTensor(TensorData):
@@ -59,7 +58,7 @@ class NkiTensor(TensorData):
         self._access: Access | None = None
         self._array: np.ndarray | None = None
         self.special = False
-        self.form = 0  # of isa/alike.py
+        self.form = 0
         self.parts: dict[tuple[Any, ...], NkiTensor] | None = None
 
     # Attributes that a kernel may read
@@ -164,32 +163,30 @@ class NkiTensor(TensorData):
             key = (key,)
         if self.indirection is not None:
             return self._view(key)
-        numbers: list[Any] = []
-        for k in key:
-            kind = k.__class__
-            if kind is slice:
-                numbers += k.start, k.stop, k.step
-            elif kind is int:
-                numbers += int, k
-            elif kind is DynamicSlice:
-                numbers += DynamicSlice, k.start, k.size
-            else:
-                return self._view(key)
-        at = tuple(numbers)
+        at = None
+        if len(key) == 2:
+            rows, columns = key
+            if rows.__class__ is slice and columns.__class__ is slice:
+                at = (
+                    rows.start, rows.stop, rows.step, columns.start, columns.stop, columns.step,
+                )  # fmt: skip
+        if at is None:
+            at = numbers_of(key)
         parts = self.parts
-        try:
-            if parts is not None and at in parts:
-                return parts[at]
-            for number in numbers:
-                if number.__class__ not in _FIXED:
-                    return self._view(key)  # a register, say, whose value may change
-        except TypeError:  # an index that cannot be hashed, such as an array
-            return self._view(key)
-        part = self._view(key)
         if parts is None:
             parts = self.parts = {}
-        parts[at] = part
-        return part
+        try:
+            part = parts.get(at)
+            if part is None:
+                part = part_of(self, at)
+                if part is None:
+                    part = self._view(key)
+                    if not remember_part(self, at, part):
+                        return part
+                parts[at] = part
+            return part
+        except TypeError:  # an index that cannot be hashed, such as an array
+            return self._view(key)
 
     def _view(self, key: tuple[Any, ...]) -> NkiTensor:
         """Return the view that a key selects, after the rules for keys."""
@@ -492,4 +489,4 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def make_tensor(storage: Storage) -> NkiTensor:
     """Return the view of a whole storage."""
-    return NkiTensor(storage, storage.shape, row_major(storage.shape), 0, storage.dtype)
+    return whole_of(NkiTensor, storage, row_major)

@@ -10,7 +10,7 @@ itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nmm_compiler.simulator.timing.dma import DmaCost
 from nmm_compiler.simulator.timing.load_reuse import reused_loads
@@ -86,32 +86,19 @@ class Storage:
     """
 
     __slots__ = (
-        "bytes",
-        "end",
-        "floor",
-        "last_use",
-        "last_write",
-        "partitions",
-        "place",
-        "pool",
-        "put_off",
-        "reads",
-        "size",
-        "whole",
-        "writes",
-    )
+        "bytes", "end", "floor", "last_use", "last_write", "partitions", "place", "pool", "put_off",
+        "reads", "size", "whole", "writes",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.writes = _NOTHING
-        self.reads = _NOTHING
+        self.writes = self.reads = _NOTHING
         self.whole: Record | None = None
-        self.last_use = -1
-        self.last_write = -1
+        self.last_use = self.last_write = -1
         self.end = 0.0
         self.floor = -1.0
         self.place: _Place | None = None
         self.pool: Pool | None = None
-        self.put_off: list[tuple[Access, bool, Store]] = []
+        self.put_off: Sequence[tuple[Access, bool, Store]] = ()
         self.size = 0
         self.partitions = self.bytes = -1
 
@@ -149,6 +136,32 @@ class Dependences:
         self.repeated = repeated_work(trace)
         if trace.loads == "reused":
             self.repeated |= reused_loads(trace, target)
+        storages, allocations = self.storages, trace.allocations
+        if trace.indexed and not self.repeated:
+            for identity, allocation in allocations.items():
+                last = allocation.last_write
+                if last >= 0 or (allocation.memory != "hbm" and allocation.last_index >= 0):
+                    storage = storages[identity] = Storage()
+                    storage.last_write, storage.last_use = last, allocation.last_index
+        else:
+            self._read_uses(trace)
+        bank, sbuf = target.psum_bank_bytes_per_partition, self.sbuf
+        for identity, storage in storages.items():
+            found = allocations.get(identity)
+            if found is None or found.memory == "hbm":
+                continue
+            storage.size = storage.bytes = found.bytes_per_partition
+            storage.partitions = found.shape[0]
+            if found.address is not None:
+                storage.place = _Place(found)
+            elif found.memory == "psum":
+                storage.pool = self.psum
+                storage.size = -(-storage.size // bank) * bank
+            else:
+                storage.pool = sbuf
+
+    def _read_uses(self, trace: Trace) -> None:
+        """Find the storages and their last uses in the instructions themselves."""
         storages, repeated = self.storages, self.repeated
         for index, instruction in enumerate(trace.instructions):
             if index in repeated:
@@ -170,21 +183,6 @@ class Dependences:
                         continue
                     storage = storages[access.storage] = Storage()
                 storage.last_use = index
-        bank = target.psum_bank_bytes_per_partition
-        allocations = trace.allocations
-        for identity, storage in storages.items():
-            allocation = allocations.get(identity)
-            if allocation is None or allocation.memory == "hbm":
-                continue
-            storage.size = storage.bytes = allocation.bytes_per_partition
-            storage.partitions = allocation.shape[0]
-            if allocation.address is not None:
-                storage.place = _Place(allocation)
-                continue
-            storage.pool = self.sbuf
-            if allocation.memory == "psum":
-                storage.pool = self.psum
-                storage.size = -(-storage.size // bank) * bank
 
     def ready(self, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]) -> float:
         """Return when the instruction's operands are there and its results may be written."""
@@ -249,7 +247,7 @@ class Dependences:
             for access in accesses:
                 storage = self.storages.get(access.storage)
                 if storage is not None:
-                    storage.put_off.append((access, writes, store))
+                    storage.put_off = [*storage.put_off, (access, writes, store)]
 
     def booked(self, store: Store) -> None:
         """Forget a store that has been booked."""
@@ -349,12 +347,9 @@ class Dependences:
             if whole is not None:
                 storage.writes.add(whole)
                 storage.whole = None
-        older, readers = storage.writes, storage.reads
-        if older.used:
-            older.replace_covered(access)
-        if readers.used:
-            readers.replace_covered(access)
-        older.add(Record(access, end, engine))
+        if storage.reads.used:
+            storage.reads.replace_covered(access)
+        storage.writes.write(Record(access, end, engine))
 
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""

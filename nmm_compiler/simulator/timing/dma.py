@@ -238,16 +238,17 @@ class DmaEngines:
     A transfer is started on one engine after another: each begins `step_us` after the one before.
     """
 
-    __slots__ = ("alike", "count", "engines", "step_us")
+    __slots__ = ("alike", "count", "engines", "last_us", "step_us")
 
     def __init__(self, target: Target) -> None:
         self.count = target.dma_engines
         self.step_us = target.dma_stagger_seconds * _US / max(1, self.count - 1)
+        self.last_us = (self.count - 1) * self.step_us
         self.alike: Slots | None = Slots()
         self.engines: list[Slots] = []
 
-    def place(self, cost: DmaCost, ready: float) -> list[tuple[int, float, float]]:
-        """Book a transfer; return (engine, start, end) of each engine.
+    def place(self, cost: DmaCost, ready: float) -> tuple[list[tuple[int, float, float]], float]:
+        """Book a transfer; return (engine, start, end) of each engine, and when the last one ends.
 
         While all engines are booked alike there is one row, with engine -1 and the times of
         engine 0; engine e is e steps later.
@@ -255,23 +256,18 @@ class DmaEngines:
         if self.alike is not None:
             if cost.uniform_us:
                 start = self.alike.place(ready, cost.uniform_us)
-                return [(-1, start, start + cost.uniform_us)]
+                stop = start + cost.uniform_us
+                return [(-1, start, stop)], stop + self.last_us
             self.engines = [self.alike.later(e * self.step_us) for e in range(self.count)]
             self.alike = None
         placed = []
         for rank, (engine, duration) in enumerate(cost.shares):
             start = self.engines[engine].place(ready + rank * self.step_us, duration)
             placed.append((engine, start, start + duration))
-        return placed
-
-    def end(self, parts: list[tuple[int, float, float]]) -> float:
-        """Return when the last engine has carried its part."""
-        if parts[0][0] < 0:
-            return parts[0][2] + (self.count - 1) * self.step_us
-        return max(part[2] for part in parts)
+        return placed, max(part[2] for part in placed)
 
     def spans(self, parts: list[tuple[int, float, float]]) -> list[tuple[float, float]]:
         """Return the (start, end) in which at least one engine is at work on a transfer."""
         if parts[0][0] < 0:
-            return [(parts[0][1], self.end(parts))]
+            return [(parts[0][1], parts[0][2] + self.last_us)]
         return [(start, stop) for _, start, stop in parts]

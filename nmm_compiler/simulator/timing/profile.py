@@ -285,8 +285,8 @@ def profile_timeline(timeline: Timeline) -> Profile:
             transpose_flops += kind.count * kind.flops
         else:
             flops += kind.count * kind.flops
-    read = sum(transfer.hbm_read_bytes for transfer in timeline.transfers)
-    written = sum(transfer.hbm_write_bytes for transfer in timeline.transfers)
+    read = sum([transfer.hbm_read_bytes for transfer in timeline.transfers])
+    written = sum([transfer.hbm_write_bytes for transfer in timeline.transfers])
     minimal = minimal_hbm_bytes(trace)
     memory_us = minimal / target.memory_bytes_per_second * _US
     latency = timeline.latency_us

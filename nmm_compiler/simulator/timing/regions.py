@@ -153,10 +153,10 @@ class Tiling:
         """Return whether `access` has the shape of the regions, at any place."""
         like = self.like
         return (
-            access.pattern == like.pattern
-            and access.item_bytes == like.item_bytes
+            access.partition_stop == like.partition_stop
             and access.partition_start == like.partition_start
-            and access.partition_stop == like.partition_stop
+            and access.item_bytes == like.item_bytes
+            and (access.pattern is like.pattern or access.pattern == like.pattern)
         )
 
     def aligned(self, start: int) -> bool:
@@ -203,14 +203,18 @@ class Records:
         self.pitch = self.row_shift = self.column_shift = 0
 
     def near(self, access: Access) -> Iterable[Record]:
-        """Return the records that may overlap `access` (a superset; some may come twice)."""
+        """Return the records that may overlap `access` (a superset; some may come twice).
+
+        The last ones first, where that costs nothing: who waits for the latest compares fewer.
+        """
         tiling = self.tiling
         if tiling is not None:
             if tiling.same(access):
-                found = self.tiles.get(access.byte_start)
+                start = access.byte_start
+                found = self.tiles.get(start)
                 if found is not None:
                     return found
-                if tiling.aligned(access.byte_start):
+                if tiling.aligned(start):
                     return ()
             starts = self._starts(tiling, access)
             if starts is not None:
@@ -218,7 +222,7 @@ class Records:
                 return [record for start in starts for record in tiles.get(start, ())]
             self._leave_tiling()
         if self.cells is None:
-            return self.items
+            return self.items[::-1]
         return self._in_cells(access)
 
     def _starts(self, tiling: Tiling, access: Access) -> Iterable[int] | None:
@@ -230,9 +234,9 @@ class Records:
             width = tiling.width
             first = access.byte_start // width * width
             if (access.byte_stop - first) // width < len(self.tiles):
-                return range(first, access.byte_stop, width)
-            return list(self.tiles)
-        return list(self.tiles) if len(self.tiles) <= _LIST_LIMIT else None
+                return reversed(range(first, access.byte_stop, width))
+            return reversed(list(self.tiles))
+        return reversed(list(self.tiles)) if len(self.tiles) <= _LIST_LIMIT else None
 
     def _leave_tiling(self) -> None:
         """Keep the records in the list, or in the grid, from now on."""
@@ -283,6 +287,18 @@ class Records:
             cell = self.cells.get(key)
             if cell:
                 self.cells[key] = [r for r in cell if not _covers(access, dense, r.access)]
+
+    def write(self, record: Record) -> None:
+        """Remember a write, and forget the accesses that it covers whole."""
+        access, tiling = record.access, self.tiling
+        if tiling is not None and tiling.same(access):
+            start, tiles = access.byte_start, self.tiles
+            if start in tiles or tiling.aligned(start):
+                tiles[start] = [record]  # equal regions cover only one another
+                return
+        if self.used:
+            self.replace_covered(access)
+        self.add(record)
 
     def _drop_covered(self, starts: Iterable[int], access: Access, dense: bool) -> None:
         """Forget the tiles that `access` covers; all records of a tile have its region."""

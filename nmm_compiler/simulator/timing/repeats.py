@@ -17,7 +17,7 @@ _DISTANCE = 1000  # assumed: instructions over which the compiler keeps a result
 
 def repeated_work(trace: Trace) -> dict[int, int]:
     """Return {index of a redundant instruction: index of the earlier one with the same result}."""
-    if sum(instruction.op in _PURE for instruction in trace.instructions) < 2:
+    if not _some_alike(trace):
         return {}
     versions: dict[int, int] = {}
     seen: dict[tuple[object, ...], int] = {}
@@ -46,6 +46,18 @@ def repeated_work(trace: Trace) -> dict[int, int]:
         if _fresh(instructions[index].writes[0], versions, trace)
         and _fresh(instructions[earlier].writes[0], versions, trace)
     }
+
+
+def _some_alike(trace: Trace) -> bool:
+    """Return whether two instructions read the same regions, whatever was written in between."""
+    seen = set()
+    for instruction in trace.instructions:
+        if instruction.op in _PURE:
+            key = (instruction.op, *[(a.storage, _region(a)) for a in instruction.reads])
+            if key in seen:
+                return True
+            seen.add(key)
+    return False
 
 
 def _region(access: Access) -> tuple[object, ...]:

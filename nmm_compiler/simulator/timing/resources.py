@@ -150,10 +150,13 @@ class Pool:
         A kernel whose live tensors exceed the memory still gets its bytes; `overflow` counts the
         excess. The compiler would spill or load again.
         """
-        self.used += size
-        self.peak = max(self.peak, self.used)
-        self.free -= size
+        used = self.used = self.used + size
+        if used > self.peak:
+            self.peak = used
+        free = self.free = self.free - size
         when = 0.0
+        if free >= 0:
+            return when
         while self.free < 0 and (self.dead or self.settle()):
             if self.dead:
                 when, released = heapq.heappop(self.dead)

@@ -347,10 +347,10 @@ class _Pass:
         issue_us = cost.issue_us
         issued = self.queues[cost.queue].place(begin, issue_us)
         start_us = self.dma_start_us
-        parts = self.dma_engines.place(
+        parts, end = self.dma_engines.place(
             cost, issued + (issue_us if issue_us > start_us else start_us)
         )
-        end = self.dma_engines.end(parts) + cost.tail_us
+        end += cost.tail_us
         self.transfers.append(
             Transfer(
                 index,
@@ -379,12 +379,11 @@ class _Pass:
     def timeline(self) -> Timeline:
         """Return the timeline of the walk."""
         dependences = self.dependences
-        parts = [part for transfer in self.transfers for part in transfer.parts]
-        moving = self.dma_engines.spans
-        work = sum(
-            (stop - begin) * (self.target.dma_engines if engine < 0 else 1)
-            for engine, begin, stop in parts
-        )
+        count, moving = self.target.dma_engines, self.dma_engines.spans
+        work = sum([
+            (stop - begin) * (count if engine < 0 else 1)
+            for transfer in self.transfers for engine, begin, stop in transfer.parts
+        ])  # fmt: skip
         busy = self._busy_us()
         busy["dma"] = _covered(
             [span for transfer in self.transfers for span in moving(transfer.parts)]
