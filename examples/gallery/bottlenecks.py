@@ -1,4 +1,4 @@
-"""A function between the two products, which is part of the call: adapters and what is like them."""
+"""A function between the two products, part of the call: adapters and what is like them."""
 
 from __future__ import annotations
 

@@ -185,9 +185,7 @@ def test_gradients_are_those_of_eager():
 def test_gradcheck_of_the_op(activation):
     torch.manual_seed(0)
     shapes = ((5, 8), (3, 8), (6, 3), (6,), (3,))
-    x, u, v, bias, inner = (
-        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes
-    )
+    x, u, v, bias, inner = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
 
     def call(x, u, v, bias, inner):
         return torch.ops.nmm.lowrank_matmul(

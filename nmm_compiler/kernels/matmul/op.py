@@ -10,7 +10,7 @@ from torch import Tensor
 from nmm_compiler.kernels.matmul.spec import MatmulSpec
 from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, back_to, rows_of
-from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,

@@ -1,6 +1,6 @@
 """The bottleneck adapter: two products with a bias and an activation between them.
 
-    y = linear(act(linear(x, A, a)), B, b), the rank being small
+y = linear(act(linear(x, A, a)), B, b), the rank being small
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rule `adapter`: a bottleneck with an activation between its products, as one call.
 
-    h = gelu(linear(x, A, a)); y = linear(h, B, b)
-    -> nmm.lowrank_matmul(x, A, B, b, None, a, inner_activation="gelu")
+h = gelu(linear(x, A, a)); y = linear(h, B, b)
+-> nmm.lowrank_matmul(x, A, B, b, None, a, inner_activation="gelu")
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     h = mul(silu(linear(linear(x, Ga), Gb)), linear(linear(x, Ua), Ub)); linear(linear(h, Da), Db)
     -> nmm.gated_mlp(x, [Ga, Gb], [Ua, Ub], [Da, Db], activation="silu")
 
-Three dense ones are a gated adapter where h is narrow: n (k + k) < k k. h stays in SBUF. The rule declines, with the numbers, where h does not fit the target beside the
-kernel's other tensors, and where two kernels are predicted to be faster: keeping h leaves room for
-fewer tokens at a time, so weights may be read more often. A symbolic token count is judged by the
-largest bucket.
+Three dense ones are a gated adapter where h is narrow: n (k + k) < k k. h stays in SBUF. The rule
+declines, with the numbers, where h does not fit the target beside the kernel's other tensors, and
+where two kernels are predicted to be faster: keeping h leaves room for fewer tokens at a time, so
+weights may be read more often. A symbolic token count is judged by the largest bucket.
 """
 
 from __future__ import annotations
