@@ -132,6 +132,36 @@ def activated(left: Estimate, name: str) -> Estimate:
     return activation_value(left[0], name), activation_error(*left, name)
 
 
+def inverse_roots(left: Estimate, eps: float, typical: bool) -> Estimate:
+    """Return the estimate of 1 / sqrt(mean(p * p) + eps) over the last axis, in fp32.
+
+    An error e of p moves the norm to between |p| - |e| and |p| + |e|; independent errors move the
+    sum of squares by twice the sum of p e. The sum has gamma_(r + 4), and the inverse root is
+    evaluated with a few roundings.
+    """
+    value, error = left
+    off = np.broadcast_to(np.asarray(error, dtype=np.float64), value.shape)
+    r = value.shape[-1]
+    norm = np.linalg.norm(value, axis=-1, keepdims=True)
+    inverse = 1.0 / np.sqrt(norm**2 / r + eps)
+    if typical:
+        moved = inverse**3 * np.linalg.norm(value * off, axis=-1, keepdims=True) / r
+        own = (math.sqrt(r + 4) / 2 + _ACTIVATION_ROUNDINGS) * FP32_ROUNDOFF
+    else:
+        size = np.linalg.norm(off, axis=-1, keepdims=True)
+        most = 1.0 / np.sqrt(np.maximum(norm - size, 0.0) ** 2 / r + max(eps, _SMALLEST["float32"]))
+        moved = np.maximum(most - inverse, inverse - 1.0 / np.sqrt((norm + size) ** 2 / r + eps))
+        own = gamma(r + 4) / 2 + _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF
+    return inverse, combine(moved, own * (inverse + moved), typical)
+
+
+def scaled(left: Estimate, factor: Estimate, typical: bool) -> Estimate:
+    """Return the estimate of a product of two values, element by element, in fp32."""
+    value = left[0] * factor[0]
+    error = combine(left[1] * (np.abs(factor[0]) + factor[1]), np.abs(left[0]) * factor[1], typical)
+    return value, combine(error, FP32_ROUNDOFF * (np.abs(value) + error), typical)
+
+
 def rounded(left: Estimate, dtype: str, typical: bool) -> Estimate:
     """Return the estimate of a value once it is stored in a dtype."""
     value, error = left

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler.ops.products import activate
+from nmm_compiler.ops.products import activate, rms_norm
 
 Grads = list[Any]
 _aten = torch.ops.aten
@@ -57,10 +57,57 @@ def activation_grad(grad: Tensor, y: Tensor, activation: str) -> Tensor:
     return _aten.gelu_backward(grad, y, approximate=approximate)
 
 
+class Inner:
+    """What stands behind each product of a chain but the last one, and the gradients of it.
+
+    An activation of the sum and the bias, or with a gain their RMS norm.
+    """
+
+    def __init__(
+        self,
+        bias: Tensor | None = None,
+        activation: str = "identity",
+        gain: Tensor | None = None,
+        eps: float = 0.0,
+        need_bias: bool = False,
+        need_gain: bool = False,
+    ) -> None:
+        self.bias, self.activation, self.gain, self.eps = bias, activation, gain, eps
+        self.need_bias, self.need_gain = need_bias, need_gain
+        self.grad_bias: Tensor | None = None
+        self.grad_gain: Tensor | None = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether a gradient of a vector of its own is needed."""
+        return self.need_bias or self.need_gain
+
+    def value(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum with the bias, and what is made of it."""
+        total = total if self.bias is None else total + self.bias
+        made = activate(total, self.activation)
+        return total, made if self.gain is None else rms_norm(made, self.gain, self.eps)
+
+    def backward(self, grad: Tensor, total: Tensor) -> Tensor:
+        """Return the gradient of the sum."""
+        if self.gain is not None:
+            made = activate(total, self.activation)
+            inverse = torch.rsqrt(made.square().mean(-1, keepdim=True) + self.eps)
+            unit = made * inverse
+            if self.need_gain:
+                self.grad_gain = (grad * unit).sum(0)
+            grad = grad * self.gain
+            grad = inverse * (grad - unit * (grad * unit).mean(-1, keepdim=True))
+        grad = activation_grad(grad, total, self.activation)
+        if self.need_bias:
+            self.grad_bias = grad.sum(0)
+        return grad
+
+
 class Chain:
     """A chain x w_1 ... w_j + bias on matrices: its recomputed forward pass and its gradients.
 
-    inner_bias and inner_activation: what stands behind each product but the last one.
+    inner: what stands behind each product but the last one.
     """
 
     def __init__(
@@ -68,20 +115,17 @@ class Chain:
         x: Tensor,
         weights: Sequence[Tensor],
         layouts: Sequence[str],
-        inner_bias: Tensor | None = None,
-        inner_activation: str = "identity",
+        inner: Inner | None = None,
     ) -> None:
         self.layouts = layouts
         self.weights = [inputs_first(w, at) for w, at in zip(weights, layouts, strict=True)]
-        self.inner_activation = inner_activation
+        self.inner = inner or Inner()
         self.sums: list[Tensor] = []
-        self.grad_inner_bias: Tensor | None = None
         self.middles = [x]
         for w in self.weights[:-1]:
-            total = self.middles[-1] @ w
-            total = total if inner_bias is None else total + inner_bias
+            total, made = self.inner.value(self.middles[-1] @ w)
             self.sums.append(total)
-            self.middles.append(activate(total, inner_activation))
+            self.middles.append(made)
 
     def output(self, bias: Tensor | None) -> Tensor:
         """Return x w_1 ... w_j + bias."""
@@ -89,15 +133,11 @@ class Chain:
         return y if bias is None else y + bias
 
     def backward(
-        self,
-        grad: Tensor,
-        need_x: bool,
-        need_weights: Sequence[bool],
-        need_inner_bias: bool = False,
+        self, grad: Tensor, need_x: bool, need_weights: Sequence[bool]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradient of x, and of each weight in the layout it is stored in.
 
-        That of the inner bias is left in `grad_inner_bias`.
+        Those of inner vectors are left in `inner`.
         """
         grads: list[Tensor | None] = [None] * len(self.weights)
         for index in reversed(range(len(self.weights))):
@@ -106,10 +146,10 @@ class Chain:
                 grads[index] = inputs_first(product, self.layouts[index])
             if index == 0 and not need_x:
                 return None, grads
-            if index > 0 and not (need_x or need_inner_bias or any(need_weights[:index])):
+            below = need_x or self.inner.needed or any(need_weights[:index])
+            if index > 0 and not below:
                 return None, grads
             grad = grad @ self.weights[index].t()
             if index > 0:
-                grad = activation_grad(grad, self.sums[index - 1], self.inner_activation)
-                self.grad_inner_bias = grad.sum(0) if need_inner_bias else None
+                grad = self.inner.backward(grad, self.sums[index - 1])
         return grad, grads

@@ -41,6 +41,13 @@ def activate(y: Tensor, name: str) -> Tensor:
     return function(y)
 
 
+def rms_norm(h: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Return gain * h / sqrt(mean(h * h) + eps) over the last axis, in float32 at least."""
+    wide = h if h.dtype == torch.float64 else h.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (gain * scaled.to(h.dtype)).to(h.dtype)
+
+
 def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None, out_layout: str) -> Tensor:
     """Return x [..., k] times w plus bias; "col" w is [n, k], a "col" result is a new [n, m]."""
     if out_layout == "row":

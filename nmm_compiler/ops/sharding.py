@@ -47,6 +47,8 @@ PRODUCTS: tuple[Way, ...] = (
 """Of results that are sums of products of x: column, row and rank."""
 SHAPED: tuple[Way, ...] = (PRODUCTS[0], PRODUCTS[2])
 """Of products with a function between them, which needs whole sums of x u."""
+NORMED: tuple[Way, ...] = PRODUCTS[:1]
+"""Of products with a norm over the rank between them."""
 GATED_UP: tuple[Way, ...] = (COLUMN,)
 GATED_MLP: tuple[Way, ...] = (
     ("features", "whole", {"down_last": "out", "down_dense": "out", "down_bias": "out"}),

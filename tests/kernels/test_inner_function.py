@@ -1,4 +1,4 @@
-"""A function between the two products of `lowrank`: p = inner_activation(x u + inner_bias)."""
+"""A function between the two products of `lowrank`: an activation, with a bias, or the RMS norm."""
 
 import dataclasses
 
@@ -67,12 +67,69 @@ def test_no_dense_product_stands_for_it():
     ]
 
 
+@pytest.mark.parametrize("out_layout", ["row", "col"])
+@pytest.mark.parametrize("m", [1, 20, 300])
+@pytest.mark.parametrize(("r", "dtype"), [(60, "bfloat16"), (140, "float32"), (384, "bfloat16")])
+def test_rms_norm_between_the_products(m, r, dtype, out_layout):
+    spec = LowRankSpec(
+        m=m, k=300, r=r, n=256, dtype=dtype, out_layout=out_layout, inner_norm=True, inner_eps=1e-3
+    )
+    proof = prove(build_kernel(spec, "trn2"))
+    assert proof.passed, proof
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn3"])
+def test_rms_norm_with_bias_and_activation_behind(target):
+    spec = LowRankSpec(**SIZES, inner_norm=True, bias=True, activation="silu")
+    assert prove(build_kernel(spec, target)).passed
+
+
+def test_squares_of_segments_are_those_of_whole_sums():
+    spec = LowRankSpec(m=24, k=1024, r=256, n=256, inner_norm=True)
+    changes = {"u.chunk": 256, "u.stream": False, "x.chunk": 1024, "k_segment": 512, "ahead": 0}
+    kernel = build_kernel(spec, "trn2", choose(spec, "trn2")[0].schedule.changed(changes))
+    assert prove(kernel).passed
+
+
+def test_two_cores_that_share_the_weights_share_the_norm():
+    spec = LowRankSpec(m=3, k=1024, r=256, n=512, inner_norm=True, lnc=2)
+    made = {c.schedule.split: c.schedule for c in choose(spec, "trn2")}
+    for split, schedule in made.items():
+        assert prove(build_kernel(spec, "trn2", schedule)).passed, split
+    assert made
+
+
+def test_the_norm_of_the_reference_is_that_of_float64():
+    spec = LowRankSpec(m=3, k=5, r=4, n=2, dtype="float32", inner_norm=True, inner_eps=0.5)
+    assert [t.name for t in spec.inputs()] == ["x", "u", "v", "inner_gain"]
+    arrays = random_arrays(spec, seed=1)
+    x, u, v, gain = (np.asarray(a, dtype=np.float64) for a in arrays)
+    p = x @ u
+    want = (p / np.sqrt((p * p).mean(1, keepdims=True) + 0.5) * gain) @ v
+    np.testing.assert_allclose(spec.reference(*arrays), want, rtol=1e-13)
+
+
+def test_a_kernel_with_another_norm_fails():
+    spec = LowRankSpec(m=20, k=300, r=128, n=200, inner_norm=True, dtype="float32")
+    arrays = random_arrays(spec)
+    want = spec.reference(*arrays)
+    bounds = spec.error_bound(*arrays), spec.typical_error(*arrays)
+    x, u, v, gain = (np.asarray(a, dtype=np.float64) for a in arrays)
+    p = x @ u
+    ones = (p / np.sqrt((p * p).mean(1, keepdims=True) + 1e-6)) @ v  # without the gain
+    off = (p / np.sqrt((p * p).sum(1, keepdims=True) / 127 + 1e-6) * gain) @ v  # a mean of 127
+    for wrong in (ones, off):
+        assert not compare("wrong", (wrong,), (want,), bounds[:1], bounds[1:]).passed
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
         ({"inner_activation": "rleu"}, UnknownNameError, "did you mean 'relu'"),
         ({"inner_activation": "relu", "scale": 2.0}, SpecError, "fold the scale into v"),
         ({"inner_bias": True, "dtype": "float8_e4m3"}, SpecError, "use bfloat16"),
+        ({"inner_norm": True, "inner_bias": True}, SpecError, "drop them"),
+        ({"inner_norm": True, "inner_eps": -1.0}, SpecError, "0 or more"),
     ],
 )
 def test_what_does_not_go_together(fields, error, words):

@@ -33,6 +33,7 @@ def calls():
     adapter = {"inner_activation": "gelu"}
     yield "lowrank_matmul", (x, u, v, bias, None, weight(R)), adapter
     yield "lowrank_matmul", (deep, ut, vt), {**stored, **adapter, "activation": "relu"}
+    yield "lowrank_matmul", (x, u, v, bias, None, None, weight(R)), {"inner_eps": 1e-3}
     yield "matmul", (x, w, bias), {}
     yield "matmul", (deep, back), {"w_layout": "col", "out_layout": "col"}
     both = {"activations": ["identity", "relu"]}

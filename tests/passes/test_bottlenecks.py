@@ -51,7 +51,7 @@ def test_adapter_is_one_call(name, biases):
     model, x = Bottleneck(FUNCTIONS[name], biases).eval(), torch.randn(2, TOKENS, K)
     result = nmm.rewrite(model, (x,))
     (match,) = result.matches
-    assert (match.kind, match.info["inner_activation"]) == ("adapter", name)
+    assert (match.kind, match.info["inner"]) == ("adapter", name)
     ((call, spec),) = kernel_calls(result.graph_module)
     assert (spec.inner_activation, spec.inner_bias, spec.bias) == (name, *biases)
     assert call.kwargs["inner_activation"] == name
@@ -62,7 +62,7 @@ def test_adapter_is_one_call(name, biases):
 def test_spelled_out_activation(name):
     model, x = Bottleneck(SPELLED[name]).eval(), torch.randn(TOKENS, K)
     result = nmm.rewrite(model, (x,))
-    assert [m.info["inner_activation"] for m in result.matches] == [name]
+    assert [m.info["inner"] for m in result.matches] == [name]
     close(result.graph_module(x), model(x))
 
 
@@ -72,6 +72,59 @@ def test_activation_behind_and_residual():
         result = nmm.rewrite(model, (x,))
         assert [m.kind for m in result.matches] == ["adapter"]
         close(result.graph_module(x), model(x))
+
+
+class SpelledNorm(nn.Module):
+    """RMSNorm as transformers spell it."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+NORMS = {
+    "spelled": SpelledNorm,
+    "module": lambda r: nn.RMSNorm(r, eps=1e-5),
+    "without eps": nn.RMSNorm,
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_latent_attention_is_one_call(name):
+    model = Bottleneck(NORMS[name](R), (False, False)).eval()
+    x = torch.randn(2, TOKENS, K)
+    result = nmm.rewrite(model, (x,))
+    (match,) = result.matches
+    assert (match.kind, match.rewritten, match.info["inner"]) == ("mla", True, "rms")
+    ((call, spec),) = kernel_calls(result.graph_module)
+    eps = {"spelled": 1e-6, "module": 1e-5}.get(name, torch.finfo(torch.float32).eps)
+    assert call.kwargs["inner_eps"] == spec.inner_eps == eps
+    close(result.graph_module(x), model(x))
+
+
+def test_latent_attention_in_the_simulator():
+    model, x = Bottleneck(SpelledNorm(R), (False, True)).eval(), torch.randn(TOKENS, K)
+    options = {"executor": "simulator", "inner": "eager", "strict": True}
+    with torch.no_grad():
+        got = torch.compile(copy.deepcopy(model), backend="nmm", options=options)(x)
+        close(got, model(x))
+
+
+def test_norm_that_no_kernel_computes_is_left_alone():
+    for norm in (nn.LayerNorm(R), nn.RMSNorm(R, eps=1e-6, elementwise_affine=False)):
+        model, x = Bottleneck(norm).eval(), torch.randn(TOKENS, K)
+        result = nmm.rewrite(model, (x,))
+        assert not result.rewritten
+        assert result.declined or result.matches, norm
+    model = Bottleneck(SpelledNorm(R), (True, True)).eval()  # its first product has a bias
+    result = nmm.rewrite(model, (torch.randn(TOKENS, K),))
+    assert not result.rewritten
+    assert [d.code for d in result.declined if d.rule == "mla"] == ["scaled_inner"]
 
 
 class Squeeze(nn.Module):
@@ -193,6 +246,12 @@ def test_gradcheck_of_the_op(activation):
         )
 
     assert torch.autograd.gradcheck(call, (x, u, v, bias, inner))
+
+    def latent(x, u, v, gain):
+        return torch.ops.nmm.lowrank_matmul(x, u, v.t(), None, None, None, gain, u_layout="col")
+
+    assert torch.autograd.gradcheck(latent, (x, u, v, inner))
+    assert torch.autograd.gradgradcheck(latent, (x, u, v, inner))
 
 
 def test_compiled_in_the_simulator_bf16():

@@ -85,12 +85,12 @@ def test_more_models(name):
 
 
 @pytest.mark.long
-def test_deepseek_attention_is_reported_as_its_own_kind():
+def test_latent_queries_of_deepseek_are_calls_and_latents_of_a_split_are_reported():
     attention = ("lm_head", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
     matches, _ = compile_and_count("deepseek_v3", exclude=attention)
     mla = [m for m in matches if m.kind == "mla"]
     assert len(mla) == 4
-    assert not any(m.rewritten for m in mla)
+    assert sorted(m.rewritten for m in mla) == [False, False, True, True]
 
 
 def test_explain_says_what_factorizing_would_save():

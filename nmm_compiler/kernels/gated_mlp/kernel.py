@@ -206,7 +206,10 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
             gate_sb, Strip(x_sb, None, schedule.kept),
             Weight(mlp.gate.u, None, schedule.u, schedule.ahead, False, None), at,
             Product(k, spec.gate_r, order, schedule.k_segment, double_row, False),
-            Rounding(1.0, mlp.gate.p_scale, spec.scales, spec.requantized, None, False, "identity"),
+            Rounding(
+                1.0, mlp.gate.p_scale, spec.scales, spec.requantized, None, False, "identity",
+                False, None,
+            ),
         )  # fmt: skip
         gate = mlp.gate.v
     else:
@@ -219,7 +222,10 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
             up_sb, Strip(x_sb, None, schedule.kept),
             Weight(mlp.up.u, None, schedule.u, schedule.ahead, False, None), at,
             Product(k, spec.up_r, order, schedule.k_segment, double_row, False),
-            Rounding(1.0, mlp.up.p_scale, spec.scales, spec.requantized, None, False, "identity"),
+            Rounding(
+                1.0, mlp.up.p_scale, spec.scales, spec.requantized, None, False, "identity",
+                False, None,
+            ),
         )  # fmt: skip
         up = mlp.up.v
     else:
@@ -273,7 +279,8 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
                     n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide
                 ),
                 Rounding(
-                    1.0, mlp.down.p_scale, spec.scales, spec.requantized, None, False, "identity"
+                    1.0, mlp.down.p_scale, spec.scales, spec.requantized, None, False, "identity",
+                    False, None,
                 ),
                 Segment(n1, n_stop, schedule.n_segment < n, parts),
             )  # fmt: skip

@@ -1,6 +1,7 @@
 """Low-rank product y = activation(x w + scale (x u) v + bias), x w being optional.
 
-A function may stand between the products: p = inner_activation(x u + inner_bias).
+A function may stand between the products: p = inner_activation(x u + inner_bias), or the RMS norm
+of x u.
 
 Stage 1 holds tiles of u stationary and moves x^T, so that (x u)^T comes out with the rank on the
 partitions; stage 2 contracts over the rank and takes it as it lies, as the stationary operand (y)
@@ -25,6 +26,7 @@ from ..pieces.loads_and_stores import (
     spread_bias,
     times,
 )
+from ..pieces.norms import add_squares, inverse_roots, new_squares
 from ..pieces.product_in_sbuf import project
 from ..pieces.product_to_hbm import expand_columns, expand_rows
 from ..pieces.records import (
@@ -126,6 +128,8 @@ def lowrank(x, u, v, spec, schedule, **others):
         v_all = nl.ndarray((128, r_tiles, v_pitch), dtype=v_dtype, buffer=nl.sbuf)
     if spec.inner_bias:
         inner_bias_sb = bias_columns(others.get("inner_bias"), r)
+    if spec.inner_norm:
+        p_scale_sb = bias_columns(others.get("inner_gain"), r)
     held = Held(u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb)
 
     first = 0
@@ -169,9 +173,11 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
         k_tiles = (spec.k + 127) // 128
         x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     p_sb = nl.ndarray((128, r_tiles, p_pitch), dtype=p_dtype, buffer=nl.sbuf)
+    squares = new_squares(spec.r, at.tokens) if spec.inner_norm else None
     rounding = Rounding(
-        spec.scale, held.p_scale_sb, spec.scales, spec.requantized, held.inner_bias_sb,
-        spec.inner_bias, spec.inner_activation,
+        spec.scale, held.p_scale_sb, "channel" if spec.inner_norm else spec.scales,
+        spec.requantized, held.inner_bias_sb,
+        spec.inner_bias, spec.inner_activation, spec.inner_norm, squares,
     )  # fmt: skip
     first = Product(
         spec.k, spec.r, schedule.k_order, schedule.k_segment, schedule.double_row, False
@@ -186,7 +192,7 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
         # this core sums over its half of k; v begins to arrive while the cores exchange the sums
         mine = half_sums(spec.r, at.tokens)
         theirs = nl.ndarray((128, r_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
-        unrounded = Rounding(1.0, None, None, False, None, False, "identity")
+        unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)
         project(mine, x_strip, u_panels, at, first, unrounded)
         sooner = min(2 * schedule.v.chunk, spec.r)
         if early:
@@ -195,16 +201,25 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
         if early:
             load_panel_rows(v_sb, v_panels, at, product, sooner, spec.r)
         add_halves(p_sb, mine, theirs, spec.r, at.tokens, rounding)
+        if spec.inner_norm:
+            for tile in range(r_tiles):
+                rows = min(128, spec.r - 128 * tile)
+                add_squares(squares, mine[0:rows, tile, 0 : at.tokens], tile, 0)
     else:
         project(p_sb, x_strip, u_panels, at, first, rounding)
 
-    # Stage 2: contracts over the rank, panel by panel of v.
     left = Strip(p_sb, None, schedule.kept)
     right = Weight(held.v, held.v_all, schedule.v, schedule.ahead, early, v_sb)
     base = Base(x_sb, held.w, base_k, schedule.w_load, schedule.u.chunk, schedule.k_order)
-    epilogue = Epilogue(held.y_scale_sb, held.bias_sb, spec.scales, spec.bias, spec.activation)
-    if spec.out_layout == "row" and not schedule.v_stationary:
-        whole = spec.n % 128 == 0 and not spec.bias and not spec.base
+    as_rows = spec.out_layout == "row" and not schedule.v_stationary
+    y_scale = held.y_scale_sb
+    if spec.inner_norm:
+        y_scale = inverse_roots(squares, spec.r, at.tokens, spec.inner_eps, not as_rows)
+    y_scales = "token" if spec.inner_norm else spec.scales
+    epilogue = Epilogue(y_scale, held.bias_sb, y_scales, spec.bias, spec.activation)
+    # Stage 2: contracts over the rank, panel by panel of v.
+    if as_rows:
+        whole = spec.n % 128 == 0 and not spec.bias and not spec.base and not spec.inner_norm
         result = Result(out, False, schedule.own_queue, schedule.tail if whole else 0)
         expand_rows(result, left, right, base, at, product, epilogue)
     else:

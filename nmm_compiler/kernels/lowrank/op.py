@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
 from nmm_compiler.ops.definition import UV, WHERE, Op
-from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, add, back_to, rows_of
+from nmm_compiler.ops.gradients import Chain, Grads, Inner, activation_grad, add, back_to, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.operands import (
     check_dtypes,
@@ -21,8 +21,8 @@ from nmm_compiler.ops.operands import (
     tokens_of,
     weight_shape,
 )
-from nmm_compiler.ops.products import activate, linear, product
-from nmm_compiler.ops.sharding import PRODUCTS, SHAPED, Placements, placements
+from nmm_compiler.ops.products import activate, linear, product, rms_norm
+from nmm_compiler.ops.sharding import NORMED, PRODUCTS, SHAPED, Placements, placements
 
 
 def lowrank_matmul(
@@ -32,10 +32,12 @@ def lowrank_matmul(
     bias: Tensor | None = None,
     w: Tensor | None = None,
     inner_bias: Tensor | None = None,
+    inner_gain: Tensor | None = None,
     *,
     scale: float = 1.0,
     activation: str = "identity",
     inner_activation: str = "identity",
+    inner_eps: float = 1e-6,
     x_layout: str = "row",
     out_layout: str = "row",
     u_layout: str = "row",
@@ -44,7 +46,10 @@ def lowrank_matmul(
     target: str = "trn2",
     executor: str = "reference",
 ) -> Tensor:
-    """Return activation(x w + scale * p v + bias), p = inner_activation(x u + inner_bias)."""
+    """Return activation(x w + scale * p v + bias), p = inner_activation(x u + inner_bias).
+
+    inner_gain: p is the RMS norm of that, with inner_eps under the root, times the gain.
+    """
     if x_layout == "col":
         x = x.t()
     h = linear(x, u, inner_bias) if u_layout == "col" else torch.matmul(x, u)
@@ -52,6 +57,8 @@ def lowrank_matmul(
         h = h + inner_bias
     if inner_activation != "identity":
         h = activate(h, inner_activation)
+    if inner_gain is not None:
+        h = rms_norm(h, inner_gain, inner_eps)
     if w is None and scale == 1.0:
         y = product(h, v, v_layout, bias, out_layout)
     elif w is None:
@@ -74,11 +81,12 @@ def fake_lowrank_matmul(
     bias: Tensor | None = None,
     w: Tensor | None = None,
     inner_bias: Tensor | None = None,
+    inner_gain: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor:
     """Return an empty result of `lowrank_matmul`."""
     said = read_layouts(keywords)
-    check_dtypes(x, u, v, bias, w, inner_bias)
+    check_dtypes(x, u, v, bias, w, inner_bias, inner_gain)
     tokens, k = tokens_of(x, said["x_layout"])
     inputs, rank = weight_shape("u", u, said["u_layout"])
     check_same("features of x and u", k, inputs)
@@ -89,16 +97,18 @@ def fake_lowrank_matmul(
         check_same("shapes of the dense w and of u v", shape, (k, n))
     check_vector("bias", bias, n)
     check_vector("inner_bias", inner_bias, rank)
+    check_vector("inner_gain", inner_gain, rank)
     return empty_result(x, tokens, n, said["out_layout"])
 
 
 def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
-    """Return the gradients of x, u, v, bias, w and inner_bias."""
-    x, u, v, bias, w, inner_bias = (*args, None, None, None)[:6]
-    need = (*need, False, False, False)[:6]
+    """Return the gradients of x, u, v, bias, w, inner_bias and inner_gain."""
+    x, u, v, bias, w, inner_bias, gain = (*args, None, None, None, None)[:7]
+    need = (*need, False, False, False, False)[:7]
     rows = rows_of(x, kw["x_layout"])
     shape = kw.get("inner_activation", "identity")
-    low = Chain(rows, (u, v), (kw["u_layout"], kw["v_layout"]), inner_bias, shape)
+    inner = Inner(inner_bias, shape, gain, kw.get("inner_eps", 1e-6), need[5], need[6])
+    low = Chain(rows, (u, v), (kw["u_layout"], kw["v_layout"]), inner)
     scale, activation = kw.get("scale", 1.0), kw.get("activation", "identity")
     grad = rows_of(grads[0], kw["out_layout"])
     dense = None if w is None else Chain(rows, (w,), (kw["w_layout"],))
@@ -107,20 +117,21 @@ def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
         y = y if dense is None else y + dense.output(None)
         grad = activation_grad(grad, y if bias is None else y + bias, activation)
     scaled = grad if scale == 1.0 else grad * scale
-    grad_x, (grad_u, grad_v) = low.backward(scaled, need[0], need[1:3], need[5])
+    grad_x, (grad_u, grad_v) = low.backward(scaled, need[0], need[1:3])
     grad_w = None
     if dense is not None:
         more, (grad_w,) = dense.backward(grad, need[0], need[4:5])
         grad_x = add(grad_x, more)
     grad_bias = grad.sum(0) if need[3] else None
     grad_x = back_to(x, grad_x, kw["x_layout"])
-    return [grad_x, grad_u, grad_v, grad_bias, grad_w, low.grad_inner_bias][: len(args)]
+    own = inner.grad_bias, inner.grad_gain
+    return [grad_x, grad_u, grad_v, grad_bias, grad_w, *own][: len(args)]
 
 
 def _lower(
     rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
 ) -> list[Launch]:
-    _, u, v, bias, w, inner_bias = (*args, None, None, None)[:6]
+    _, u, v, bias, w, inner_bias, gain = (*args, None, None, None, None)[:7]
     u, u_layout = weight(u, kw.get("u_layout", "row"), transpose)
     v, v_layout = weight(v, kw.get("v_layout", "row"), transpose)
     w_layout = "row"
@@ -144,25 +155,31 @@ def _lower(
         scale=float(kw.get("scale", 1.0)),
         inner_activation=kw.get("inner_activation", "identity"),
         inner_bias=inner_bias is not None,
+        inner_norm=gain is not None,
+        inner_eps=float(kw.get("inner_eps", 1e-6)),
     )
-    given = (rows, u, v, w, bias, inner_bias)
+    given = (rows, u, v, w, bias, inner_bias, gain)
     return [Launch(spec, tuple(t for t in given if t is not None))]
 
 
 def _placements(
-    x: Any, u: Any, v: Any, bias: Any = None, w: Any = None, inner_bias: Any = None, **kw: Any
+    x: Any, u: Any, v: Any, bias: Any = None, w: Any = None, *inner: Any, **kw: Any
 ) -> Placements:
+    inner_bias, gain = (*inner, None, None)[:2]
     factors = ("first", u, "u_layout"), ("last", v, "v_layout")
-    others = ("bias", bias, ""), ("dense", w, "w_layout"), ("inner_bias", inner_bias, "")
+    others = [("bias", bias, ""), ("dense", w, "w_layout"), ("inner_bias", inner_bias, "")]
+    others += [("inner_gain", gain, "")] * (len(inner) > 1)
     shaped = inner_bias is not None or kw.get("inner_activation", "identity") != "identity"
-    return placements(x, (*factors, *others), kw, SHAPED if shaped else PRODUCTS)
+    ways = NORMED if gain is not None else SHAPED if shaped else PRODUCTS
+    return placements(x, (*factors, *others), kw, ways)
 
 
 OPS = (
     Op(
         schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, "
-        "Tensor? inner_bias=None, *, float scale=1.0, str activation='identity', "
-        f"str inner_activation='identity', {UV}, str w_layout='row', {WHERE}) -> Tensor",
+        "Tensor? inner_bias=None, Tensor? inner_gain=None, *, float scale=1.0, "
+        "str activation='identity', str inner_activation='identity', float inner_eps=1e-06, "
+        f"{UV}, str w_layout='row', {WHERE}) -> Tensor",
         reference=lowrank_matmul,
         fake=fake_lowrank_matmul,
         gradient=lowrank_gradient,

@@ -119,6 +119,9 @@ class LowRankSchedule(LoopedSchedule):
             held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
         if spec.inner_bias:
             held["inner_bias"] = bias_bytes(spec.r, y_size, rows=False)
+        if spec.inner_norm:
+            held["norm"] = (4 * tokens + 128 + 1) * 4  # squares, more, inverse, scaled; ones
+            held["inner_gain"] = bias_bytes(spec.r, y_size, rows=False)
         if spec.fp8:
             held["scale"] = scale_bytes(spec.r, spec.scales, down=True) + scale_bytes(
                 spec.n, spec.scales, down=self.v_stationary or not rows
@@ -377,6 +380,8 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     late = contraction * out_tiles, out_columns
     tally.matmuls.append(late)
     tally.evictions.append((out_tiles, out_columns))
+    if spec.inner_norm:  # squares, their sum
+        tally.evictions.append((2 * r_tiles * tiles(m, 512), min(512, m)))
     tally.store(m * n * y_size, stores, store_run)
     k_chunks, r_chunks = tiles(k, schedule.u.chunk), tiles(r, schedule.v.chunk)
     long_runs = schedule.k_order == "consecutive_rows"

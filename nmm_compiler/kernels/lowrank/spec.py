@@ -13,7 +13,14 @@ import numpy as np
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Array, Products
-from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, Estimate, activated, combine
+from nmm_compiler.kernels.error_bounds import (
+    FP32_ROUNDOFF,
+    Estimate,
+    activated,
+    combine,
+    inverse_roots,
+    scaled,
+)
 from nmm_compiler.kernels.matmul.spec import products_of
 from nmm_compiler.kernels.product_spec import ProductSpec
 
@@ -23,7 +30,8 @@ class LowRankSpec(ProductSpec):
     """y[m, n] = activation(x w + scale p v + bias), p = inner_activation(x u + inner_bias).
 
     x is [m, k], u [k, r], v [r, n]; inner_activation and inner_bias [r] are those of a bottleneck
-    adapter, and x w is optional.
+    adapter, and x w is optional. inner_norm, for latent attention: p is the RMS norm of x u over
+    the rank, with inner_eps under the root, times inner_gain [r].
 
     A "col" layout means that the operand is passed, or the result comes back, transposed: x as
     [k, m], u as [r, k], v as [n, r], w as [n, k], y as [n, m]. base adds the dense product x w.
@@ -51,6 +59,8 @@ class LowRankSpec(ProductSpec):
     out_dtype: str | None = None
     inner_activation: str = "identity"
     inner_bias: bool = False
+    inner_norm: bool = False
+    inner_eps: float = 1e-6
 
     family: ClassVar[str] = "lowrank"
 
@@ -67,11 +77,25 @@ class LowRankSpec(ProductSpec):
             )
         if self.inner and (self.fp8 or self.scale != 1.0):
             raise SpecError(
-                f"lowrank: inner_activation {self.inner_activation!r} and inner_bias "
-                f"{self.inner_bias} go with scale 1 and with plain dtypes, not with scale "
-                f"{self.scale:g} and {self.dtype}; fold the scale into v, or use bfloat16"
+                f"lowrank: inner_activation {self.inner_activation!r}, inner_bias "
+                f"{self.inner_bias} and inner_norm {self.inner_norm} go with scale 1 and plain "
+                f"dtypes, not with scale {self.scale:g} and {self.dtype}; fold the scale into v, "
+                "or use bfloat16"
             )
+        self._check_norm()
         object.__setattr__(self, "scale", float(self.scale))  # equal specs have equal JSON
+
+    def _check_norm(self) -> None:
+        """Raise SpecError unless the norm between the products is one that the kernel computes."""
+        if not (np.isfinite(self.inner_eps) and self.inner_eps >= 0):
+            raise SpecError(f"lowrank: inner_eps is {self.inner_eps!r}; pass a number of 0 or more")
+        object.__setattr__(self, "inner_eps", float(self.inner_eps) if self.inner_norm else 1e-6)
+        clash = self.inner_bias or self.inner_activation != "identity" or self.base or self.wide
+        if self.inner_norm and clash:
+            raise SpecError(
+                "lowrank: inner_norm goes without inner_bias, inner_activation, base, and with "
+                "intermediate 'operand'; drop them, or make the products kernels of their own"
+            )
 
     def weights(self) -> dict[str, tuple[int, int]]:
         """Return u, v, and w with a base product."""
@@ -81,12 +105,13 @@ class LowRankSpec(ProductSpec):
     @property
     def inner(self) -> bool:
         """Whether a function stands between the products."""
-        return self.inner_bias or self.inner_activation != "identity"
+        return self.inner_bias or self.inner_norm or self.inner_activation != "identity"
 
     def biases(self) -> dict[str, int]:
-        """Return the bias of the result and the one between the products."""
+        """Return the bias of the result, and the vectors between the products."""
         inner = {"inner_bias": self.r} if self.inner_bias else {}
-        return super().biases() | inner
+        gain = {"inner_gain": self.r} if self.inner_norm else {}
+        return super().biases() | inner | gain
 
     def intermediates(self) -> tuple[str, ...]:
         """Return p, which is x u."""
@@ -108,11 +133,7 @@ class LowRankSpec(ProductSpec):
         return (*self._format_notes("the product with v"), *self._shape_notes())
 
     def _shape_notes(self) -> tuple[str, ...]:
-        if (
-            self.base
-            or self.inner_activation != "identity"
-            or self.r * (self.k + self.n) < self.k * self.n
-        ):
+        if self.base or self.inner or self.r * (self.k + self.n) < self.k * self.n:
             return ()
         what = "r >= min(k, n)" if self.r >= min(self.k, self.n) else "r (k + n) >= k n"
         return (
@@ -147,17 +168,23 @@ class LowRankSpec(ProductSpec):
         if self.scale != 1.0:
             p_error = combine(p_error, 2 * FP32_ROUNDOFF * (np.abs(p) + p_error), typical)
         shaped = self._biased((p, p_error), "inner_bias", operands, typical)
+        roots: Estimate | None = None
+        if self.inner_norm:  # the gain is multiplied in before p is rounded, the root after p v
+            roots = inverse_roots(shaped, self.inner_eps, typical)
+            shaped = scaled(shaped, (operands["inner_gain"], 0.0), typical)
         kept = self._kept(activated(shaped, self.inner_activation), "p", operands, typical)
         terms = self.r + (self.k if self.base else 0)
         total, error = self._times(kept, "v", operands, typical, terms)
         if self.base:
             more, own = self._times(x, "w", operands, typical, terms)
             total, error = total + more, combine(error, own, typical)
+        if roots is not None:
+            total, error = scaled((total, error), roots, typical)
         biased = self._biased((total, error), "bias", operands, typical)
         return (activated(biased, self.activation),)
 
     def short(self) -> str:
         """Return family, sizes and dtype."""
         base = " base" if self.base else ""
-        inner = f" inner {self.inner_activation}" if self.inner else ""
+        inner = f" inner {'rms' if self.inner_norm else self.inner_activation}" * self.inner
         return f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}{inner}"

@@ -8,6 +8,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import evict, finish_columns, load, round_to
+from .norms import add_squares
 from .records import Block, Epilogue, Part, Product, Rounding, Segment, Strip, Weight
 
 
@@ -139,6 +140,8 @@ def project_segment(
                     inner = Epilogue(
                         None, rounding.bias, None, rounding.has_bias, rounding.activation
                     )
+                    if rounding.norm and not segment.several:
+                        add_squares(rounding.squares, p_sum, rt, ms)
                     if segment.several:
                         part = segment.parts[0:rp, rt, ms : ms + mw]
                         if segment.first == 0:
@@ -147,6 +150,8 @@ def project_segment(
                             nisa.tensor_tensor(dst=part, data1=part, data2=p_sum, op=nl.add)
                         else:
                             nisa.tensor_tensor(dst=p_tile, data1=part, data2=p_sum, op=nl.add)
+                        if segment.stop == product.k and rounding.norm:
+                            add_squares(rounding.squares, part, rt, ms)
                         if segment.stop == product.k and shaped:
                             finish_columns(p_tile, part, inner, rt, turn)
                         elif segment.stop == product.k and scaled:

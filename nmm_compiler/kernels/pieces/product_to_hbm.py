@@ -142,13 +142,16 @@ def expand_rows(
                                 ],
                                 accumulate=base.length > 0 or kt > 0,
                             )
+                each = epilogue.scales == "token"
+                own = Epilogue(
+                    epilogue.scale[0:128, mt : mt + 1] if each else epilogue.scale, epilogue.bias,
+                    "tensor" if each else epilogue.scales, epilogue.has_bias, epilogue.activation,
+                )  # fmt: skip
                 for i in range(group):
                     ns = n1 + 512 * i
                     nw = min(512, columns - ns)
                     turn = i + mt + n0 // 512
-                    finish_rows(
-                        y_sb[0:mw, ns : ns + nw], sums[i][0:mw, 0:nw], epilogue, n0 + ns, turn
-                    )
+                    finish_rows(y_sb[0:mw, ns : ns + nw], sums[i][0:mw, 0:nw], own, n0 + ns, turn)
             store(
                 result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
             )
@@ -199,6 +202,10 @@ def expand_columns(
         if not right.plan.stream and (n0 > 0 or not right.loaded):
             w_panels.append(load_panel(right, at, product, n0))
     m_tiles = (at.tokens + 511) // 512
+    own = Epilogue(
+        epilogue.scale, epilogue.bias, None if epilogue.scales == "token" else epilogue.scales,
+        epilogue.has_bias, epilogue.activation,
+    )  # fmt: skip
     for n0 in range(0, product.n, right.plan.block):
         columns = min(right.plan.block, product.n - n0)
         aligned = product.double_row or right.plan.load == "dma"
@@ -307,7 +314,12 @@ def expand_columns(
                     else:
                         y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
                     y_sum = sums[i * m_tiles + mt][0:nw, 0:mw]
-                    finish_columns(y_tile, y_sum, epilogue, n0 // 128 + n1 + i, i + mt)
+                    if epilogue.scales == "token":
+                        scaled = nl.ndarray((nw, mw), dtype=nl.float32, buffer=nl.sbuf)
+                        of_tokens = epilogue.scale[0:nw, ms : ms + mw]
+                        nisa.tensor_tensor(dst=scaled, data1=y_sum, data2=of_tokens, op=nl.multiply)
+                        y_sum = scaled
+                    finish_columns(y_tile, y_sum, own, n0 // 128 + n1 + i, i + mt)
         if result.as_rows:
             view = result.out[at.m0 : at.m0 + at.tokens, n0 : n0 + columns].reshape_dim(
                 1, (128, n_tiles)

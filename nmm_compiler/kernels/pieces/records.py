@@ -92,7 +92,8 @@ class Rounding(nl.NKIObject):
     """The epilogue of a product that stays on chip.
 
     Without a bias and an activation: the sums times factor, or times scale; requantize: to fp8.
-    Else activation(sums + bias), with factor 1 and no scale.
+    Else activation(sums + bias), with factor 1 and no scale. With a norm the squares of what is
+    kept are added up in `squares`, [128, tokens].
     """
 
     factor: float
@@ -102,11 +103,16 @@ class Rounding(nl.NKIObject):
     bias: object  # a column per tile of outputs
     has_bias: bool
     activation: str
+    norm: bool
+    squares: object
 
 
 @dataclass
 class Epilogue(nl.NKIObject):
-    """activation(scale sum + bias), scale and bias in SBUF where there are any."""
+    """activation(scale sum + bias), scale and bias in SBUF where there are any.
+
+    scales: one scale, "tensor"; one an output, "channel"; one a token, "token".
+    """
 
     scale: object
     bias: object

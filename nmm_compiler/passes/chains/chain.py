@@ -40,6 +40,19 @@ from nmm_compiler.passes.graph.views import FEATURE, Dims
 
 
 @dataclass(frozen=True)
+class Inner:
+    """A function between two products: an activation, or with a gain the RMS norm over the rank."""
+
+    activation: str = "identity"
+    gain: Key | None = None
+    eps: float = 0.0
+
+    def name(self) -> str:
+        """Return "rms", or the name of the activation."""
+        return self.activation if self.gain is None else "rms"
+
+
+@dataclass(frozen=True)
 class Chain:
     """x -> times u -> `middle` steps -> times v -> `after` steps.
 
@@ -48,8 +61,8 @@ class Chain:
     which stays outside of the kernel. inplace is the in-place sum that `base` was written into, if
     any. more are further chains of the same x that are added (several adapters); their factors are
     joined along the rank. per_token are factors from between the products that commute with the
-    second one: they multiply the result, and then the kernel has no epilogue. inner_activation
-    stands between the products, behind `middle`, which then has biases only.
+    second one: they multiply the result, and then the kernel has no epilogue. inner is a function
+    between the products, behind `middle`, which then has biases only.
     """
 
     first: Stage
@@ -66,7 +79,7 @@ class Chain:
     inplace: fx.Node | None = None
     more: tuple[Chain, ...] = ()
     per_token: tuple[Step, ...] = ()
-    inner_activation: str = "identity"
+    inner: Inner | None = None
 
     @property
     def u(self) -> Weight:

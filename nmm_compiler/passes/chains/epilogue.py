@@ -92,7 +92,7 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
 
 def _keeps_its_scale(chain: Chain) -> bool:
     """Return whether a scale of the result is none of the first factor, or not of it alone."""
-    return bool(chain.base or chain.more or chain.inner_activation != "identity")
+    return bool(chain.base or chain.more or chain.inner)
 
 
 def _with_own_bias(c: Canonical, chain: Chain) -> Chain:

@@ -33,8 +33,10 @@ def _spec(c: Canonical, call: Call, dtype: str) -> KernelSpec:
         chain = call.chain
         r = chain.r if chain.more else _sizes(c, chain.u)[1]
         has: dict[str, Any] = {"base": chain.base is not None, "activation": chain.activation}
-        if chain.inner_activation != "identity":
-            has |= {"inner_activation": chain.inner_activation, "inner_bias": bool(chain.middle)}
+        if chain.inner is not None and chain.inner.gain is not None:
+            has |= {"inner_norm": True, "inner_eps": chain.inner.eps}
+        elif chain.inner is not None:
+            has |= {"inner_activation": chain.inner.activation, "inner_bias": bool(chain.middle)}
         return LowRankSpec(**common, r=r, n=_sizes(c, chain.v)[1], **has)
     if isinstance(call, SharedCall):
         chains = [member.chain for member in call.members if member.chain is not None]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Factors:
     """The nodes of scale * (x u) v + bias, with u and v in the layouts of `chain`.
 
-    inner_bias: of an adapter, added to x u.
+    inner_bias and inner_gain: of a function between the products.
     """
 
     chain: Chain
@@ -38,6 +38,7 @@ class Factors:
     scale: float
     bias: fx.Node | None
     inner_bias: fx.Node | None = None
+    inner_gain: fx.Node | None = None
 
 
 def fold_chain(editor: Editor, chain: Chain) -> Factors:
@@ -62,13 +63,15 @@ def fold_chain(editor: Editor, chain: Chain) -> Factors:
                 u, v = fold(editor, chain, u, v, factor)
 
     absorb(chain.middle, chain.u.n)
-    inner = None
-    if chain.inner_activation != "identity":
+    inner = gain = None
+    if chain.inner is not None:
         inner, bias = bias, None
+        if chain.inner.gain is not None:
+            gain = one_dim(editor, chain.inner.gain, chain.u.n)
     elif bias is not None:
         bias = times_matrix(editor, plain_v, chain.v.layout, bias)
     absorb(chain.after, chain.v.n)
-    return Factors(chain, u, v, scale, bias, inner)
+    return Factors(chain, u, v, scale, bias, inner, gain)
 
 
 def join(editor: Editor, parts: Sequence[Factors]) -> Factors:

@@ -228,10 +228,9 @@ class LowRankCall(Call):
         }
 
     def _inner(self) -> dict[str, Any]:
-        """Return what stands between the products of an adapter."""
+        """Return the function between the products."""
         assert self.chain is not None
-        name = self.chain.inner_activation
-        return {} if name == "identity" else {"inner_activation": name}
+        return {} if self.chain.inner is None else {"inner": self.chain.inner.name()}
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
@@ -240,7 +239,7 @@ class LowRankCall(Call):
         kinds = {s.kind for part in (self.chain, *self.chain.more) for s in part.middle}
         if "vector" in kinds or any(s.key is not None and s.kind == "scale" for s in self._steps()):
             notes.append("a scale that is a tensor is folded into a factor at each call")
-        if "bias" in kinds and self.chain.inner_activation == "identity":
+        if "bias" in kinds and self.chain.inner is None:
             notes.append("the inner bias becomes b v, one vector product at each call")
         if any(s.kind == "scale" and s.number != 1.0 for s in self._steps()):
             notes.append("a scalar moved to the epilogue, which moves a rounding")
@@ -273,11 +272,13 @@ class LowRankCall(Call):
             keywords["scale"] = folded.scale
         if chain.activation != "identity":
             keywords["activation"] = chain.activation
-        if chain.inner_activation != "identity":
-            keywords["inner_activation"] = chain.inner_activation
+        if chain.inner is not None and chain.inner.gain is not None:
+            keywords["inner_eps"] = chain.inner.eps
+        elif chain.inner is not None:
+            keywords["inner_activation"] = chain.inner.activation
         y = self.op_call(
             editor,
-            (x, folded.u, folded.v, folded.bias, w, folded.inner_bias),
+            (x, folded.u, folded.v, folded.bias, w, folded.inner_bias, folded.inner_gain),
             {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
             self.result_value(editor, x, chain.v.n),
         )

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.adapter import read_adapter
+from nmm_compiler.passes.chains.between_function import read_with_function
+from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import owner_of
+from nmm_compiler.passes.graph.canonical_forms import Activation, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import check_chain, products_at
 
@@ -31,11 +32,9 @@ class Adapter(KernelRule):
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the adapter and check whether it may move to its end."""
-        chain = read_adapter(graph, *candidate)
-        if chain is None or isinstance(chain, Refusal):
-            return chain
-        found = check_chain(graph, chain)
-        if isinstance(found, Refusal):
+        chain = read_with_function(graph, *candidate, Activation)
+        found = check_chain(graph, chain) if isinstance(chain, Chain) else chain
+        if not isinstance(found, Chain):
             return found
         call = LowRankCall.of(graph, found)
         return self.matched(graph, owner_of(found.out), found.nodes, call)

@@ -81,6 +81,7 @@ def chain_operands(chain: Chain) -> list[Key]:
     keys = [chain.first.x, *chain.u.keys, *chain.v.keys]
     keys += [s.key for s in steps if s.key is not None]
     keys += [chain.base.weight.key] if chain.base else []
+    keys += [chain.inner.gain] if chain.inner and chain.inner.gain is not None else []
     for other in chain.more:
         keys += chain_operands(other)
     return keys + ([chain.addend[0]] if chain.addend else [])

@@ -1,8 +1,10 @@
-"""Rule `mla`: down projection, RMSNorm, up projection: reported, not rewritten.
+"""Rule `mla`: down projection, RMSNorm, up projection (multi-head latent attention), as one call.
 
-rms(c) * g times B equals (c (diag(g) B)) * rstd row by row, so one kernel could compute all three.
-That is another op than the plain chain, and it does not exist yet. The norm may be one node or
-spelled out (pow, mean, add, rsqrt, mul), and the latent may be one part of a split.
+    y = linear(rms_norm(linear(x, A), g), B)
+    -> nmm.lowrank_matmul(x, A, B, None, None, None, g, inner_eps=1e-6)
+
+The norm may be one node or spelled out (pow, mean, add, rsqrt, mul). A latent that is one part of a
+split is reported and left alone: the other part, the rotated keys, reads the down projection, too.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from typing import Any
 
 from torch import fx
 
+from nmm_compiler.passes.chains.between_function import read_with_function
+from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Refusal, read_stage
-from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
     Cast,
@@ -23,10 +27,11 @@ from nmm_compiler.passes.graph.canonical_forms import (
     Product,
     owner_of,
 )
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
+from nmm_compiler.passes.rules.lowrank import check_chain
 
 
-class MLA(Rule):
+class MLA(KernelRule):
     """Down - RMSNorm - up."""
 
     name = "mla"
@@ -41,6 +46,15 @@ class MLA(Rule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Walk back over the norm to a down projection."""
         key, form = candidate
+        chain = read_with_function(graph, key, form, Norm)
+        found = check_chain(graph, chain) if isinstance(chain, Chain) else chain
+        if isinstance(found, Chain):
+            call = LowRankCall.of(graph, found)
+            return self.matched(graph, owner_of(found.out), found.nodes, call)
+        return found or self._reported(graph, key, form)
+
+    def _reported(self, graph: Canonical, key: Key, form: Product) -> Match | None:
+        """Return a match that is not rewritten, where the latent is a part of a split."""
         latent = _before_norm(graph, form.lhs)
         if latent is None:
             return None
@@ -64,14 +78,11 @@ class MLA(Rule):
             rewritten=False,
             info={"chains": 1, "k": down.weight.k, "r": up.weight.k, "n": up.weight.n},
             notes=(
-                "the norm commutes with the up projection, but no kernel computes it yet",
-                *(("the latent is one part of a split",) if split else ()),
+                "the latent is one part of a split"
+                if split
+                else "no kernel takes this norm between the products",
             ),
         )
-
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Never called: the match is not rewritten."""
-        raise NotImplementedError("mla matches are reported only")
 
 
 def _through(c: Canonical, key: Key) -> Key:
