@@ -32,7 +32,8 @@ class Adapter(KernelRule):
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the adapter and check whether it may move to its end."""
-        chain = read_with_function(graph, *candidate, Activation)
+        key, form = candidate
+        chain = read_with_function(graph, key, form, Activation)
         found = check_chain(graph, chain) if isinstance(chain, Chain) else chain
         if not isinstance(found, Chain):
             return found
