@@ -8,7 +8,8 @@ It checks the graph after each emission and keeps every stride.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class Attempt:
     "careful". refused: what this and earlier attempts could not emit. rules: those of this attempt;
     later: rules of a user that run after them; taken_before: places of these rules that earlier
     rules took. The methods are the steps of `pipeline.PASSES`; the fields after `taken_before` pass
-    their results on. findings: of the last step, as lines for a dump.
+    their results on. findings: of the last step, as lines for a dump; they are made when it reads
+    them.
     """
 
     module: fx.GraphModule
@@ -67,7 +69,7 @@ class Attempt:
     turned: list[Pointwise] = dataclasses.field(default_factory=list)
     editor: Editor = dataclasses.field(init=False)
     dropped: bool = False
-    findings: list[str] = dataclasses.field(default_factory=list)
+    findings: Iterable[str] = ()
 
     @property
     def built_in(self) -> bool:
@@ -79,26 +81,29 @@ class Attempt:
         self.c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
         for node, kind in self.odd.items():
             self.c.note_subclass(node, kind)
-        self.findings = [f"{key.name}: {form}" for key, form in self.c.forms.items()]
+        self.findings = (f"{key.name}: {form}" for key, form in self.c.forms.items())
 
     def match(self) -> None:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
         search = _Search(self.c)
-        nodes = list(reversed(self.c.graph.nodes))
         for rule in self.rules:
-            for node in nodes:
+            count = self._count(rule)
+            for node in search.places(rule):
                 if node not in search.taken:
-                    with self.faults.guard("matching", node, rule):
-                        search.ask(rule, node, self._count(rule))
+                    try:
+                        search.ask(rule, node, count)
+                    except Exception as error:  # kept, or raised again
+                        self.faults.keep(error, "matching", node, rule)
         for rule in self.later:
             count = self.taken_before.setdefault(rule.name, RuleCount(rule.name, False))
-            search.ask_who_took(rule, nodes, count)
+            search.ask_who_took(rule, count)
         self.matches = search.matches
         names = {node.name for node in search.taken}
         declined = [d for d in search.declined if d.at not in names or d in search.kept]
         graph = self.path.rstrip(".")
         self.result.declined += [dataclasses.replace(d, graph=graph) for d in declined]
-        self.findings = [*map(str, self.matches), *(f"declined: {d}" for d in declined)]
+        lines = (f"declined: {d}" for d in declined)
+        self.findings = itertools.chain(map(str, self.matches), lines)
 
     def _count(self, rule: Rule) -> RuleCount:
         """Return the count of a rule; it starts with the places that earlier rules took."""
@@ -123,17 +128,17 @@ class Attempt:
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
             match.graph, match.length = self.path.rstrip("."), _terms(self.c, match.nodes)
-        self.findings = [*map(str, self.matches)]
+        self.findings = map(str, self.matches)
 
     def lay_out(self) -> None:
         """Give every tensor between calls a layout; built-in rules only."""
-        self.turned, self.findings = [], []
+        self.turned, self.findings = [], ()
         if self.built_in:
             layouts = assign_layouts(self.c, self.matches)
             self.result.layouts += layouts.choices
             self.turned = layouts.turned
             self.result.transposes_before += count_transposes(self.c)
-            self.findings = [*map(str, layouts.choices)]
+            self.findings = map(str, layouts.choices)
         self.result.matches += self.matches
         if self.built_in:
             taken = {n for match in self.matches for n in match.nodes}
@@ -154,7 +159,7 @@ class Attempt:
         taken |= {operation.node for operation in self.turned}
         self.editor.erase(taken | read | set(self.editor.added))
         replaced = self.editor.replaced.items()
-        self.findings = [f"{old.name} -> {new.name}" for old, new in replaced]
+        self.findings = (f"{old.name} -> {new.name}" for old, new in replaced)
 
     def settle_strides(self) -> None:
         """Restore the original strides of results whose readers depend on strides."""
@@ -178,7 +183,7 @@ class Attempt:
                 raise
             raise BrokenRuleError(self.rules[0].name, "graph", error) from error
         self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
-        self.findings = []
+        self.findings = ()
 
     def _note_multiplied_back(self, c: Canonical, taken: set[fx.Node], graph: str) -> None:
         """Report where factors are multiplied back, instead of other refusals of their use."""
@@ -293,6 +298,18 @@ class _Search:
         self.matches: list[Match] = []
         self.declined: list[Declined] = []
         self.kept: list[Declined] = []
+        self._nodes = list(reversed(c.graph.nodes))
+        self._by_form: dict[type, list[int]] = {}
+        for index, node in enumerate(self._nodes):
+            for key in (node, *c.virtuals.get(node, ())):
+                self._by_form.setdefault(type(c.forms.get(key)), []).append(index)
+
+    def places(self, rule: Rule) -> list[fx.Node]:
+        """Return the nodes at which a match of a rule may end, last first."""
+        if rule.ends_at is None:
+            return self._nodes
+        found = {index for form in rule.ends_at for index in self._by_form.get(form, ())}
+        return [self._nodes[index] for index in sorted(found)]
 
     def ask(self, rule: Rule, node: fx.Node, count: RuleCount) -> None:
         """Keep the first match of a rule at a node, or why there is none."""
@@ -334,13 +351,13 @@ class _Search:
     def _taker(self, nodes: Collection[fx.Node]) -> str:
         return next(self.taken[n] for n in self.c.graph.nodes if n in nodes and n in self.taken)
 
-    def ask_who_took(self, rule: Rule, nodes: list[fx.Node], count: RuleCount) -> None:
+    def ask_who_took(self, rule: Rule, count: RuleCount) -> None:
         """Count the places of a later rule that this attempt's rules have taken.
 
         The later rule will get another graph than this one, so its exceptions here are only
         counted.
         """
-        for node in nodes:
+        for node in self.places(rule):
             try:
                 found = [rule.check(self.c, candidate) for candidate in rule.pattern(self.c, node)]
             except Exception as error:  # a rule may be made for the rewritten graph alone

@@ -67,17 +67,24 @@ class Faults:
         """
         try:
             yield
-        except (InternalFaultError, BrokenRuleError, NoShapesError):
-            raise
         except Exception as error:  # every exception costs only this place; `warn` reports it
-            if not isinstance(rule, str) and not self.is_built_in(rule):
-                raise BrokenRuleError(rule.name, node.name, error) from error
-            name = rule if isinstance(rule, str) else rule.name
-            fault = Fault(stage, name, node, self.graph, error)
-            if self.strict:
-                raise InternalFaultError(str(fault)) from error
-            if not any(_same(fault, known) for known in self.found):
-                self.found.append(fault)
+            self.keep(error, stage, node, rule)
+
+    def keep(self, error: Exception, stage: str, node: fx.Node, rule: Any = "") -> None:
+        """Keep an exception as a fault, or raise it, as `guard` does.
+
+        For loops over all nodes, where a context manager for each node costs more than its block.
+        """
+        if isinstance(error, (InternalFaultError, BrokenRuleError, NoShapesError)):
+            raise error
+        if not isinstance(rule, str) and not self.is_built_in(rule):
+            raise BrokenRuleError(rule.name, node.name, error) from error
+        name = rule if isinstance(rule, str) else rule.name
+        fault = Fault(stage, name, node, self.graph, error)
+        if self.strict:
+            raise InternalFaultError(str(fault)) from error
+        if not any(_same(fault, known) for known in self.found):
+            self.found.append(fault)
 
     def drop(self, rule: str, *names: str) -> None:
         """Leave a rule's match at these nodes alone from now on; all of them after many faults."""

@@ -158,7 +158,10 @@ def test_rules_decide_for_the_machine_of_the_options(tmp_path):
     spec = dataclasses.replace(LARGE, k=2100)
     lowrank = LowRankSpec(m=spec.m, k=spec.k, r=1000, n=spec.n)
     mine = Options(target=calibrated(tmp_path / "mine.json", 2), verdicts="off")
-    plain, slow = (prices_of(lowrank, options) for options in (Options(verdicts="off"), mine))
+    plain, slow = (
+        prices_of(lowrank, machine_target(options.target, options), options.price)
+        for options in (Options(verdicts="off"), mine)
+    )
     assert slow.call > 1.5 * plain.call
     for options in (Options(verdicts="off"), mine):
         cost = Cost.on(machine_target(options.target, options), "bfloat16", "closed_form")

@@ -10,7 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import rewrite_gallery as gallery
 
 from nmm_compiler.options import Options
-from nmm_compiler.passes.pipeline import run
+from nmm_compiler.passes.pipeline import RULES, run
+from nmm_compiler.passes.rules import Rule
+from nmm_compiler.passes.rules.lowrank import LowRank
 
 # Products of two norms below 1, summed over at most 64 + 8 terms, rounded a few times in fp32.
 BOUND = 2.0**-23 * (gallery.K + gallery.R + 8) * 2
@@ -73,3 +75,31 @@ def test_swiglu_with_transposes_ends_without_any():
     assert [m.kind for m in pair.rewritten] == ["gated_mlp_up", "lowrank"]
     assert "out_layout = 'col'" in pair.graph_module.code
     assert "x_layout = 'col'" in pair.graph_module.code
+
+
+@pytest.mark.parametrize(
+    "name",
+    [c.name for c in gallery.CASES if c.name in QUICK_DYNAMO and c.expected("S") != "n/a"],
+)
+def test_rules_say_all_forms_that_their_matches_end_at(name, monkeypatch):
+    (one,) = (c for c in gallery.CASES if c.name == name)
+    module, inputs = gallery.capture(one, "S")
+    results = [run(module, inputs)]
+    for rule in RULES:
+        monkeypatch.setattr(type(rule), "ends_at", None)
+    results.append(run(module, inputs))
+    said = [[str(d) for d in (*r.matches, *r.declined)] for r in results]
+    assert said[0] == said[1]
+
+
+def test_a_pattern_of_its_own_is_asked_everywhere():
+    class Mine(LowRank):
+        def pattern(self, graph, node):
+            yield from ()
+
+    class Named(LowRank):
+        name = "named"
+
+    assert Rule.ends_at is None
+    assert Mine.ends_at is None
+    assert Named.ends_at == LowRank.ends_at

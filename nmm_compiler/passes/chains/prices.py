@@ -15,10 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.options import Options
 from nmm_compiler.passes.chains.linear_map import Refusal, Stage
 from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
 from nmm_compiler.passes.graph import views
@@ -72,13 +70,9 @@ def tokens_to_judge(count: Any) -> int:
     return max(1, count) if isinstance(count, int) else TYPICAL_TOKENS
 
 
-def prices_of(spec: KernelSpec, options: Options) -> Predicted:
-    """Return the predicted times of a spec on the target of the options."""
-    return _prices(spec, machine_target(options.target, options), options.price)
-
-
 @functools.lru_cache(maxsize=1024)
-def _prices(spec: KernelSpec, chip: Target, price: str) -> Predicted:
+def prices_of(spec: KernelSpec, chip: Target, price: str) -> Predicted:
+    """Return the predicted times of a spec on a target."""
     from nmm_compiler.codegen.latency import PRICES, pays_from, ways_us
 
     ways = ways_us(spec, chip, PRICES[price])
@@ -102,7 +96,9 @@ def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | 
     dtype = str(c.dtype(key)).removeprefix("torch.")
     m = tokens_to_judge(views.product(list(stage.tokens.values())))
     known = dtype in LowRankSpec.dtypes  # else no kernel has a price
-    found = prices_of(LowRankSpec(m=m, k=k, r=r, n=n, dtype=dtype), c.options) if known else None
+    found = None
+    if known:
+        found = prices_of(LowRankSpec(m=m, k=k, r=r, n=n, dtype=dtype), c.chip, c.options.price)
     text = f"r (k + n) >= k n: {r} * ({k} + {n}) >= {k} * {n}, so one dense product is cheaper"
     if found is not None:
         assert found.dense is not None

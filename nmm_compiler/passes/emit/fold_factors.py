@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Weight
 from nmm_compiler.passes.chains.product_order import Cost, order
@@ -110,7 +109,7 @@ def _product(editor: Editor, weight: Weight) -> fx.Node:
     value = editor.c.values[made[0, 1]]
     sizes = [weight.factors[0].k, *(factor.n for factor in weight.factors)]
     name = str(value.dtype).removeprefix("torch.")
-    chip = machine_target(editor.options.target, editor.options)
+    chip = editor.c.chip
     cost = Cost.on(chip, name, editor.options.price)
     for first, cut, end in order(cost, sizes):
         node = editor.call(aten.mm.default, made[first, cut], made[cut, end])

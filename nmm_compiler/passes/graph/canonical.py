@@ -6,6 +6,7 @@ Each node has either a form (product, scale, add, ...) or a view over the value 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.options import Options
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
@@ -20,6 +22,7 @@ from nmm_compiler.passes.graph.canonical_forms import Form, Key, Leaf, Product, 
 from nmm_compiler.passes.graph.effects import Effects
 from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import Dims, Size
+from nmm_compiler.targets import Target
 
 View = tuple[Key, Dims]
 Result = Form | View | None
@@ -70,7 +73,7 @@ class Canonical:
         self.inputs_are_weights = False
         # Inputs that could be factors: adapters that are passed beside x.
         self.input_matrices: set[fx.Node] = set()
-        self._shapes: dict[fx.Node, tuple[Size, ...]] = {}
+        self._shapes: dict[Key, tuple[Size, ...]] = {}
         self._twins: dict[Any, list[Key]] | None = None
 
     def note_subclass(self, node: fx.Node, kind: type[torch.Tensor]) -> None:
@@ -78,6 +81,11 @@ class Canonical:
         self.subclasses[node] = kind.__name__
         if kind.dequantize is not torch.Tensor.dequantize:
             self.quantized.add(node)
+
+    @functools.cached_property
+    def chip(self) -> Target:
+        """The target whose kernels have prices, as this machine is known to be."""
+        return machine_target(self.options.target, self.options)
 
     # -- what is known of a value ---------------------------------------------------------
 
@@ -88,10 +96,10 @@ class Canonical:
 
     def shape(self, key: Key) -> tuple[Size, ...] | None:
         """Return the shape, with symbolic sizes as expressions; None for no tensor."""
-        if isinstance(key, Virtual):
-            return key.shape
         found = self._shapes.get(key)
         if found is None:
+            if isinstance(key, Virtual):
+                return key.shape
             value = self.tensor(key)
             if value is None:
                 return None

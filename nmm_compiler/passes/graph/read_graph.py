@@ -126,14 +126,13 @@ def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
             c.derived.add(node)  # several results, as of a decomposition
         return
     result: Result = None
-    understood = False
-    with c.faults.guard("reading", node):
+    try:
         result = _read(c, spelled, node)
         if isinstance(result, tuple):
             source = result[0]
             result = _over_base(c, node, *result)
-        understood = True
-    if not understood:
+    except Exception as error:  # kept, or raised again
+        c.faults.keep(error, "reading", node)
         result = None
         c.virtuals.pop(node, None)
         c.helpers.pop(node, None)

@@ -22,6 +22,7 @@ from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.safety import refuse
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical_forms import Opaque
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import Match, Rule
 
@@ -40,6 +41,7 @@ class Attention(Rule):
     """scaled_dot_product_attention without a mask tensor and without dropout."""
 
     name = "attention"
+    ends_at = (Opaque,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose calls of scaled_dot_product_attention, where the option asks for them."""

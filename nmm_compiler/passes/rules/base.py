@@ -136,10 +136,18 @@ class Rule:
     pattern(graph, node) proposes candidates that end at a node, cheaply. check(graph, candidate)
     returns a Match, or a Refusal, which becomes a Declined. rewrite(graph, match, editor) adds
     nodes through the editor and returns the node that takes the place of match.node.
-    A rule is stateless: check passes its findings in `Match.data`.
+    A rule is stateless: check passes its findings in `Match.data`. ends_at: the canonical forms
+    that its matches end at. It is asked only at nodes with one of them; at every node if None.
     """
 
     name: str = ""
+    ends_at: tuple[type, ...] | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Ask a rule that brings a pattern of its own at every node, unless it says where."""
+        super().__init_subclass__()
+        if "pattern" in vars(cls) and "ends_at" not in vars(cls):
+            cls.ends_at = None
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Yield candidates that end at `node`."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
@@ -50,6 +49,7 @@ class GatedMLP(KernelRule):
     """The whole MLP, down projection included."""
 
     name = "gated_mlp"
+    ends_at = (Product, Add)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products, and sums after them, that a product of two activations feeds."""
@@ -142,8 +142,7 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
     dtype = c.dtype(gated.node)
     name = str(dtype).removeprefix("torch.")
     sizes = (max(1, m), gate.k, gate.n)
-    chip = machine_target(c.options.target, c.options)
-    why = decide(*sizes, ranks, name, chip, c.options.price)
+    why = decide(*sizes, ranks, name, c.chip, c.options.price)
     if why is None:
         return None
     code, reason, remedy = why

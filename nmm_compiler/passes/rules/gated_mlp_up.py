@@ -159,6 +159,7 @@ class GatedMLPUp(KernelRule):
     """Gate and up projections with the product between them."""
 
     name = "gated_mlp_up"
+    ends_at = (Scale,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose each product of two activations, either factor being the gate."""

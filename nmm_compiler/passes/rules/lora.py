@@ -53,6 +53,7 @@ class LoRA(KernelRule):
     """Base product plus adapters."""
 
     name = "lora"
+    ends_at = (Add,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose every sum of two values."""

@@ -91,6 +91,7 @@ class LowRank(KernelRule):
     """The plain chain of two products."""
 
     name = "lowrank"
+    ends_at = (Product, Opaque)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose every product at the node, and what may look like a factor and is none."""

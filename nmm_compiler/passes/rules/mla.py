@@ -35,6 +35,7 @@ class MLA(KernelRule):
     """Down - RMSNorm - up."""
 
     name = "mla"
+    ends_at = (Product,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products with a constant weight."""

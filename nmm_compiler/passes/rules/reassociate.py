@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.passes.chains.chain import Chain, join_stages
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import (
@@ -59,6 +58,7 @@ class Association(KernelRule):
     """x times two and more constant matrices, in another order than they are written in."""
 
     name = "chain"
+    ends_at = (Product,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products whose order is free, by permission or by the operation's meaning."""
@@ -108,8 +108,7 @@ def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
     graph."""
     dtype = c.dtype(row.stage.key)
     assert dtype is not None
-    chip = machine_target(c.options.target, c.options)
-    cost = Cost.on(chip, str(dtype).removeprefix("torch."), c.options.price)
+    cost = Cost.on(c.chip, str(dtype).removeprefix("torch."), c.options.price)
     m = tokens_to_judge(views.product(list(row.stage.tokens.values())))
     sizes = [weights[0].k, *(weight.n for weight in weights)]
     total, cut = cost.best_cut(m, sizes)

@@ -29,6 +29,7 @@ class SharedU(KernelRule):
     """One first factor, several second ones."""
 
     name = "shared_u"
+    ends_at = (Product,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products that several others read."""

@@ -75,6 +75,7 @@ class SharedX(KernelRule):
     """Several chains of one x; made of matches that other rules found."""
 
     name = "shared_x"
+    ends_at = ()
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose nothing, since `combine` joins the matches of other rules."""
