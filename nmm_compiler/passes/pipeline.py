@@ -235,16 +235,20 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """Return a module with a copy of the graph, which shares parameters and submodules.
 
-    `recompile` writes its code, after the passes.
+    `recompile` writes its code, after the passes; or when it is first called, in a module of
+    Dynamo's class, which the copy keeps.
     """
     graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
-    mapping: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(module.graph, mapping, return_output_node=True)
-    if isinstance(output, tuple):
-        value, old = output
-        assert isinstance(old, fx.Node)
-        new = graph.output(value, type_expr=getattr(old, "type", None))
-        new.meta = dict(old.meta)
+    new: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        # Set afterwards, since `create_node` searches all arguments for a reason to warn.
+        if node.args:
+            copy.args = fx.map_arg(node.args, new.__getitem__)
+        if node.kwargs:
+            copy.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+        copy.meta.update(node.meta)
+        new[node] = copy
     graph._codegen = module.graph._codegen
     # Setting a module's graph compiles its code, which the passes do once at their end. So the
     # module is made for a graph with only its attributes, and then gets the copy without that.
@@ -252,7 +256,10 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             attributes.get_attr(str(node.target))
-    copied = fx.GraphModule(module, attributes, class_name=type(module).__name__)
+    given = type(module).__mro__[1]  # a GraphModule has a class of its own, below this one
+    plain = given.__init__ is fx.GraphModule.__init__  # type: ignore[misc]
+    kind = given if plain else fx.GraphModule
+    copied: fx.GraphModule = kind(module, attributes, class_name=type(module).__name__)
     copied._graph = graph
     graph.owning_module = copied
     copied.meta = dict(module.meta)

@@ -7,6 +7,7 @@ view operation keeps. An unknown Python callable counts as a writer of all its a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,13 @@ def transform_depth(node: fx.Node) -> int | None:
     if node.op != "call_function":
         return None
     short = getattr(node.target, "__name__", "")
-    if not isinstance(short, str) or not any(part in short for part in _FUNCTORCH):
+    return _depth_change(short) if isinstance(short, str) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _depth_change(short: str) -> int | None:
+    """Return what `transform_depth` does, for a function of this name."""
+    if not any(part in short for part in _FUNCTORCH):
         return None
     if "_increment_nesting" in short or short == "enter_dual_level":
         return 1

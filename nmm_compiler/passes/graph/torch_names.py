@@ -8,9 +8,11 @@ it has one. `Call` binds arguments by position or by any of their names.
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import operator
 import re
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -106,6 +108,14 @@ def target_name(node: fx.Node) -> str | None:
         return _SYNONYMS.get(str(target), str(target))
     if node.op != "call_function":
         return None
+    try:
+        return _function_name(target)
+    except TypeError:  # an unhashable callable
+        return _function_name.__wrapped__(target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_name(target: Any) -> str | None:
     if isinstance(target, torch._ops.OpOverload):
         space, name = target._schema.name.split("::", 1)
         if space not in ("aten", "prims"):
@@ -117,10 +127,7 @@ def target_name(node: fx.Node) -> str | None:
     elif isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order::{target.name()}"
     else:
-        try:
-            known = _OPERATORS.get(target)
-        except TypeError:  # an unhashable callable is not one of Python's operators
-            known = None
+        known = _OPERATORS.get(target) if isinstance(target, Hashable) else None
         if known is not None:
             return known
         module = getattr(target, "__module__", None) or ""

@@ -39,6 +39,8 @@ Dims = tuple[Dim, ...]
 
 def as_size(value: Any) -> Size:
     """Return an int, or the expression behind a SymInt, without specializing the latter."""
+    if type(value) is int:
+        return value
     if isinstance(value, torch.SymInt):
         value = value.node.expr
     if isinstance(value, sympy.Integer):
@@ -53,12 +55,12 @@ def is_static(value: Size) -> bool:
 
 def sizes_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     """Return a tensor's shape; two of them compare as expressions, which adds no guard."""
-    return tuple(as_size(s) for s in tensor.shape)
+    return tuple(map(as_size, tensor.shape))
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     """Return a tensor's strides, in elements; they compare as expressions."""
-    return tuple(as_size(s) for s in tensor.stride())
+    return tuple(map(as_size, tensor.stride()))
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
@@ -100,7 +102,7 @@ def product(sizes: Sequence[Size]) -> Size:
 
 def dim_size(dim: Dim) -> Size:
     """Return the number of elements along one dimension."""
-    return product([atom.size for atom in dim])
+    return dim[0].size if len(dim) == 1 else product([atom.size for atom in dim])
 
 
 def shape_of(dims: Dims) -> tuple[Size, ...]:
