@@ -194,7 +194,16 @@ def _check_buckets(buckets: object) -> None:
     raise OptionTypeError("buckets", buckets, "increasing positive token counts, e.g. (1, 128)")
 
 
+# The bytes that `os.environ` holds on POSIX. It raises two exceptions inside for a name that is not
+# set, and each call of `build_kernel` asks for nine.
+_HELD: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None)
+_HELD = _HELD if os.name == "posix" else None
+
+
 def _environment(name: str) -> str | None:
+    """Return an environment variable, None where it is empty or not set."""
+    if _HELD is not None and name.encode() not in _HELD:
+        return None
     value = os.environ.get(name, "").strip()
     return value or None
 
@@ -227,9 +236,14 @@ def verdict_file(options: Options | None = None, *, to_write: bool = False) -> P
             )
         return path
     try:
-        return cache_dir(options) / "device.json"
+        return _beside_cache(cache_dir(options))
     except CacheDirectoryError:
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _beside_cache(directory: Path) -> Path:
+    return directory / "device.json"
 
 
 def logical_core_setting() -> int | None:
@@ -277,6 +291,8 @@ def cache_dir(options: Options | None = None) -> Path:
     Raises CacheDirectoryError when that needs a home directory and there is none.
     """
     given = (options.cache_dir if options else None) or _environment("NMM_CACHE_DIR")
+    if given and not given.startswith("~"):
+        return _cache_dir(given, None, None)
     return _cache_dir(given, _environment("XDG_CACHE_HOME"), os.environ.get("HOME"))
 
 
@@ -316,8 +332,10 @@ def cache_max_bytes(options: Options | None = None) -> int:
 def remote_cache(options: Options | None = None) -> str | None:
     """Return the declared fsspec URL of the second cache level, or None."""
     given = (options.remote_cache if options else None) or _environment("NMM_REMOTE_CACHE")
+    if given is None:
+        return None
     try:
-        urllib.parse.urlsplit(given or "")
+        urllib.parse.urlsplit(given)
     except ValueError as error:
         raise OptionTypeError(
             "NMM_REMOTE_CACHE", given, f"a URL such as s3://bucket/path or a directory ({error})"

@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class Store(Levels):
             raise CacheDirectoryError(f"cache directory {directory}: {error}") from None
         super().__init__(root, mode == "rw", max_bytes, Remote(remote) if remote else None, check)
         self.mode = mode
+        self._path = str(root)
         self._seen: tuple[int, ...] | None = None
         self._locks = locks.BuildLocks()
         if mode != "off":
@@ -97,10 +98,11 @@ class Store(Levels):
 
         Reading and writing the disk check it in full; this is for kernels found in memory.
         """
-        seen: tuple[int, ...] = ()
-        with suppress(OSError):
-            status = os.lstat(self.directory)
-            seen = (status.st_dev, status.st_ino, status.st_mode, status.st_uid)
+        try:
+            status = os.lstat(self._path)
+            seen: tuple[int, ...] = (status.st_dev, status.st_ino, status.st_mode, status.st_uid)
+        except OSError:  # deleted, or no right to look
+            seen = ()
         if seen != self._seen:
             self._look()
             self._seen = seen

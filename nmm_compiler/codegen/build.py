@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nmm_compiler.cache.entry import Entry
 from nmm_compiler.cache.key import Key
@@ -171,6 +171,9 @@ def built_or_found(
     """Return what `build_kernel` returns, and whether this call built it."""
     ask = asked(spec, target, schedule, dialect=dialect, options=options)
     key, chip, spoken, store = ask.key, ask.target, ask.dialect, ask.store
+    kernel = _held(key, store.get(key, remote=False))
+    if kernel is not None:
+        return kernel, False
     made: dict[str, Any] = {}
 
     def build() -> Mapping[str, str]:
@@ -188,9 +191,9 @@ def built_or_found(
     entry = store.get_or_build(
         key, build, lambda: made, command=lambda: _command(spec, chip, spoken)
     )
-    held = _KERNELS.get(key.digest)
-    if held is not None and held[0] is entry:
-        return held[1], bool(made)
+    kernel = _held(key, entry)
+    if kernel is not None:  # another thread was first
+        return kernel, bool(made)
     store.check_once(entry)  # another process may have written it, perhaps with older rules
     family = FAMILIES[spec.family]
     kernel = Kernel(
@@ -214,8 +217,13 @@ def built_or_found(
     return kernel, bool(made)
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
+def _held(key: Key, entry: Entry | None) -> Kernel | None:
+    """Return the kernel that this process has made from an entry of the cache."""
+    held = _KERNELS.get(key.digest)
+    return held[1] if held is not None and held[0] is entry else None
+
+
+class Asked(NamedTuple):
     """What `build_kernel` is asked for: the kernel's key, and what it is made of.
 
     schedule: the given one, else the one that tuning found, else None: it is chosen.
