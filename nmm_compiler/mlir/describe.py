@@ -36,7 +36,7 @@ def describe(
     specs: list[Any] = []
     operands: list[tuple[int, ...]] = []
     for tokens in counts:
-        for index, (spec, order) in enumerate(_launches(call, tokens, sources)):
+        for index, (spec, order) in enumerate(_launches(call, tokens, options, sources)):
             if index == len(specs):
                 specs.append(spec)
                 operands.append(order)
@@ -86,17 +86,19 @@ def _tensors(call: KernelCall) -> list[Tensor]:
     ]
 
 
-def _launches(call: KernelCall, tokens: int, sources: bool) -> list[tuple[Any, tuple[int, ...]]]:
+def _launches(
+    call: KernelCall, tokens: int, options: Options, sources: bool
+) -> list[tuple[Any, tuple[int, ...]]]:
     """Return the spec of each launch and, for its operands in order, their numbers in the call.
 
-    sources: whether the target has to be able to build each launch.
+    sources: whether the target has to be able to build each launch, under these options.
     """
     tensors = _tensors(call)
     args, keywords = call.rebuild(tensors)
     try:
         launches = lowering.lower(call.op, args, keywords, tokens).launches
         if sources:
-            launches = lowering.fitting(launches, keywords["target"])
+            launches = lowering.fitting(launches, keywords["target"], options)
     except NmmError as error:
         raise ExportError(f"no kernel computes {call.node}: {error}") from error
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
