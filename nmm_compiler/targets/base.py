@@ -70,7 +70,6 @@ class Target:
     # Tile limits
     stationary_free_max_elements: int
     moving_free_max_elements: int
-    vector_transpose_max_elements: int
 
     # TensorE
     tensor_clock_hz: float
@@ -110,7 +109,6 @@ class Target:
 
     # DMA
     dma_engines: int
-    dma_queues_per_engine: int
     dma_bytes_per_second_per_engine: float
     dma_generates_descriptors: bool
     dma_transposes: bool

@@ -31,7 +31,6 @@ TARGET = Target.of(
     # Tile limits
     stationary_free_max_elements=documented(128, "nki.isa.nc_matmul: stationary free size <= 128"),
     moving_free_max_elements=documented(512, "nki.isa.nc_matmul: moving free size <= 512"),
-    vector_transpose_max_elements=documented(32, "nki.isa.nc_transpose: 32 x 32 on VectorE"),
     # TensorE
     tensor_clock_hz=documented(2.4e9, "trainium2_arch: TensorE clock"),
     tensor_rows=documented(128, "trainium2_arch: 128 x 128 systolic array"),
@@ -100,7 +99,6 @@ TARGET = Target.of(
     activation_table_load_seconds=measured(1.3e-6, "nki-dma-overview figures: about 1.3 us (trn2)"),
     # DMA
     dma_engines=documented(16, "nki-dma-overview: 16 per core"),
-    dma_queues_per_engine=documented(16, "nki-dma-overview: 16 queues per engine"),
     dma_bytes_per_second_per_engine=documented(23e9, "nki-dma-bandwidth-guide: practical rate"),
     dma_generates_descriptors=documented(True, "nki-dge: descriptors generated on the device"),
     dma_transposes=documented(True, "nki.isa.dma_transpose: trn2 and newer"),

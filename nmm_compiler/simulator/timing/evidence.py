@@ -29,13 +29,12 @@ _CONSTANTS = {
 # instructions, and limits for tiles, models and groups of cores. The hash covers every field that
 # is not named here.
 NOT_OF_TIMING = frozenset({
-    "absent_forms", "absent_instructions", "collective_points", "dma_queues_per_engine",
+    "absent_forms", "absent_instructions", "collective_points",
     "dma_transposes", "hbm_bytes", "matmul_adds_to_written_psum", "matmul_bfloat16_sums",
     "matmul_float8_e4m3fn", "matmul_psum_banks", "matmul_tile_min_elements",
     "moving_free_max_elements", "physical_cores_per_logical_core", "scalar_all_operators",
     "scalar_number_bias", "scalar_tensor_scalar", "tensor_indirection", "tensor_transposes_fp8",
     "device_loops", "dma_transposes_in_loops", "float8_kernels", "nki_beta_1",
-    "vector_transpose_max_elements",
 })  # fmt: skip
 
 
