@@ -30,15 +30,44 @@ class Toy:
     prints: str
 
 
-def matmul_as_toy(file: str) -> str:
-    """Return a file of family `matmul` as the same file of a family called toy."""
-    text = (PACKAGE / "kernels" / "matmul" / file).read_text()
-    names = (("MatmulSpec", "ToySpec"), ("MATMUL", "TOY"), ("MatmulSchedule", "ToySchedule"))
-    for old, new in (*names, ("def matmul(", "def toy("), ("reference=matmul", "reference=toy")):
-        text = text.replace(old, new)
-    for old in ('"matmul"', 'f"matmul ', "kernels.matmul", "`matmul`"):
-        text = text.replace(old, old.replace("matmul", "toy"))
+def as_toy(family: str, file: str) -> str:
+    """Return a file of a family as the same file of a family called toy."""
+    text = (PACKAGE / "kernels" / family / file).read_text()
+    for word in ("Spec", "Schedule"):
+        text = text.replace(family.capitalize() + word, "Toy" + word)
+    text = text.replace(family.upper(), "TOY").replace(f" {family}(**named)", " toy(**named)")
+    for old in ('"{}"', 'f"{} ', "kernels.{}", "`{}`", "def {}(", "reference={}", " {}(*held"):
+        text = text.replace(old.format(family), old.format("toy"))
     return text
+
+
+def family_toy(family: str, works: str, prints: str) -> Toy:
+    """Return a family that computes what another one does, under another name."""
+    there = "".join(
+        line for line in (PACKAGE / "kernels" / "__init__.py").read_text().splitlines(True)
+        if line.endswith(f"import {family.upper()}\n")
+    )  # fmt: skip
+    files = ("__init__.py", "spec.py", "schedule.py", "kernel.py", "op.py")
+    return Toy(
+        files={f"kernels/toy/{file}": as_toy(family, file) for file in files},
+        lines=(
+            (
+                "kernels/__init__.py",
+                there,
+                there + "from nmm_compiler.kernels.toy.schedule import TOY\n",
+            ),
+            ("kernels/__init__.py", "LOWRANK_SHARED, MATMUL,", "LOWRANK_SHARED, MATMUL, TOY,"),
+        ),
+        works=(
+            "import torch\n"
+            "from nmm_compiler.codegen.build import build_kernel\n"
+            "from nmm_compiler.codegen.check_against_float64 import prove\n"
+            "from nmm_compiler.kernels.toy import ToySpec\n"
+            "import nmm_compiler.ops.registration\n"
+        )
+        + works,
+        prints=prints,
+    )
 
 
 TOYS = {
@@ -64,31 +93,22 @@ TOYS = {
         ),
         prints="toy True",
     ),
-    "kernel family": Toy(
-        files={
-            f"kernels/toy/{file}": matmul_as_toy(file)
-            for file in ("__init__.py", "spec.py", "schedule.py", "kernel.py", "op.py")
-        },
-        lines=(
-            (
-                "kernels/__init__.py",
-                "import MATMUL\n",
-                "import MATMUL\nfrom nmm_compiler.kernels.toy.schedule import TOY\n",
-            ),
-            ("kernels/__init__.py", "LOWRANK_SHARED, MATMUL,", "LOWRANK_SHARED, MATMUL, TOY,"),
-        ),
-        works=(
-            "import torch\n"
-            "from nmm_compiler.codegen.build import build_kernel\n"
-            "from nmm_compiler.codegen.check_against_float64 import prove\n"
-            "from nmm_compiler.kernels.toy import ToySpec\n"
-            "import nmm_compiler.ops.registration\n"
-            "kernel = build_kernel(ToySpec(m=16, k=128, n=64), 'trn2')\n"
-            "x, w = torch.randn(4, 8), torch.randn(8, 2)\n"
-            "print(kernel.name.split('_')[0], prove(kernel).passed,\n"
-            "      torch.equal(torch.ops.nmm.toy(x, w), x @ w))\n"
-        ),
-        prints="toy True True",
+    "kernel family": family_toy(
+        "matmul",
+        "kernel = build_kernel(ToySpec(m=16, k=128, n=64), 'trn2')\n"
+        "x, w = torch.randn(4, 8), torch.randn(8, 2)\n"
+        "print(kernel.name.split('_')[0], prove(kernel).passed,\n"
+        "      torch.equal(torch.ops.nmm.toy(x, w), x @ w))\n",
+        "toy True True",
+    ),
+    "kernel family like attention": family_toy(
+        "attention",
+        "kernel = build_kernel(ToySpec(m=1, context=256, heads=2, d=64), 'trn2')\n"
+        "q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))\n"
+        "wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
+        "print(kernel.name.split('_')[0], prove(kernel).passed,\n"
+        "      torch.allclose(torch.ops.nmm.toy(q, k, v, causal=True), wanted, atol=1e-6))\n",
+        "toy True True",
     ),
     "rewrite rule": Toy(
         files={
@@ -188,7 +208,14 @@ TOYS = {
         prints="1.5 True []",
     ),
 }
-PLACES = {"target": 1, "kernel family": 6, "rewrite rule": 2, "option": 1, "instruction": 3}
+PLACES = {
+    "target": 1,
+    "kernel family": 6,
+    "kernel family like attention": 6,
+    "rewrite rule": 2,
+    "option": 1,
+    "instruction": 3,
+}
 """Files that each toy touches; a family's folder is its four files and what it exports."""
 
 
