@@ -33,7 +33,7 @@ def attention(q, k, v, spec, schedule, **others):
                 schedule,
             )
 
-        # a bound in a register makes the variable one too
+        # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(spec.batch * spec.kv_heads), body)
     else:
         outs = []

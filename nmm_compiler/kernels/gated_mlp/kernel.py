@@ -171,7 +171,7 @@ def gated_mlp(x, spec, schedule, **others):
             out_part = out_blocks.select(out_dim, at)
             gated_block(out_part, x_part, mlp, Block(0, m_block), spec, schedule)
 
-        # a bound in a register makes the variable one too
+        # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         gated_block(out, x, mlp, Block(m0, min(m_block, m - m0)), spec, schedule)

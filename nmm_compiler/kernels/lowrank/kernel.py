@@ -147,7 +147,7 @@ def lowrank(x, u, v, spec, schedule, **others):
             out_part = out_blocks.select(out_dim, at)
             lowrank_block(out_part, x_part, held, Block(0, m_block), spec, schedule, core)
 
-        # a bound in a register makes the variable one too
+        # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         lowrank_block(part, x, held, Block(m0, min(m_block, m - m0)), spec, schedule, core)

@@ -98,7 +98,7 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                                 load(
                                     u_sbs[i], k0 // 128, part, schedule.u.load, schedule.k_order, k
                                 )
-                # few tokens: the u take turns, for a sum waits until its last product is through
+                # few tokens: the u take turns, since a sum waits for its previous product
                 deep = (rows + 127) // 128
                 for step in range(deep * len(ranks)):
                     i = step % len(ranks) if tokens < 512 else step // deep
@@ -117,7 +117,7 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
         # Stage 2: contracts over the rank, panel by panel of every v.
         firsts = []
         if schedule.ahead > 0:
-            # the first panel of every v is asked for before any store
+            # the load of the first panel of every v starts before any store
             for place in range(len(ns)):
                 j = turns[place] if schedule.narrow_first else place
                 i = pair_of[j]
@@ -160,7 +160,7 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
 
 def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens):
     """Add a tile of the contraction to the sums of one u's columns; the last one rounds them."""
-    # t0: the strip's tile that the sums begin with
+    # t0: the first tile of the strip that the sums become
     m_tiles = (tokens + 511) // 512
     at = part.p_tile - t0
     for c in range(0, part.columns, 128):

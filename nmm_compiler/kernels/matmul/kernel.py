@@ -78,7 +78,7 @@ def matmul(x, w, spec, schedule, **others):
             out_part = out_blocks.select(out_dim, at)
             matmul_block(out_part, x_part, weight, epilogue, Block(0, m_block), spec, schedule)
 
-        # a bound in a register makes the variable one too
+        # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(spec.m // m_block), body)
     for m0 in range(first, spec.m, m_block):
         at = Block(m0, min(m_block, spec.m - m0))
@@ -116,7 +116,7 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
             run = Contraction(
                 k0, depth, schedule.w.chunk, spec.k, schedule.k_order, schedule.double_row
             )
-            # a tile for each chunk: it is free again as soon as nothing more reads the chunk
+            # a tile for each chunk, so that the last read of a chunk frees its memory
             if schedule.w.resident:
                 w_tiles = weight.whole
             elif early and n0 > 0:
@@ -153,7 +153,7 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                     n2 = n0 + schedule.w.block
                     last = m1 + m_wide >= at.tokens and n1 + n_wide >= columns
                     if early and last and n2 < spec.n:
-                        # the next panel is asked for before this one is stored
+                        # the load of the next panel starts before this one is stored
                         w_next = panel_tiles(weight, min(columns, spec.n - n2), depth, schedule)
                         load_ahead(w_next, weight, n2, min(columns, spec.n - n2), run)
                     patch = Patch(

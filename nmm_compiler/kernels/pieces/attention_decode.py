@@ -25,7 +25,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
     weights = []
     sums = []
     for t in range(len(steps)):
-        # the next chunks are asked for early
+        # loads of the next chunks start early
         for place in range(len(loaded), min(t + 1 + schedule.ahead, len(steps))):
             step = steps[place]
             if step[1]:
@@ -265,7 +265,7 @@ def soften(scores, identity, dtype, spec):
     tiles = scores.shape[1]
     tops = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=tops, op=nl.maximum, data=scores.permute((0, 2, 1)), axis=2)
-    # over the partitions: turned, reduced, and spread again by a product with ones
+    # the maximum over the partitions: transpose, reduce, spread by a product with ones
     turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_transpose(dst=turned, data=tops, engine=nisa.engine.tensor)
     top = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)

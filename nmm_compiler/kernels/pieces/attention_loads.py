@@ -1,4 +1,4 @@
-"""How queries, keys and values of an attention kernel arrive, turned and rotated on the way.
+"""Loads queries, keys and values of an attention kernel, and transposes and rotates them.
 
 Queries and keys have the head size on the partitions, in parts of 128; values have keys there.
 """
@@ -44,7 +44,7 @@ def make_band(compare):
 def load_keys(k, rope, spec, schedule):
     """Return k^T [128, parts of d, context]."""
     parts = (spec.d + 127) // 128
-    # what a DMA transpose writes starts at multiples of 32 bytes
+    # a DMA transpose writes to offsets that are multiples of 32 bytes
     pitch = (spec.context + 15) // 16 * 16
     k_t = nl.ndarray((128, parts, pitch), dtype=k.dtype, buffer=nl.sbuf)
     for c0 in range(0, spec.context, 512):

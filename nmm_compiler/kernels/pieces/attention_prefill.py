@@ -51,12 +51,11 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
     stacks = []
     totals = []
     for t in range(len(steps) + 7):
-        # what VectorE and ScalarE take is there from the turn before, and what they give is
-        # asked for in the turn after
+        # VectorE and ScalarE read results of the turn before; the turn after reads theirs
         if has_step(t, 0, steps) and steps[t][1] == 0 and steps[t][6]:
             g = steps[t][0]
             q0 = steps[t][2]
-            # the next queries, and with the first ones the next keys, are asked for early
+            # loads of the next queries start early, and with the first ones those of keys
             if q0 == 0 and g + 1 < len(qs):
                 keys.append(load_keys(ks[g + 1], rope, spec, schedule))
                 values.append(load_values(vs[g + 1], spec))

@@ -56,7 +56,7 @@ def gate_columns(
     for n0 in range(panels.first, panels.stop, plan.block):
         columns = min(plan.block, panels.stop - n0)
         n_tiles = (columns + 127) // 128
-        # panels ahead are asked for before this one is stored
+        # loads of later panels start before this one is stored
         following = n0 + plan.block * panels.ahead
         if following < panels.stop:
             gate_panels.append(load_gated_panel(gate, plan, following, panels.stop))
@@ -190,7 +190,7 @@ def gate_rows(result: Result, gate: Branch, up: Branch, plan: Operand, at: Block
         up_panels.append(load_gated_panel(up, plan, n0, gate.product.n))
     for n0 in range(0, gate.product.n, plan.block):
         columns = min(plan.block, gate.product.n - n0)
-        # panels ahead are asked for before this one is stored
+        # loads of later panels start before this one is stored
         following = n0 + plan.block * ahead
         if following < gate.product.n:
             gate_panels.append(load_gated_panel(gate, plan, following, gate.product.n))

@@ -371,7 +371,7 @@ def scale_columns(scale, n):
     if n % 128 > 0:
         nisa.memset(dst=columns, value=0.0)
     for first in range(0, tiles, 128):
-        # rows of 128 come in long runs; TensorE turns them, bit for bit
+        # rows of 128 are long runs for a DMA; TensorE transposes them bit for bit
         count = min(128, tiles - first)
         rows = nl.ndarray((count, 128), dtype=nl.float32, buffer=nl.sbuf)
         run = scale[128 * first : 128 * (first + count)]

@@ -16,7 +16,7 @@ def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, round
     """Compute p^T of a block of tokens, rounded once."""
     several = product.segment < product.k
     if several:
-        # fp32 sums of the segments: with them s and w are read once, whatever PSUM holds
+        # sums of the segments in fp32, so that s and w are read once however large PSUM is
         r_tiles = (product.n + 127) // 128
         parts = nl.ndarray((128, r_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
     else:
@@ -73,7 +73,7 @@ def project_segment(
                 w_first = k0 // 128 if right.plan.stream else segment.first // 128
                 s_first = segment.first // 128 if left.plan.stream else 0
                 if right.plan.stream:
-                    # one pass over k uses each chunk once: it needs no panel to stay in
+                    # one pass over k reads each chunk once, so no panel is kept
                     w_sb = nl.ndarray(
                         (128, (rows + 127) // 128, pitch), dtype=w_type, buffer=nl.sbuf
                     )

@@ -65,7 +65,7 @@ def expand_rows(
         columns = min(right.plan.block, product.n - n0)
         aligned = product.double_row or right.plan.load == "dma"
         pitch = (columns + 15) // 16 * 16 if aligned else columns
-        # panels ahead are asked for before this one is stored
+        # loads of later panels start before this one is stored
         following = n0 + right.plan.block * right.ahead
         if base.length > 0:
             if following < product.n:
@@ -211,7 +211,7 @@ def expand_columns(
         aligned = product.double_row or right.plan.load == "dma"
         pitch = (columns + 15) // 16 * 16 if aligned else columns
         n_tiles = (columns + 127) // 128
-        # panels ahead are asked for before this one is stored
+        # loads of later panels start before this one is stored
         following = n0 + right.plan.block * right.ahead
         if base.length > 0:
             if following < product.n:
