@@ -16,7 +16,7 @@ from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Activation, owner_of
+from nmm_compiler.passes.graph.canonical_forms import Activation, Product, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import check_chain, products_at
 
@@ -25,6 +25,7 @@ class Adapter(KernelRule):
     """Down, an activation, up."""
 
     name = "adapter"
+    ends_at = (Product,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose every product at the node."""
