@@ -65,8 +65,9 @@ figures: $(DEV_READY)
 bench: bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
 	bench-timing bench-models
 
+# Kernels beside another version's: make bench-kernels ARGS="--against ../nmm_compiler-0.1"
 bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-models: $(DEV_READY)
-	$(RUN) benchmarks/$(@:bench-%=%).py
+	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 
 $(RUN):
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version' || \

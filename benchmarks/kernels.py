@@ -15,10 +15,12 @@ against one lowrank kernel for each of its projections. Kernel start and stop, w
 does not pay, is printed apart. The bars are at the end; exit code 1 when one is missed.
 
 With --dtype float8_e4m3: the same shapes in fp8 against bf16 (kernel_formats.py).
+With --against CHECKOUT: each kernel beside that of another version (kernels_against.py).
 With --families shared: q, k and v of one x as one kernel, against three (kernels_shared.py).
 
 Usage: python benchmarks/kernels.py [--targets trn2,trn3] [--models Llama-3.2-1B] [--m 1,512]
        [--parts up,down,gated,mlp] [--workers 2] [--json FILE] [--dtype float8_e4m3]
+       [--against CHECKOUT]
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from kernel_rows import (
     Row,
     measure,
 )
+from kernels_against import main_against
 from kernels_shared import main_shared
 from rich.console import Console
 from rich.progress import Progress
@@ -177,8 +180,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--dtype", choices=("bfloat16", "float8_e4m3"), default="bfloat16")
     parser.add_argument("--families", choices=("lowrank", "shared"), default="lowrank")
+    parser.add_argument("--against", help="a checkout of another version")
     given = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 190)
+    if given.against:
+        return main_against(console, given)
     if given.families == "shared":
         return main_shared(console, given)
     if given.dtype == "float8_e4m3":
