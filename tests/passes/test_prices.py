@@ -42,10 +42,10 @@ def priced(monkeypatch):
 
     def use(price):
         monkeypatch.setitem(latency.PRICES, "closed_form", price)
-        prices._prices.cache_clear()
+        prices.prices_of.cache_clear()
 
     yield use
-    prices._prices.cache_clear()
+    prices.prices_of.cache_clear()
 
 
 def test_every_match_has_the_figures_of_the_one_function():
