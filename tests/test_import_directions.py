@@ -68,6 +68,7 @@ OPTIONAL = {
     "gguf": {"cli"},
     "peft": {"compress"},
     "lm_eval": {"compress"},
+    "tqdm": {"compress"},
     "matplotlib": {"compress"},
     "torch_mlir": {"mlir"},
     "iree": {"mlir"},
