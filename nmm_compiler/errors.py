@@ -51,12 +51,17 @@ class CapacityError(NmmError):
 
 
 class MissingPackageError(NmmError, ImportError):
-    """An optional package is needed and not installed."""
+    """Optional packages are needed and not installed; names all of them and one command."""
 
-    def __init__(self, package: str, purpose: str, extra: str, command: str | None = None) -> None:
+    def __init__(
+        self, package: str | Sequence[str], purpose: str, extra: str, command: str | None = None
+    ) -> None:
         way_out = command or f"pip install 'nmm-compiler[{extra}]'"
+        names = [package] if isinstance(package, str) else list(package)
+        many = ("package", "is") if len(names) == 1 else ("packages", "are")
         super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed; run: {way_out}"
+            f"{purpose} needs the {many[0]} {', '.join(map(repr, names))}, which {many[1]} not "
+            f"installed; run: {way_out}"
         )
 
 
@@ -67,7 +72,8 @@ class LintError(NmmError):
         self.filename, self.findings = filename, tuple(findings)
         shown = "\n".join(f"  {filename}:{finding}" for finding in self.findings)
         super().__init__(
-            f"{len(self.findings)} error(s) for NKI {nki}, see docs/lint.md for the codes:\n{shown}"
+            f"{len(self.findings)} error{'s' * (len(self.findings) != 1)} for NKI {nki}, see "
+            f"docs/lint.md for the codes:\n{shown}"
         )
 
 

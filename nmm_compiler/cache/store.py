@@ -299,9 +299,10 @@ class Store(Levels):
             shown = str(found) if best or found.damage else f"{key}: miss"
             lines.append(textwrap.indent(shown, "  "))
         shown = "\n".join(lines)
+        many = "1 kernel is" if len(keys) == 1 else f"{len(keys):,} kernels are"
         how = command or "run the same program once with NMM_CACHE=rw"
         return CacheMissError(
-            f"NMM_CACHE=require and {len(keys)} kernel(s) are not in {self.directory}:\n{shown}\n"
+            f"NMM_CACHE=require and {many} not in {self.directory}:\n{shown}\n"
             "compare with all entries: nmm cache explain --key FILE\n"
             f"build: {'NMM_CACHE=rw ' if command else ''}{how}",
             keys,

