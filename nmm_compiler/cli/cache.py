@@ -41,17 +41,24 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
 @app.command("list", epilog="Example: nmm cache list --json | jq '.[].digest'")
-def list_(directory: Directory = None, as_json: AsJson = False) -> None:
-    """List the entries, most recently used first; damaged ones are marked."""
+def list_(
+    directory: Directory = None,
+    prices: Annotated[bool, typer.Option("--prices", help="also list predicted times")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the kernels, most recently used first, and count the predicted times; damaged entries
+    are marked. --json has all entries."""
     store = _store(directory, "ro")
     infos = store.list()
     if as_json:
         show_json([_plain(info) for info in infos])
         return
-    leaves = [info.key.leaves() for info in infos if info.key is not None]
+    priced = [info for info in infos if info.key is not None and "price" in info.key.to_dict()]
+    kept = infos if prices else [info for info in infos if info not in priced]
+    leaves = [info.key.leaves() for info in kept if info.key is not None]
     shared = _shared(leaves) if len(leaves) > 1 else {}
     rows = []
-    for info in infos:
+    for info in kept:
         label = info.state
         if info.key is not None:
             own = info.key.leaves().items()
@@ -66,6 +73,9 @@ def list_(directory: Directory = None, as_json: AsJson = False) -> None:
         alike = " ".join(f"{name}={value}" for name, value in shared.items())
         parts.append(Line(f"in all: {alike}"))
     many = counted(len(infos), "entry", "entries")
+    if len(kept) < len(infos):
+        size = _size(sum(info.size_bytes for info in priced))
+        parts.append(Line(f"{counted(len(priced), 'predicted time')}, {size}: --prices lists them"))
     say([*parts, Line(f"{many}, {_size(total)} of {_size(store.max_bytes)}")])
 
 

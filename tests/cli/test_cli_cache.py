@@ -59,6 +59,19 @@ def test_list_marks_damage_and_deletes_nothing(directory):
     assert file.exists()
 
 
+def test_predicted_times_are_counted_and_listed_on_request(directory):
+    for number in (1, 2):
+        key = Key.make({"price": "simulated_us", "spec": {"m": number}})
+        Store(directory).get_or_build(key, lambda: {"price.json": "{}"}, {})
+    shown = run("list")
+    assert "spec.m=128" in shown
+    assert "simulated_us" not in shown
+    assert "2 predicted times" in shown
+    assert "4 entries" in shown
+    assert "simulated_us" in run("list", "--prices")
+    assert len(json.loads(run("list", "--json"))) == 4
+
+
 def test_list_of_nothing(tmp_path):
     assert "0 entries" in run("list", "--dir", str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
