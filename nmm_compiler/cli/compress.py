@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.show import write_html
+from nmm_compiler.cli.show import show, write_html
 from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError, UnknownNameError
 from nmm_compiler.outputs import write_text
 
@@ -88,7 +88,6 @@ def compress(
     from nmm_compiler.compress.teacher import remember
     from nmm_compiler.prediction.compressed import compress as run
 
-    console = Console(markup=False)
     settings = CompressionConfig(
         ratio=ratio, rank=rank, method=method, allocation=allocation, budget=budget, align=align,
         sensitivity=sensitivity, sequential=sequential,
@@ -114,14 +113,14 @@ def compress(
         exclude=exclude or None, target=target, tokens=tokens, workload=read_workload(workload),
         allow_slower=allow_slower, resume=resume, memory=memory,
     )  # fmt: skip
-    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    show(str(report))
     figures: dict[str, Any] = {"compression": report.to_dict()}
     figures["compression"]["achieved_ratio"] = report.achieved_ratio
     if original is not None:
         from nmm_compiler.compress.recover import recover
 
         recovery = recover(model, batches, teacher=original, steps=recover_steps)
-        console.print(recovery.summary(), markup=False, soft_wrap=True)
+        show(recovery.summary())
         figures["recovery"] = recovery.to_dict()
 
     text_of_report = json_module.dumps(figures, indent=2)
@@ -133,8 +132,7 @@ def compress(
     if json is not None:
         write_text(json, text_of_report)
     json = json or out_dir / "compression.json"
-    console.print(f"saved     {out_dir}", markup=False, soft_wrap=True)
-    console.print(f"report    {json}", markup=False, soft_wrap=True)
+    show(f"saved     {out_dir}\nfigures   {json}")
     if html is not None:
         from nmm_compiler.cli.predicted import predicted_parts
         from nmm_compiler.prediction.predict import predict
@@ -148,7 +146,7 @@ def compress(
     if plot is not None:
         from nmm_compiler.compress.plot import plot_report
 
-        console.print(f"plot      {plot_report(report, plot)}", markup=False, soft_wrap=True)
+        show(f"plot      {plot_report(report, plot)}")
 
 
 compress.__doc__ = f"{compress.__doc__}\n\n{_EPILOG}"

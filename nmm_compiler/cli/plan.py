@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.show import show, write_html
 from nmm_compiler.outputs import write_text
 
 
@@ -51,10 +52,8 @@ def plan(
     """
     from nmm_compiler.cli import models
     from nmm_compiler.prediction.plan import plan as run
-    from nmm_compiler.report.page import write_page
 
     models.require_transformers("a model without its weights")
-    console = Console(markup=False)
 
     def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
         return [kind(part) for part in text.split(",")]
@@ -76,9 +75,9 @@ def plan(
             price=price,
             progress=lambda name, done, of: status.update(Text(f"{done + 1} of {of}: {name}")),
         )
-    console.print(str(made), markup=False, soft_wrap=True)
+    show(str(made))
     if html is not None:
-        console.print(f"page: {write_page(f'plan of {made.name}', made.parts(), html)}")
+        write_html(f"plan of {made.name}", made.parts(), html)
     if json is not None:
         write_text(json, made.to_json(indent=2))
-        console.print(f"figures: {json}")
+        show(f"figures: {json}")
