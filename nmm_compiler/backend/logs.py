@@ -63,7 +63,8 @@ def log_report(report: CompileReport, before: Callable[[], str], after: Callable
 
 def _link(name: str, text: str) -> None:
     """Write a page beside the trace and link to it: tlparse shows artefacts as plain text only."""
-    folder = next((h.root_dir for h in trace_log.handlers if getattr(h, "root_dir", None)), None)
+    places = (getattr(handler, "root_dir", None) for handler in trace_log.handlers)
+    folder = next(filter(None, places), None)
     if folder is None:
         return
     place = Path(folder).resolve() / f"{name}_of_{os.getpid()}.html"
