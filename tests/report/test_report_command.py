@@ -1,5 +1,6 @@
 """`nmm report` of whole models, opened in headless Chromium: what is drawn, and how large it is."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -122,9 +123,13 @@ def test_the_page_of_the_demo_model(tmp_path, capsys):
     assert len(text) < 1_000_000
     for words in ("compression", "1 token: fused us", "with what they read and who reads them"):
         assert words in text, words
-    assert "37 chains rewritten as 25 calls" in seen["headline"]
+    said = re.search(
+        r"(\d+) chains rewritten as (\d+) calls, 0 left alone, (\d+) kernels", seen["headline"]
+    )
+    chains, calls, kernels = map(int, said.groups())
+    assert chains >= calls >= 6  # of six layers; which ones low rank slows down stays dense
     assert seen["phases"] == ["pass"]
-    assert len(seen["timelines"]) == seen["dots"] == 5
+    assert len(seen["timelines"]) == seen["dots"] == kernels > 1
 
 
 @pytest.mark.long
