@@ -84,7 +84,7 @@ COMMANDS = {
     "compare": f"nmm compare add.py:add {ARRAYS} --arg block=128,512,2048",
     "lint": "nmm lint wrong.py",
     "compress": "nmm compress llama lowrank --ratio 0.2 --include mlp",
-    "eval": "nmm eval --help",
+    "eval": "nmm eval lowrank --dense llama --limit 4",
     "export": "nmm export model.py:make -o model.mlir",
     "doctor": "nmm doctor",
     "calibrate": "nmm calibrate --help",
