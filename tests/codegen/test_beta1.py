@@ -6,13 +6,14 @@ A kernel in this dialect issues the instructions of the same kernel in the curre
 
 import ast
 import re
+import sys
 import textwrap
+from pathlib import Path
 
 import libcst as cst
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.specs import SPECS as RANDOM
 
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.codegen.beta1.loops import with_iterators
@@ -30,6 +31,9 @@ from nmm_compiler.nki_api.beta1_api import beta_1
 from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.options import Options
 from nmm_compiler.targets import get
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+from specs import SPECS as RANDOM
 
 OFF = Options(cache="off")
 FP8 = "float8_e4m3"

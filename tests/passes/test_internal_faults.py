@@ -239,6 +239,6 @@ def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypat
     (text,) = [str(w.message) for w in caught if "a fault in nmm_compiler" in str(w.message)]
     program = text.partition("run: python ")[2].partition(" ; ")[0]
     # The program rewrites the same graph; in a process of its own nothing is broken.
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "no fault", done.stderr
     assert "'strict': True" in Path(program).read_text(encoding="utf-8")
