@@ -31,6 +31,7 @@ from nmm_compiler.errors import (
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
+from nmm_compiler.report.text import counted
 
 LOCAL = ("manual_perplexity", "manual_next_sentence")
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -80,25 +81,25 @@ class EvaluationReport(Shown, Record):
     def summary(self) -> str:
         """Return one line: the models, the tasks and the number of items."""
         against = f" against {self.dense}" if self.dense else ""
-        items = "all items" if self.limit is None else f"at most {self.limit} items"
+        items = "all items" if self.limit is None else f"at most {counted(self.limit, 'item')}"
         tasks = len({score.task for score in self.scores})
-        return f"{self.model}{against}: {tasks} tasks, {items} of each"
+        return f"{self.model}{against}: {counted(tasks, 'task')}, {items} of each"
 
     def parts(self) -> list[Part]:
         """Return the summary and the table of scores."""
         rows = [
             (
-                score.task,
-                f"{score.metric} {'(lower is better)' if score.lower_is_better else ''}".strip(),
                 _with_error(score.dense, score.dense_error),
                 _with_error(score.value, score.error),
+                f"{score.task}, {score.metric}"
+                + (" (lower is better)" if score.lower_is_better else ""),
             )
             for score in self.scores
         ]
         figures = ("dense", "model")
         return [
             Line(self.summary(), "headline"),
-            Grid.of(("task", "metric", *figures), rows, right=figures),
+            Grid.of((*figures, "task and metric"), rows, right=figures),
         ]
 
 

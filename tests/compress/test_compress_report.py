@@ -25,6 +25,14 @@ def test_reports_survive_json():
     assert str(again) == str(report)
 
 
+def test_columns_that_say_nothing_are_left_out():
+    plain = str(compress(stack(), 0.3, align=4, progress=False))
+    assert "weight" in plain.split("\n\n")[1].splitlines()[0].split()
+    assert "output" not in plain.split("\n\n")[1].splitlines()[0].split(), "no calibration"
+    told = str(compress(stack(), 0.3, calibration=tokens(), align=4, progress=False))
+    assert "output" in told.split("\n\n")[1].splitlines()[0].split()
+
+
 def test_the_plot_is_a_png_and_its_absence_is_explained(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     report = compress(stack(), 0.3, calibration=tokens(), align=4, progress=False)
