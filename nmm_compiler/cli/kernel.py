@@ -128,6 +128,11 @@ def kernel(
         write_text(out, built.source)
     if repro is not None:
         write_text(repro, built.reproducer(seed))
+    if html is not None:
+        parts: list[Part] = [Line(f"{built.spec} as {built.schedule}")]
+        parts += [Line(str(proof), "plain" if proof.passed else "warning")] if proof else []
+        table = Section("schedule and runners-up", (schedule_table(choices),), folded=True)
+        write_html(spec.short(), [*parts, *profile.report(), table], html, said=False)
     if as_json:
         show_json(_plain(built, choices if schedules else (), proof))
     else:
@@ -152,15 +157,12 @@ def kernel(
             show(f"written   {out}")
         if repro is not None:
             show(f"script    {repro}")
+        if html is not None:
+            show(f"report    {html}")
         if print_source:
             print(built.source, end="")
         if proof is not None:
             show([Line(f"check     {proof}", hang=10)], style="green" if proof.passed else "red")
-    if html is not None:
-        parts: list[Part] = [Line(f"{built.spec} as {built.schedule}")]
-        parts += [Line(str(proof), "plain" if proof.passed else "warning")] if proof else []
-        table = Section("schedule and runners-up", (schedule_table(choices),), folded=True)
-        write_html(spec.short(), [*parts, *profile.report(), table], html, said=not as_json)
     if proof is not None and not proof.passed:
         raise typer.Exit(1)
 
