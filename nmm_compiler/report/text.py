@@ -46,11 +46,11 @@ def _part(part: Part, width: int) -> list[str]:
         case Code():
             return [*([part.title] if part.title else []), *part.text.rstrip("\n").split("\n")]
         case Listing():
-            return [part.title, *columns(_with_figures(part), width)]
+            return [*wrapped(part.title, width), *columns(_with_figures(part), width)]
         case Drawing():
             return wrapped(part.text, width)
         case Section():
-            return [part.title, *_lines(part.parts, width)]
+            return [*wrapped(part.title, width), *_lines(part.parts, width)]
 
 
 def _with_figures(listing: Listing) -> Grid:

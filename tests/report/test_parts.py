@@ -65,6 +65,14 @@ def test_text_aligns_wraps_and_never_breaks_a_word():
     assert max(map(len, as_text([Line("word " * 50)], 30).splitlines())) <= 30
 
 
+def test_titles_wrap_too():
+    title = "a title of a section that is " + "long " * 20
+    said = as_text(
+        [Section(title, (Line("text"),)), Listing(title, ("us",), ((1, ("2",), "x"),), (1.0,))], 60
+    )
+    assert max(map(len, said.splitlines())) <= 60
+
+
 def test_a_table_of_two_wide_columns_wraps_both():
     rows = [
         ("several words of a kernel " * 3, 5, "encoder.layer.0.attention.output.dense and more")
