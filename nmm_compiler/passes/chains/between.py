@@ -39,8 +39,10 @@ _CURVED = frozenset(
 _NOT_LINEAR = "nothing: not linear"
 _TOKENS = "do it before the first product or behind the second one: both leave tokens alone"
 _BIAS = "; a bias between the products counts once for each term"
-_FUSED = "fold it into the layer before: torch.nn.utils.fusion (fuse_conv_bn_eval)"
-_MASK = "multiply by the mask, h * mask.to(h.dtype), if it is one for each token or a constant"
+_FUSED = (
+    "fold it into the layer before, in eval mode: fuse_linear_bn_eval or fuse_conv_bn_eval of "
+    "torch.nn.utils.fusion"
+)
 _OTHER = "nothing: only scales and biases of the rank, views and casts may stand there"
 
 
@@ -68,7 +70,7 @@ def _remedy(c: Canonical, call: Call) -> str:
         return _NOT_LINEAR
     if call.name == "div":
         return "multiply by the reciprocal: h * (1 / d)"
-    if call.name == "batch_norm":
+    if "batch_norm" in call.name or call.name.startswith("BatchNorm"):
         return _FUSED
     if call.name in ("where", "masked_fill"):
         zero = call.get(2, "other", "value")

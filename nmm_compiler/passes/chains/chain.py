@@ -413,7 +413,7 @@ def join_stages(
                 "factor_shape",
                 "a constant between the products varies along tokens",
                 step.key or walk.key,
-                "only vectors over the inner dimension fold into the factors",
+                "multiply behind the second product; a vector over the inner dimension folds",
             )
         steps.append(step)
     nodes = frozenset(walk.nodes) | first.nodes | second.nodes

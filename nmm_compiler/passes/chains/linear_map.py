@@ -145,7 +145,7 @@ def read_stage(
             "symbolic_weight",
             "the weight has symbolic dimensions",
             w,
-            "call torch._dynamo.mark_static on the weight, or leave dynamic=True",
+            "compile without dynamic=True, or call torch._dynamo.mark_static on the weights",
         )
     x_shape = c.shape(x)
     assert x_shape is not None

@@ -27,6 +27,8 @@ _BILINEAR = "bilinear"
 WORTH_ASKING = CONVOLUTIONS | {SPREAD, EINSUM, _BILINEAR}
 _PICKS = frozenset({"index_select", "getitem", "index"})
 _STRIDE = "take every n-th pixel of x, x[:, :, ::n, ::n], in place of the stride"
+_PADDING = "pad x before the first factor, F.pad(x, ...), which may have no bias then"
+_GROUPS = "nothing: groups are several products"
 _TABLES = _PICKS | {"embedding", "embedding_bag"}
 # Operations whose result depends on the shape of their operands at most.
 _FACTORIES = frozenset(
@@ -44,6 +46,7 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
         assert isinstance(key, fx.Node)
         return _unsummed(c, key)
     if isinstance(form, Opaque) and form.name == EINSUM:
+        assert isinstance(key, fx.Node)
         return _one_einsum(c, key, form)
     if isinstance(form, Opaque) and form.name == _BILINEAR:
         return _bilinear(c, key, form)
@@ -80,7 +83,7 @@ def near_miss(c: Canonical, key: Key, form: Product | Opaque) -> Refusal | None:
             found = _pair(c, call.get(1, "weight"), outputs)
             if found:
                 return Refusal("convolution", f"the first factor is a convolution {found}", base,
-                               _stride_remedy(found))  # fmt: skip
+                               _remedy(call, found))  # fmt: skip
         if behind.name in _TABLES:
             return _table(c, base, call, outputs)
         if behind.name in JOINS and _of_products(c, base):
@@ -146,9 +149,11 @@ def _bilinear(c: Canonical, key: Key, form: Opaque) -> Refusal | None:
     return None
 
 
-def _one_einsum(c: Canonical, key: Key, form: Opaque) -> Refusal | None:
-    weights = [n for n in form.inputs if c.is_weight(n) and len(c.shape(n) or ()) > 1]
-    others = [n for n in form.inputs if n not in weights]
+def _one_einsum(c: Canonical, key: fx.Node, form: Opaque) -> Refusal | None:
+    given = [n for a in key.args for n in (a if isinstance(a, (tuple, list)) else (a,))]
+    operands = [n for n in given if isinstance(n, fx.Node)]  # one value may stand twice
+    weights = [n for n in operands if c.is_weight(n) and len(c.shape(n) or ()) > 1]
+    others = [n for n in operands if n not in weights]
     if len(weights) == 1 and len(others) == 2 and len(c.shape(weights[0]) or ()) == 3:
         return _bilinear(c, key, form)
     if len(weights) < 2 or not others:
@@ -188,10 +193,15 @@ def _joined(c: Canonical, base: fx.Node, call: Call) -> Refusal:
     )
 
 
-def _stride_remedy(found: str) -> str:
+def _remedy(call: Call, found: str) -> str:
+    """Return what helps where one element of a convolution is more than a product."""
     if found.removeprefix("of ").replace("x", "").strip("1"):
         return "nothing: the second factor runs as a dense product"
-    return _STRIDE
+    if call.get(8 if call.name == "convolution" else 6, "groups", default=1) != 1:
+        return _GROUPS
+    strides = call.get(3, "stride", default=1)
+    strided = any(s != 1 for s in (strides if isinstance(strides, (tuple, list)) else (strides,)))
+    return _STRIDE if strided else _PADDING
 
 
 def _unsummed(c: Canonical, key: fx.Node) -> Refusal | None:
@@ -272,7 +282,7 @@ def _convolution(c: Canonical, node: fx.Node, x: object, weight: object) -> Refu
         return Refusal("convolution", f"a convolution of {size}", node,
                        "nothing: it is no product of matrices")  # fmt: skip
     return Refusal("convolution", f"a convolution of {size} with a stride, padding or groups", node,
-                   _STRIDE)  # fmt: skip
+                   _remedy(Call(node, c.forms[node].name), size))  # fmt: skip
 
 
 def _table(c: Canonical, node: fx.Node, call: Call, outputs: int) -> Refusal | None:

@@ -189,7 +189,8 @@ def in_transform(node: fx.Node) -> Refusal:
         "functorch",
         "the chain stands inside a functorch transform, or crosses one",
         node,
-        "compile what the transform calls: torch.func.vmap(torch.compile(f, backend='nmm'))",
+        "rewrite what the transform calls, nmm_compiler.rewrite(f, inputs).graph_module, or call f "
+        "on the whole batch",
     )
 
 

@@ -139,7 +139,7 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
             key,
             "nothing: this moves features of the rank's width, behind the chain there are more",
         )
-    if "dropout" in shown:
+    if "dropout" in shown.lower():
         return Refusal("dropout", "training dropout between the products", key, "call model.eval()")
     return Refusal("opaque", f"{shown} between the products", key, "nothing: no kernel takes it")
 

@@ -117,7 +117,7 @@ def _holds_matrix(c: Canonical, node: fx.Node) -> bool:
 def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
     shape = c.shape(node)
     if shape is None:
-        c.forms[node] = Opaque(target_name(node) or str(node.target), ())
+        c.forms[node] = Opaque(_opaque_name(c, node), ())
         c.views[node] = (node, ())
         if isinstance(c.values.get(node), (tuple, list)) and _shares_constant(c, node):
             c.constant.add(node)
@@ -150,7 +150,7 @@ def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
     if result is None and _shares_constant(c, node):
         result = Leaf("part of a weight")
     if result is None:
-        result = Opaque(target_name(node) or str(node.target), tuple(node.all_input_nodes))
+        result = Opaque(_opaque_name(c, node), tuple(node.all_input_nodes))
     c.define(node, result, shape)
     stored = isinstance(result, Leaf) and result.source != "input"
     if stored or (isinstance(result, Leaf) and c.inputs_are_weights):
@@ -161,6 +161,13 @@ def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
         products = (result, *(c.forms.get(key) for key in c.virtuals.get(node, ())))
         if not any(isinstance(form, Product) for form in products) and is_pure(node, c.effects):
             c.made.add(node)
+
+
+def _opaque_name(c: Canonical, node: fx.Node) -> str:
+    """Return the operation of a node that no form describes, or the class of a called module."""
+    if node.op == "call_module":
+        return type(fetch_attribute(c.module, str(node.target))).__name__
+    return target_name(node) or str(node.target)
 
 
 def _read(c: Canonical, spelled: Spelled, node: fx.Node) -> Result:

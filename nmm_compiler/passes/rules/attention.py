@@ -68,7 +68,9 @@ class Attention(Rule):
                 causal=bool(given.get("is_causal", False)), scale=given.get("scale"),
             )  # fmt: skip
         except NmmError as error:
-            return Refusal("attention_spec", str(error), node, "leave this call to PyTorch")
+            return Refusal(
+                "attention_spec", str(error), node, "nothing: the call stays with PyTorch"
+            )
         unsafe = refuse(graph, [node], node, operands)
         if unsafe is not None:
             return unsafe
