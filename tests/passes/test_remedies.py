@@ -142,6 +142,9 @@ APPLIED = {
          lambda p, x: L(L(x, F.pad(p.c, (0, 0, 0, 2))), p.b)),
         (lambda p, x: L(L(x, p.a).cumsum(-1), p.b),
          lambda p, x: L(L(x, p.a), p.b.flip(1).cumsum(1).flip(1)))],
+    "fold it into the first factor and its bias": (
+        lambda p, x: L(torch.relu(2.0 * L(x, p.a, p.bias)), p.b),
+        lambda p, x: L(torch.relu(L(x, 2.0 * p.a, 2.0 * p.bias)), p.b)),
     "fold the scale into the weight": (
         lambda p, x: F.silu(2.0 * L(x, p.w)) * chain(p, x),
         lambda p, x: F.silu(L(x, 2.0 * p.w)) * chain(p, x)),
