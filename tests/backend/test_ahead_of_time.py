@@ -1,5 +1,6 @@
 """aot_compile in one process, load in another without the model: kernels, options, report."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -64,8 +65,6 @@ def test_two_processes(inner, tmp_path):
     saved = str(tmp_path / "saved.bin")
 
     def run(program, *words, cache):
-        import os
-
         environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "NMM_CACHE_DIR": str(tmp_path / cache),
             "OMP_NUM_THREADS": "1",
@@ -99,3 +98,53 @@ def test_inductor_calls_the_kernels_of_an_executor():
         exact = model.double()(x.double())
     assert nmm_compiler.last_report().fallback is None
     assert float((y.double() - exact).abs().max()) <= 2.0**-23 * 72 * float(exact.abs().max())
+
+
+EXPORT = """
+import sys, torch, nmm_compiler as nmm
+from torch import nn
+
+class OfTheUser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
+
+    def forward(self, x):
+        return torch.relu(self.up(self.down(x)))
+
+kind, path, values = sys.argv[1:]
+model, x = OfTheUser().eval().requires_grad_(False), torch.randn(5, 64)
+result = nmm.rewrite(model, (x,), verify=True)
+assert [m.kind for m in result.rewritten] == ["lowrank"]
+program = torch.export.export(result.graph_module, (x,))
+if kind == "aoti":
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
+else:
+    torch.export.save(program, path)
+torch.save((x, model(x)), values)
+"""
+LOAD_EXPORT = """
+import sys, torch
+import nmm_compiler.backend
+kind, path, values = sys.argv[1:]
+x, want = torch.load(values)
+if kind == "aoti":
+    loaded = torch._inductor.aoti_load_package(path)
+else:
+    loaded = torch.export.load(path).module()
+torch.testing.assert_close(loaded(x), want, rtol=1e-5, atol=1e-5)
+print("ran")
+"""
+
+
+@pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.long)])
+def test_a_rewritten_model_loads_without_its_code(kind, tmp_path):
+    words = (kind, str(tmp_path / "saved.pt2"), str(tmp_path / "values.pt"))
+    for program in (EXPORT, LOAD_EXPORT):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program), *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert "ran" in done.stdout

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import MODELS
 from torch import fx, nn
 
 from nmm_compiler.passes.pipeline import explain, run
@@ -182,11 +183,31 @@ def test_a_base_that_is_subtracted_keeps_its_sign():
 def test_an_uncompressed_llama_has_no_refusals(tokens):
     """Dense layers, rotary embeddings and attention are no chains that something hinders."""
     pytest.importorskip("transformers")
-    from models import MODELS
-
     model, _ = MODELS["llama"]()
     found = explain(model.eval(), torch.arange(tokens).view(1, tokens))
     assert not found.matches
     assert not found.declined, str(found)
     assert "left alone" not in str(found)
     assert found.opportunities
+
+
+# Models that are low-rank as they come: a latent behind a norm, a time step of small rank.
+_OWN_CHAINS = {"deepseek_v3": {"norm"}, "mamba": {"opaque"}, "jamba": {"norm"}}
+_QUICK = ("gpt2", "vit")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _QUICK else pytest.mark.long)
+        for name in MODELS
+        if name != "llama"
+    ],
+)
+def test_uncompressed_models_have_no_refusals(name):
+    pytest.importorskip("transformers")
+    model, inputs = MODELS[name]()
+    torch._dynamo.reset()
+    found = explain(model.eval(), **inputs)
+    assert {d.code for d in found.declined} == _OWN_CHAINS.get(name, set()), str(found)
+    assert {m.kind for m in found.matches} == ({"mla"} if name == "deepseek_v3" else set())
