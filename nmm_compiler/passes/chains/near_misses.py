@@ -269,7 +269,8 @@ def _convolution(c: Canonical, node: fx.Node, x: object, weight: object) -> Refu
         first = (*shape, 1) if shape and all(isinstance(s, int) for s in shape) else None
     if first is None:
         return None
-    turned = c.forms[node].name in _TRANSPOSED  # type: ignore[union-attr]
+    name: str = c.forms[node].name  # type: ignore[union-attr]
+    turned = name in _TRANSPOSED
     inputs_here, outputs = kernel[:2] if turned else (kernel[1], kernel[0])
     r, inputs, outputs = first[0], math.prod(first[1:]), outputs * math.prod(kernel[2:])
     if inputs_here != r or r * (inputs + outputs) >= inputs * outputs:
@@ -282,7 +283,7 @@ def _convolution(c: Canonical, node: fx.Node, x: object, weight: object) -> Refu
         return Refusal("convolution", f"a convolution of {size}", node,
                        "nothing: it is no product of matrices")  # fmt: skip
     return Refusal("convolution", f"a convolution of {size} with a stride, padding or groups", node,
-                   _remedy(Call(node, c.forms[node].name), size))  # fmt: skip
+                   _remedy(Call(node, name), size))  # fmt: skip
 
 
 def _table(c: Canonical, node: fx.Node, call: Call, outputs: int) -> Refusal | None:
