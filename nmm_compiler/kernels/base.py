@@ -100,8 +100,7 @@ class KernelSpec(Record):
                 f"{self.short()}: split is {split!r}; {self.lnc} cores can share it by "
                 f"{', '.join(self.splits()) or 'nothing: an odd number of tokens or outputs'}"
             )
-        cut = {TOKENS: ("m",)}.get(split) or self.cut_by(split)
-        halves = {name: getattr(self, name) // self.lnc for name in cut}
+        halves = {"m": getattr(self, "m", 1) // 2} if split == TOKENS else self.half_of(split)
         return dataclasses.replace(self, lnc=1, **halves)
 
     def whole_of(self, part: Self, turns: Self) -> Self:
@@ -111,9 +110,9 @@ class KernelSpec(Record):
         m, share, some = (getattr(spec, "m", 1) for spec in (self, part, turns))
         return dataclasses.replace(self, m=some * m // share)  # type: ignore[call-arg]
 
-    def cut_by(self, split: str) -> tuple[str, ...]:
-        """Return the sizes that a way of sharing the weights halves for each core."""
-        return ("n",)
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of a core's share, where the cores share the weights: field -> value."""
+        raise NotImplementedError
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return the positional operands of the kernel, as they are passed."""

@@ -44,6 +44,16 @@ from ..pieces.records import (
     Strip,
     Weight,
 )
+from ..pieces.two_cores import (
+    add_halves,
+    clear_tail,
+    exchange,
+    half,
+    half_row,
+    half_sums,
+    load_panel_rows,
+    start_panel,
+)
 
 
 @nki.jit
@@ -53,31 +63,104 @@ def gated_mlp(x, spec, schedule, **others):
     k = spec.k  # features
     n = spec.n  # intermediate size
     m_block = schedule.m_block
-    features = k if spec.down else n
+    outputs = schedule.split == "outputs"
+    weights = schedule.split == "weights"
+    halved = outputs or weights
+    k_out = k // 2 if outputs else k  # features of y that a core computes
+    features = k_out if spec.down else n
+    m_all = 2 * m if schedule.split == "tokens" else m
+    features_all = 2 * features if halved else features
     y_dtype = x.dtype if spec.result_dtype == spec.dtype else getattr(nl, spec.result_dtype)
     if spec.out_layout == "row":
-        out = nl.ndarray((m, features), dtype=y_dtype, buffer=nl.shared_hbm)
+        out = nl.ndarray((m_all, features_all), dtype=y_dtype, buffer=nl.shared_hbm)
     else:
-        out = nl.ndarray((features, m), dtype=y_dtype, buffer=nl.shared_hbm)
+        out = nl.ndarray((features_all, m_all), dtype=y_dtype, buffer=nl.shared_hbm)
+    part = out
+    core = 0
+    if schedule.split:
+        core = nl.program_id(0)
+    if schedule.split == "tokens":
+        x = half(x, 0 if spec.x_layout == "row" else 1, core)
+        part = half(out, 0 if spec.out_layout == "row" else 1, core)
+    elif schedule.split:
+        part = half(out, 1 if spec.out_layout == "row" else 0, core)
+    if weights:
+        x = half(x, 1 if spec.x_layout == "row" else 0, core)
+    first_dim = 0 if spec.weight_layout == "row" else 1  # of the contraction
+    last_dim = 1 - first_dim
+    gate_u_part = others.get("gate_u")
+    gate_v_part = others.get("gate_v")
+    gate_w_part = others.get("gate_w")
+    gate_bias_part = others.get("gate_bias")
+    gate_v_scale_part = others.get("gate_v_scale")
+    gate_w_scale_part = others.get("gate_w_scale")
+    up_u_part = others.get("up_u")
+    up_v_part = others.get("up_v")
+    up_w_part = others.get("up_w")
+    up_bias_part = others.get("up_bias")
+    up_v_scale_part = others.get("up_v_scale")
+    up_w_scale_part = others.get("up_w_scale")
+    down_u_part = others.get("down_u")
+    down_v_part = others.get("down_v")
+    down_w_part = others.get("down_w")
+    down_bias_part = others.get("down_bias")
+    down_v_scale_part = others.get("down_v_scale")
+    down_w_scale_part = others.get("down_w_scale")
+    if weights and spec.gate_r > 0:
+        gate_u_part = half(gate_u_part, first_dim, core)
+    if halved and spec.gate_r > 0:
+        gate_v_part = half(gate_v_part, last_dim, core)
+        if spec.scales == "channel":
+            gate_v_scale_part = half_row(gate_v_scale_part, core)
+    elif halved:
+        gate_w_part = half(gate_w_part, last_dim, core)
+        if spec.scales == "channel":
+            gate_w_scale_part = half_row(gate_w_scale_part, core)
+    if halved and spec.gate_bias:
+        gate_bias_part = half_row(gate_bias_part, core)
+    if weights and spec.up_r > 0:
+        up_u_part = half(up_u_part, first_dim, core)
+    if halved and spec.up_r > 0:
+        up_v_part = half(up_v_part, last_dim, core)
+        if spec.scales == "channel":
+            up_v_scale_part = half_row(up_v_scale_part, core)
+    elif halved:
+        up_w_part = half(up_w_part, last_dim, core)
+        if spec.scales == "channel":
+            up_w_scale_part = half_row(up_w_scale_part, core)
+    if halved and spec.up_bias:
+        up_bias_part = half_row(up_bias_part, core)
+    if weights and spec.down and spec.down_r > 0:
+        down_u_part = half(down_u_part, first_dim, core)
+    if halved and spec.down and spec.down_r > 0:
+        down_v_part = half(down_v_part, last_dim, core)
+        if spec.scales == "channel":
+            down_v_scale_part = half_row(down_v_scale_part, core)
+    elif halved and spec.down:
+        down_w_part = half(down_w_part, last_dim, core)
+        if spec.scales == "channel":
+            down_w_scale_part = half_row(down_w_scale_part, core)
+    if halved and spec.down_bias:
+        down_bias_part = half_row(down_bias_part, core)
     gate_bias_sb = None
     up_bias_sb = None
     down_bias_sb = None
     columns_out = spec.down or spec.out_layout == "col"
     if spec.gate_bias:
         if columns_out:
-            gate_bias_sb = bias_columns(others.get("gate_bias"), n)
+            gate_bias_sb = bias_columns(gate_bias_part, n)
         else:
-            gate_bias_sb = spread_bias(others.get("gate_bias"), n)
+            gate_bias_sb = spread_bias(gate_bias_part, n)
     if spec.up_bias:
         if columns_out:
-            up_bias_sb = bias_columns(others.get("up_bias"), n)
+            up_bias_sb = bias_columns(up_bias_part, n)
         else:
-            up_bias_sb = spread_bias(others.get("up_bias"), n)
+            up_bias_sb = spread_bias(up_bias_part, n)
     if spec.down_bias:
         if spec.out_layout == "row":
-            down_bias_sb = spread_bias(others.get("down_bias"), k)
+            down_bias_sb = spread_bias(down_bias_part, k_out)
         else:
-            down_bias_sb = bias_columns(others.get("down_bias"), k)
+            down_bias_sb = bias_columns(down_bias_part, k_out)
 
     gate_p_scale_sb = None
     gate_scale_sb = None
@@ -96,11 +179,11 @@ def gated_mlp(x, spec, schedule, **others):
             if spec.requantized:
                 times(gate_p_scale_sb, reciprocal_of(load_scale(gate_p)))
             gate_scale_sb = product_scales(
-                others.get("gate_v_scale"), gate_p, n, spec.scales, columns_out, spec.requantized
+                gate_v_scale_part, gate_p, n, spec.scales, columns_out, spec.requantized
             )
         else:
             gate_scale_sb = product_scales(
-                others.get("gate_w_scale"), of_x, n, spec.scales, columns_out, True
+                gate_w_scale_part, of_x, n, spec.scales, columns_out, True
             )
         if spec.up_r > 0:
             up_p = others.get("up_p_scale")
@@ -110,12 +193,10 @@ def gated_mlp(x, spec, schedule, **others):
             if spec.requantized:
                 times(up_p_scale_sb, reciprocal_of(load_scale(up_p)))
             up_scale_sb = product_scales(
-                others.get("up_v_scale"), up_p, n, spec.scales, columns_out, spec.requantized
+                up_v_scale_part, up_p, n, spec.scales, columns_out, spec.requantized
             )
         else:
-            up_scale_sb = product_scales(
-                others.get("up_w_scale"), of_x, n, spec.scales, columns_out, True
-            )
+            up_scale_sb = product_scales(up_w_scale_part, of_x, n, spec.scales, columns_out, True)
         if spec.down:
             of_h = others.get("h_scale")
             y_down = spec.out_layout == "col"
@@ -134,23 +215,23 @@ def gated_mlp(x, spec, schedule, **others):
                 if spec.requantized:
                     times(down_p_scale_sb, reciprocal_of(load_scale(down_p)))
                 down_scale_sb = product_scales(
-                    others.get("down_v_scale"), down_p, k, spec.scales, y_down, spec.requantized
+                    down_v_scale_part, down_p, k_out, spec.scales, y_down, spec.requantized
                 )
             else:
                 down_scale_sb = product_scales(
-                    others.get("down_w_scale"), of_h, k, spec.scales, y_down, spec.requantized
+                    down_w_scale_part, of_h, k_out, spec.scales, y_down, spec.requantized
                 )
     mlp = MLP(
         Projection(
-            others.get("gate_u"), others.get("gate_v"), others.get("gate_w"),
+            gate_u_part, gate_v_part, gate_w_part,
             gate_bias_sb, gate_p_scale_sb, gate_scale_sb,
         ),
         Projection(
-            others.get("up_u"), others.get("up_v"), others.get("up_w"),
+            up_u_part, up_v_part, up_w_part,
             up_bias_sb, up_p_scale_sb, up_scale_sb,
         ),
         Projection(
-            others.get("down_u"), others.get("down_v"), others.get("down_w"),
+            down_u_part, down_v_part, down_w_part,
             down_bias_sb, down_p_scale_sb, down_scale_sb,
         ),
         h_inverse,
@@ -163,27 +244,30 @@ def gated_mlp(x, spec, schedule, **others):
         x_dim = 1 if spec.x_layout == "col" else 0
         out_dim = 0 if spec.out_layout == "row" else 1
         x_blocks = split(x, x_dim, m // m_block, m_block)
-        out_blocks = split(out, out_dim, m // m_block, m_block)
+        out_blocks = split(part, out_dim, m // m_block, m_block)
 
         def body(i):
             at = position(i)
             x_part = x_blocks.select(x_dim, at)
             out_part = out_blocks.select(out_dim, at)
-            gated_block(out_part, x_part, mlp, Block(0, m_block), spec, schedule)
+            gated_block(out_part, x_part, mlp, Block(0, m_block), spec, schedule, core)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
-        gated_block(out, x, mlp, Block(m0, min(m_block, m - m0)), spec, schedule)
+        gated_block(part, x, mlp, Block(m0, min(m_block, m - m0)), spec, schedule, core)
     return out
 
 
-def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
+def gated_block(out, x, mlp: MLP, at: Block, spec, schedule, core):
     """Compute a block of tokens."""
     k = spec.k
     n = spec.n
+    outputs = schedule.split == "outputs"
+    weights = schedule.split == "weights"
+    k_out = k // 2 if outputs else k
     order = schedule.k_order
-    tail = schedule.tail if spec.k % 128 == 0 and not spec.down_bias else 0
+    tail = schedule.tail if k_out % 128 == 0 and not spec.down_bias else 0
     result = Result(out, False, schedule.own_queue, tail)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
@@ -197,40 +281,71 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
     for k0 in range(0, k, schedule.x.chunk):
         part = Part(x, k0, min(schedule.x.chunk, k - k0), at.m0, at.tokens)
         load(x_sb, k0 // 128, part, schedule.x.load, order, k)
+    gate_tiles = (spec.gate_r + 127) // 128
+    up_tiles = (spec.up_r + 127) // 128
+    unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)
+    gate_rounding = Rounding(
+        1.0, mlp.gate.p_scale, spec.scales, spec.requantized, None, False, "identity",
+        False, None,
+    )  # fmt: skip
+    up_rounding = Rounding(
+        1.0, mlp.up.p_scale, spec.scales, spec.requantized, None, False, "identity",
+        False, None,
+    )  # fmt: skip
+    if weights:
+        # this core sums over its half of k
+        mine = half_sums(gate_tiles + up_tiles, at.tokens)
+        theirs = half_sums(gate_tiles + up_tiles, at.tokens)
+        clear_tail(mine, 0, spec.gate_r)
+        clear_tail(mine, gate_tiles, spec.up_r)
 
     # Up: the products that need a middle step first, (x u)^T with the rank on the partitions.
     if spec.gate_r > 0:
-        gate_tiles = (spec.gate_r + 127) // 128
         gate_sb = nl.ndarray((128, gate_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
-        project(
-            gate_sb, Strip(x_sb, None, schedule.kept),
-            Weight(mlp.gate.u, None, schedule.u, schedule.ahead, False, None), at,
-            Product(k, spec.gate_r, order, schedule.k_segment, double_row, False),
-            Rounding(
-                1.0, mlp.gate.p_scale, spec.scales, spec.requantized, None, False, "identity",
-                False, None,
-            ),
-        )  # fmt: skip
+        product_of_gate = Product(k, spec.gate_r, order, schedule.k_segment, double_row, False)
+        by_gate = Weight(mlp.gate.u, None, schedule.u, schedule.ahead, False, None)
+        if weights:
+            gate_mine = mine[0:128, 0:gate_tiles, 0 : at.tokens]
+            project(
+                gate_mine, Strip(x_sb, None, schedule.kept), by_gate, at, product_of_gate,
+                unrounded,
+            )  # fmt: skip
+        else:
+            project(
+                gate_sb, Strip(x_sb, None, schedule.kept), by_gate, at, product_of_gate,
+                gate_rounding,
+            )  # fmt: skip
         gate = mlp.gate.v
     else:
         gate_sb = x_sb
         gate = mlp.gate.w
     if spec.up_r > 0:
-        up_tiles = (spec.up_r + 127) // 128
         up_sb = nl.ndarray((128, up_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
-        project(
-            up_sb, Strip(x_sb, None, schedule.kept),
-            Weight(mlp.up.u, None, schedule.u, schedule.ahead, False, None), at,
-            Product(k, spec.up_r, order, schedule.k_segment, double_row, False),
-            Rounding(
-                1.0, mlp.up.p_scale, spec.scales, spec.requantized, None, False, "identity",
-                False, None,
-            ),
-        )  # fmt: skip
+        product_of_up = Product(k, spec.up_r, order, schedule.k_segment, double_row, False)
+        by_up = Weight(mlp.up.u, None, schedule.u, schedule.ahead, False, None)
+        if weights:
+            up_mine = mine[0:128, gate_tiles : gate_tiles + up_tiles, 0 : at.tokens]
+            project(
+                up_mine, Strip(x_sb, None, schedule.kept), by_up, at, product_of_up, unrounded
+            )  # fmt: skip
+        else:
+            project(
+                up_sb, Strip(x_sb, None, schedule.kept), by_up, at, product_of_up, up_rounding
+            )  # fmt: skip
         up = mlp.up.v
     else:
         up_sb = x_sb
         up = mlp.up.w
+    if weights:
+        exchange(theirs, mine, core)
+        add_halves(
+            gate_sb, gate_mine, theirs[0:128, 0:gate_tiles, 0 : at.tokens],
+            spec.gate_r, at.tokens, gate_rounding,
+        )  # fmt: skip
+        add_halves(
+            up_sb, up_mine, theirs[0:128, gate_tiles : gate_tiles + up_tiles, 0 : at.tokens],
+            spec.up_r, at.tokens, up_rounding,
+        )  # fmt: skip
     gate_k = spec.gate_r if spec.gate_r > 0 else k
     up_k = spec.up_r if spec.up_r > 0 else k
     gate_order = "strided_rows" if spec.gate_r > 0 else order
@@ -250,6 +365,10 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
     last_tiles = (spec.down_r + 127) // 128
     if spec.down_r > 0:
         last_sb = nl.ndarray((128, last_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
+    if spec.down_r > 0 and weights:
+        down_mine = half_sums(last_tiles, at.tokens)
+        down_theirs = half_sums(last_tiles, at.tokens)
+        clear_tail(down_mine, 0, spec.down_r)
     if spec.down_r > 0 and schedule.n_segment < n:
         # fp32 sums of the segments
         parts = nl.ndarray((128, last_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
@@ -260,7 +379,11 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
     for n1 in range(0, n, schedule.n_segment):
         n_stop = min(n1 + schedule.n_segment, n)
         h_tiles = (min(schedule.n_segment, n) + 127) // 128
-        if spec.down:
+        if spec.down and outputs:
+            # both halves of h; this core makes its own
+            h_all = nl.ndarray((128, 2 * h_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
+            h_sb = h_all[0:128, core * h_tiles : core * h_tiles + h_tiles, 0:kept_pitch]
+        elif spec.down:
             h_sb = nl.ndarray((128, h_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         else:
             h_sb = None
@@ -272,18 +395,25 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
         else:
             gate_rows(result, gate_branch, up_branch, schedule.v, at, schedule.ahead)
         if spec.down_r > 0:
-            project_segment(
-                last_sb, Strip(h_sb, None, schedule.kept_segment),
-                Weight(mlp.down.u, None, schedule.down, schedule.ahead, False, None), at,
-                Product(
-                    n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide
-                ),
-                Rounding(
-                    1.0, mlp.down.p_scale, spec.scales, spec.requantized, None, False, "identity",
-                    False, None,
-                ),
-                Segment(n1, n_stop, schedule.n_segment < n, parts),
+            h_strip = Strip(h_sb, None, schedule.kept_segment)
+            by_down = Weight(mlp.down.u, None, schedule.down, schedule.ahead, False, None)
+            first_down = Product(
+                n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide
             )  # fmt: skip
+            segment = Segment(n1, n_stop, schedule.n_segment < n, parts)
+            if weights:
+                project_segment(
+                    down_mine, h_strip, by_down, at, first_down, unrounded, segment
+                )  # fmt: skip
+            else:
+                project_segment(
+                    last_sb, h_strip, by_down, at, first_down,
+                    Rounding(
+                        1.0, mlp.down.p_scale, spec.scales, spec.requantized, None, False,
+                        "identity", False, None,
+                    ),
+                    segment,
+                )  # fmt: skip
 
     # Down: h^T is in SBUF with its features on the partitions.
     if spec.down:
@@ -293,10 +423,38 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule):
             last_sb = h_sb
             last = mlp.down.w
         last_k = spec.down_r if spec.down_r > 0 else n
+        if outputs:
+            last_sb = h_all
+            last_k = 2 * n
         left = Strip(last_sb, None, schedule.kept)
-        right = Weight(last, None, schedule.out, schedule.ahead, False, None)
         base = Base(None, None, 0, "rows", 128, "strided_rows")
-        product = Product(last_k, k, "strided_rows", last_k, kept_row, spec.wide)
+        product = Product(last_k, k_out, "strided_rows", last_k, kept_row, spec.wide)
+        panels = Weight(last, None, schedule.out, schedule.ahead, False, None)
+        early = schedule.split and schedule.split != "tokens" and schedule.ahead > 0
+        w_sb = None
+        sooner = min(2 * schedule.out.chunk, last_k)
+        if early:
+            # the weights begin to arrive while the cores exchange what they have made
+            w_sb = start_panel(panels, at, product, sooner)
+        if outputs:
+            theirs_at = h_tiles - core * h_tiles
+            exchange(
+                h_all[0:128, theirs_at : theirs_at + h_tiles, 0 : at.tokens],
+                h_all[0:128, core * h_tiles : core * h_tiles + h_tiles, 0 : at.tokens], core,
+            )  # fmt: skip
+        elif weights:
+            exchange(down_theirs, down_mine, core)
+        if early:
+            load_panel_rows(w_sb, panels, at, product, sooner, last_k)
+        if weights:
+            add_halves(
+                last_sb, down_mine, down_theirs, spec.down_r, at.tokens,
+                Rounding(
+                    1.0, mlp.down.p_scale, spec.scales, spec.requantized, None, False, "identity",
+                    False, None,
+                ),
+            )  # fmt: skip
+        right = Weight(last, None, schedule.out, schedule.ahead, early, w_sb)
         epilogue = Epilogue(mlp.down.scale, mlp.down.bias, spec.scales, spec.down_bias, "identity")
         if spec.out_layout == "row":
             expand_rows(result, left, right, base, at, product, epilogue)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.base import Family
+from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Family
 from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.number_formats import (
     check_widened,
@@ -133,6 +133,12 @@ class GatedMLPSchedule(LoopedSchedule):
                 if n_segment < spec.n:
                     held["parts_down"] = tiles(rank, 128) * tokens * 4
             held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept or turned) * wide_size
+        if self.split == OUTPUTS and spec.down:
+            held["h"] *= 2  # both halves
+            held["out"] = 2 * tiles(spec.n, 128) * pitch(out_panel, kept or turned) * wide_size
+        if self.split == WEIGHTS:
+            strips = sum(tiles(spec.rank(branch), 128) for branch in spec.branches)
+            held["halves"] = 2 * strips * tokens * 4
         held["y"] = result_elements(out_panel, tokens, rows=rows) * y_size
         held |= self._epilogue_bytes(spec, y_size)
         if by_tensor(self.x.load, self.v.load):
@@ -210,6 +216,11 @@ class GatedMLPSchedule(LoopedSchedule):
     def _check_segments(self, spec: GatedMLPUpSpec) -> None:
         """Raise SpecError unless segments hold whole chunks, and panels of h whole segments."""
         self.check_multiple("k_segment", "u.chunk", spec.k)
+        if self.m_loop and (self.split == WEIGHTS or (self.split == OUTPUTS and spec.down)):
+            raise SpecError(
+                f"schedule: split {self.split!r} exchanges values between the cores, which no loop "
+                "on the device does; drop m_loop, or split 'tokens'"
+            )
         if self.segments(spec)[1] == spec.n:
             return
         if not spec.rank("down"):
@@ -226,7 +237,7 @@ class GatedMLPSchedule(LoopedSchedule):
         return (
             f"m{self.m_block}{' loop' if self.m_loop else ''} u{self.u.block} v{self.v.block} "
             f"down{self.down.block} out{self.out.block} k{self.u.chunk} {self.k_order}{segments}"
-            f"{streams}"
+            f"{streams}{f' {self.split}-split' if self.split else ''}"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from nmm_compiler.errors import ShapeError
-from nmm_compiler.kernels.base import Array, KernelSpec, Products
+from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Array, KernelSpec, Products
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, Estimate, activated, combine
 from nmm_compiler.kernels.matmul.spec import products_of
 from nmm_compiler.kernels.product_spec import ProductSpec
@@ -95,6 +95,24 @@ class GatedMLPUpSpec(ProductSpec):
         """Return the bias of each projection that has one."""
         biased = (branch for branch in self.branches if getattr(self, f"{branch}_bias"))
         return {f"{branch}_bias": self.ends(branch)[1] for branch in biased}
+
+    def weight_splits(self) -> tuple[str, ...]:
+        """Return that the outputs of gate and up can be halved, or of factors all weights.
+
+        A down projection takes all of h: the cores exchange it where that is dense, and where it
+        has factors the sums of its first product.
+        """
+        tiles = 128 * self.lnc if self.down else self.lnc
+        if self.n % tiles or (self.down and self.k % self.lnc):
+            return ()
+        dense = not (self.down and self.rank("down"))
+        factors = all(self.rank(branch) for branch in self.branches)
+        rows = factors and self.k % (128 * self.lnc) == 0
+        return (*((OUTPUTS,) if dense else ()), *((WEIGHTS,) if rows else ()))
+
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of a core's share of the weights."""
+        return {"n": self.n // 2} | ({"k": self.k // 2} if split == WEIGHTS else {})
 
     def intermediates(self) -> tuple[str, ...]:
         """Return the intermediates between products: "gate_p" for x gate_u, and so on."""

@@ -42,6 +42,7 @@ from ..pieces.records import (
 )
 from ..pieces.two_cores import (
     add_halves,
+    clear_tail,
     exchange,
     half,
     half_row,
@@ -190,8 +191,9 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
     v_sb = None
     if schedule.split == "weights":
         # this core sums over its half of k; v begins to arrive while the cores exchange the sums
-        mine = half_sums(spec.r, at.tokens)
-        theirs = nl.ndarray((128, r_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+        mine = half_sums(r_tiles, at.tokens)
+        theirs = half_sums(r_tiles, at.tokens)
+        clear_tail(mine, 0, spec.r)
         unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)
         project(mine, x_strip, u_panels, at, first, unrounded)
         sooner = min(2 * schedule.v.chunk, spec.r)

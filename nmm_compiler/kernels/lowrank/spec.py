@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -124,9 +124,9 @@ class LowRankSpec(ProductSpec):
         rows = self.k % (128 * self.lnc) == 0 and not self.base
         return (OUTPUTS, WEIGHTS) if rows else (OUTPUTS,)
 
-    def cut_by(self, split: str) -> tuple[str, ...]:
-        """Return the sizes that a way of sharing the weights halves for each core."""
-        return ("k", "n") if split == WEIGHTS else ("n",)
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of a core's share of the weights."""
+        return {"n": self.n // 2} | ({"k": self.k // 2} if split == WEIGHTS else {})
 
     def notes(self) -> tuple[str, ...]:
         """Return when the dense product would be cheaper, and the cost of an fp32 intermediate."""

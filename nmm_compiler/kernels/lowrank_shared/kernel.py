@@ -12,6 +12,14 @@ import nki.language as nl
 from ..pieces.loads_and_stores import bias_columns, evict, load, spread_bias
 from ..pieces.product_to_hbm import expand_columns, expand_rows, load_panel
 from ..pieces.records import Base, Block, Epilogue, Part, Product, Result, Strip, Tile, Weight
+from ..pieces.two_cores import (
+    add_up_halves,
+    clear_tail,
+    exchange,
+    half,
+    half_row,
+    half_sums,
+)
 
 
 @nki.jit
@@ -38,21 +46,44 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
     bias_sbs = []
     u_sbs = []
     v_alls = []
+    core = 0
+    m_all = 2 * m if schedule.split == "tokens" else m
+    n_times = 2 if schedule.split == "outputs" or schedule.split == "weights" else 1
+    parts = [] if schedule.split else outs
+    u_parts = [] if schedule.split == "weights" else us
+    v_parts = [] if n_times == 2 else vs
+    if schedule.split:
+        core = nl.program_id(0)
+    if schedule.split == "tokens":
+        x = half(x, 0 if spec.x_layout == "row" else 1, core)
+    elif schedule.split == "weights":
+        x = half(x, 1 if spec.x_layout == "row" else 0, core)
     for j in range(len(ns)):
         if out_layouts[j] == "row":
-            outs.append(nl.ndarray((m, ns[j]), dtype=x.dtype, buffer=nl.shared_hbm))
+            outs.append(nl.ndarray((m_all, n_times * ns[j]), dtype=x.dtype, buffer=nl.shared_hbm))
         else:
-            outs.append(nl.ndarray((ns[j], m), dtype=x.dtype, buffer=nl.shared_hbm))
+            outs.append(nl.ndarray((n_times * ns[j], m_all), dtype=x.dtype, buffer=nl.shared_hbm))
+        if schedule.split == "tokens":
+            parts.append(half(outs[j], 0 if out_layouts[j] == "row" else 1, core))
+        elif schedule.split:
+            parts.append(half(outs[j], 1 if out_layouts[j] == "row" else 0, core))
+        if n_times == 2:
+            v_parts.append(half(vs[j], 1 if spec.v_layout == "row" else 0, core))
         if bias_of[j] >= 0:
+            bias = biases[bias_of[j]]
+            if n_times == 2:
+                bias = half_row(bias, core)
             if out_layouts[j] == "row":
-                bias_sbs.append(spread_bias(biases[bias_of[j]], ns[j]))
+                bias_sbs.append(spread_bias(bias, ns[j]))
             else:
-                bias_sbs.append(bias_columns(biases[bias_of[j]], ns[j]))
+                bias_sbs.append(bias_columns(bias, ns[j]))
         if schedule.v.resident:
             depth = (ranks[pair_of[j]] + 127) // 128
             v_pitch = (ns[j] + 15) // 16 * 16 if schedule.v.load == "dma" else ns[j]
             v_alls.append(nl.ndarray((128, depth, v_pitch), dtype=x.dtype, buffer=nl.sbuf))
     for i in range(len(ranks)):
+        if schedule.split == "weights":
+            u_parts.append(half(us[i], 0 if spec.u_layout == "row" else 1, core))
         if schedule.u.resident:
             u_pitch = (ranks[i] + 15) // 16 * 16 if schedule.u.load == "dma" else ranks[i]
             u_sbs.append(nl.ndarray((128, k_tiles, u_pitch), dtype=x.dtype, buffer=nl.sbuf))
@@ -67,6 +98,13 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
         x_pitch = (tokens + 15) // 16 * 16 if schedule.x.load == "dma" else tokens
         x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
         p_sb = nl.ndarray((128, starts[len(ranks)], tokens), dtype=x.dtype, buffer=nl.sbuf)
+        made_sb = p_sb
+        if schedule.split == "weights":
+            # each core sums over its half of k
+            made_sb = half_sums(starts[len(ranks)], tokens)
+            theirs = half_sums(starts[len(ranks)], tokens)
+            for i in range(len(ranks)):
+                clear_tail(made_sb, starts[i], ranks[i])
         for t0 in range(0, starts[len(ranks)], r_group):
             t1 = min(t0 + r_group, starts[len(ranks)])
             sums = []
@@ -91,10 +129,10 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                                     u_sbs[i] = nl.ndarray((128, u_deep, u_pitch), dtype=x.dtype)
                                 else:
                                     u_sbs[i] = nl.ndarray((128, u_deep, r1 - r0), dtype=x.dtype)
-                                part = Part(us[i], k0, u_rows, r0, r1 - r0)
+                                part = Part(u_parts[i], k0, u_rows, r0, r1 - r0)
                                 load(u_sbs[i], 0, part, schedule.u.load, schedule.k_order, k)
                             elif m0 == 0 and r0 == 0:
-                                part = Part(us[i], k0, u_rows, 0, ranks[i])
+                                part = Part(u_parts[i], k0, u_rows, 0, ranks[i])
                                 load(
                                     u_sbs[i], k0 // 128, part, schedule.u.load, schedule.k_order, k
                                 )
@@ -112,10 +150,13 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                             starts[i] + r0 // 128, k0 // 128 + kt, min(128, k - k0 - 128 * kt),
                             k0 + rows == k and kt == deep - 1,
                         )  # fmt: skip
-                        add_tile(p_sb, sums, t0, tile, x_sb, tokens)
+                        add_tile(made_sb, sums, t0, tile, x_sb, tokens)
 
         # Stage 2: contracts over the rank, panel by panel of every v.
         firsts = []
+        if schedule.split == "weights" and schedule.ahead == 0:
+            exchange(theirs, made_sb, core)
+            add_up_halves(p_sb, made_sb, theirs, tokens)
         if schedule.ahead > 0:
             # the load of the first panel of every v starts before any store
             for place in range(len(ns)):
@@ -126,12 +167,16 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                     v_all = v_alls[j]
                 firsts.append(
                     load_panel(
-                        Weight(vs[j], v_all, schedule.v, True, False, None),
+                        Weight(v_parts[j], v_all, schedule.v, True, False, None),
                         Block(m0, tokens),
                         Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False),
                         0,
                     )
                 )
+                if schedule.split == "weights" and place == 0:
+                    # the first panel arrives while the cores exchange their sums
+                    exchange(theirs, made_sb, core)
+                    add_up_halves(p_sb, made_sb, theirs, tokens)
         for place in range(len(ns)):
             j = turns[place] if schedule.narrow_first else place
             i = pair_of[j]
@@ -143,17 +188,19 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                 v_all = v_alls[j]
             left = Strip(p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], None, schedule.kept)
             first_sb = firsts[place] if schedule.ahead > 0 else None
-            right = Weight(vs[j], v_all, schedule.v, schedule.ahead, schedule.ahead > 0, first_sb)
+            right = Weight(
+                v_parts[j], v_all, schedule.v, schedule.ahead, schedule.ahead > 0, first_sb
+            )
             base = Base(None, None, 0, "rows", 128, "strided_rows")
             product = Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False)
             epilogue = Epilogue(None, bias_sb, None, bias_of[j] >= 0, activations[j])
             at = Block(m0, tokens)
             if stationary[j]:
-                result = Result(outs[j], out_layouts[j] == "row", schedule.own_queue, 0)
+                result = Result(parts[j], out_layouts[j] == "row", schedule.own_queue, 0)
                 expand_columns(result, left, right, base, at, product, epilogue)
             else:
                 tail = schedule.tail if ns[j] % 128 == 0 and bias_of[j] < 0 else 0
-                result = Result(outs[j], False, schedule.own_queue, tail)
+                result = Result(parts[j], False, schedule.own_queue, tail)
                 expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.base import Family
+from nmm_compiler.kernels.base import WEIGHTS, Family
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec, Output
 from nmm_compiler.kernels.number_formats import pitch
 from nmm_compiler.kernels.schedule import KernelSchedule, Operand
@@ -134,6 +134,8 @@ class LowRankSharedSchedule(KernelSchedule):
                 for panel, y in zip(panels, results, strict=True)
             ),
         }  # fmt: skip
+        if self.split == WEIGHTS:
+            held["halves"] = 2 * sum(tiles(r, 128) for r in spec.ranks) * tokens * 4
         biased = [y for y in results if y.bias]
         if biased:
             held["bias"] = sum(bias_bytes(y.n, size, rows=y.layout == "row") for y in biased)
@@ -194,6 +196,7 @@ class LowRankSharedSchedule(KernelSchedule):
             f"u{self.u.chunk} r{self.v.chunk}{self.uses('u', 'v')}"
             f"{' v-stationary' if self.v_stationary else ''}"
             f"{' narrow-first' if self.narrow_first else ''}"
+            f"{f' {self.split}-split' if self.split else ''}"
         )
 
 

@@ -14,6 +14,8 @@ from nmm_compiler.kernels.base import (
     ACTIVATIONS,
     DTYPES,
     LAYOUTS,
+    OUTPUTS,
+    WEIGHTS,
     Array,
     KernelSpec,
     Products,
@@ -159,6 +161,17 @@ class LowRankSharedSpec(ProductSpec):
         """Return the layout of every y."""
         return self._each("out_layout")
 
+    def weight_splits(self) -> tuple[str, ...]:
+        """Return that the outputs of every v can be halved, and the rows of every u."""
+        if any(n % self.lnc for n in self.ns):
+            return ()
+        return (OUTPUTS, WEIGHTS) if self.k % (128 * self.lnc) == 0 else (OUTPUTS,)
+
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of a core's share of the weights."""
+        pairs = tuple((r, tuple(n // 2 for n in ns)) for r, ns in self.pairs)
+        return {"pairs": pairs} | ({"k": self.k // 2} if split == WEIGHTS else {})
+
     def parts(self) -> tuple[tuple[KernelSpec, tuple[str, ...]], ...]:
         """Return the lowrank kernel of every result."""
         made = []
@@ -175,6 +188,7 @@ class LowRankSharedSpec(ProductSpec):
                 v_layout=self.v_layout,
                 bias=y.bias,
                 activation=y.activation,
+                lnc=self.lnc,
             )
             bias = (f"bias{j}",) if y.bias else ()
             made.append((spec, ("x", f"u{y.pair}", f"v{j}", *bias)))

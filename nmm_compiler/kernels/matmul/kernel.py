@@ -27,6 +27,7 @@ from ..pieces.loads_and_stores import (
     store_rows,
 )
 from ..pieces.records import Block, Chunks, Contraction, Epilogue, Part, Patch, Result, Weight
+from ..pieces.two_cores import half, half_row
 
 
 @nki.jit
@@ -35,19 +36,40 @@ def matmul(x, w, spec, schedule, **others):
     as_rows = spec.out_layout == "row"
     m_block = schedule.m_block
     y_dtype = x.dtype if spec.result_dtype == spec.dtype else getattr(nl, spec.result_dtype)
+    m_halves = 2 if schedule.split == "tokens" else 1
+    n_halves = 2 if schedule.split == "outputs" else 1
     if as_rows:
-        out = nl.ndarray((spec.m, spec.n), dtype=y_dtype, buffer=nl.shared_hbm)
+        out = nl.ndarray(
+            (m_halves * spec.m, n_halves * spec.n), dtype=y_dtype, buffer=nl.shared_hbm
+        )
     else:
-        out = nl.ndarray((spec.n, spec.m), dtype=y_dtype, buffer=nl.shared_hbm)
+        out = nl.ndarray(
+            (n_halves * spec.n, m_halves * spec.m), dtype=y_dtype, buffer=nl.shared_hbm
+        )
+    part = out
+    bias_part = others.get("bias")
+    scale_part = others.get("w_scale")
+    if schedule.split:
+        core = nl.program_id(0)
+    if schedule.split == "tokens":
+        x = half(x, 0 if spec.x_layout == "row" else 1, core)
+        part = half(out, 0 if as_rows else 1, core)
+    elif schedule.split == "outputs":
+        w = half(w, 1 if spec.w_layout == "row" else 0, core)
+        part = half(out, 1 if as_rows else 0, core)
+        if spec.bias:
+            bias_part = half_row(bias_part, core)
+        if spec.scales == "channel":
+            scale_part = half_row(scale_part, core)
     if not spec.bias:
         bias_sb = None
     elif as_rows:
-        bias_sb = spread_bias(others.get("bias"), spec.n)
+        bias_sb = spread_bias(bias_part, spec.n)
     else:
-        bias_sb = bias_columns(others.get("bias"), spec.n)
+        bias_sb = bias_columns(bias_part, spec.n)
     if spec.fp8:
         scale_sb = product_scales(
-            others.get("w_scale"), others.get("x_scale"), spec.n, spec.scales, not as_rows, True
+            scale_part, others.get("x_scale"), spec.n, spec.scales, not as_rows, True
         )
     else:
         scale_sb = None
@@ -70,7 +92,7 @@ def matmul(x, w, spec, schedule, **others):
         x_dim = 1 if spec.x_layout == "col" else 0
         out_dim = 0 if as_rows else 1
         x_blocks = split(x, x_dim, spec.m // m_block, m_block)
-        out_blocks = split(out, out_dim, spec.m // m_block, m_block)
+        out_blocks = split(part, out_dim, spec.m // m_block, m_block)
 
         def body(i):
             at = position(i)
@@ -82,7 +104,7 @@ def matmul(x, w, spec, schedule, **others):
         nl.fori_loop(0, nisa.register_alloc(spec.m // m_block), body)
     for m0 in range(first, spec.m, m_block):
         at = Block(m0, min(m_block, spec.m - m0))
-        matmul_block(out, x, weight, epilogue, at, spec, schedule)
+        matmul_block(part, x, weight, epilogue, at, spec, schedule)
     return out
 
 

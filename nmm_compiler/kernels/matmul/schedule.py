@@ -165,6 +165,7 @@ class MatmulSchedule(LoopedSchedule):
         """Return the blocks."""
         loop = " loop" if self.m_loop else ""
         double = " double-row" if self.double_row else ""
+        double += f" {self.split}-split" if self.split else ""
         segment = f" s{self.k_segment}" if self.k_segment else ""
         patch = f"{self.x.group}x{self.w.group}"
         blocks = f"n{self.w.block} k{self.w.chunk}{segment} {patch}"

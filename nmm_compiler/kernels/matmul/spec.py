@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from nmm_compiler.kernels.base import Array
+from nmm_compiler.kernels.base import OUTPUTS, Array
 from nmm_compiler.kernels.error_bounds import Estimate, activated
 from nmm_compiler.kernels.product_spec import ProductSpec
 
@@ -38,6 +38,14 @@ class MatmulSpec(ProductSpec):
         """Return w."""
         return {"w": (self.k, self.n)}
 
+    def weight_splits(self) -> tuple[str, ...]:
+        """Return that w can be halved along an even number of outputs."""
+        return () if self.n % self.lnc else (OUTPUTS,)
+
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of a core's share of the weights."""
+        return {"n": self.n // 2}
+
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
         total = self._times((operands["x"], 0.0), "w", operands, typical)
         return (activated(self._biased(total, "bias", operands, typical), self.activation),)
@@ -63,7 +71,7 @@ def products_of(
         made.append(
             MatmulSpec(
                 m=spec.m, k=sizes[place], n=sizes[place + 1], dtype=spec.dtype,
-                x_layout="col" if place else x_layout, w_layout=layout, **end,
+                x_layout="col" if place else x_layout, w_layout=layout, lnc=spec.lnc, **end,
             )
         )  # fmt: skip
     return tuple(made)

@@ -25,13 +25,15 @@ def half_row(row, core):
     return row[core * size : core * size + size]
 
 
-def half_sums(n, tokens):
+def half_sums(tiles, tokens):
     """Return a strip for fp32 sums over half of a contraction."""
-    sums = nl.ndarray((128, (n + 127) // 128, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    return nl.ndarray((128, tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
+
+
+def clear_tail(sums, first, n):
+    """Clear the last of the tiles of n features: the exchange takes all its partitions."""
     if n % 128 > 0:
-        # the exchange takes all partitions
-        nisa.memset(dst=sums[0:128, n // 128, 0:tokens], value=0.0)
-    return sums
+        nisa.memset(dst=sums[0:128, first + n // 128, 0 : sums.shape[2]], value=0.0)
 
 
 def exchange(theirs, mine, core):
@@ -43,7 +45,6 @@ def add_halves(p_sb, mine, theirs, n, tokens, rounding: Rounding):
     """Round the sums of both cores to p^T, n features of so many tokens."""
     scaled = rounding.scales or rounding.factor != 1.0
     shaped = rounding.has_bias or rounding.activation != "identity"
-    tiles = n // 128
     if scaled or shaped:
         inner = Epilogue(None, rounding.bias, None, rounding.has_bias, rounding.activation)
         nisa.tensor_tensor(dst=mine, data1=mine, data2=theirs, op=nl.add)
@@ -62,20 +63,13 @@ def add_halves(p_sb, mine, theirs, n, tokens, rounding: Rounding):
                 part = mine[0:rp, rt, 0:tokens]
                 round_to(p_tile, part, p_scale, rounding.requantize, scaled, rt)
     else:
-        if tiles > 0:
-            nisa.tensor_tensor(
-                dst=p_sb[0:128, 0:tiles, 0:tokens],
-                data1=mine[0:128, 0:tiles, 0:tokens],
-                data2=theirs[0:128, 0:tiles, 0:tokens],
-                op=nl.add,
-            )
-        if n % 128 > 0:
-            nisa.tensor_tensor(
-                dst=p_sb[0 : n % 128, tiles, 0:tokens],
-                data1=mine[0 : n % 128, tiles, 0:tokens],
-                data2=theirs[0 : n % 128, tiles, 0:tokens],
-                op=nl.add,
-            )
+        add_up_halves(p_sb, mine, theirs, tokens)
+
+
+def add_up_halves(p_sb, mine, theirs, tokens):
+    """Round the sums of both cores to the dtype of p, for so many tokens."""
+    tiles = mine.shape[1]
+    nisa.tensor_tensor(dst=p_sb[0:128, 0:tiles, 0:tokens], data1=mine, data2=theirs, op=nl.add)
 
 
 def start_panel(right: Weight, at: Block, product: Product, rows):
