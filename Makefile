@@ -14,7 +14,7 @@ WORKERS ?= 2
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale bench-attention
+	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale bench-attention bench-cores
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -115,6 +115,10 @@ bench-paper: $(DEV_READY)
 # Needs the paper's kernels: make bench-neuronmm ARGS="--checkout ../NeuronMM --m 1,512"
 bench-neuronmm: $(DEV_READY)
 	$(RUN) benchmarks/neuronmm.py $(ARGS)
+
+# Kernels of two physical cores (lnc=2) against one: make bench-cores ARGS="--m 1,1024"
+bench-cores: $(DEV_READY)
+	$(RUN) benchmarks/kernels_two_cores.py $(ARGS)
 
 # Minutes: make bench-scale ARGS="--only build,s3"
 bench-scale: $(STRESS_READY)

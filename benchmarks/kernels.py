@@ -17,6 +17,7 @@ does not pay, is printed apart. The bars are at the end; exit code 1 when one is
 With --dtype float8_e4m3: the same shapes in fp8 against bf16 (kernel_formats.py).
 With --against CHECKOUT: each kernel beside that of another version (kernels_against.py).
 With --families shared: q, k and v of one x as one kernel, against three (kernels_shared.py).
+Two physical cores against one are `make bench-cores` (kernels_two_cores.py).
 
 Usage: python benchmarks/kernels.py [--targets trn2,trn3] [--models Llama-3.2-1B] [--m 1,512]
        [--parts up,down,gated,mlp] [--workers 2] [--json FILE] [--dtype float8_e4m3]

@@ -8,6 +8,8 @@ from nmm_compiler import LowRankSpec, build_kernel, simulate
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.errors import CapacityError, DialectError, SimulationError, SpecError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import SPLITS
 from nmm_compiler.targets import get
 
@@ -42,6 +44,33 @@ def test_every_split_agrees_with_float64(changes):
     for schedule in schedules.values():
         proof = prove(build_kernel(spec, "trn2", schedule))
         assert proof.passed, (schedule.split, str(proof))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "splits"),
+    [
+        ("matmul", {"bias": True, "out_layout": "col"}, {"tokens", "outputs"}),
+        ("lowrank_shared", {"pairs": ((200, (256,)), (128, (384, 128)))}, set(SPLITS)),
+        ("gated_mlp_up", {"r": 200, "n": 256, "gate_bias": True}, set(SPLITS)),
+        ("gated_mlp", {"r": 200, "n": 256, "down_bias": True}, {"tokens", "weights"}),
+        ("gated_mlp", {"n": 256}, {"tokens", "outputs"}),
+    ],
+    ids=str,
+)
+def test_every_family_agrees_with_float64(family, changes, splits):
+    sizes = {"m": 6, "k": 256, "lnc": 2} | ({"n": 384} if family == "matmul" else {})
+    spec = FAMILIES[family].spec_class(**sizes, **changes)
+    schedules = _best_of_each_split(spec)
+    assert set(schedules) == splits
+    for schedule in schedules.values():
+        proof = prove(build_kernel(spec, "trn2", schedule))
+        assert proof.passed, (schedule.split, str(proof))
+
+
+def test_attention_is_not_shared_yet():
+    spec = AttentionSpec(m=1, context=256, heads=2, lnc=2)
+    with pytest.raises(SpecError, match="pass lnc=1"):
+        build_kernel(spec, "trn2")
 
 
 def test_a_base_product_is_not_split_over_its_contraction():
