@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
@@ -46,6 +46,8 @@ class AttentionSchedule(Record):
     loop: bool = False
     own_queue: bool = False
     bank_tiles: int = 8
+
+    split: ClassVar[str] = ""  # heads of one core are those of the launch
 
     def settled(self, spec: AttentionSpec) -> AttentionSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
