@@ -46,6 +46,8 @@ def estimate_us(spec: KernelSpec, target: str | Target) -> float:
 def _estimate_us(spec: KernelSpec, chip: Target) -> float:
     if not isinstance(spec, ProductSpec):
         return rank(spec, chip)[0].cost_us
+    if spec.lnc > 1:
+        return min(_estimate_us(spec.share(split), chip) for split in spec.splits())
     m, size = spec.m, item_bytes(spec.dtype)  # type: ignore[attr-defined]
     x_bytes, y_bytes = m * spec.k * size, sum(result.bytes for result in spec.outputs())
     at_once, rereads = _blocks(spec, size, chip)

@@ -21,6 +21,7 @@ from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.this_machine import differences
@@ -106,19 +107,19 @@ def simulated_us(spec: KernelSpec, target: str | Target) -> float:
 
     Below FEW_TOKENS tokens the schedule is the one that `build_kernel` takes; above it is the one
     that the closed form ranks first, so that a built kernel is no slower in the simulator. A call
-    of more than MOST_TOKENS tokens is as many calls of that many, and one of the rest, where its
-    family can split tokens. Prices are kept in the kernel cache. Raises CapacityError or SpecError,
-    with the numbers, when no schedule is legal.
+    of more than MOST_TOKENS tokens a core is as many calls of that many, and one of the rest, where
+    its family can split tokens. Prices are kept in the kernel cache. Raises CapacityError or
+    SpecError, with the numbers, when no schedule is legal.
     """
     return _simulated_us(spec, machine_target(target))
 
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_us(spec: KernelSpec, chip: Target) -> float:
-    tokens = int(getattr(spec, "m", 0))
-    if tokens > MOST_TOKENS and spec.splits_tokens:
-        blocks, rest = divmod(tokens, MOST_TOKENS)
-        each = _simulated_us(_with_tokens(spec, MOST_TOKENS), chip)
+    tokens, most = int(getattr(spec, "m", 0)), MOST_TOKENS * spec.lnc
+    if tokens > most and spec.splits_tokens:
+        blocks, rest = divmod(tokens, most)
+        each = _simulated_us(_with_tokens(spec, most), chip)
         return blocks * each + (_simulated_us(_with_tokens(spec, rest), chip) if rest else 0.0)
     spec.check(chip)
     store = Store.for_kernels()
@@ -146,7 +147,10 @@ def _simulate(spec: KernelSpec, chip: Target) -> float:
         if best.simulated_us is not None:
             return best.simulated_us
         return simulated(spec, best.schedule, chip)[0]
-    return simulated(spec, rank(spec, chip)[0].schedule, chip)[0]
+    firsts: dict[str, KernelSchedule] = {}  # of each way in which cores share the kernel
+    for choice in rank(spec, chip):
+        firsts.setdefault(choice.schedule.split, choice.schedule)
+    return min(simulated(spec, schedule, chip)[0] for schedule in firsts.values())
 
 
 def _with_tokens(spec: KernelSpec, tokens: int) -> KernelSpec:

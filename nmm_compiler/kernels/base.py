@@ -35,8 +35,9 @@ TOKENS, OUTPUTS, WEIGHTS = SPLITS = ("tokens", "outputs", "weights")
 Array = np.ndarray[Any, Any]
 
 CORES = 1
-"""Physical cores that a kernel runs on. What is decided or predicted for a target, by the passes,
-`compress` and `predict`, is for a logical core of this many, as the runtime launches it."""
+"""Physical cores that a kernel runs on, unless two are asked for (lnc=2). What is predicted, or
+decided by the passes and `compress`, for a target is for a logical core of this many, as the
+runtime launches it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class KernelSpec(Record):
     schedule's `split` says.
     """
 
-    lnc: int = 1
+    lnc: int = CORES
 
     family: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")  # the fields that must be positive

@@ -9,8 +9,9 @@
     collective   published law (`collectives.py`)
 
 A logical core is one physical core, as our kernels are launched (`kernels.base.CORES`), unless two
-are asked for, as published systems on trn2 run: then tokens are halved where there are many, else
-heads, output features or the ranks of factors, with an exchange where a stage needs both.
+are asked for, as published systems on trn2 run. Then it is our kernel of two cores, with the
+published times of a barrier and of its exchanges; where a family has none for the sizes, one core's
+kernel of half of the tokens, heads, output features or ranks.
 """
 
 from __future__ import annotations
@@ -114,12 +115,43 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     if machine.lnc == 1:
         us, source = _one_core(stored, machine)
         return Price(us, source, stored.short())
+    pair = _pair_of_cores(stored, machine)
+    if pair is not None:
+        return pair
     ways = []
     for part, exchanges in halves(stored):
         us, source = _one_core(part, machine)
         ways.append(Price(us + PAIR_BARRIER_US + exchanges * PAIR_EXCHANGE_US, source))
     best = min(ways, key=lambda way: way.us)
     return Price(best.us, best.source, stored.short())
+
+
+def _pair_of_cores(stored: KernelSpec, machine: Machine) -> Price | None:
+    """Return the price of our kernel of two cores; None where its family has none for the sizes.
+
+    A barrier is charged for the end of the kernel, which takes both cores, and for each exchange
+    what is published beyond what the simulator says of it.
+    """
+    if machine.weights == "int8" or not hasattr(stored, "m"):
+        return None
+    spec = dataclasses.replace(stored, lnc=machine.lnc)
+    if not spec.splits():
+        return None
+    try:
+        us = PRICES[machine.price](spec, machine.target)
+    except (CapacityError, SpecError, ShapeError):
+        return None
+    us += PAIR_BARRIER_US + exchanges_of(spec) * PAIR_EXCHANGE_US
+    return Price(us, _kernel_source(machine), f"{spec.short()} on {spec.lnc} cores")
+
+
+def exchanges_of(spec: Any) -> int:
+    """Return how often two cores exchange values in a kernel that halves its weights."""
+    if spec.m >= MANY_TOKENS or spec.family == "matmul":
+        return 0
+    ranks = ("r", "gate_r", "up_r", "down_r")
+    factors = hasattr(spec, "pairs") or any(getattr(spec, name, 0) for name in ranks)
+    return int(factors) + int(spec.family == "gated_mlp")
 
 
 def _one_core(spec: KernelSpec, machine: Machine) -> tuple[float, str]:

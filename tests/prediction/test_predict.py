@@ -10,15 +10,24 @@ import torch
 from torch import nn
 
 from nmm_compiler.codegen.estimate import estimate_us
+from nmm_compiler.codegen.latency import simulated_us
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.options import Options
 from nmm_compiler.prediction import predict as predict_module
 from nmm_compiler.prediction.meta_models import meta_model, public_models
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
-from nmm_compiler.runtime import neuron
+from nmm_compiler.prediction.prices import (
+    PAIR_BARRIER_US,
+    PAIR_EXCHANGE_US,
+    Machine,
+    kernel_price,
+)
+from nmm_compiler.targets import get
 
 pytest.importorskip("transformers")
 
@@ -192,7 +201,7 @@ def test_attention_without_a_kernel_has_the_published_law():
 def test_a_model_runs_on_the_physical_cores_that_its_kernels_are_launched_on():
     """The passes, `compress` and `predict` decide for one physical core, as the runtime checks."""
     made = predict(LLAMA, "trn2", prompt=32, context=64, ratio=0.3, price="closed_form")
-    assert made.lnc == made.dense.lnc == CORES == neuron.CORES
+    assert made.lnc == made.dense.lnc == CORES == Options().lnc
     of = {line.what: line.each_us for line in made.phase("decode").lines if line.kind == "kernel"}
     r = max(made.ranks)
     spec = GatedMLPSpec(m=1, k=256, n=512, gate_r=r, up_r=r, down_r=r, activation="silu")
@@ -320,3 +329,16 @@ def test_published_runs_are_within_the_bars():
 def test_a_config_that_transformers_does_not_take_is_one_error(fields, reason):
     with pytest.raises(PredictionError, match=reason):
         predict({"model_type": "llama", **fields})
+
+
+def test_two_cores_are_priced_by_our_kernel_of_two_cores():
+    """Its simulated time, a barrier, and the published time of each exchange."""
+    pair = Machine(get("trn2"), lnc=2)
+    spec = LowRankSpec(m=1, k=512, r=256, n=1024)
+    found = kernel_price(spec, pair)
+    two = dataclasses.replace(spec, lnc=2)
+    assert found.us == simulated_us(two, "trn2") + PAIR_BARRIER_US + PAIR_EXCHANGE_US
+    assert found.source == "simulated"
+    assert "2 cores" in found.how
+    odd = dataclasses.replace(spec, n=1023)  # no halves that are alike: one core's price of a half
+    assert "2 cores" not in kernel_price(odd, pair).how
