@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from nmm_compiler import LowRankSpec, build_kernel, simulate
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
@@ -11,6 +12,10 @@ from nmm_compiler.errors import CapacityError, DialectError, SimulationError, Sp
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import SPLITS
+from nmm_compiler.ops.call_options import executor_name
+from nmm_compiler.options import Options
+from nmm_compiler.runtime import executor as _registered  # noqa: F401
+from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.targets import get
 
 SMALL = LowRankSpec(m=6, k=512, r=200, n=384, lnc=2)
@@ -65,6 +70,18 @@ def test_every_family_agrees_with_float64(family, changes, splits):
     for schedule in schedules.values():
         proof = prove(build_kernel(spec, "trn2", schedule))
         assert proof.passed, (schedule.split, str(proof))
+
+
+def test_the_option_reaches_the_kernels_of_a_call():
+    """Executor "simulator" runs the kernel of two cores, which this process then holds."""
+    generator = torch.Generator().manual_seed(0)
+    x, u, v = (torch.randn(size, generator=generator) for size in ((4, 256), (256, 64), (64, 128)))
+    executor = executor_name(Options(executor="simulator", lnc=2, buckets=(4,)))
+    got = torch.ops.nmm.lowrank_matmul(x, u, v, executor=executor)
+    spec = LowRankSpec(m=4, k=256, r=64, n=128, dtype="float32", lnc=2)
+    arrays = [tensor.numpy() for tensor in (x, u, v)]
+    assert (abs(got.numpy() - spec.reference(*arrays)) <= spec.error_bound(*arrays)).all()
+    assert any(kernel.spec == spec for kernel in KERNELS.all())
 
 
 def test_attention_is_not_shared_yet():
