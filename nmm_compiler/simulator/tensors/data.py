@@ -248,6 +248,12 @@ class TensorData(Reshaping):
         storage = self.storage
         if storage.unwritten is None:
             return
+        strides = self.strides
+        if self.shape == storage.shape and strides[-1] == 1 and self.dtype is storage.dtype:
+            rows = self.shape[1] if len(strides) == 2 else -1
+            if strides[0] == rows and not self.offset:  # all of it: no need to count
+                storage.unwritten, storage.missing = None, 0
+                return
         mask = self.unwritten_view()
         assert mask is not None
         new = int(np.count_nonzero(mask))
