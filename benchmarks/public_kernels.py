@@ -27,8 +27,10 @@ import dataclasses
 import io
 import itertools
 import logging
+import math
 import multiprocessing
 import resource
+import signal
 import sys
 import time
 import warnings
@@ -49,6 +51,9 @@ from public_outcomes import EXPLAINED, EXPLAINED_BETA_1, classify, timed
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+_WAIT = 20
+"""How many times its CPU time a process may take where other work runs beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +123,14 @@ def syntax_errors(library: Path) -> list[Row]:
 def apart(
     name: str, gib: int, limit: float, rows: Callable[[], Iterator[Row]]
 ) -> Row:  # fmt: skip
-    """Return the last of `rows()`, run in a process of its own with limits on memory and time."""
+    """Return the last of `rows()`, run in a process with limits on memory and CPU time."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
     def child() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
+        seconds = math.ceil(limit)  # a fork begins at none
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         try:
             for row in rows():
                 sender.send(row)
@@ -135,9 +142,9 @@ def apart(
     start = time.perf_counter()
     process.start()
     sender.close()
-    row, why = Row(name, "too slow", 0, 0, 0.0, ""), f"stopped after {limit:.0f} s"
+    row, why = Row(name, "too slow", 0, 0, 0.0, ""), f"no CPU time within {_WAIT * limit:.0f} s"
     try:
-        while receiver.poll(max(start + limit - time.perf_counter(), 0)):
+        while receiver.poll(max(start + _WAIT * limit - time.perf_counter(), 0)):
             message = receiver.recv()
             if message is None:
                 why = ""
@@ -146,6 +153,8 @@ def apart(
     except EOFError:
         process.join()
         why = f"the process ended with code {process.exitcode} (memory limit {gib} GiB?)"
+        if process.exitcode == -signal.SIGXCPU:
+            why = f"stopped after {limit:.0f} s of CPU time"
     if process.is_alive() and why:
         process.kill()
     process.join()
@@ -203,7 +212,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run names that contain this")
     parser.add_argument("--all", action="store_true", help="all library tests known to run")
     parser.add_argument("--cases", type=int, default=1, help="cases per library test")
-    parser.add_argument("--seconds", type=float, help="time limit of one case: 6, Beta 1 900")
+    parser.add_argument("--seconds", type=float, help="CPU time of one case: 6, Beta 1 900")
     parser.add_argument("--file-seconds", type=float, default=30, help="of one library test file")
     parser.add_argument("--gib", type=int, help="memory limit of each process: 6, Beta 1 14")
     parser.add_argument("--verbose", action="store_true", help="one row per case")

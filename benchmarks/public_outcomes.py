@@ -1,4 +1,4 @@
-"""How a run of a public kernel ended: its limit of time, and a word for what went wrong."""
+"""How a run of a public kernel ended: its limit of CPU time, and a word for what went wrong."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def classify(error: BaseException) -> str:
 
 
 def timed(limit: float, function: Callable[[], Any]) -> None:
-    """Run `function`; TooSlowError after `limit` seconds."""
+    """Run `function`; TooSlowError after `limit` seconds of CPU time, whatever else runs."""
 
     def stop(*_: Any) -> None:
         raise TooSlowError(f"longer than {limit:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, limit)
     try:
         function()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
