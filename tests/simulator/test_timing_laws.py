@@ -196,3 +196,27 @@ def test_two_inputs_in_sbuf_take_two_passes_on_trn1(op):
     assert cycles("sbuf", "psum") == pytest.approx(512)
     if op == "tensor_tensor":  # the two share the port of PSUM as well
         assert cycles("psum", "psum") == pytest.approx(1024)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "cycles_each"),
+    [("float32", 1, 8.0), ("float32", 32, 39.0), ("bfloat16", 1, 8.0), ("bfloat16", 32, 19.5)],
+)
+def test_a_gather_on_chip_pays_for_each_index_and_less_for_longer_runs(
+    dtype, elements, cycles_each
+):
+    """nki.isa.local_gather: 28 / 4 cycles for an index, 1 for each of its elements of 4 bytes."""
+
+    def latency(indices):
+        builder = Builder()
+        source = builder.tensor("sbuf", 128, 4096, dtype)
+        index = builder.tensor("sbuf", 128, indices // 16, "uint16")
+        result = builder.tensor("sbuf", 128, indices * elements, dtype)
+        builder.add(
+            "local_gather", "gpsimd", [result.all], [source.all, index.all],
+            indices=indices, elements=elements,
+        )  # fmt: skip
+        return time_trace(builder.trace, TRN2).latency_us
+
+    more = latency(256) - latency(128)
+    assert more == pytest.approx(us(128 * cycles_each, TRN2.gpsimd_clock_hz))

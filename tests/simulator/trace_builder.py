@@ -6,7 +6,8 @@ from nmm_compiler import targets
 from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int32": 4}
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int32": 4,
+        "uint16": 2}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

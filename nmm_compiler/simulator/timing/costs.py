@@ -281,6 +281,20 @@ def _gpsimd_fixed(target: Target, instruction: Instruction, engine: str, n: int)
     return float(target.gpsimd_fixed_cycles + n)
 
 
+def _local_gather(target: Target, instruction: Instruction, engine: str, n: int) -> float:
+    """Each index costs 28 + 4 e cycles for e elements, shared by elements narrower than 4 bytes.
+
+    nki.isa.local_gather: 150 + n e / C cycles for n indices of e elements, C = ((28 + 4 e) / (4 e))
+    / min(4 / bytes, e). The page divides by C, which falls with e, and says that longer runs gather
+    faster; both hold only if C is cycles per element, so this multiplies.
+    """
+    attributes = instruction.attributes
+    count, run = attributes.get("indices", n), attributes.get("elements", 1)
+    item = instruction.reads[0].item_bytes
+    each = (28.0 + 4.0 * run) / (4.0 * run) / min(4.0 / item, run)
+    return target.gpsimd_fixed_cycles + count * run * each
+
+
 def _predicated(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     if any(a.memory == "psum" for a in instruction.reads):
         return float(n)
@@ -318,6 +332,7 @@ _RULES: dict[str, Callable[[Target, Instruction, str, int], float]] = {
     "bn_aggr": _aggregate,
     "iota": _gpsimd_fixed,
     "affine_select": _gpsimd_fixed,
+    "local_gather": _local_gather,
     "tensor_copy_predicated": _predicated,
     "tensor_partition_reduce": _partition_reduce,
     "topk": _topk,
