@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
@@ -89,7 +90,7 @@ def runs(folder: Path) -> Iterator[Run]:
         path = folder / f"{name.replace(' ', '_')}.py"
         path.write_text(text)
         specs = [ArraySpec(shape, "bfloat16") for shape in small]
-        yield from _everywhere(name, str(path), specs)
+        yield from _everywhere(name, lambda p=path: p, specs)
     for family, sizes in FAMILIES.items():
         yield from _family(family, sizes)
     for point in timing_points.points():
@@ -97,18 +98,18 @@ def runs(folder: Path) -> Iterator[Run]:
 
 
 def _family(family: str, sizes: dict[str, int]) -> Iterator[Run]:
-    kernel = build_kernel(KNOWN[family].spec_class(**sizes), target="trn2")
-    specs = [ArraySpec(operand.shape, operand.dtype) for operand in kernel.spec.inputs()]
-    yield from _everywhere(family, f"{kernel.path}:{kernel.name}", specs)
+    spec = KNOWN[family].spec_class(**sizes)
+    specs = [ArraySpec(operand.shape, operand.dtype) for operand in spec.inputs()]
+    yield from _everywhere(family, lambda: build_kernel(spec, target="trn2"), specs)
 
 
-def _everywhere(name: str, kernel: str, specs: list[ArraySpec]) -> Iterator[Run]:
+def _everywhere(name: str, kernel: Callable[[], Any], specs: list[ArraySpec]) -> Iterator[Run]:
     for target in targets.names():
         for reorder in (True, False):
             yield (
                 f"{name}, {target}{'' if reorder else ', in program order'}",
                 lambda t=target, r=reorder: simulate(
-                    kernel, *specs, target=t, mode="timing", strict=False, reorder=r
+                    kernel(), *specs, target=t, mode="timing", strict=False, reorder=r
                 ),
             )
 

@@ -59,7 +59,7 @@ class Instruction:
     line, file: the kernel's own source line.
     after: instructions this one waits for beyond its data dependencies.
     kind: equal for instructions with the same op, engine and attributes and operands of the same
-        geometry, wherever those begin in HBM; 0 if nobody has compared them.
+        geometry, wherever those begin in HBM or SBUF; 0 if nobody has compared them.
     """
 
     op: str

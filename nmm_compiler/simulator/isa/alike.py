@@ -24,21 +24,25 @@ _PLAIN = (int, float, str, Enum, type(None), type)
 def recall(written: list[str], read: list[str], parameters: list[str], defaults: set[str]) -> str:
     """Return the text that records a call like an earlier one, of an instruction's function.
 
-    The key holds the form of each tensor, the identity of each other argument (which the memory
-    keeps alive), and which operands lie in the storage of dst.
+    The key holds what each tensor is like, the identity of each other argument (which the memory
+    keeps alive), and where operands lie that share the storage of dst.
     """
     required = [*written, *read]
     dst, parts = written[0], ["OP"]
     optional = [p for p in parameters if p in defaults and p not in required and p != "name"]
     for p in parameters:
         if p in required:
-            parts.append(f"({p}.form or form_of({p}))")
+            parts.append(f"({p}.like or like_of({p}))")
         elif p != "name" and p not in defaults:
             parts.append(f"{_form_or_identity(p)}")
     if optional:
         given = "".join(f"0 if {p} is {p}_default else {_form_or_identity(p)}, " for p in optional)
         parts.append(f"0 if {' and '.join(f'{p} is {p}_default' for p in optional)} else ({given})")
-    parts += [f"{p}.storage is {dst}.storage" for p in required if p != dst]
+    parts += [
+        f"({p}.offset, {dst}.offset) if {p}.storage is {dst}.storage else 0"
+        for p in required
+        if p != dst
+    ]
     tensors = " and ".join(f"{p}.__class__ is NkiTensor" for p in required)
     reads, writes = (
         "(" + "".join(f"{p}._access, " for p in roles) + ")" for roles in (read, written)

@@ -46,7 +46,7 @@ from nmm_compiler.simulator.isa.operands import (
 )
 from nmm_compiler.simulator.isa.poison import spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
-from nmm_compiler.simulator.tensors.forms import form_of
+from nmm_compiler.simulator.tensors.forms import form_of, like_of
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
@@ -219,7 +219,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
             "refuse_dtype": refuse_dtype, "refuse_rank": refuse_rank, "check_pair": check_pair,
             "member": member, "spread": spread, "CURRENT": CURRENT, "form_of": form_of,
-            "remember": remember,
+            "like_of": like_of, "remember": remember,
         }  # fmt: skip
         for p in parameters:
             if p.default is not p.empty:

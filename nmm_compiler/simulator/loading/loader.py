@@ -70,22 +70,23 @@ def load_text(text: str, path: Path) -> types.ModuleType:
 
 def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
     """Return the kernel `name` of a module, or its only `@nki.jit` function."""
+    found = None if name is None else vars(module).get(name)
+    if callable(found):
+        return _of_its_dialect(found, module)
+    file = str(path.resolve())
     own = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, standins.JitKernel)
         and getattr(value.function, "__code__", None) is not None
-        and value.function.__code__.co_filename == str(path.resolve())
+        and value.function.__code__.co_filename == file
     }
     functions = {
         key: value
         for key, value in vars(module).items()
-        if inspect.isfunction(value) and value.__code__.co_filename == str(path.resolve())
+        if inspect.isfunction(value) and value.__code__.co_filename == file
     }
     if name is not None:
-        found = vars(module).get(name)
-        if callable(found):
-            return _of_its_dialect(found, module)
         known = [*own, *functions]
         raise KernelNotFoundError(
             f"{path} has no kernel {name!r}{closest(name, known)} (it has: "

@@ -4,6 +4,9 @@ A kernel allocates thousands of tensors of one shape and takes the same parts of
 one form differ only in their storage, and in where they begin in HBM; no check of an instruction
 tells them apart. The form of a view and a key give the part's form, so a part of another tensor
 takes its shape, strides and region from there.
+
+Views that are like each other may also begin at different bytes of SBUF. That matters only to an
+instruction whose operands share a tensor, which `isa/alike.py` tells apart.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ _FIXED = frozenset({int, type(None), type, bool})
 """The classes of what a key may consist of, if its part is to be kept."""
 _KEPT = 100_000
 _NUMBERS = itertools.count(1)
-_FORMS: dict[tuple[Any, ...], int] = {}
+_FORMS: dict[tuple[Any, ...], tuple[int, int]] = {}
+_LIKE: dict[tuple[Any, ...], int] = {}
 _WHOLE: dict[tuple[Any, ...], Part] = {}
 _PARTS: dict[tuple[Any, ...], Part] = {}
 
@@ -36,8 +40,8 @@ class Part:
     """
 
     __slots__ = (
-        "dtype", "extent", "first", "form", "item", "memory", "offset", "pattern", "rows", "shape",
-        "special", "start", "strides",
+        "dtype", "extent", "first", "form", "item", "like", "memory", "offset", "pattern", "rows",
+        "shape", "special", "start", "strides",
     )  # fmt: skip
 
     def __init__(self, view: NkiTensor, begin: int) -> None:
@@ -49,7 +53,7 @@ class Part:
         self.offset = view.offset - begin if hbm else view.offset
         self.start = access.byte_start - begin * self.item if hbm else access.byte_start
         self.extent = access.byte_stop - access.byte_start
-        self.special, self.form = view.special, form_of(view)
+        self.special, self.form, self.like = view.special, form_of(view), view.like
 
     def of(self, kind: Callable[..., NkiTensor], storage: Storage, begin: int) -> NkiTensor:
         """Return the view of `storage`; begin: where the parent begins, in elements, 0 on chip."""
@@ -60,33 +64,42 @@ class Part:
             storage.identity, self.memory, first, first + self.rows, start, start + self.extent,
             self.pattern, self.dtype, self.item,
         )  # fmt: skip
-        view.special, view.form = self.special, self.form
+        view.special, view.form, view.like = self.special, self.form, self.like
         return view
 
 
 def form_of(view: NkiTensor) -> int:
-    """Return the number of a view's geometry, equal for views that no check tells apart.
+    """Return the number of a view's geometry; where it begins in HBM does not count.
 
-    Where a view begins in HBM does not count. A view with runtime addresses gets a number that no
-    other has.
+    A view with runtime addresses gets a number that no other has.
     """
     access = view._access or view.access()
     if view.indirection is not None:
         return next(_NUMBERS)
     storage = view.storage
-    chip = access.memory != "hbm"
-    key = (
-        access.memory, view.shape, view.strides, view.dtype, storage.constant,
-        chip and (access.partition_start, view.offset, storage.bytes_per_partition,
-                  storage.address, storage.shape[0]),
-    )  # fmt: skip
-    found = _FORMS.get(key)
+    memory = access.memory
+    key: tuple[Any, ...] = (memory, view.shape, view.strides, view.dtype, storage.constant)
+    if memory != "hbm":
+        key += (access.partition_start, storage.bytes_per_partition, storage.address,
+                storage.shape[0])  # fmt: skip
+    exact = (*key, view.offset) if memory != "hbm" else key
+    found = _FORMS.get(exact)
     if found is None:
-        if len(_FORMS) >= _KEPT:
-            _FORMS.clear()  # numbers are never given twice
-        found = _FORMS[key] = next(_NUMBERS)
-    view.form = found
-    return found
+        if len(_FORMS) >= _KEPT:  # numbers are never given twice
+            _FORMS.clear()
+            _LIKE.clear()
+        if memory == "psum":
+            key = exact  # its banks tell where a product may lie
+        like = _LIKE.setdefault(key, next(_NUMBERS))
+        found = _FORMS[exact] = next(_NUMBERS), like
+    view.form, view.like = found
+    return view.form
+
+
+def like_of(view: NkiTensor) -> int:
+    """Return the number of a view that is equal for views which no check tells apart."""
+    form = form_of(view)
+    return form if view.indirection is not None else view.like
 
 
 def numbers_of(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ from nmm_compiler.simulator.trace import Access
 class NkiTensor(TensorData):
     """A view of a tensor in HBM, SBUF or PSUM."""
 
-    __slots__ = ("form", "indirection", "parts", "shape", "strides")
+    __slots__ = ("form", "indirection", "like", "parts", "shape", "strides")
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class NkiTensor(TensorData):
         self._access: Access | None = None
         self._array: np.ndarray | None = None
         self.special = False
-        self.form = 0
+        self.form = self.like = 0
         self.parts: dict[tuple[Any, ...], NkiTensor] | None = None
 
     # Attributes that a kernel may read
