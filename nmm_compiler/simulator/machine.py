@@ -122,6 +122,21 @@ class Seat:
     programs: Grid | None = None
 
 
+_ALIKE: dict[int, tuple[Target, dict[tuple[Any, ...], Any]]] = {}
+"""By the identity of a target, which is kept, so that no other gets it."""
+_TARGETS_KEPT = 16
+
+
+def _alike_on(target: Target) -> dict[tuple[Any, ...], Any]:
+    """Return what calls of instructions came to on a target so far."""
+    known = _ALIKE.get(id(target))
+    if known is None:
+        if len(_ALIKE) >= _TARGETS_KEPT:
+            _ALIKE.clear()
+        known = _ALIKE[id(target)] = target, {}
+    return known[1]
+
+
 class Machine:
     """One program on one core.
 
@@ -133,7 +148,8 @@ class Machine:
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     storages: the identity of the next storage. names: of the variables that places assign to.
     kept: mask of the inputs that the running instruction reads, None for all of them.
-    alike: without data, what calls of instructions came to (`isa/alike.py`); None with data.
+    alike: without data, what calls of instructions came to (`isa/alike.py`), in all runs on this
+        target; None with data.
     warned: how often a rule was broken that only warns.
     """
 
@@ -160,7 +176,7 @@ class Machine:
         self.assign = assign
         self.absent = frozenset(target.absent_instructions)
         self.data = data
-        self.alike: dict[tuple[Any, ...], Any] | None = None if data else {}
+        self.alike = None if data else _alike_on(target)
         self.warned = 0
         self.strict = strict
         self.max_instructions = max_instructions

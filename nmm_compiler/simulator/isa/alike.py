@@ -2,8 +2,8 @@
 
 A kernel calls an instruction thousands of times with operands of the same geometry. Whether such a
 call is legal, on which engine it runs and what it costs depends on that geometry and on the other
-arguments alone, so the first call answers for all. Calls that break a rule, even one that only
-warns, and calls with runtime addresses are never remembered.
+arguments alone, so the first call answers for all, in later runs on that target too. Calls that
+break a rule, even one that only warns, and calls with runtime addresses are never remembered.
 """
 
 from __future__ import annotations
