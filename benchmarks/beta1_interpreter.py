@@ -1,10 +1,11 @@
 """Run emitted NKI Beta 1 kernels in an interpreter that is not ours: triton-viz's NKI interpreter.
 
 What it covers, and is used for here: tensors and their views (basic and nl.arange indices,
-reshape), nl.ndarray, nl.zeros, nl.load, nl.store, nl.affine_range, nl.matmul, nl.copy, nl.multiply,
-the unary functions, and its rewriting of loads and stores. What it lacks is in `_names` and `_isa`:
-dtypes and memories, which it takes from neuronxcc, static ranges, and nki.isa, whose functions are
-said here in terms of its own. Its gelu is the tanh one; it knows no fp8 and no DMA transposes.
+reshape, broadcast_to), comparisons of nl.arange, nl.ndarray, nl.zeros, nl.load, nl.store,
+nl.affine_range, nl.matmul, nl.copy, nl.multiply, the unary functions, and its rewriting of loads
+and stores. What it lacks is in `_names` and `_isa`: dtypes and memories, which it takes from
+neuronxcc, static ranges, and nki.isa, whose functions are said here in terms of its own. Its gelu
+is the tanh one; it knows no fp8, and fp32 has no DMA transposes.
 
 Needs a clone of github.com/Deep-Learning-Profiling-Tools/triton-viz; nothing of it is installed.
 
@@ -21,12 +22,14 @@ import types
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.beta1_kernels import unpacked
 from nmm_compiler.codegen.build import Kernel, build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
@@ -46,8 +49,16 @@ SPECS = (
     MatmulSpec(m=513, k=257, n=515, activation="relu", **F),
     GatedMLPUpSpec(m=100, k=300, n=300, gate_r=100, up_r=0, gate_bias=True, **F),
     GatedMLPSpec(m=100, k=300, n=300, gate_r=100, up_r=200, down_r=129, down_bias=True, **F),
+    AttentionSpec(m=140, context=700, heads=2, kv_heads=1, d=64, window=300, **F),
+    AttentionSpec(m=130, context=200, d=192, soft_cap=3.0, rope="qk", **F),
+    AttentionSpec(m=1, context=700, heads=8, kv_heads=2, d=128, **F),
+    AttentionSpec(m=3, context=300, heads=4, kv_heads=2, d=64, window=200, k_layout="col",
+                  rope="q", **F),
 )  # fmt: skip
-LOOPED = LowRankSpec(m=4200, k=256, r=128, n=512, **F)
+LOOPED = (
+    LowRankSpec(m=4200, k=256, r=128, n=512, **F),
+    AttentionSpec(m=1, context=300, heads=6, kv_heads=3, d=32, **F),
+)
 
 
 def interpreter(checkout: Path) -> tuple[Any, Any]:
@@ -64,7 +75,9 @@ def interpreter(checkout: Path) -> tuple[Any, Any]:
     vars(nl).update(_names())
     found = importlib.import_module("triton_viz.core.simulation.nki")
     found.nki_patch_lang()
-    nl.add, nl.maximum = operator.add, lambda x, least: found.nki_builder.relu(x + -least) + least
+    nl.add, nl.subtract = operator.add, operator.sub
+    nl.maximum = lambda x, least: found.nki_builder.relu(x + -least) + least
+    nl.minimum = lambda x, most: x - found.nki_builder.relu(x - most)
     vars(nisa).update(_isa(found))
     return found, importlib.import_module("triton_viz.core.frontend.nki_transform")
 
@@ -73,7 +86,8 @@ def _names() -> dict[str, Any]:
     """Return what the interpreter takes from neuronxcc: dtypes, memories, other ranges."""
     memories = {name: name for name in ("sbuf", "psum", "hbm", "shared_hbm")}
     ranges = {"static_range": range, "sequential_range": range}
-    return {"float32": np.float32, "par_dim": int, "broadcast_to": None, **memories, **ranges}
+    dtypes = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+    return {**dtypes, "par_dim": int, "broadcast_to": None, **memories, **ranges}
 
 
 def _isa(viz: Any) -> dict[str, Any]:
@@ -97,11 +111,24 @@ def _isa(viz: Any) -> dict[str, Any]:
     ) -> Any:
         return op1(op0(data, operand0), operand1)
 
+    def affine_select(pred: Any, on_true_tile: Any, on_false_value: float, dtype: Any) -> Any:
+        assert pred.shape == on_true_tile.shape
+        return viz.NDArray(value=np.where(pred.data, on_true_tile.data, on_false_value))
+
+    def tensor_reduce(
+        op: Any, data: Any, axis: int, negate: bool = False, dtype: Any = None
+    ) -> Any:
+        total = (np.sum if op is operator.add else np.max)(data.data, axis)
+        return viz.NDArray(value=(-total if negate else total).reshape(len(total), -1))
+
     return {
         "activation": activation,
+        "affine_select": affine_select,
+        "tensor_reduce": tensor_reduce,
         "tensor_scalar": tensor_scalar,
         "scalar_tensor_tensor": scalar_tensor_tensor,
-        "tensor_tensor": lambda data1, data2, op, dtype=None: op(data1, data2),
+        "tensor_tensor": lambda data1, data2, op, dtype=None, engine=None: op(data1, data2),
+        "reciprocal": lambda data, dtype: builder.reciprocal(data),
         "tensor_copy": lambda src, engine=None, dtype=None: builder.copy(src),
         "nc_matmul": lambda stationary, moving: builder.matmul(
             stationary, moving, transpose_x=True
@@ -111,6 +138,7 @@ def _isa(viz: Any) -> dict[str, Any]:
         "vector_engine": "vector",
         "tensor_engine": "tensor",
         "scalar_engine": "scalar",
+        "gpsimd_engine": "gpsimd",
     }
 
 
@@ -146,14 +174,15 @@ def main() -> int:
     plain, small = Options(cache="off"), Options(cache="off", instruction_budget=100)
     kernels = [
         build_kernel(spec, given.target, dialect="neuronxcc", options=options)
-        for spec, options in [*((spec, plain) for spec in SPECS), (LOOPED, small)]
+        for spec, options in [*((s, plain) for s in SPECS), *((s, small) for s in LOOPED)]
     ]
     viz, transform = interpreter(given.checkout)
     good = True
     for kernel in kernels:
         said, right = run(kernel, viz, transform)
         good = good and right
-        loop = ", a loop over blocks" if kernel.schedule.to_dict().get("m_loop") else ""
+        schedule = kernel.schedule.to_dict()
+        loop = ", a loop" if schedule.get("m_loop") or schedule.get("loop") else ""
         print(f"{kernel.spec}{loop}: {said}")
     return not good
 

@@ -3,7 +3,8 @@
 Two comparisons with `nki/api/nki/{isa,language}/__init__.py` of aws-neuron-sdk (the stubs that AWS
 documents that version with; the same at tags v2.26.0 and v2.26.1):
 
-- the table `nki_api/beta1_table.py`: names, parameters, and which of them have no default
+- the table `nki_api/beta1_table.py`: names, parameters, their order as far as they may be given by
+  place, and their defaults
 - emitted kernels of every family: each `nl.` and `nisa.` name, each keyword, the count of
   positional arguments
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,9 +89,28 @@ def table_differences(functions: dict[str, Signature]) -> Iterator[str]:
         extra = {p for p in mine if (name, p) not in NOT_IN_STUBS} ^ {a.arg for a in theirs}
         if extra:
             yield f"{name}: {', '.join(sorted(extra))} in one of them only"
+        by_place = [a.arg for a in (*stub.posonlyargs, *stub.args)]
+        if list(mine)[: len(by_place)] != by_place:
+            yield f"{name}: the order is {', '.join(by_place)}"
         for argument, default in zip(theirs, defaults, strict=True):
-            if argument.arg in mine and (default is None) != (mine[argument.arg] is None):
-                yield f"{name}: {argument.arg} has a default in one of them only"
+            if argument.arg in mine and not _same_default(default, mine[argument.arg]):
+                said = None if default is None else ast.unparse(default)
+                yield f"{name}: {argument.arg} is {said}, here {mine[argument.arg]}"
+
+
+def _same_default(stub: ast.expr | None, mine: str | None) -> bool:
+    """Return whether two defaults are one value. Enumerators are compared by their last names:
+    the stubs print `engine.unknown` in several ways."""
+    if stub is None or mine is None:
+        return stub is None and mine is None
+    try:
+        return bool(ast.literal_eval(stub) == ast.literal_eval(mine))
+    except ValueError:
+        return _last_name(ast.unparse(stub)) == _last_name(mine)
+
+
+def _last_name(text: str) -> str:
+    return re.sub(r"[^\w.]", "", text).rpartition(".")[2]
 
 
 def source_differences(
@@ -134,7 +155,7 @@ def main() -> int:
     kernels = [
         build_kernel(spec, target, dialect="neuronxcc", options=options)
         for target, specs in (("trn1", SPECS), ("trn2", (*SPECS, *FP8)))
-        for spec, options in [*((spec, plain) for spec in specs), (LOOPED, small)]
+        for spec, options in [*((s, plain) for s in specs), *((s, small) for s in LOOPED)]
     ]
     uses: set[str] = set()
     for kernel in kernels:

@@ -23,6 +23,7 @@ from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheTrustError, CapacityError, DialectError, SpecError
 from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
@@ -46,13 +47,22 @@ SPECS = {
     "matmul": MatmulSpec(m=130, k=200, n=300, out_layout="col", bias=True, w_layout="col"),
     "gated_mlp_up": GatedMLPUpSpec(m=40, k=200, n=300, gate_r=100, up_r=0, gate_bias=True),
     "gated_mlp": GatedMLPSpec(m=40, k=130, n=200, gate_r=64, up_r=130, down_r=64, down_bias=True),
+    "attention": AttentionSpec(m=2, context=150, heads=4, kv_heads=2, d=48, window=90, soft_cap=2.0,
+                               rope="q"),
 }  # fmt: skip
 VARIANTS = {
+    "prefill": AttentionSpec(m=140, context=333, heads=2, kv_heads=1, d=64, window=100, rope="qk"),
+    "prefill capped": AttentionSpec(m=130, d=40, window=70, soft_cap=3.0, k_layout="col"),
+    "decode by columns": AttentionSpec(m=3, context=150, heads=4, kv_heads=2, k_layout="col"),
     "lowrank fp8": LowRankSpec(m=16, k=512, r=256, n=200, dtype=FP8, intermediate=FP8, bias=True),
     "matmul fp8": MatmulSpec(m=130, k=512, n=200, dtype=FP8, scales="channel"),
     "lowrank base": LowRankSpec(m=1, k=256, r=129, n=256, base=True, intermediate="float32"),
 }
-QUICK = [(name, "trn1") for name in SPECS] + [("lowrank", "trn2"), ("lowrank fp8", "trn2")]
+QUICK = [(name, "trn1") for name in SPECS] + [
+    ("lowrank", "trn2"),
+    ("lowrank fp8", "trn2"),
+    ("prefill", "trn1"),
+]
 CASES = QUICK + [
     pytest.param(name, "trn2", marks=pytest.mark.long)
     for name in {**SPECS, **VARIANTS}
@@ -70,8 +80,7 @@ def counts(kernel):
 
 
 def test_every_family_is_here():
-    # Beta 1 has no affine_select with a destination: tests/kernels/test_attention.py
-    assert {*SPECS, "attention"} == set(FAMILIES)
+    assert set(SPECS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
@@ -256,14 +265,18 @@ def kernel(x):
         ("nisa.rng(dst=tile)", "nisa.rng"),
         ("nisa.dma_copy(tile, x)", "nisa.dma_copy with arguments that have no keyword"),
         ("nisa.tensor_copy(dst=tile, src=tile, engine=nisa.engine.sync)", "nisa.engine.sync"),
-        ("nisa.memset(dst=tile[0:64, 0:64], value=0.0)", "nisa.memset of a part of a tile"),
+        (
+            "nisa.affine_select(dst=tile, pattern=[[1, 64]], channel_multiplier=1, offset=0, "
+            "on_true_tile=tile, on_false_value=0.0, cmp_op=nl.not_equal)",
+            "nisa.affine_select without a spelled pattern and comparison",
+        ),
         (
             "nisa.dma_copy(dst=tile, src=x[0:128, 0:64].expand(1).permute((1, 0)))",
             "the view x[0:128, 0:64].expand(1).permute((1, 0))",
         ),
         (
             "nisa.dma_copy(dst=tile, src=x[0:128, 0:64].broadcast(1, 64))",
-            "the view .broadcast(1, 64)",
+            "a DMA that repeats x[0:128, 0:64].broadcast(1, 64) along the free axes",
         ),
     ],
 )

@@ -13,8 +13,10 @@ from typing import Any
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from nmm_compiler.codegen.beta1.expressions import Expression, root, text
+from nmm_compiler.codegen.beta1.expressions import Expression, elements, method, root, text
 from nmm_compiler.codegen.trees import nodes
+
+Statement = cst.BaseStatement
 
 HBM, CHIP, BOTH = "hbm", "chip", "both"
 Functions = Mapping[str, cst.FunctionDef]
@@ -47,6 +49,26 @@ def arguments(call: cst.Call, function: cst.FunctionDef) -> list[Expression]:
         or call.args[place].value
         for place, name in enumerate(parameters(function))
     ]
+
+
+def _results(tree: cst.CSTNode, functions: Functions) -> Iterator[tuple[str, str]]:
+    """Yield (name, helper) of `name = helper(...)` and of `name.append(helper(...))`."""
+    for node in nodes(tree):
+        name, value = None, None
+        if isinstance(node, cst.Assign):
+            name, value = root(node.targets[0].target), node.value
+        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            appends = node.func.attr.value == "append"
+            name, value = root(node.func.value), node.args[0].value if appends else None
+        helper = root(value.func) if isinstance(value, cst.Call) else None
+        if name is not None and helper is not None and helper in functions:
+            yield name, helper
+
+
+def _returned(function: cst.FunctionDef) -> set[str]:
+    """Return the names that a function returns."""
+    values = [n.value for n in nodes(function.body) if isinstance(n, cst.Return)]
+    return {name for value in values if value is not None and (name := root(value)) is not None}
 
 
 class Facts:
@@ -118,6 +140,11 @@ class Facts:
                     self._returned[name] = memory
             elif isinstance(node, cst.Call):
                 self._read_call(name, node)
+        for made, helper in _results(function.body, self.functions):
+            if (name, made) in self._summed:
+                self._summed |= {
+                    (helper, returned) for returned in _returned(self.functions[helper])
+                }
         for helper, given in calls(function.body, self.functions):
             for parameter, value in zip(parameters(self.functions[helper]), given, strict=True):
                 self._note(helper, parameter, self.memory(name, value))
@@ -132,3 +159,37 @@ class Facts:
             adds, dst = keyword(node, "accumulate"), keyword(node, "dst")
             if adds is not None and not (isinstance(adds, cst.Name) and adds.value == "False"):
                 self._summed.add((name, root(dst) or "" if dst is not None else ""))
+
+
+def is_reshaped(node: Expression) -> bool:
+    """Return whether an expression is a whole tensor in a shape of three dimensions or more.
+
+    It is one in Beta 1 too; fewer dimensions are how the current dialect spells a row or a column.
+    """
+    called = method(node)
+    if called is None or called[1] != "reshape" or not isinstance(called[0], cst.Name):
+        return False
+    return len(elements(called[2][0])) > 2
+
+
+def reshaped_names(body: Sequence[Statement]) -> set[str]:
+    """Return the names that are assigned such tensors."""
+    return {
+        node.targets[0].target.value
+        for node in nodes(*body)
+        if isinstance(node, cst.Assign)
+        and isinstance(node.targets[0].target, cst.Name)
+        and is_reshaped(node.value)
+    }
+
+
+def tile_names(body: Sequence[Statement]) -> set[str]:
+    """Return the names that are assigned new tiles."""
+    return {
+        node.targets[0].target.value
+        for node in nodes(*body)
+        if isinstance(node, cst.Assign)
+        and isinstance(node.targets[0].target, cst.Name)
+        and isinstance(node.value, cst.Call)
+        and get_full_name_for_node(node.value.func) == "nl.ndarray"
+    }

@@ -14,6 +14,8 @@ ADDED: dict[str, tuple[str, ...]] = {
     "tensor_scalar": ("dtype",),
     "scalar_tensor_tensor": ("dtype",),
     "reciprocal": ("dtype",),
+    "tensor_reduce": ("dtype",),
+    "affine_select": ("dtype",),
     "memset": ("shape", "dtype"),
     "nc_transpose": (),
     "dma_transpose": (),
@@ -23,6 +25,7 @@ ADDED: dict[str, tuple[str, ...]] = {
 # Keywords that Beta 1 has no form for. The queue of a DMA is the compiler's choice there.
 DROPPED: dict[str, tuple[str, ...]] = {
     "nc_matmul": ("accumulate",),
+    "affine_select": ("pattern", "channel_multiplier", "cmp_op", "offset"),
     "dma_copy": ("dge_mode", "engine"),
     "dma_transpose": ("dge_mode", "engine"),
 }

@@ -10,6 +10,7 @@ statement by statement, in the older dialect's forms:
 - strided views of HBM -> index expressions of `nl.arange`, `views.py`
 - `range` -> `nl.affine_range`, `nl.sequential_range` or `nl.static_range`, `loops.py`
 - `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
+- patterns of affine selects -> comparisons of index expressions, `predicates.py`
 - tensors in shared HBM are made outside of loops
 
 A construct without a form in Beta 1 raises DialectError, which names it.
@@ -27,16 +28,28 @@ from libcst.helpers import get_full_name_for_node
 from nmm_compiler.codegen.beta1 import table
 from nmm_compiler.codegen.beta1.expressions import (
     Expression,
+    elements,
+    integer,
+    method,
     number,
     parsed,
     root,
     subscript,
     text,
 )
-from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, keyword
+from nmm_compiler.codegen.beta1.facts import (
+    CHIP,
+    HBM,
+    Facts,
+    is_reshaped,
+    keyword,
+    reshaped_names,
+    tile_names,
+)
 from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, without_counters
 from nmm_compiler.codegen.beta1.layout import laid_out
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
+from nmm_compiler.codegen.beta1.predicates import predicate
 from nmm_compiler.codegen.beta1.stores import with_stores
 from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
@@ -127,19 +140,24 @@ class _Function:
         These are strided views and parts of tensors in HBM. A tile of its own stays one where a
         part of it is viewed: `tile[0:128, 0:4].permute(...)`.
         """
-        local, tiles = assigned_names(body), _tiles(body)
+        self.reshaped = reshaped_names(body)
+        local, tiles = assigned_names(body) - self.reshaped, tile_names(body)
         found: set[str] = set()
         while True:
             before = set(found)
             for node in nodes(*body):
                 if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+                    if is_reshaped(node):
+                        continue
                     name = root(node.func.value)
                     part = isinstance(node.func.value, cst.Subscript) and name in tiles
                     if node.func.attr.value in METHODS and name in local and not part:
                         found.add(name)
                 elif isinstance(node, cst.Assign):
                     target = node.targets[0].target
-                    if isinstance(target, cst.Name) and self._is_view(node.value, found):
+                    if not isinstance(target, cst.Name) or target.value in self.reshaped:
+                        continue
+                    if self._is_view(node.value, found):
                         found.add(target.value)
             if found == before:
                 return found
@@ -344,16 +362,21 @@ class _Function:
             return self._with(before, statement, made)
         given = [a for a in call.args if a.keyword and a.keyword.value not in ("dst", *dropped)]
         for added in table.ADDED[name]:
-            owner = dst if added == "shape" else _tensor(dst)
-            if added == "shape" and isinstance(dst, cst.Subscript):
-                raise DialectError(f"nisa.{name} of a part of a tile")
-            value = cst.Attribute(owner, cst.Name(added))
+            value = self._shape(dst) if added == "shape" else (
+                cst.Attribute(_tensor(dst), cst.Name(added))
+            )  # fmt: skip
             given.append(_named(added, value))
         if name == "memset":
             given = [given[1], given[0], given[2]]  # the order of its signature
+        indices: dict[str, Expression] = {}
+        if name == "affine_select":
+            compared, indices = predicate(call, self._partitions(dst))
+            given = [_named("pred", compared), *given]
         before, (value) = self._spelled(call.with_changes(args=given))
+        before = [*self._assigned(indices), *before]
         sums = name == "nc_matmul" and self.facts.summed(self.name, root(dst))
-        before_dst, target = self._spelled(_target(dst))
+        viewed = isinstance(dst, cst.Name) and dst.value in self.views
+        before_dst, target = self._spelled(dst if viewed else _target(dst))
         made = (
             cst.AugAssign(target, cst.AddAssign(), value)
             if sums
@@ -361,11 +384,31 @@ class _Function:
         )
         return self._with([*before, *before_dst], statement, made)
 
+    def _shape(self, dst: Expression) -> Expression:
+        """Return the shape of a destination: of a tile, or of a part of one."""
+        view = self.scope.view(dst)
+        if view is None:
+            return cst.Attribute(dst, cst.Name("shape"))
+        return cst.Tuple([cst.Element(axis.size) for axis in view.axes])
+
+    def _partitions(self, dst: Expression) -> Expression:
+        shape = self._shape(dst)
+        if isinstance(shape, cst.Tuple):
+            return shape.elements[0].value
+        return subscript(shape, [cst.Index(integer(0))])
+
     def _copy(self, dst: Expression, src: Expression) -> tuple[list[Statement], Any]:
         """Return nl.load or nl.store, or a DMA copy in a helper that callers use both ways."""
         directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
         view = self.scope.view(src)
-        before, source = self._spelled(src)
+        spread = view.spread if view is not None else None
+        if view is not None and spread is not None:
+            if elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
+                raise DialectError(f"a DMA that repeats {text(src)} along the free axes")
+            indices, source = view.spelled()[::-1]
+            before = self._assigned(indices)
+        else:
+            before, source = self._spelled(src)
         more, target = self._spelled(dst)
         before += more
         if directions == (HBM, CHIP):
@@ -376,9 +419,8 @@ class _Function:
             return before, cst.Expr(cst.Call(parsed("nisa.dma_copy"), arguments))
         dtype = _named("dtype", cst.Attribute(_tensor(dst), cst.Name("dtype")))
         value = cst.Call(parsed("nl.load"), [cst.Arg(source), dtype])
-        if view is not None and view.spread is not None:
-            spread = cst.Attribute(value, cst.Name("broadcast_to"))
-            value = cst.Call(spread, [cst.Arg(view.spread)])
+        if spread is not None:
+            value = cst.Call(cst.Attribute(value, cst.Name("broadcast_to")), [cst.Arg(spread)])
         return before, cst.Assign([cst.AssignTarget(_target(target))], value)
 
 
@@ -399,18 +441,6 @@ def _tensor(dst: Expression) -> Expression:
             return dst
 
 
-def _tiles(body: Sequence[Statement]) -> set[str]:
-    """Return the names that are assigned new tiles."""
-    return {
-        node.targets[0].target.value
-        for node in nodes(*body)
-        if isinstance(node, cst.Assign)
-        and isinstance(node.targets[0].target, cst.Name)
-        and isinstance(node.value, cst.Call)
-        and get_full_name_for_node(node.value.func) == "nl.ndarray"
-    }
-
-
 def _target(dst: Expression) -> Any:
     """Return the target of an assignment: t[...] for a whole tile."""
     if isinstance(dst, (cst.Subscript, cst.Call)):
@@ -426,15 +456,31 @@ class _Views(Editor):
 
     def edit(self, node: Any) -> Any:
         """Return the edited node."""
+        if is_reshaped(node):
+            return node
         named = isinstance(node, cst.Name) and node.value in self.function.views
         if named or self.function._is_view(node, self.function.views):
             view: View | None = self.function.scope.view(node)
             if view is None:
-                raise DialectError(f"the view {text(node)}")
+                return self._whole(node)
             spelled, indices = view.spelled()
             self.before.update(indices)
-            return spelled
+            if view.spread is None:
+                return spelled
+            return cst.Call(
+                cst.Attribute(spelled, cst.Name("broadcast_to")), [cst.Arg(view.spread)]
+            )
         return super().edit(node)
+
+    @staticmethod
+    def _whole(node: Any) -> Any:
+        """Return what a whole tensor's method is in Beta 1: `k.select(0, i)` is `k[i]`."""
+        called = method(node)
+        if called is not None and isinstance(called[0], cst.Name):
+            receiver, name, arguments = called
+            if name == "select" and number(arguments[0]) == 0:
+                return subscript(receiver, [cst.Index(arguments[1])])
+        raise DialectError(f"the view {text(node)}")
 
 
 class _Values(Editor):

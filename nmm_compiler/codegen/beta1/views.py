@@ -61,7 +61,7 @@ class Dimension:
 class View:
     """A view of `base`: its dimensions, and its axes in their order.
 
-    flat: the base has one dimension. spread: the shape that it is broadcast to, along partitions.
+    flat: the base has one dimension. spread: the shape that it is broadcast to.
     """
 
     base: Expression
@@ -156,7 +156,7 @@ class View:
                 for d in self.dimensions
             ]  # fmt: skip
             return subscript(self.base, slices), {}
-        names = dict(zip(self.axes, _NAMES[len(self.axes)], strict=True))
+        names = dict(zip(self.axes, index_names(len(self.axes)), strict=True))
         used: dict[str, Expression] = {}
         indices: list[cst.BaseSlice] = []
         for dimension in self.dimensions:
@@ -164,7 +164,7 @@ class View:
             for axis in self.axes:
                 for a, factor in dimension.terms:
                     if a is axis:
-                        used[names[a]] = self._arange(axis)
+                        used[names[a]] = along(axis.size, self.axes.index(axis), len(self.axes))
                         total = plus(total, times(factor, cst.Name(names[a])))
             indices.append(cst.Index(total))
         base = self.base
@@ -174,12 +174,18 @@ class View:
         ordered = {name: used[name] for name in names.values() if name in used}
         return subscript(base, indices), ordered
 
-    def _arange(self, axis: Axis) -> Expression:
-        """Return `nl.arange(size)[:, None, None]`, the colon in the place of the axis."""
-        indices: list[cst.BaseSlice] = [
-            cst.Slice(None, None) if a is axis else cst.Index(cst.Name("None")) for a in self.axes
-        ]
-        return subscript(cst.Call(parsed("nl.arange"), [cst.Arg(axis.size)]), indices)
+
+def index_names(rank: int) -> tuple[str, ...]:
+    """Return the names of the indices along so many axes."""
+    return _NAMES[rank]
+
+
+def along(size: Expression, place: int, rank: int) -> Expression:
+    """Return `nl.arange(size)[:, None, None]`, the colon in the place of the axis."""
+    indices: list[cst.BaseSlice] = [
+        cst.Slice(None, None) if at == place else cst.Index(cst.Name("None")) for at in range(rank)
+    ]
+    return subscript(cst.Call(parsed("nl.arange"), [cst.Arg(size)]), indices)
 
 
 def _row(base: Expression) -> Expression:
@@ -238,8 +244,9 @@ class Scope:
             return view.at(indices)
         if name == "reshape" and len(view.axes) == 1:
             return view.split(0, elements(arguments[0]))
-        if name == "broadcast" and self._constant(arguments[0]) == 0:
-            sizes = [arguments[1], *(axis.size for axis in view.axes[1:])]
+        if name == "broadcast":
+            sizes = [axis.size for axis in view.axes]
+            sizes[self._constant(arguments[0])] = arguments[1]
             shape = cst.Tuple([cst.Element(size) for size in sizes])
             return dataclasses.replace(view, spread=shape)
         raise DialectError(f"the view .{name}({', '.join(map(text, arguments))})")

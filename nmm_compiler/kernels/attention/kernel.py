@@ -17,8 +17,12 @@ def attention(q, k, v, spec, schedule, **others):
     """Return y."""
     groups = spec.batch * spec.kv_heads
     out = nl.ndarray((spec.batch * spec.heads, spec.m, spec.d), dtype=q.dtype, buffer=nl.shared_hbm)
-    q_groups = q.reshape_dim(0, (groups, spec.group))
-    out_groups = out.reshape_dim(0, (groups, spec.group))
+    if schedule.decode:
+        q_groups = q.reshape((groups, spec.columns, spec.d))
+        out_groups = out.reshape((groups, spec.columns, spec.d))
+    else:
+        q_groups = q.reshape((groups, spec.group, spec.m, spec.d))
+        out_groups = out.reshape((groups, spec.group, spec.m, spec.d))
     if schedule.loop:
 
         def body(i):

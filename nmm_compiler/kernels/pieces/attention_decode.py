@@ -38,10 +38,10 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
         g = step[0]
         if step[1]:
             if step[2] == spec.first_key:
-                sums = make_sums(spec)
-            weigh_cache(sums, weights[g], loaded[t], step, spec)
+                sums.append(make_sums(spec))
+            weigh_cache(sums[g], weights[g], loaded[t], step, spec)
             if step[6]:
-                finish_group(outs[g], sums, sum_weights(weights[g], spec), spec, schedule)
+                finish_group(outs[g], sums[g], sum_weights(weights[g], spec), spec, schedule)
         else:
             if step[2] == spec.first_key:
                 queries.append(turn_columns(fetched[g], angles, spec))
@@ -51,12 +51,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             # while the scores of the group after it are computed
             ready = len(weights)
             if spec.capped:
-                nisa.activation(
-                    dst=scores[ready],
-                    op=nl.tanh,
-                    data=scores[ready],
-                    scale=spec.tanh_scale,
-                )
+                cap_scores(scores[ready], spec)
             for i in range(len(steps)):
                 if steps[i][0] == ready and not steps[i][1]:
                     hide_chunk(scores[ready], steps[i], spec)
@@ -116,15 +111,18 @@ def spread_angles(rope, spec):
     """Return the angles of each query, [columns, 2, d / 2]."""
     half = spec.d // 2
     angles = nl.ndarray((spec.columns, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
-    tokens = rope.permute((1, 0, 2)).expand_dim(0)
-    nisa.dma_copy(dst=angles, src=tokens.broadcast(0, spec.group))
+    for h in range(spec.group):
+        nisa.dma_copy(
+            dst=angles[spec.m * h : spec.m * (h + 1), 0:2, 0:half],
+            src=rope[0:2, 0 : spec.m, 0:half].permute((1, 0, 2)),
+        )
     return angles
 
 
 def fetch_columns(q, spec):
     """Load the queries of a group as they lie, [columns, 1, d]."""
     natural = nl.ndarray((spec.columns, 1, spec.d), dtype=q.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=natural, src=q)
+    nisa.dma_copy(dst=natural[0 : spec.columns, 0, 0 : spec.d], src=q[0 : spec.columns, 0 : spec.d])
     return natural
 
 
@@ -219,7 +217,8 @@ def score_chunk(scores, loaded, q_t, step, spec, schedule):
             for part in range((spec.d + 127) // 128):
                 deep = min(128, spec.d - 128 * part)
                 if schedule.k_load == "rows":
-                    keys = k_t[0:deep, part, tile : wide * tiles : tiles]
+                    keys = k_t[0:deep, part, 0 : wide * tiles]
+                    keys = keys.reshape_dim(1, (wide, tiles)).select(2, tile)
                 else:
                     keys = k_t[0:deep, part, tile, 0:wide]
                 nisa.nc_matmul(
@@ -237,26 +236,42 @@ def hide_chunk(scores, step, spec):
     tiles = step[3]
     queries = spec.context - spec.m - step[2]  # the first one's distance from the first key
     tile = scores[0:128, step[4] : step[4] + tiles, 0 : spec.columns]
-    pattern = [[-1, tiles], [0, spec.group], [1, spec.m]]
+    tile = tile.reshape_dim(2, (spec.group, spec.m))
     if spec.causal and step[5] * tiles - 1 > queries:
-        keep(tile, pattern, -tiles, queries, nl.greater_equal)
+        nisa.affine_select(
+            dst=tile,
+            pattern=[[-1, tiles], [0, spec.group], [1, spec.m]],
+            channel_multiplier=-tiles,
+            on_true_tile=tile,
+            on_false_value=-1.0e30,
+            cmp_op=nl.greater_equal,
+            offset=queries,
+        )
     if spec.window > 0 and spec.m > 1 and queries + spec.m > spec.window:
-        keep(tile, pattern, -tiles, queries - spec.window, nl.less)
+        nisa.affine_select(
+            dst=tile,
+            pattern=[[1, tiles], [0, spec.group], [-1, spec.m]],
+            channel_multiplier=tiles,
+            on_true_tile=tile,
+            on_false_value=-1.0e30,
+            cmp_op=nl.greater_equal,
+            offset=spec.window - queries - 1,
+        )
     if step[5] < 128:
-        keep(tile, [[0, spec.columns]], -1, step[5] - 1, nl.greater_equal)
+        nisa.affine_select(
+            dst=tile,
+            pattern=[[0, tiles], [0, spec.group], [0, spec.m]],
+            channel_multiplier=-1,
+            on_true_tile=tile,
+            on_false_value=-1.0e30,
+            cmp_op=nl.greater_equal,
+            offset=step[5] - 1,
+        )
 
 
-def keep(tile, pattern, step, offset, compare):
-    """Write -1e30 where offset + step partition + pattern does not compare with 0."""
-    nisa.affine_select(
-        dst=tile,
-        pattern=pattern,
-        channel_multiplier=step,
-        on_true_tile=tile,
-        on_false_value=-1.0e30,
-        cmp_op=compare,
-        offset=offset,
-    )
+def cap_scores(scores, spec):
+    """Write tanh of the scaled scores for the scores of a group."""
+    nisa.activation(dst=scores, op=nl.tanh, data=scores, scale=spec.tanh_scale)
 
 
 def soften(scores, identity, dtype, spec):
@@ -264,15 +279,16 @@ def soften(scores, identity, dtype, spec):
     columns = spec.columns
     tiles = scores.shape[1]
     tops = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=tops, op=nl.maximum, data=scores.permute((0, 2, 1)), axis=2)
+    by_column = scores[0:128, 0:tiles, 0:columns].permute((0, 2, 1))
+    nisa.tensor_reduce(dst=tops, op=nl.maximum, data=by_column, axis=2)
     # the maximum over the partitions: transpose, reduce, spread by a product with ones
     turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_transpose(dst=turned, data=tops, engine=nisa.engine.tensor)
-    top = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=top, op=nl.maximum, data=turned, axis=1)
+    largest = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=largest, op=nl.maximum, data=turned, axis=1)
     diagonal = nl.ndarray((columns, columns), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
-        dst=diagonal, data=identity[0:columns, 0:columns], op0=nl.multiply, operand0=top
+        dst=diagonal, data=identity[0:columns, 0:columns], op0=nl.multiply, operand0=largest
     )
     ones = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
@@ -283,7 +299,8 @@ def soften(scores, identity, dtype, spec):
     for first in range(0, tiles, at_once):
         count = min(at_once, tiles - first)
         part = scores[0:128, first : first + count, 0:columns]
-        nisa.tensor_tensor(dst=part, data1=part, data2=spread.broadcast(1, count), op=nl.subtract)
+        top = spread[0:128, 0:1, 0:columns].broadcast(1, count)
+        nisa.tensor_tensor(dst=part, data1=part, data2=top, op=nl.subtract)
         nisa.activation(
             dst=weights[0:128, first : first + count, 0:columns],
             op=nl.exp,
@@ -311,7 +328,8 @@ def weigh_cache(sums, weights, v_sb, step, spec):
 def sum_weights(weights, spec):
     """Return the sum of the weights of each column, [columns, 1] in PSUM."""
     each = nl.ndarray((128, spec.columns), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=each, op=nl.add, data=weights.permute((0, 2, 1)), axis=2)
+    by_column = weights[0:128, 0 : spec.cache_tiles, 0 : spec.columns].permute((0, 2, 1))
+    nisa.tensor_reduce(dst=each, op=nl.add, data=by_column, axis=2)
     ones = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
     total = nl.ndarray((spec.columns, 1), dtype=nl.float32, buffer=nl.psum)
@@ -348,4 +366,4 @@ def finish_group(out, sums, total, spec, schedule):
             op0=nl.multiply,
             operand0=inverse,
         )
-    store(out, y_sb, schedule.own_queue)
+    store(out[0:columns, 0 : spec.d], y_sb, schedule.own_queue)

@@ -14,29 +14,36 @@ def make_identity():
     """Return ones on the diagonal [128, 128]."""
     identity = nl.ndarray((128, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=identity, value=1.0)
-    nisa.affine_select(
-        dst=identity,
-        pattern=[[-1, 128]],
-        channel_multiplier=1,
-        on_true_tile=identity,
-        on_false_value=0.0,
-        cmp_op=nl.equal,
-    )
+    clear_beside(identity, 1)
+    clear_beside(identity, -1)
     return identity
 
 
-def make_band(compare):
-    """Return -1e30 where 128 + row - column does not compare with 0, else 0: [128, 384]."""
+def clear_beside(square, sign):
+    """Write 0 on one side of the diagonal of a tile [128, 128]."""
+    nisa.affine_select(
+        dst=square,
+        pattern=[[-sign, 128]],
+        channel_multiplier=sign,
+        on_true_tile=square,
+        on_false_value=0.0,
+        cmp_op=nl.greater_equal,
+        offset=0,
+    )
+
+
+def make_band(sign, offset):
+    """Return a band [128, 384] of 0 beside a band of -1e30."""
     band = nl.ndarray((128, 384), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=band, value=0.0)
     nisa.affine_select(
         dst=band,
-        pattern=[[-1, 384]],
-        channel_multiplier=1,
+        pattern=[[-sign, 384]],
+        channel_multiplier=sign,
         on_true_tile=band,
         on_false_value=-1.0e30,
-        cmp_op=compare,
-        offset=128,
+        cmp_op=nl.greater_equal,
+        offset=offset,
     )
     return band
 

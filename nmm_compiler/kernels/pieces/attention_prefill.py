@@ -34,8 +34,8 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
     """Compute the heads of several groups, each [heads of a group, m, d]."""
     banded = spec.causal and not spec.capped
     identity = make_identity() if banded else None
-    late = make_band(nl.greater_equal) if banded else None
-    early = make_band(nl.less) if banded and spec.window > 0 else None
+    late = make_band(1, 128) if banded else None
+    early = make_band(-1, -129) if banded and spec.window > 0 else None
     masks = Masks(identity, late, early)
     steps = list_steps(len(qs), spec, schedule)
     keys = [load_keys(ks[0], rope, spec, schedule)]
@@ -184,21 +184,21 @@ def cap(scores, step, spec):
             ahead = step[4] + c1 - (spec.context - spec.m + step[2])
             tile = capped[0:rows, c1 : c1 + width]
             if ahead + width > 1:
-                select_keys(tile, width, -ahead, nl.greater_equal)
+                select_keys(tile, width, 1, -ahead)
             if spec.window > 0 and ahead + spec.window < rows:
-                select_keys(tile, width, -ahead - spec.window, nl.less)
+                select_keys(tile, width, -1, ahead + spec.window - 1)
     return capped
 
 
-def select_keys(tile, width, offset, compare):
-    """Mask a tile of capped scores where offset + query - key does not compare with 0."""
+def select_keys(tile, width, sign, offset):
+    """Mask a tile of capped scores where offset + sign (query - key) is less than 0."""
     nisa.affine_select(
         dst=tile,
-        pattern=[[-1, width]],
-        channel_multiplier=1,
+        pattern=[[-sign, width]],
+        channel_multiplier=sign,
         on_true_tile=tile,
         on_false_value=-1.0e30,
-        cmp_op=compare,
+        cmp_op=nl.greater_equal,
         offset=offset,
     )
 
