@@ -80,13 +80,16 @@ ISA_VALUES = "tensor_engine vector_engine scalar_engine gpsimd_engine dma_engine
 # All but the last groups also take mask=None, by keyword.
 LANGUAGE = """
 abs, arctan, ceil, cos, erf, erf_dx, exp, floor, gelu, gelu_apprx_sigmoid, gelu_apprx_tanh,
-    gelu_dx, invert, log, logical_not, mish, negative, reciprocal, relu, rsqrt, sigmoid, sign,
+    gelu_dx, invert, log, mish, negative, reciprocal, relu, rsqrt, sigmoid, sign,
     silu, silu_dx, sin, softplus, sqrt, square, tan, tanh, trunc, transpose(x, dtype=None)
-add, bitwise_and, bitwise_or, bitwise_xor, divide, equal, fmod, greater, greater_equal,
-    left_shift, less, less_equal, logical_and, logical_or, logical_xor, maximum, minimum, mod,
-    multiply, not_equal, power, right_shift, subtract(x, y, dtype=None)
+add, bitwise_and, bitwise_or, bitwise_xor, divide, fmod, left_shift, maximum, minimum, mod,
+    multiply, power, right_shift, subtract(x, y, dtype=None)
+equal, greater, greater_equal, less, less_equal, logical_and, logical_or, logical_xor,
+    not_equal(x, y, dtype=bool)
+logical_not(x, dtype=bool)
 max, mean, min, prod, sum(x, axis, dtype=None, keepdims=False)
-all, var(x, axis, dtype=None)
+all(x, axis, dtype=bool)
+var(x, axis, dtype=None)
 softmax(x, axis, dtype=None, compute_dtype=None)
 rms_norm(x, w, axis, n, epsilon=1e-06, dtype=None, compute_dtype=None)
 where(condition, x, y, dtype=None)

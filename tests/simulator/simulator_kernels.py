@@ -50,10 +50,12 @@ def kernel_file(text: str) -> Path:
     return path
 
 
-def run(body: str, *arrays: Any, names: str = "abcdefgh", **options: Any) -> Simulation:
+def run(
+    body: str, *arrays: Any, names: str = "abcdefgh", header: str = HEADER, **options: Any
+) -> Simulation:
     """Run `body` as a kernel whose arguments are a, b, c, ..."""
     arguments = ", ".join(names[: len(arrays)])
     lines = textwrap.indent(textwrap.dedent(body).strip("\n"), "    ")
-    text = f"{HEADER}@nki.jit\ndef kernel({arguments}):\n{lines}\n"
+    text = f"{header}@nki.jit\ndef kernel({arguments}):\n{lines}\n"
     options.setdefault("mode", "functional")
     return simulate(f"{kernel_file(text)}:kernel", *arrays, **options)

@@ -51,27 +51,13 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 CURRENT: dict[str, Any] = current_language.NAMES
 NAMES: dict[str, Any] = {}
-_COMPARISONS = frozenset(
-    [
-        "equal",
-        "not_equal",
-        "less",
-        "less_equal",
-        "greater",
-        "greater_equal",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "logical_not",
-    ]
-)
 
 
 def enter(short: str, function: Callable[..., Any]) -> None:
     """Enter a function under its name; it serves as the operator of that name too."""
     full = f"nki.language.{short}"
     name = f"nl.{short}"
-    signature = signature_of(full, current_language.NAMES | {"None": None})
+    signature = signature_of(full, current_language.NAMES | {"None": None, "bool": dtypes.bool_})
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(name, **bound(name, signature, args, kwargs))
@@ -100,9 +86,7 @@ def _binary(short: str) -> Callable[..., Any]:
         return _with_tile(name, x, y, dtype, mask)
 
     def chosen(kind: Any, dtype: Any) -> Any:
-        if dtype is not None:
-            return kind_of(dtype)
-        return dtypes.bool_ if short in _COMPARISONS else kind
+        return kind if dtype is None else kind_of(dtype)
 
     def _with_number(
         name: str, tile: Tensor, number: Any, reverse: bool, kind: Any, dtype: Any, mask: Any
@@ -161,8 +145,6 @@ def _unary(short: str) -> Callable[..., Any]:
     def function(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
         tile = tensor(name, "x", x)
         kind = tile.kind if dtype is None else kind_of(dtype)
-        if dtype is None and short in _COMPARISONS:
-            kind = dtypes.bool_
         session().flush()
         box = box_of(mask, tile.shape)
         view = None if box is False else read(tile, box)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
-import textwrap
+import functools
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.run import Simulation, simulate
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import simulator_kernels
+
+from nmm_compiler.simulator.run import Simulation
 
 HEADER = """\
 import neuronxcc.nki as nki
@@ -31,23 +32,8 @@ def out(tile, dtype=None):
 """
 
 
-_FOLDER = Path(tempfile.mkdtemp(prefix="nmm-beta1-"))
-
-
-def kernel_file(text: str) -> Path:
-    """Write kernel text to a file of its own."""
-    path = _FOLDER / f"kernel_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
-    path.write_text(text)
-    return path
-
-
-def run(body: str, *arrays: Any, names: str = "abcdefgh", **options: Any) -> Simulation:
-    """Run `body` as a Beta 1 kernel whose arguments are a, b, c, ..."""
-    arguments = ", ".join(names[: len(arrays)])
-    lines = textwrap.indent(textwrap.dedent(body).strip("\n"), "    ")
-    text = f"{HEADER}@nki.jit\ndef kernel({arguments}):\n{lines}\n"
-    options.setdefault("mode", "functional")
-    return simulate(f"{kernel_file(text)}:kernel", *arrays, **options)
+run = functools.partial(simulator_kernels.run, header=HEADER)
+"""Runs a body as a Beta 1 kernel whose arguments are a, b, c, ..."""
 
 
 def ops(result: Simulation) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from beta1_helpers import HEADER, kernel_file, ops, run, values
+from beta1_helpers import HEADER, ops, run, values
+from simulator_kernels import kernel_file
 
 from nmm_compiler import errors
 from nmm_compiler.nki_api.beta1_api import beta_1

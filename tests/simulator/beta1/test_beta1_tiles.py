@@ -210,6 +210,18 @@ def test_operators_promote_and_broadcast():
     assert np.allclose(result.output, (twice - b) / 4, rtol=2 * EXACT, atol=EXACT)
 
 
+def test_comparisons_and_all_are_booleans_unless_told():
+    body = """
+        x = nl.load(a)
+        y = nl.all(nl.logical_or(x, nl.greater(x, 0)), axis=1)
+        assert y.dtype == nl.equal(x, x).dtype == nl.logical_not(x).dtype == nl.bool_
+        assert nl.all(x, axis=1, dtype=nl.float32).dtype == nl.float32
+        return out(y, dtype=nl.float32)
+        """
+    assert np.array_equal(run(body, np.eye(4, dtype=np.float32)).output, np.zeros((4, 1)))
+    assert np.array_equal(run(body, np.ones((4, 3), np.float32)).output, np.ones((4, 1)))
+
+
 def test_a_row_is_broadcast_over_partitions():
     result = run(
         """
