@@ -33,6 +33,7 @@ class AttentionSchedule(Record):
     decode: keys lie on the partitions, and all queries of a group on the free axis.
     chunk: keys per load, in a decode kernel. ahead: chunks that are loaded before they are used.
     loop: the groups of heads are a loop on the device.
+    split: "", as two cores do not share an attention kernel.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
     """
 
@@ -46,6 +47,7 @@ class AttentionSchedule(Record):
     loop: bool = False
     own_queue: bool = False
     bank_tiles: int = 8
+    split: str = ""
 
     split: ClassVar[str] = ""  # heads of one core are those of the launch
 
