@@ -183,11 +183,12 @@ def explain(console: Console, rows: list[Row]) -> None:
 
 
 def explain_beta_1(console: Console, rows: list[Row]) -> None:
-    """Print how many kernels load, are right, wrong and refused, and why each other one is."""
+    """Print how many kernels load, are right, wrong, refused and not run to their end, and why."""
     counts = collections.Counter(row.result for row in rows)
     ruled = 0
     for row in rows:
-        for _, outcome, text in row.others:
+        stopped = [("", row.result, row.problem)] if row.result != "pass" else []
+        for _, outcome, text in row.others or stopped:
             reasons = [e[1] for e in EXPLAINED_BETA_1 if e[0] in f"{row.name} {text}"]
             ruled += outcome in ("refused", "unsupported") and bool(reasons)
             reason = reasons[0] if reasons else f"NOT EXPLAINED: {text}"
@@ -196,7 +197,8 @@ def explain_beta_1(console: Console, rows: list[Row]) -> None:
     loads = len(rows) - counts["failed"] - counts["syntax error in the checkout"]
     console.print(
         f"{len(rows)} kernels: {loads} load, {counts['pass']} right, {counts['wrong']} wrong, "
-        f"{refused} refused, {ruled} of them by a rule of SDK 2.26"
+        f"{refused} refused, {ruled} of them by a rule of SDK 2.26, "
+        f"{counts['too slow'] + counts['too large']} not run to their end"
     )
 
 
@@ -212,13 +214,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run names that contain this")
     parser.add_argument("--all", action="store_true", help="all library tests known to run")
     parser.add_argument("--cases", type=int, default=1, help="cases per library test")
-    parser.add_argument("--seconds", type=float, help="CPU time of one case: 6, Beta 1 900")
+    parser.add_argument("--seconds", type=float, help="CPU seconds of one case: 6, Beta 1 100")
+    parser.add_argument("--minutes", type=float, default=90, help="of a whole pass of Beta 1")
     parser.add_argument("--file-seconds", type=float, default=30, help="of one library test file")
     parser.add_argument("--gib", type=int, help="memory limit of each process: 6, Beta 1 14")
     parser.add_argument("--verbose", action="store_true", help="one row per case")
     options = parser.parse_args()
     beta1 = options.dialect == "neuronxcc"
-    options.seconds = options.seconds or (900 if beta1 else 6)
+    options.seconds = options.seconds or (100 if beta1 else 6)
     options.gib = options.gib or (14 if beta1 else 6)
     clones = [options.docs, options.samples, options.accelopt, options.autocomp, options.neuronmm]
     if not (any(clones) if beta1 else options.samples or options.library or options.docs):
@@ -234,11 +237,16 @@ def main() -> None:
     rows: list[Row] = []
     folders: list[tuple[str, Path]] = []
     if beta1:
+        stop = time.monotonic() + 60 * options.minutes
         for name, run in beta1_cases(*clones):
-            if options.only in name:
+            left = stop - time.monotonic()
+            if options.only in name and left <= 0:
+                problem = f"not run: {options.minutes:g} minutes were over"
+                rows.append(Row(name, "too slow", 0, 1, 0.0, problem, (("", "too slow", problem),)))
+            elif options.only in name:
                 rows.append(
                     apart(
-                        name, options.gib, options.seconds + 5,
+                        name, options.gib, min(left, 10 * options.seconds),
                         lambda name=name, run=run: run_cases(  # type: ignore[misc]
                             name, [("", run)], options.seconds, say
                         ),

@@ -67,7 +67,7 @@ def timed(limit: float, function: Callable[[], Any]) -> None:
     """Run `function`; TooSlowError after `limit` seconds of CPU time, whatever else runs."""
 
     def stop(*_: Any) -> None:
-        raise TooSlowError(f"longer than {limit:.0f} s")
+        raise TooSlowError(f"longer than {limit:.0f} s of CPU time")
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, limit)
