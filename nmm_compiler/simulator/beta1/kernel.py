@@ -261,8 +261,20 @@ def _decorator(made: type[Kernel], checked: bool = True) -> Callable[..., Any]:
     return decorate
 
 
-jit = _decorator(Kernel)
 benchmark = _decorator(Benchmark)
+_MODES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), _decorator(Kernel)),
+    "benchmark": benchmark,
+}
+
+
+def jit(function: Any = None, mode: str = "auto", **options: Any) -> Any:
+    """Return `nki.jit`'s kernel; every mode runs in the simulator, "benchmark" only times it."""
+    if mode not in _MODES:
+        raise KernelArgumentError(f"nki.jit: mode {mode!r}; Beta 1 has {', '.join(_MODES)}")
+    return _MODES[mode](function, **options)
+
+
 unchecked = _decorator(Kernel, checked=False)
 
 

@@ -74,6 +74,22 @@ simulate_kernel = nki.simulate_kernel
     assert latency.get_latency_percentile(99) == profile.device_us
 
 
+@pytest.mark.parametrize("mode", ["auto", "jax", "torchxla", "baremetal", "simulation"])
+def test_every_mode_of_jit_runs_here(mode):
+    text = f"""{HEADER}
+@nki.jit(mode={mode!r})
+def twice(a):
+    return out(nl.load(a) * 2.0)
+"""
+    a = values(128, 64)
+    assert np.array_equal(load_file(kernel_file(text)).twice(a), 2 * a)
+    timed = load_file(kernel_file(text.replace(repr(mode), "'benchmark'"))).twice
+    assert timed(a) is None
+    assert timed.benchmark_result.nc_latency.get_latency_percentile(50) > 0
+    with pytest.raises(errors.KernelArgumentError, match="mode 'fast'; Beta 1 has auto, jax"):
+        load_file(kernel_file(text.replace(repr(mode), "'fast'")))
+
+
 def test_a_mutable_parameter_may_be_written():
     text = f"""{HEADER}@nki.jit
 def kernel(a: nt.mutable_tensor):
