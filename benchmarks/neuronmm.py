@@ -42,6 +42,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,21 @@ def run(jobs: list[Job], rows: Path, workers: int) -> dict[str, Row]:
     return known
 
 
+def jobs_of(
+    file: Path, target: str, loads: str, parts: Sequence[str],
+    models: Iterable[str] = tuple(MODELS), tokens: Sequence[int] = TOKENS,
+    hows: Sequence[str] = HOW,
+) -> list[Job]:  # fmt: skip
+    """Return the figures of a table, its rows in order."""
+    return [
+        Job(str(file), target, loads, model, part, m, how)
+        for model in models
+        for part in parts
+        for m in tokens
+        for how in hows
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkout", type=Path, default=Path("NeuronMM"))
@@ -326,13 +342,10 @@ def main() -> int:
         print(f"{file} is not there. Get the paper's kernels with\n    {CLONE}\n"
               "or pass --checkout DIR", file=sys.stderr)  # fmt: skip
         return 2
-    jobs = [
-        Job(str(file), given.target, given.loads, model, part, int(m), how)
-        for model in given.models.split(",")
-        for part in given.parts.split(",")
-        for m in given.m.split(",")
-        for how in given.how.split(",")
-    ]
+    jobs = jobs_of(
+        file, given.target, given.loads, given.parts.split(","), given.models.split(","),
+        [int(m) for m in given.m.split(",")], given.how.split(","),
+    )  # fmt: skip
     if not ready:
         run(jobs, given.rows, given.workers)
     rows = {row["key"]: row for row in read_rows(given.rows)}

@@ -47,12 +47,14 @@ def lines(jobs: list[Any], rows: dict[str, Row]) -> Iterator[tuple[Shape, dict[s
 
 
 def summary(jobs: list[Any], rows: dict[str, Row]) -> list[tuple[str, list[float]]]:
-    """Return each ratio's name and its values over the shapes that have it."""
+    """Return each ratio's name and its values over the shapes that have all of them."""
     found: list[tuple[str, list[float]]] = [(name, []) for name in RATIOS]
     for _, us, _ in lines(jobs, rows):
-        for (_, values), value in zip(found, ratios(us), strict=True):
-            if value is not None:
-                values.append(value)
+        whole = [value for value in ratios(us) if value is not None]
+        for (_, values), value in zip(
+            found, whole if len(whole) == len(found) else (), strict=False
+        ):
+            values.append(value)
     return found
 
 
@@ -92,7 +94,8 @@ def markdown(jobs: list[Any], rows: dict[str, Row]) -> str:
     text += ["", f"| model | part | tokens | {' | '.join((*HOW, *SHORT))} |",
              "| --- | --- |" + " ---: |" * (1 + len(HOW) + len(SHORT))]  # fmt: skip
     for (model, part, m), us, _ in lines(jobs, rows):
-        text.append(f"| {model} | {part} | {m:,} | {' | '.join(_cells(us))} |")
+        if None not in ratios(us):
+            text.append(f"| {model} | {part} | {m:,} | {' | '.join(_cells(us))} |")
     return "\n".join(text)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import neuronmm
-from neuronmm_table import is_stale
+from neuronmm_table import is_stale, ratios, summary, written
+from row_file import read_rows
 
 CHAIN = neuronmm.Job("x.py", "trn1", "reused", "Qwen3-4B", "up", 4096, "tuned")
 DENSE = neuronmm.Job("x.py", "trn1", "reused", "Llama-3.2-1B", "up", 512, "tutorial")
@@ -88,31 +89,24 @@ def test_a_row_of_other_code_is_stale_and_kept_if_its_latency_holds(monkeypatch,
     assert found["us"] == 7.0
 
 
-def test_the_page_and_the_readme_say_what_the_rows_give():
+def test_the_page_and_the_readme_say_what_the_rows_give(tmp_path):
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "neuronmm.md").read_text("utf-8")
-    found = {"dense": [], "tuned": [], "shipped": []}
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in neuronmm.MODELS:
-            *us, dense, tuned, shipped = (float(cell.rstrip("x")) for cell in cells[3:])
-            theirs = us[neuronmm.HOW.index("shipped")], us[neuronmm.HOW.index("tuned")]
-            strongest = min(us[neuronmm.HOW.index(how)] for how in ("tutorial", "dense"))
-            ours = us[neuronmm.HOW.index("ours")]
-            assert dense == pytest.approx(strongest / ours, abs=0.0061)
-            assert (shipped, tuned) == pytest.approx([v / ours for v in theirs], abs=0.0061)
-            for name, value in zip(found, (dense, tuned, shipped), strict=True):
-                found[name].append(value)
+    page = root / "docs" / "neuronmm.md"
+    jobs = neuronmm.jobs_of(Path("no checkout"), "trn1", "reused", ["up", "down"])
+    rows = {row["key"]: row for row in read_rows(neuronmm.ROWS)}
+    copy = tmp_path / "page.md"
+    copy.write_text(page.read_text("utf-8"), "utf-8")
+    written(copy, jobs, rows)
+    assert copy.read_text("utf-8") == page.read_text("utf-8"), "run with --markdown"
     readme = (root / "README.md").read_text("utf-8")
-    assert f"[{len(found['tuned'])} shapes](docs/neuronmm.md)" in readme
-    for name, title in (
-        ("dense", "the strongest dense kernel"), ("tuned", "the paper's kernel, tuned"),
-        ("shipped", "the paper's kernel, its authors' fixed blocks"),
-    ):  # fmt: skip
-        (row,) = (line for line in page.splitlines() if line.startswith(f"| {title} |"))
-        mean, least, most = (cell.strip() for cell in row.strip("|").split("|")[1:])
-        assert f"{mean} ({least} to {most})" in readme
-        values = found[name]
-        assert [float(v.rstrip("x")) for v in (mean, least, most)] == pytest.approx(
-            [sum(values) / len(values), min(values), max(values)], abs=0.0061
-        )
+    for _, values in summary(jobs, rows):
+        assert f"[{len(values)} shapes](docs/neuronmm.md)" in readme
+        mean, least, most = sum(values) / len(values), min(values), max(values)
+        assert f"{mean:.2f}x ({least:.2f}x to {most:.2f}x)" in readme
+    assert all(row["us"] > 0 for row in rows.values())
+
+
+def test_ratios_are_over_the_faster_dense_kernel():
+    us = {"shipped": 12.0, "tuned": 11.0, "tutorial": 14.0, "dense": 13.0, "ours": 10.0}
+    assert ratios(us) == [1.3, 1.1, 1.2]
+    assert ratios({"tuned": 11.0, "dense": 13.0, "ours": 10.0}) == [None, 1.1, None]
