@@ -66,8 +66,12 @@ bench: bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-co
 	bench-timing bench-models
 
 # Kernels beside another version's: make bench-kernels ARGS="--against ../nmm_compiler-0.1"
-bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache bench-models: $(DEV_READY)
+bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache: $(DEV_READY)
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
+
+# Against published runs; with AWS's dense layer: make bench-models ARGS="--library ../nki-library"
+bench-models: $(DEV_READY)
+	$(RUN) benchmarks/models.py $(ARGS)
 
 $(RUN):
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version' || \

@@ -5,7 +5,11 @@ when constants were chosen, those "held out" were not; the split was fixed first
 "apart" is not one of dense production kernels and is only shown. Contexts and prompts that a source
 does not name are taken as listed there.
 
-    python benchmarks/models.py [--only calibrate|"held out"] [--json FILE]
+    python benchmarks/models.py [--only calibrate|"held out"|apart|layers] [--json FILE]
+        [--library nki-library]
+
+`--library`, a clone of aws-neuron/nki-library, adds a dense layer of its kernels beside ours
+(library_layer.py).
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ def shown(value: float | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print one line a run and the bars; return 1 where the held-out runs miss them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("calibrate", "held out", "apart"))
+    parser.add_argument("--only", choices=("calibrate", "held out", "apart", "layers"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--library", type=Path, help="a clone of aws-neuron/nki-library")
     given = parser.parse_args(arguments)
     rows = []
     head = f"{'use':10} {'model':15} {'on':5} {'tp':>3} {'batch':>5} {'context':>7}"
@@ -80,8 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
             f"{run['ttft_ms'] or 0:9.1f} {shown(row['ttft_error'])}",
             flush=True,
         )
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1))
     missed = False
     for use in ("calibrate", "held out"):
         errors = [abs(r["tpot_error"]) for r in rows if r["use"] == use]
@@ -92,6 +95,16 @@ def main(arguments: list[str] | None = None) -> int:
                 f"of {len(errors)} runs; bars {100 * MEAN_BAR:.0f} and {100 * WORST_BAR:.0f} %"
             )
             missed |= use == "held out" and (mean > MEAN_BAR or worst > WORST_BAR)
+    layers = []
+    if given.library is not None:
+        from library_layer import compare  # a script beside this one
+
+        layers = compare(given.library)
+    else:
+        print("no dense layer of nki-library's kernels beside ours: pass --library, a clone of "
+              "aws-neuron/nki-library")  # fmt: skip
+    if given.json is not None:
+        given.json.write_text(json.dumps({"runs": rows, "layers": layers}, indent=1))
     return int(missed)
 
 

@@ -243,7 +243,7 @@ class ModelPrediction(Shown, Record):
         chart = bars(
             [Bar(f"{phase} {name}".strip(), tuple(found[name, phase].get(k, 0.0) for k in kinds))
              for phase in (p.name for p in self.phases) for name in models],
-            kinds, "ms", "each phase by kind of piece, ms",
+            kinds, "ms", "; ".join(_shares(p) for p in self.phases),
         )  # fmt: skip
         if self.dense is None:
             return [chart]
@@ -265,6 +265,13 @@ class ModelPrediction(Shown, Record):
 
 
 _PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
+
+
+def _shares(phase: Phase) -> str:
+    """Return the largest kinds of a phase: the text of its chart."""
+    most = sorted(phase.by("kind").items(), key=lambda item: -item[1])[:4]
+    said = ", ".join(f"{kind} {100 * us / phase.us:.0f} %" for kind, us in most)
+    return f"{phase.name} by kind: {said}"
 
 
 def _common_layers(phase: Phase) -> tuple[str, str]:
