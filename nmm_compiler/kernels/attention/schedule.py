@@ -51,6 +51,8 @@ class AttentionSchedule(Record):
 
     split: ClassVar[str] = ""  # heads of one core are those of the launch
 
+    split: ClassVar[str] = ""  # one core runs the kernel
+
     def settled(self, spec: AttentionSpec) -> AttentionSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
         return dataclasses.replace(self, bank_tiles=16 // item_bytes(spec.dtype))
