@@ -2,19 +2,24 @@
 
     python benchmarks/paper_table.py [--models llama-3.2-1b,...] [--targets trn1] [--tps 1,4]
         [--batches 1,8,32] [--prompts 128,2048] [--ratios 0.05,0.1,0.2] [--workers 2]
-        [--price simulated|closed_form] [--rows FILE.jsonl] [--markdown FILE.md]
+        [--weights bfloat16,float8_e4m3] [--price simulated|closed_form] [--rows FILE.jsonl]
+        [--markdown FILE.md]
 
-Every setting is one line of `--rows` (default benchmarks/data/paper_table.jsonl); a second run
-skips what is there. `--markdown` writes the tables of the rows and computes nothing. Decode is
-predicted with 4,096 tokens in the cache; the other contexts differ in attention alone, which is
-proportional to them. The baselines: our strongest dense kernels, and a model whose dense MLP
-products are blocked as in AWS's NKI tutorial. All simulated or computed, nothing measured.
+A setting's ratios are lines of `--rows` (default benchmarks/data/paper_table.jsonl). A line holds
+digests of the code that its figures depend on: a run computes what is missing or stale, and
+`--markdown`, which writes the tables of the rows and computes nothing, marks what is stale. A
+simulated row is shown before one of the closed form. Decode is predicted with 4,096 tokens in the
+cache; other contexts differ in attention alone, whose price each row has. The baselines: our
+strongest dense kernels, and a model whose dense MLP products are blocked as in AWS's NKI tutorial.
+All simulated or computed, nothing measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -24,15 +29,17 @@ from unittest import mock
 
 from row_file import computed, read_rows
 
+from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.prediction import predict as prediction
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.plan import layer_gains
-from nmm_compiler.prediction.prices import PAIR_BARRIER_US, Machine, Price, price
+from nmm_compiler.prediction.prices import Machine, Price, price
 from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.targets import get
 
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
 DENSE = f"{Path(__file__).parent / 'kernels_nki' / 'dense_blocked.py'}:dense_blocked"
@@ -40,6 +47,9 @@ ROWS = Path(__file__).parent / "data" / "paper_table.jsonl"
 MOST_TOKENS = 512  # what is longer repeats it, as the tutorial's blocks do
 CONTEXT = 4096
 CONTEXTS = (512, 4096, 32768)
+# Files of nmm_compiler/prediction that decide a figure.
+PRICED = ("predict.py", "walk.py", "prices.py", "collectives.py", "tensor_parallel.py",
+          "public_models.json")  # fmt: skip
 
 
 @functools.cache
@@ -63,9 +73,7 @@ def tutorial_price(piece: Piece, machine: Machine) -> Price:
     us = 0.0
     for spec in products:
         assert isinstance(spec, MatmulSpec)
-        part = -(-spec.n // machine.lnc)
-        us += tutorial_us(spec.m, spec.k, part, machine.target.name)
-        us += PAIR_BARRIER_US if machine.lnc > 1 else 0.0
+        us += tutorial_us(spec.m, spec.k, spec.n, machine.target.name)
     return Price(us, "simulated", "as the tutorial", len(products))
 
 
@@ -83,22 +91,52 @@ def times(made: ModelPrediction) -> dict[str, float]:
     return {"first": made.ttft_us, "token": decode.us, "attention": attention}
 
 
+@functools.cache
+def attention_us(model: str, target: str, context: int, **setting: Any) -> float:
+    """Return the microseconds of attention in a decode of the whole model."""
+    made = prediction.predict(model, target, prompt=128, context=context, **setting)
+    return times(made)["attention"]
+
+
+@functools.cache
+def code(price: str) -> dict[str, str]:
+    """Return digests of the code that a row depends on, by room."""
+    package = Path(prediction.__file__).parent
+    found = dict(code_digests())
+    rooms = ["codegen", "kernels", "targets", *(["simulator"] if price == "simulated" else [])]
+    files = [package / name for name in PRICED]
+    files.append(Path(DENSE.rpartition(":")[0]))
+    own = (tutorial_us, tutorial_price, times, rows_of)
+    text = b"".join(file.read_bytes() for file in files)
+    text += "".join(map(inspect.getsource, own)).encode()
+    return {**{room: found[room][:8] for room in rooms},
+            "prediction": hashlib.sha256(text).hexdigest()[:8]}  # fmt: skip
+
+
+def is_stale(row: dict[str, Any]) -> bool:
+    """Return whether code that a row depends on is another now."""
+    return bool(row.get("code") != code(row["price"]))
+
+
 def rows_of(job: tuple[dict[str, Any], tuple[float, ...]]) -> list[dict[str, Any]]:
     """Return the rows of one setting, one for each ratio; none where it cannot be predicted."""
     setting, ratios = job
     asked = {key: setting[key] for key in ("tp", "batch", "prompt", "price")}
+    alike = {key: setting[key] for key in ("tp", "batch", "price")}
     model, target = setting["model"], setting["target"]
     made = []
     try:
         base = times(tutorial(model, target, context=CONTEXT, **asked))
+        attention = {str(c): attention_us(model, target, c, **alike) for c in CONTEXTS}
         for ratio in ratios:
             low = prediction.predict(
-                model, target, context=CONTEXT, ratio=ratio, include=["mlp"], **asked
-            )
+                model, target, context=CONTEXT, ratio=ratio, include=["mlp"],
+                weights=setting["weights"], **asked,
+            )  # fmt: skip
             assert low.dense is not None
             made.append({
                 **setting, "ratio": ratio, "low": times(low), "dense": times(low.dense),
-                "tutorial": base,
+                "tutorial": base, "attention": attention, "code": code(setting["price"]),
                 "mlp": {name: layer_gains(low, name).get("mlp") for name in ("decode", "prefill")},
                 "weight_limit": low.dense.memory.weight_bytes / low.memory.weight_bytes,
                 "fits": low.memory.fits,
@@ -110,19 +148,32 @@ def rows_of(job: tuple[dict[str, Any], tuple[float, ...]]) -> list[dict[str, Any
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a row is of."""
-    return tuple(row[name] for name in ("model", "target", "tp", "batch", "prompt", "price"))
+    names = ("model", "target", "weights", "tp", "batch", "prompt", "price")
+    return tuple(row[name] for name in names)
+
+
+def shown_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each setting and ratio: not stale, then simulated, then the later one."""
+    best: dict[tuple[Any, ...], tuple[tuple[bool, bool], dict[str, Any]]] = {}
+    for row in rows:
+        of = (*key(row)[:-1], row["ratio"])
+        order = (not is_stale(row), row["price"] == "simulated")
+        if of not in best or order >= best[of][0]:
+            best[of] = order, row
+    return [row for _, row in best.values()]
 
 
 def compute(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Append the rows that are not there yet to the file."""
-    done = {key(row) for row in rows}
+    done = {key(row) for row in rows if not is_stale(row)}
     grid = itertools.product(
-        given.tps, given.batches, given.targets, given.models, given.prompts
+        given.weights, given.tps, given.batches, given.targets, given.models, given.prompts
     )  # what people ask first comes first
     settings = [
-        {"model": model, "target": target, "tp": int(tp), "batch": int(batch),
+        {"model": model, "target": target, "weights": weights, "tp": int(tp), "batch": int(batch),
          "prompt": int(prompt), "price": given.price}
-        for tp, batch, target, model, prompt in grid
+        for weights, tp, batch, target, model, prompt in grid
+        if weights == "bfloat16" or get(target).float8_kernels
     ]  # fmt: skip
     left = [one for one in settings if key(one) not in done]
     ratios = tuple(map(float, given.ratios))
@@ -142,11 +193,12 @@ strongest dense kernels, "over tutorial" the same model with dense MLP products 
 blocks them. "weights" is what a token would gain if it took the time of its weight bytes alone: a
 larger gain over the tutorial is the baseline's, not low rank's.
 
-Decode is predicted with 4,096 tokens in the cache; 512 and 32,768 differ in attention alone,
-which is proportional to them. First tokens do not depend on the context, tokens not on the
-prompt. fp8 factors are left out: there is no support for them yet. Settings
-that a table lacks were not computed: `make bench-paper` adds them. On trn2 and trn3 a core is a
-logical one of two physical cores. {marks}
+Decode is predicted with 4,096 tokens in the cache; 512 and 32,768 differ in attention alone, by
+our attention kernel. First tokens do not depend on the context, tokens not on the prompt.
+"fp8" has every matrix of the low-rank model and of "over dense" in float8_e4m3, with a scale for
+each output channel, as our kernels multiply it on trn2 and trn3 (x is rounded to fp8, too); its
+tutorial baseline stays in bfloat16. trn1 has no such kernels. Settings that a table lacks were not
+computed: `make bench-paper` adds them. A core is one physical core. {marks}
 """
 
 
@@ -158,7 +210,7 @@ def cells(rows: list[dict[str, Any]], of: Callable[[dict[str, Any]], float | Non
 
 def token_gain(row: dict[str, Any], base: str, context: int) -> float:
     """Return the gain of a token at a context, over "dense" or "tutorial"."""
-    attention = row["dense"]["attention"] * (context / CONTEXT - 1)
+    attention = row["attention"][str(context)] - row["attention"][str(CONTEXT)]
     return float((row[base]["token"] + attention) / (row["low"]["token"] + attention))
 
 
@@ -170,10 +222,14 @@ def first_gain(row: dict[str, Any], base: str) -> float:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return a table for each target, with a row for each model, tensor-parallel degree and
     batch."""
+    rows = shown_rows(rows)
     ratios = ", ".join(f"{ratio:g}" for ratio in sorted({row["ratio"] for row in rows}))
-    estimated = any(row["price"] == "closed_form" for row in rows)
-    marks = "Rows with * have kernels priced by the closed form; all others are simulated."
-    text = [INTRO.format(ratios=ratios, marks=marks if estimated else "")]
+    marks = []
+    if any(row["price"] == "closed_form" for row in rows):
+        marks.append("Rows with * have kernels priced by the closed form; others are simulated.")
+    if any(map(is_stale, rows)):
+        marks.append("Rows with + were computed by earlier code.")
+    text = [INTRO.format(ratios=ratios, marks="\n".join(marks))]
     head = ["model", "tp", "batch", "MLP, token", "MLP, prompt 2048",
             *(f"token over dense, context {c}" for c in CONTEXTS),
             "first over dense, prompt 128", "prompt 2048",
@@ -187,7 +243,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in rows:
             if row["target"] == target:
-                order = (row["tp"], row["batch"], MODELS.index(row["model"]), row["price"])
+                order = (
+                    row["weights"], row["tp"], row["batch"], MODELS.index(row["model"]),
+                    row["price"],
+                )  # fmt: skip
                 groups.setdefault(order, []).append(row)
         text += [_line(found) for _, found in sorted(groups.items())]
         text.append("")
@@ -199,8 +258,10 @@ def _line(rows: list[dict[str, Any]]) -> str:
     at = {prompt: [row for row in rows if row["prompt"] == prompt] for prompt in (128, 2048)}
     some = at[2048] or at[128]
     star = "*" if one["price"] == "closed_form" else ""
+    old = "+" if any(map(is_stale, rows)) else ""
+    narrow = "" if one["weights"] == "bfloat16" else ", fp8"
     shown = [
-        f"{one['model']}{star}", str(one["tp"]), str(one["batch"]),
+        f"{one['model']}{narrow}{star}{old}", str(one["tp"]), str(one["batch"]),
         cells(some, lambda row: row["mlp"]["decode"]),
         cells(at[2048], lambda row: row["mlp"]["prefill"]),
         *(cells(some, functools.partial(token_gain, base="dense", context=c)) for c in CONTEXTS),
@@ -216,7 +277,8 @@ def main() -> int:
     """Compute rows, or write them as tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     lists = {"models": ",".join(MODELS), "targets": "trn1,trn2,trn3", "ratios": "0.05,0.1,0.2",
-             "prompts": "128,2048", "batches": "1,8,32", "tps": "1,4"}  # fmt: skip
+             "prompts": "128,2048", "batches": "1,8,32", "tps": "1,4",
+             "weights": "bfloat16,float8_e4m3"}  # fmt: skip
     for name, default in lists.items():
         parser.add_argument(f"--{name}", default=default.split(","), type=lambda t: t.split(","))
     parser.add_argument("--price", choices=("simulated", "closed_form"), default="simulated")
