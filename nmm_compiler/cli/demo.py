@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from nmm_compiler.codegen.check_against_float64 import Proof
 
 
+_PLANNED = (0.1, 0.2)
+"""Ratios of the plan, beside those that were asked for."""
+
+
 def demo(
     model: Annotated[
         str, typer.Option(help="smollm2-135m, a language model; or all-MiniLM-L6-v2, an encoder")
@@ -43,7 +47,7 @@ def demo(
 ) -> None:
     """Compress a real model, compile it, prove every kernel, and show what is gained.
 
-    Example: nmm demo --ratio 0.2
+    Example: nmm demo --ratio 0.1
     """
     import json as json_module
 
@@ -53,7 +57,7 @@ def demo(
     if model not in SUBJECTS:
         raise UnknownNameError("model", model, list(SUBJECTS))
     started, kind = time.monotonic(), SUBJECTS[model]
-    ratios = ratio or [0.2]
+    ratios = ratio or [0.1]
     # Predictions need shapes and ranks only, proofs the kernels' sources: a second process has
     # them beside the rest.
     beside = concurrent.futures.ProcessPoolExecutor(
@@ -61,15 +65,15 @@ def demo(
     )
     with steps() as step, beside:
         try:
-            plan = beside.submit(_plan, kind.plan_next, ratios, target) if kind.plan_next else None
+            planned = sorted({*ratios, *_PLANNED})
+            plan = beside.submit(_plan, kind.plan_next, planned, target) if kind.plan_next else None
             step(f"loading {model}")
             subject = kind()
             runs = [_one_ratio(step, subject, value, target, beside.submit) for value in ratios]
             if plan is not None:
                 step(f"planning {kind.plan_next}")
-                said = "the same ratio" if len(ratios) == 1 else "the same ratios"
                 show(
-                    f"\n{said} on {kind.plan_next}, from its shapes and the closed form of "
+                    f"\nthe same on {kind.plan_next}, from its shapes and the closed form of "
                     f"its kernels:\n{plan.result()}"
                 )
         except BaseException:

@@ -145,7 +145,7 @@ class LanguageModel(Subject):
     include = ["mlp"]  # noqa: RUF012  (never changed)
     inner = "eager"  # inductor would take a minute for thirty layers
     plan_next = "llama-3.2-1b"
-    _LENGTH, _BATCH, _LEARNED, _JUDGED = 256, 4, 8, 6
+    _LENGTH, _BATCH, _LEARNED, _JUDGED = 256, 2, 8, 6
     _PROMPT, _NEW_TOKENS = "The for statement is used to", 24
 
     def __init__(self) -> None:
