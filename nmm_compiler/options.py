@@ -208,6 +208,15 @@ def _environment(name: str) -> str | None:
     return value or None
 
 
+def let_threads_sleep() -> None:
+    """Let OpenMP's threads sleep while they wait, in this process and its children.
+
+    By default they spin, which takes the cores from a process beside them. OpenMP reads this when
+    torch is imported: call it before. A value that the user has set stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def platform_override() -> str | None:
     """Return the hardware that the environment sets for AWS's tools, or None."""
     return _environment("NEURON_PLATFORM_TARGET_OVERRIDE")

@@ -23,7 +23,7 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.cli.show import show
-from nmm_compiler.options import cache_dir
+from nmm_compiler.options import cache_dir, let_threads_sleep
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Section
 
@@ -50,6 +50,8 @@ def demo(
     Example: nmm demo --ratio 0.1
     """
     import json as json_module
+
+    let_threads_sleep()  # two processes share the cores
 
     from nmm_compiler.cli.demo_models import SUBJECTS
     from nmm_compiler.errors import UnknownNameError
