@@ -50,11 +50,13 @@ LARGEST_CACHE = 32_768  # that attention_tkg is compared at
 KERNELS = Path(__file__).resolve().parent / "kernels_nki"
 
 
-def library_us(kernel: Any, target: str, shapes: dict[str, tuple[int, ...]], **more: Any) -> float:
+def library_us(
+    kernel: Any, target: str, shapes: dict[str, tuple[int, ...]], strict: bool = False, **more: Any
+) -> float:
     """Return the simulated time of a kernel on bfloat16 arrays, positions in float32."""
     dtypes = {"positions": "float32"}
     arrays = {n: ArraySpec(shape, dtypes.get(n, "bfloat16")) for n, shape in shapes.items()}
-    run = simulate(kernel, target=target, mode="timing", strict=False, named={**arrays, **more})
+    run = simulate(kernel, target=target, mode="timing", strict=strict, named={**arrays, **more})
     assert run.profile is not None
     return float(run.profile.latency_us)
 

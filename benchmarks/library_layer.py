@@ -109,7 +109,7 @@ def _runs(library: Library, share: Share, target: str) -> dict[str, Callable[[],
     def of(path: str, shapes: dict[str, tuple[int, ...]], **more: Any) -> float:
         module, _, name = path.rpartition(".")
         kernel = getattr(library.load(f"nkilib.core.{module}"), name)
-        return library_us(kernel, target, shapes, **more)
+        return library_us(kernel, target, shapes, strict=True, **more)
 
     def qkv() -> float:
         shapes = {
