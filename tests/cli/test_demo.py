@@ -10,11 +10,11 @@ import pytest
 from nmm_compiler.prediction.model import ModelPrediction
 
 
-def run_demo(tmp_path, *words):
-    """Run `nmm demo` at ratio 0.2; return (its figures, what it printed)."""
+def run_demo(tmp_path, *words, ratio="0.2"):
+    """Run `nmm demo`; return (its figures, what it printed)."""
     figures = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, "-m", "nmm_compiler.cli.main", "demo", "--ratio", "0.2",
+        [sys.executable, "-m", "nmm_compiler.cli.main", "demo", "--ratio", ratio,
          "--json", str(figures), *words],
         capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "COLUMNS": "160"},
@@ -29,9 +29,9 @@ def run_demo(tmp_path, *words):
 @pytest.mark.long
 def test_demo_of_the_language_model_gains_and_says_where(tmp_path):
     pytest.importorskip("gguf")
-    run, said = run_demo(tmp_path)
+    run, said = run_demo(tmp_path, ratio="0.1")  # the default
     predicted = ModelPrediction.from_dict(run["prediction"])
-    assert predicted.gain["prefill"] > 1.03
+    assert predicted.gain["prefill"] > 1.01
     assert predicted.gain["decode"] > 0.99  # no layer is slower than dense
     assert all(proof["passed"] and proof["elements"] > 0 for proof in run["proofs"])
     assert run["agreement"]["difference"] <= run["agreement"]["tolerance"]
