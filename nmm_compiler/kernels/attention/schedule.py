@@ -47,9 +47,6 @@ class AttentionSchedule(Record):
     loop: bool = False
     own_queue: bool = False
     bank_tiles: int = 8
-    split: str = ""
-
-    split: ClassVar[str] = ""  # heads of one core are those of the launch
 
     split: ClassVar[str] = ""  # one core runs the kernel
 
