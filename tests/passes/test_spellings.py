@@ -37,7 +37,7 @@ SECOND = {
     "scaled": lambda p, h: (0.5 * h) @ p.v,
 }
 BETWEEN = {
-    "silu": F.silu, "gelu": F.gelu, "softmax": lambda h: torch.softmax(h, -1),
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "softmax": lambda h: torch.softmax(h, -1),
     "square": torch.square, "power": lambda h: h**2, "clamp": lambda h: h.clamp(-1, 1),
     "exp": torch.exp, "abs": torch.abs, "round": torch.round, "normalize": F.normalize,
     "layer norm": lambda h: F.layer_norm(h, (R,)), "relu, squared": lambda h: F.relu(h).square(),

@@ -60,7 +60,7 @@ def read_with_function(
             walk.key,
             "fold it into the first factor and its bias"
             if inner.gain is None
-            else "fold a factor into the first one; with a bias nothing: no kernel takes it",
+            else "nothing: no kernel computes another norm than that of the product itself",
         )
     return dataclasses.replace(found, middle=biases, inner=inner)
 
