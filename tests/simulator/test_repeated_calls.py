@@ -110,6 +110,19 @@ def test_a_part_of_a_like_tensor_is_the_part_that_the_key_selects(memory, keys):
         run(body, mode=mode)
 
 
+@pytest.mark.parametrize("memory", ["hbm", "sbuf", "psum"])
+def test_parts_of_parts_that_begin_apart_begin_apart(memory):
+    body = f"""
+    whole = nl.ndarray((128, 64), nl.float32, nl.{memory})
+    starts = [whole[:, first : first + 16][:, 2:6].access().byte_start for first in (0, 16, 40)]
+    assert starts == [8, 72, 168], starts
+    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    nisa.memset(dst=a, value=0.0)
+    return out(a)
+    """
+    run(body, mode="timing")
+
+
 def test_calls_of_python_for_an_instruction():
     """A timed instruction of a tiled product takes few calls from its line to the profile.
 

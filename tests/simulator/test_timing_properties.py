@@ -307,6 +307,13 @@ def test_work_takes_the_first_gap_that_is_long_enough(work):
         assert slots.place(ready, duration) == at
 
 
+def test_work_leaves_a_gap_that_is_too_short_for_it():
+    slots = Slots()
+    assert [slots.place(*work) for work in ((5, 1), (0, 4), (10, 1))] == [5, 0, 10]
+    assert slots.place(0, 2) == 6  # 4..5 is free, and 6..10
+    assert slots.place(0, 1) == 4
+
+
 def test_a_thousand_columns_are_told_apart_quickly():
     """Each column of a row-major matrix bounds all of it; only the grid keeps this linear."""
     tensor = Builder().tensor("hbm", 128, 2000)
