@@ -55,6 +55,18 @@ def test_a_call_is_known_by_which_operands_share_memory():
         run(body, mode="timing")
 
 
+def test_a_call_within_one_tensor_is_known_by_where_its_operands_begin():
+    body = """
+    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    nisa.memset(dst=a, value=0.0)
+    nisa.tensor_copy(dst=a[:, 4:8], src=a[:, 0:4])
+    nisa.tensor_copy(dst=a[:, 1:5], src=a[:, 0:4])
+    return out(a)
+    """
+    with pytest.raises(errors.HazardError):
+        run(body, mode="timing")
+
+
 def test_a_rule_that_only_warns_warns_on_every_line():
     body = """
     a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
