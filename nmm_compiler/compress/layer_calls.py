@@ -8,6 +8,7 @@ any ranks with the functions that the rules ask, so that `compress` and the back
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,9 @@ def _traced(module: nn.Module, inputs: Any, target: str) -> list[tuple[list[str]
     """Return (names, kind, activation) of the calls that the rewriter makes of a module."""
     args = () if isinstance(inputs, Mapping) else tuple(_on_meta(value) for value in inputs)
     kwargs = {key: _on_meta(v) for key, v in inputs.items()} if isinstance(inputs, Mapping) else {}
+    forward = inspect.signature(module.forward)
+    if "use_cache" in forward.parameters.keys() - forward.bind_partial(*args, **kwargs).arguments:
+        kwargs["use_cache"] = False  # transformers' cache cannot be traced without data
     names = {
         id(parameter): name.removesuffix(".weight").removesuffix(".down").removesuffix(".up")
         for name, parameter in module.named_parameters(remove_duplicate=False)

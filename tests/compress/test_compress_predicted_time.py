@@ -52,13 +52,14 @@ def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
     assert report.workload[0].us < report.workload[0].dense_us
 
 
-def test_layers_of_one_call_are_found_in_the_graph():
+@pytest.mark.parametrize("more", [{"use_cache": False}, {}])
+def test_layers_of_one_call_are_found_in_the_graph(more):
     model = llama()
     layers = [
         Layer(name, m.in_features, m.out_features)
         for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     ]  # fmt: skip
-    inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "use_cache": False}
+    inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long), **more}
     groups = groups_of(model, layers, inputs, "trn1")
     kinds = [(g.kind, g.activation, [x.name.split("layers.")[1] for x in g.layers]) for g in groups]
     for i in range(2):
