@@ -31,7 +31,7 @@ from nmm_compiler.compress.apply import calibrate, compress
 from nmm_compiler.compress.recover import recover
 
 RATIOS = (0.1, 0.2, 0.4)
-STEPS = ("plain SVD", "whitened, uniform", "whitened, global", "+ recovery")
+STEPS = ("plain SVD", "whitened, uniform", "whitened, global", "+ in sequence", "+ recovery")
 LM_RATIOS = (0, 0.05, 0.1, 0.2, 0.4)
 console = Console(width=110)
 
@@ -63,10 +63,12 @@ def ladder(
             {"method": "svd", "allocation": "uniform"},
             {"method": "whitened", "allocation": "uniform"},
             {},
+            {"sequential": True},
         ):
             candidate = copy.deepcopy(model)
+            data = batches if "sequential" in keywords else statistics
             report = compress(
-                candidate, ratio, calibration=statistics, align=align, **keywords, **selection
+                candidate, ratio, calibration=data, align=align, **keywords, **selection
             )
             figures.append(quality(candidate))
             removed.append(report.achieved_ratio)
