@@ -209,7 +209,6 @@ class _Pass:
             if instruction.op == "core_barrier":
                 self._meet(index)
                 yield self.floor
-                self._release()
             work = kinds.get(instruction.kind) or find(instruction)
             engine = work.engine
             if work.placed:
@@ -239,18 +238,14 @@ class _Pass:
         """Make all engines wait where a turn of a loop on the device begins or ends.
 
         The hardware runs one copy of the body again, on the same tensors, and the compiler cannot
-        move instructions across its edge (nki-dynamic-loops: allocated once and reused).
+        move instructions across its edge (nki-dynamic-loops: allocated once and reused). The
+        engines' own ends stay as they are: TensorE stands still until the floor, so its first
+        product behind the edge loads its weights in the open.
         """
         while self._settle():
             pass
         self.floor = max(self.floor, max(self.end[self.last_edge : index], default=0.0))
         self.last_edge = index
-        self._release()
-
-    def _release(self) -> None:
-        """Forbid starts before the floor."""
-        for slots in self.engines:
-            slots.close(self.floor)
 
     def _after(self, instruction: Instruction, engine: int) -> float:
         """Return when the instructions that the kernel names as predecessors have signalled."""
