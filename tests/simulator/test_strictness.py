@@ -235,6 +235,22 @@ def test_sbuf_counts_live_tensors_only():
     assert any("262,144" in w for w in loose.warnings)
 
 
+@pytest.mark.parametrize(
+    ("partitions", "count", "fits"),
+    [(65, 3, True), (65, 4, False), (64, 6, True), (64, 7, False), (32, 12, True), (32, 13, False)],
+)
+def test_tensors_of_few_partitions_may_lie_beside_each_other(partitions, count, fits):
+    """They start at any quarter or half of the partitions; what exceeds SBUF even so is refused."""
+    body = LIVE.format(count=count, keep="tiles.append(t)").replace("(128,", f"({partitions},")
+    if not fits:
+        with pytest.raises(errors.OnChipCapacityError):
+            run(body, ones(8, 4))
+        return
+    ran = run(body, ones(8, 4))
+    assert ran.trace.sbuf_peak_bytes == count * 65536
+    assert any("beside each other" in w for w in ran.warnings) is (count > 3)
+
+
 def test_psum_tiles_take_whole_banks():
     body = """
         x = load(a)

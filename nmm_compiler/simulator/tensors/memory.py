@@ -159,8 +159,26 @@ def _peak(items: list[tuple[Allocation, int]]) -> tuple[int, int]:
     return int(live[at]), at
 
 
+def _fits_side_by_side(items: list[tuple[Allocation, int]], limit: int) -> bool:
+    """Return whether live tensors take no more than SBUF in quarters of its partitions.
+
+    A tensor of up to 32 partitions starts at any quarter, one of up to 64 at either half
+    (trainium_inferentia2_arch: start_partition), so the compiler can place two of 64 rows at the
+    same bytes. Adding up areas says what certainly does not fit.
+    """
+    areas = []
+    for allocation, size in items:
+        rows = allocation.shape[0]
+        areas.append((allocation, size * (1 if rows <= 32 else 2 if rows <= 64 else 4)))
+    return _peak(areas)[0] <= 4 * limit
+
+
 def check_capacity(machine: Machine) -> None:
-    """Compute peak SBUF bytes and PSUM banks over live ranges; refuse an overflow."""
+    """Compute peak SBUF bytes and PSUM banks over live ranges; refuse an overflow.
+
+    SBUF is added up per partition as if every tensor started at partition 0. A sum that exceeds it
+    is only a warning if tensors of few partitions can lie beside each other.
+    """
     target, trace = machine.target, machine.trace
     bank = target.psum_bank_bytes_per_partition
     chosen = {"sbuf": [], "psum": []}  # type: dict[str, list[tuple[Allocation, int]]]
@@ -190,6 +208,13 @@ def check_capacity(machine: Machine) -> None:
                 peak = max(peak, _banks_in_use(placed, bank, floating))
             trace.psum_peak_banks = peak
         if peak > limit and not (placed and not floating):
+            if memory == "sbuf" and _fits_side_by_side(chosen["sbuf"], limit):
+                machine.warnings.append(
+                    f"{peak:,} SBUF bytes per partition are live at once at instruction {at}, "
+                    f"{target.name} has {limit:,}; they fit only if the compiler places tensors of "
+                    "at most 64 partitions beside each other"
+                )
+                continue
             live = [a for a, _ in chosen[memory] if a.first_index <= at <= a.last_index]
             what = "SBUF bytes per partition" if memory == "sbuf" else "PSUM banks"
             message = (
