@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -212,6 +213,11 @@ class KernelSpec(Record):
         """Return a name for tables and files: family, sizes, dtype."""
         raise NotImplementedError
 
+    @property
+    def x_format(self) -> str:
+        """The dtype of x."""
+        return self._dtype()
+
     def _dtype(self) -> str:
         return str(getattr(self, "dtype", "bfloat16"))
 
@@ -262,7 +268,7 @@ class Family:
     """One kernel family: a spec class, a schedule class, an NKI function, and how they connect.
 
     candidates: schedules that may be legal. work: see Work. gathered: tuple parameters of the NKI
-    function, and how the names of the operands begin that make them up.
+    function, and a pattern of the names, without their numbers, of their operands.
     data_flow: at most five lines for the header of the emitted file.
     """
 
@@ -288,8 +294,10 @@ class Family:
         gathers."""
         names = [tensor.name for tensor in spec.inputs()]
         gathered = {
-            parameter: Tensors(name for name in names if name.startswith(start))
-            for parameter, start in self.gathered.items()
+            parameter: Tensors(
+                name for name in names if re.fullmatch(called, re.sub(r"\d", "", name))
+            )
+            for parameter, called in self.gathered.items()
         }
         part = spec.share(schedule.split)
         return {"spec": part, "schedule": schedule.settled(part), **gathered}

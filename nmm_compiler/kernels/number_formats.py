@@ -27,6 +27,8 @@ FP8 = "float8_e4m3"
 FP8_MAX = 240.0
 SCALES = ("tensor", "channel")
 INTERMEDIATES = ("operand", "float32", FP8)
+# Of an x beside fp8 weights that is no fp8 number: TensorE takes fp32 with fp32 only.
+X_DTYPES = ("bfloat16", "float16")
 
 
 def row_modes(dtype: str, target: Target) -> tuple[bool, ...]:

@@ -35,7 +35,7 @@ from nmm_compiler.kernels.error_bounds import (
     rounding_error,
     times_weight,
 )
-from nmm_compiler.kernels.number_formats import FP8, FP8_MAX, INTERMEDIATES, SCALES
+from nmm_compiler.kernels.number_formats import FP8, FP8_MAX, INTERMEDIATES, SCALES, X_DTYPES
 from nmm_compiler.kernels.tiling import lay
 
 # fp32 roundings of a scaled value: products of up to four scales, a reciprocal (2), the scaling.
@@ -46,13 +46,16 @@ _SCALE_ROUNDINGS = 7
 class ProductSpec(KernelSpec):
     """A spec of products of x, the base of the specs of all families.
 
-    m: tokens. k: input features. Subclasses add dtype, x_layout, the sizes and layouts of their
-    weights, and those of bias, activation, out_layout, scales, out_dtype and intermediate that they
-    support. They say which weights and biases there are, and estimate their results.
+    m: tokens. k: input features. x_dtype: "bfloat16" or "float16" beside fp8 weights, where x is
+    no fp8 number and has no scale; None for the dtype of the weights. Subclasses add dtype,
+    x_layout, the sizes and layouts of their weights, and those of bias, activation, out_layout,
+    scales, out_dtype and intermediate that they support. They say which weights and biases there
+    are, and estimate their results.
     """
 
     m: int
     k: int
+    x_dtype: str | None = None
 
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
@@ -62,6 +65,11 @@ class ProductSpec(KernelSpec):
         check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
         self._settle_formats()
         self._check_names()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; x_dtype only where there is one."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if name != "x_dtype" or value}
 
     def _check_names(self) -> None:
         """Raise UnknownNameError unless the activation and the layouts are known."""
@@ -102,7 +110,11 @@ class ProductSpec(KernelSpec):
         weights = self.weights()
         shapes = {"x": (self.m, self.k), **weights}
         operands = [
-            TensorSpec(name=name, shape=lay(shape, self.layout_of(name)), dtype=self._dtype())
+            TensorSpec(
+                name=name,
+                shape=lay(shape, self.layout_of(name)),
+                dtype=self.x_format if name == "x" else self._dtype(),
+            )
             for name, shape in shapes.items()
         ]
         biases = [
@@ -122,9 +134,9 @@ class ProductSpec(KernelSpec):
 
     def flops_by_dtype(self) -> dict[str, int]:
         """Return the flops of products of x, and of products of intermediates, by their dtypes."""
-        made = {self._dtype(): 0}
+        made = {self.x_format: 0}
         for name, (first, last) in self.weights().items():
-            dtype = self.intermediate_dtype if self.multiplies_kept(name) else self._dtype()
+            dtype = self.intermediate_dtype if self.multiplies_kept(name) else self.x_format
             made[dtype] = made.get(dtype, 0) + 2 * self.m * first * last
         return made
 
@@ -180,7 +192,8 @@ class ProductSpec(KernelSpec):
         made = times_weight(left, operands[name], typical, terms)
         if not self.fp8:
             return made
-        factors = [name] if self.multiplies_kept(name) else [name, "x"]
+        of_x = self.fp8_x and not self.multiplies_kept(name)
+        factors = [name, "x"] if of_x else [name]
         return self._scaled(made, [operands[f"{factor}_scale"] for factor in factors], typical)
 
     def _biased(
@@ -191,25 +204,36 @@ class ProductSpec(KernelSpec):
 
     @functools.cached_property
     def fp8(self) -> bool:
-        """Whether the operands are fp8 numbers with scales."""
+        """Whether the weights are fp8 numbers with scales."""
         return self._dtype() == FP8
+
+    @functools.cached_property
+    def x_format(self) -> str:
+        """The dtype of x."""
+        return self.x_dtype or self._dtype()
+
+    @functools.cached_property
+    def fp8_x(self) -> bool:
+        """Whether x, too, is fp8 numbers with a scale."""
+        return self.x_format == FP8
 
     @property
     def result_dtype(self) -> str:
-        """The dtype of the result, and of biases: the operands', bfloat16 for fp8."""
-        return getattr(self, "out_dtype", None) or ("bfloat16" if self.fp8 else self._dtype())
+        """The dtype of the result, and of biases: that of x, bfloat16 for fp8."""
+        return getattr(self, "out_dtype", None) or self._plain_dtype()
+
+    def _plain_dtype(self) -> str:
+        return "bfloat16" if self.fp8_x else self.x_format
 
     @functools.cached_property
     def intermediate_dtype(self) -> str:
         """The dtype of the intermediates between two products."""
         kind = str(getattr(self, "intermediate", "operand"))
-        if kind == "operand":
-            return "bfloat16" if self.fp8 else self._dtype()
-        return kind
+        return self._plain_dtype() if kind == "operand" else kind
 
     def formats(self) -> str:
         """Return the number formats that differ from plain operands in one word, for names."""
-        words = [self._dtype(), getattr(self, "scales", None)]
+        words = [self._dtype(), self.x_dtype and f"x_{self.x_dtype}", getattr(self, "scales", None)]
         if self.requantized or self.wide:
             words.append(f"p_{self.intermediate_dtype}")
         return "_".join(word for word in words if word)
@@ -251,22 +275,36 @@ class ProductSpec(KernelSpec):
         if self.fp8:
             check_name("scales", scales or "tensor", SCALES)
             object.__setattr__(self, "scales", scales or "tensor")
+        kind = getattr(self, "intermediate", "operand")
+        self._settle_x(dtype, kind)
         if wanted is not None:
             allowed = ("bfloat16", "float16", "float32") if self.fp8 else (dtype,)
             check_name("out_dtype", wanted, allowed)
-            if wanted == ("bfloat16" if self.fp8 else dtype):
+            if wanted == self._plain_dtype():
                 object.__setattr__(self, "out_dtype", None)
-        kind = getattr(self, "intermediate", "operand")
         check_name("intermediate", kind, INTERMEDIATES if self.fp8 else INTERMEDIATES[:2])
         if kind == dtype and not self.fp8:
             object.__setattr__(self, "intermediate", "operand")
 
+    def _settle_x(self, dtype: str, kind: str) -> None:
+        """Check x_dtype; that of the weights becomes None."""
+        if self.x_dtype is not None:
+            check_name("x_dtype", self.x_dtype, (*X_DTYPES, FP8) if self.fp8 else (dtype,))
+        if self.x_dtype == dtype:
+            object.__setattr__(self, "x_dtype", None)
+        if self.x_dtype and kind == FP8:
+            raise SpecError(
+                f"{self.family}: intermediate {FP8} goes with an x of {FP8}, not of "
+                f"{self.x_dtype}; drop x_dtype, or the intermediate"
+            )
+
     def _scale_tensors(self, weights: Mapping[str, tuple[int, int]]) -> list[TensorSpec]:
-        """Return the scales of x, of the weights, of quantized intermediates."""
+        """Return the scales of an fp8 x, of fp8 weights, of quantized intermediates."""
         if not self.fp8:
             return []
         per_channel = getattr(self, "scales", None) == "channel"
-        sizes = {"x": 1} | {name: n if per_channel else 1 for name, (_, n) in weights.items()}
+        sizes = {"x": 1} if self.fp8_x else {}
+        sizes |= {name: n if per_channel else 1 for name, (_, n) in weights.items()}
         if self.requantized:
             sizes |= dict.fromkeys(self.intermediates(), 1)
         return [

@@ -113,7 +113,11 @@ class KernelSchedule(Record):
         """
         changes = {}
         if str(spec.dtype).startswith("float8"):
-            turned = [name for name, operand in self.operands().items() if operand.load == "tensor"]
+            plain_x = spec.x_format != spec.dtype
+            turned = [
+                name for name, operand in self.operands().items()
+                if operand.load == "tensor" and not (plain_x and name == "x")
+            ]  # fmt: skip
             changes = {f"{name}.load": "tensor16" for name in turned}
         return self.changed(changes)
 
@@ -190,7 +194,8 @@ class KernelSchedule(Record):
             if attrgetter(name)(self) < 1:
                 raise SpecError(f"schedule: {name} is {attrgetter(name)(self)}; pass at least 1")
         for name, lies_right in self.loads(spec).items():
-            check_load(name, attrgetter(name)(self), lies_right, spec.dtype, target)
+            dtype = spec.x_format if name == "x.load" else spec.dtype
+            check_load(name, attrgetter(name)(self), lies_right, dtype, target)
         check_name("k_order", self.k_order, ORDERS)
         if self.tail and (spec.fp8 or not target.dma_generates_descriptors):
             raise SpecError(
@@ -339,7 +344,7 @@ class LoopedSchedule(KernelSchedule):
 
         The loop needs two whole blocks of tokens, and each turn loads what it uses.
         """
-        check_double_row(self.double_row, spec.dtype, target)
+        check_double_row(self.double_row, spec.x_format, target)
         if not self.m_loop:
             return
         if not target.device_loops:

@@ -34,6 +34,7 @@ _fp8 = {
     "scales": st.sampled_from(("tensor", "channel")),
     "out_dtype": st.sampled_from((None, "float32", "float16")),
 }
+_wide_x = {"x_dtype": st.sampled_from(("bfloat16", "float16"))}
 # fp8 contractions of several tiles, which double_row pairs
 _long = {"k": st.one_of(sizes, st.integers(400, 1100))}
 _lowrank = {
@@ -62,6 +63,7 @@ def _formats(spec_class, fields, plain_fields=None, products=2):
     return st.one_of(
         st.builds(spec_class, **plain),
         st.builds(spec_class, **{**_common, **_long, **fields, **_fp8, **quantized}),
+        st.builds(spec_class, **{**_common, **_long, **fields, **_fp8, **_wide_x, **kept}),
     )
 
 
@@ -80,11 +82,14 @@ def shared(draw):
     def each(values):
         return draw(st.tuples(*[values] * count))
 
+    plain = {"dtype": dtypes, "intermediate": st.sampled_from(("operand", "float32"))}
+    quantized = {"intermediate": st.sampled_from(("operand", "float32", FP8))}
+    formats = draw(st.sampled_from((plain, _fp8 | quantized, _fp8 | _wide_x)))
     return LowRankSharedSpec(
         m=draw(tokens),
         k=draw(sizes),
         pairs=pairs,
-        dtype=draw(dtypes),
+        **{name: draw(values) for name, values in formats.items()},
         x_layout=draw(layouts),
         u_layout=draw(layouts),
         v_layout=draw(layouts),

@@ -27,7 +27,7 @@ from specs import SPECS
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 _TARGETS = ("trn1", "trn2", "trn3")
 FP8 = "float8_e4m3"
-# Families whose operands can be fp8 and whose intermediate can be kept in fp32.
+# Families whose specs take sizes as m, k, n.
 PRODUCTS = [name for name in FAMILIES if issubclass(FAMILIES[name].spec_class, ProductSpec)]
 FORMATTED = [family for family in PRODUCTS if family != "lowrank_shared"]
 
@@ -206,10 +206,11 @@ def test_formats_that_do_not_go_together(fields, error, words):
         LowRankSpec(m=8, k=16, r=4, n=32, **fields)
 
 
-@pytest.mark.parametrize("family", FORMATTED)
-def test_trn1_refuses_fp8(family):
-    rank_of = {} if family == "matmul" else {"r": 4}
-    spec = FAMILIES[family].spec_class(m=8, k=16, n=32, dtype=FP8, **rank_of)
+@pytest.mark.parametrize("x_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("family", PRODUCTS)
+def test_trn1_refuses_fp8(family, x_dtype):
+    sizes = small_fields(family, 8, 16, 4, 32)
+    spec = FAMILIES[family].spec_class(**sizes, dtype=FP8, x_dtype=x_dtype)
     with pytest.raises(SpecError, match="trn1 does not, use dtype bfloat16 there"):
         build_kernel(spec, "trn1")
 

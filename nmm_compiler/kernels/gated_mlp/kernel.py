@@ -174,7 +174,7 @@ def gated_mlp(x, spec, schedule, **others):
         if spec.gate_r > 0:
             gate_p = others.get("gate_p_scale")
             gate_p_scale_sb = product_scales(
-                others.get("gate_u_scale"), of_x, spec.gate_r, spec.scales, True, True
+                others.get("gate_u_scale"), of_x, spec.gate_r, spec.scales, True, spec.fp8_x
             )
             if spec.requantized:
                 times(gate_p_scale_sb, reciprocal_of(load_scale(gate_p)))
@@ -183,12 +183,12 @@ def gated_mlp(x, spec, schedule, **others):
             )
         else:
             gate_scale_sb = product_scales(
-                gate_w_scale_part, of_x, n, spec.scales, columns_out, True
+                gate_w_scale_part, of_x, n, spec.scales, columns_out, spec.fp8_x
             )
         if spec.up_r > 0:
             up_p = others.get("up_p_scale")
             up_p_scale_sb = product_scales(
-                others.get("up_u_scale"), of_x, spec.up_r, spec.scales, True, True
+                others.get("up_u_scale"), of_x, spec.up_r, spec.scales, True, spec.fp8_x
             )
             if spec.requantized:
                 times(up_p_scale_sb, reciprocal_of(load_scale(up_p)))
@@ -196,7 +196,9 @@ def gated_mlp(x, spec, schedule, **others):
                 up_v_scale_part, up_p, n, spec.scales, columns_out, spec.requantized
             )
         else:
-            up_scale_sb = product_scales(up_w_scale_part, of_x, n, spec.scales, columns_out, True)
+            up_scale_sb = product_scales(
+                up_w_scale_part, of_x, n, spec.scales, columns_out, spec.fp8_x
+            )
         if spec.down:
             of_h = others.get("h_scale")
             y_down = spec.out_layout == "col"

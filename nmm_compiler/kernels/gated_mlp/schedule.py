@@ -104,7 +104,7 @@ class GatedMLPSchedule(LoopedSchedule):
         rows = spec.out_layout == "row"
         k_segment, n_segment = self.segments(spec)
         turned = self.v.load == "dma"
-        x_row = pitch(tokens, pairs or self.x.load == "dma") * size
+        x_row = pitch(tokens, pairs or self.x.load == "dma") * item_bytes(spec.x_format)
         held = {"x": k_tiles * x_row, "active": 4 * 512}
         if spec.down or not rows:
             held["active"] = result_elements(panel, tokens, rows=False) * 4
@@ -143,7 +143,9 @@ class GatedMLPSchedule(LoopedSchedule):
         held |= self._epilogue_bytes(spec, y_size)
         if by_tensor(self.x.load, self.v.load):
             chunks = (self.u.chunk, self.x.chunk, self.v.chunk, self.down.chunk, self.out.chunk)
-            held["flat"] = max(chunks) * flat_bytes(spec.dtype, self.x.load, self.v.load)
+            flat = flat_bytes(spec.x_format, self.x.load)
+            flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.v.load))
+            held["flat"] = max(chunks) * flat
         return held
 
     @staticmethod
@@ -305,7 +307,7 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
     if spec.wide and spec.intermediates() and w_loads != ["rows"]:
         w_loads = ["tensor"]
     kept = 4 if spec.wide else size
-    x_ways = x_loads(spec.m, spec.x_layout, spec.dtype, target)
+    x_ways = x_loads(spec.m, spec.x_layout, spec.x_format, target)
     rank, down = max(1, _rank(spec)), spec.down
     down_rank = spec.rank("down") or 1
     rows = spec.out_layout == "row"
@@ -319,7 +321,7 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
             continue
         n_tiles_at_once = 1 if rows and not down else m_tiles
         for double_row, u_block, v_block, down_block, out_block in itertools.product(
-            row_modes(spec.dtype, target),
+            row_modes(spec.x_format, target),
             blocks(rank, (256, 512, 1024)),
             blocks(spec.n, (128, 256, 512, 1024, 2048)) + uneven,
             blocks(down_rank, (256, 512, 1024)) if down else [128],
@@ -383,6 +385,7 @@ def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ..
 def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Work:
     """Count the work of the engines; see `Work`."""
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    x_size = item_bytes(spec.x_format)
     pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
     m, moving = spec.m, min(512, spec.m)
     m_blocks, m_moves = tiles(m, schedule.m_block), tiles(m, 512)
@@ -390,7 +393,7 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
     tally = Tally()
     x_count = tiles(spec.k, schedule.x.chunk) * m_blocks
     x_how = "dma" if schedule.x.load == "dma" else "rows"
-    tally.load(x_how, m * spec.k * size, x_count, tokens * size, (0, 0, 0))
+    tally.load(x_how, m * spec.k * x_size, x_count, tokens * x_size, (0, 0, 0))
 
     def weight(rows: int, columns: int, operand: Operand, of_kept: bool) -> None:
         count = tiles(rows, operand.chunk) * tiles(columns, operand.block) * m_blocks
@@ -436,7 +439,7 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
     stores = tiles(features, panel) * (tiles(m, 128) if rows else m_blocks)
     tally.store(m * features * y_size, stores, (panel if rows else tokens) * y_size)
     return tally.work(
-        lead_bytes=tokens * spec.k * size,
+        lead_bytes=tokens * spec.k * x_size,
         tail_matmuls=(tiles(panel, 512), moving),
         tail_bytes=min(m, 128) * panel * y_size,
     )

@@ -106,7 +106,7 @@ def lowrank(x, u, v, spec, schedule, **others):
     if spec.fp8:
         kept_scale = others.get("p_scale")
         p_scale_sb = product_scales(
-            others.get("u_scale"), others.get("x_scale"), r, spec.scales, True, True
+            others.get("u_scale"), others.get("x_scale"), r, spec.scales, True, spec.fp8_x
         )
         if spec.scale != 1.0:
             times(p_scale_sb, spec.scale)

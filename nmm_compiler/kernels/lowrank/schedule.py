@@ -91,7 +91,7 @@ class LowRankSchedule(LoopedSchedule):
     def sbuf_bytes(self, spec: LowRankSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
-        p_size = item_bytes(spec.intermediate_dtype)
+        p_size, x_size = item_bytes(spec.intermediate_dtype), item_bytes(spec.x_format)
         v_size = p_size if spec.wide else size
         pairs, second = self.double_row, self.double_row and spec.requantized
         k_tiles, r_tiles = tiles(spec.k, 128), tiles(spec.r, 128)
@@ -103,7 +103,7 @@ class LowRankSchedule(LoopedSchedule):
         u_tiles = tiles(self.u.chunk, 128) if self.u.stream else segment_tiles
         rows = spec.out_layout == "row"
         held = {
-            "x": x_tiles * pitch(tokens, pairs or self.x.load == "dma") * size,
+            "x": x_tiles * pitch(tokens, pairs or self.x.load == "dma") * x_size,
             "u": u_tiles * pitch(u_columns, pairs or self.u.load == "dma") * size,
             "p": r_tiles * pitch(tokens, second) * p_size,
             "v": r_tiles * pitch(v_columns, second or self.v.load == "dma") * v_size,
@@ -130,7 +130,8 @@ class LowRankSchedule(LoopedSchedule):
                 held["quantized"] = 512 * 4
         held |= sum_bytes(spec)
         if by_tensor(self.x.load, self.u.load, self.w_load):
-            flat = flat_bytes(spec.dtype, self.x.load, self.u.load, self.w_load)
+            flat = flat_bytes(spec.x_format, self.x.load)
+            flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.u.load, self.w_load))
             held["flat"] = min(max(self.u.chunk, self.x.chunk), spec.k) * flat
         if by_tensor(self.v.load):
             held["flat_v"] = min(self.v.chunk, spec.r) * flat_bytes(spec.dtype, self.v.load)
@@ -238,7 +239,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     v_blocks = blocks(spec.n, (512, 1024, 2048, 3072, 4096))
     few = spec.m <= 128  # one pass per weight: long runs, short last loads, all of PSUM
     for x_load, u_load, v_load, w_load in itertools.product(
-        x_loads(spec.m, spec.x_layout, spec.dtype, target), u_loads, v_loads, w_loads
+        x_loads(spec.m, spec.x_layout, spec.x_format, target), u_loads, v_loads, w_loads
     ):
         turned = (x_load, u_load, w_load) if spec.base else (x_load, u_load)
         stage_banks = free_banks(target, x_load, u_load)
@@ -271,7 +272,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 (u_resident, u_stream), v_resident, k_chunk, v_chunk, v_stationary, double_row
             ) in itertools.product(
                 uses, residents, sorted(k_chunks), sorted(v_chunks), stationary,
-                row_modes(spec.dtype, target),
+                row_modes(spec.x_format, target),
             ):  # fmt: skip
                 n_group = min(banks, tiles(v_block, 512))
                 if v_stationary:
@@ -351,6 +352,7 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
 def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     """Count the work of the engines; see `Work`."""
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    x_size = item_bytes(spec.x_format)
     v_size = 4 if spec.wide and schedule.v.load == "rows" else size  # the load widens it
     pairs, second = schedule.double_row, schedule.double_row and spec.requantized
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
@@ -390,33 +392,34 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     v_times = 1 if schedule.v.resident else m_blocks
     u_run = u_columns * size * (rows_at_once if u_columns == r else 1)
     x_at_once = tiles(min(schedule.x.chunk, k), 128) if long_runs else 1
-    x_run = tokens * size * (x_at_once if tokens == m else 1)
+    x_run = tokens * x_size * (x_at_once if tokens == m else 1)
     if schedule.x.load == "strided":
-        x_run = x_at_once * size
+        x_run = x_at_once * x_size
     loads = [
-        (schedule.x.load, m * k * size, tiles(k, schedule.x.chunk) * m_blocks, x_run, m, 1),
+        (schedule.x.load, m * k * x_size, tiles(k, schedule.x.chunk) * m_blocks, x_run, m, 1,
+         x_size),
         (schedule.u.load, k * r * size * u_times, k_chunks * tiles(r, u_columns) * u_times, u_run,
-         r, u_times),
+         r, u_times, size),
         (schedule.v.load, r * n * v_size * v_times, r_chunks * tiles(n, panel) * v_times,
-         panel * v_size, n, v_times),
+         panel * v_size, n, v_times, size),
     ]  # fmt: skip
     if spec.base:
         loads.append(
             (schedule.w_load, k * n * size * m_blocks, k_chunks * tiles(n, panel) * m_blocks,
-             panel * size, n, m_blocks)
+             panel * size, n, m_blocks, size)
         )  # fmt: skip
-    for how, total, count, run, free, times in loads:
-        inner = total // (free * size * times)
+    for how, total, count, run, free, times, each in loads:
+        inner = total // (free * each * times)
         squares = tiles(inner, 128) * tiles(free, 128) * times
-        turned = squares, count * tiles(free, 128), min(schedule.u.chunk, inner) * size
+        turned = squares, count * tiles(free, 128), min(schedule.u.chunk, inner) * each
         tally.load(how, total, count, run, turned)
     panel_tiles = tiles(panel, 128 if schedule.v_stationary else 512)
     rest = tiles(schedule.segment(spec), 128) * max(0, r_tiles - schedule.u.group), min(512, m)
     return tally.work(
-        lead_bytes=min(schedule.u.chunk, k) * (tokens + u_columns) * size,
+        lead_bytes=min(schedule.u.chunk, k) * (tokens * x_size + u_columns * size),
         tail_matmuls=(tiles(min(schedule.v.chunk, r), 128) * panel_tiles, out_columns),
         tail_bytes=min(m, 128) * panel * y_size,
-        early_bytes=k * (r + m) * size if few else 0,
+        early_bytes=k * (r * size + m * x_size) if few else 0,
         late_matmuls=(late, rest) if few else (),
     )
 

@@ -9,9 +9,31 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.loads_and_stores import bias_columns, evict, load, spread_bias
+from ..pieces.loads_and_stores import (
+    bias_columns,
+    evict,
+    load,
+    load_scale,
+    panel_scales,
+    product_scales,
+    reciprocal_of,
+    round_to,
+    spread_bias,
+    times,
+)
 from ..pieces.product_to_hbm import expand_columns, expand_rows, load_panel
-from ..pieces.records import Base, Block, Epilogue, Part, Product, Result, Strip, Tile, Weight
+from ..pieces.records import (
+    Base,
+    Block,
+    Epilogue,
+    Part,
+    Product,
+    Result,
+    Rounding,
+    Strip,
+    Tile,
+    Weight,
+)
 from ..pieces.two_cores import (
     add_up_halves,
     clear_tail,
@@ -23,7 +45,7 @@ from ..pieces.two_cores import (
 
 
 @nki.jit
-def lowrank_shared(x, us, vs, biases, spec, schedule):
+def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
     """Return every y."""
     m = spec.m  # tokens
     k = spec.k  # input features
@@ -44,9 +66,20 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
     k_tiles = (k + 127) // 128
     outs = []
     bias_sbs = []
+    p_scale_sbs = []
+    y_scale_sbs = []
     u_sbs = []
     v_alls = []
     core = 0
+    second_row = schedule.double_row and spec.requantized
+    x_aligned = schedule.double_row or schedule.x.load == "dma"
+    y_dtype = x.dtype if spec.result_dtype == spec.dtype else getattr(nl, spec.result_dtype)
+    p_dtype = (
+        x.dtype if spec.intermediate_dtype == spec.dtype else getattr(nl, spec.intermediate_dtype)
+    )
+    u_dtype = us[0].dtype if spec.fp8 else x.dtype
+    v_dtype = nl.float32 if spec.wide else u_dtype
+    of_p0 = len(ranks) + len(ns)  # the scales are of every u, of every v, of every x u
     m_all = 2 * m if schedule.split == "tokens" else m
     n_times = 2 if schedule.split == "outputs" or schedule.split == "weights" else 1
     parts = [] if schedule.split else outs
@@ -60,9 +93,9 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
         x = half(x, 1 if spec.x_layout == "row" else 0, core)
     for j in range(len(ns)):
         if out_layouts[j] == "row":
-            outs.append(nl.ndarray((m_all, n_times * ns[j]), dtype=x.dtype, buffer=nl.shared_hbm))
+            outs.append(nl.ndarray((m_all, n_times * ns[j]), dtype=y_dtype, buffer=nl.shared_hbm))
         else:
-            outs.append(nl.ndarray((n_times * ns[j], m_all), dtype=x.dtype, buffer=nl.shared_hbm))
+            outs.append(nl.ndarray((n_times * ns[j], m_all), dtype=y_dtype, buffer=nl.shared_hbm))
         if schedule.split == "tokens":
             parts.append(half(outs[j], 0 if out_layouts[j] == "row" else 1, core))
         elif schedule.split:
@@ -77,27 +110,50 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                 bias_sbs.append(spread_bias(bias, ns[j]))
             else:
                 bias_sbs.append(bias_columns(bias, ns[j]))
+        if spec.fp8:
+            of_v = scales[len(ranks) + j]
+            if n_times == 2 and spec.scales == "channel":
+                of_v = half_row(of_v, core)
+            of_p = scales[of_p0 + pair_of[j]] if spec.requantized else None
+            if stationary[j] and out_layouts[j] == "row" and spec.scales == "channel":
+                y_scale_sb = panel_scales(of_v, ns[j], schedule.v.block)
+                if spec.requantized:
+                    times(y_scale_sb, load_scale(of_p))
+            else:
+                y_scale_sb = product_scales(
+                    of_v, of_p, ns[j], spec.scales, stationary[j], spec.requantized
+                )
+            y_scale_sbs.append(y_scale_sb)
         if schedule.v.resident:
             depth = (ranks[pair_of[j]] + 127) // 128
-            v_pitch = (ns[j] + 15) // 16 * 16 if schedule.v.load == "dma" else ns[j]
-            v_alls.append(nl.ndarray((128, depth, v_pitch), dtype=x.dtype, buffer=nl.sbuf))
+            v_pitch = (ns[j] + 15) // 16 * 16 if second_row or schedule.v.load == "dma" else ns[j]
+            v_alls.append(nl.ndarray((128, depth, v_pitch), dtype=v_dtype, buffer=nl.sbuf))
     for i in range(len(ranks)):
         if schedule.split == "weights":
             u_parts.append(half(us[i], 0 if spec.u_layout == "row" else 1, core))
         if schedule.u.resident:
-            u_pitch = (ranks[i] + 15) // 16 * 16 if schedule.u.load == "dma" else ranks[i]
-            u_sbs.append(nl.ndarray((128, k_tiles, u_pitch), dtype=x.dtype, buffer=nl.sbuf))
+            aligned = schedule.double_row or schedule.u.load == "dma"
+            u_pitch = (ranks[i] + 15) // 16 * 16 if aligned else ranks[i]
+            u_sbs.append(nl.ndarray((128, k_tiles, u_pitch), dtype=u_dtype, buffer=nl.sbuf))
         else:
             u_sbs.append(None)
+        if spec.fp8:
+            p_scale_sb = product_scales(
+                scales[i], others.get("x_scale"), ranks[i], spec.scales, True, spec.fp8_x
+            )
+            if spec.requantized:
+                times(p_scale_sb, reciprocal_of(load_scale(scales[of_p0 + i])))
+            p_scale_sbs.append(p_scale_sb)
 
     for m0 in range(0, m, m_block):
         tokens = min(m_block, m - m0)
         m_tiles = (tokens + 511) // 512
 
         # Stage 1: every p^T = (x u)^T, summed over all of k in PSUM, rounded once on the way out.
-        x_pitch = (tokens + 15) // 16 * 16 if schedule.x.load == "dma" else tokens
+        x_pitch = (tokens + 15) // 16 * 16 if x_aligned else tokens
+        p_pitch = (tokens + 15) // 16 * 16 if second_row else tokens
         x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
-        p_sb = nl.ndarray((128, starts[len(ranks)], tokens), dtype=x.dtype, buffer=nl.sbuf)
+        p_sb = nl.ndarray((128, starts[len(ranks)], p_pitch), dtype=p_dtype, buffer=nl.sbuf)
         made_sb = p_sb
         if schedule.split == "weights":
             # each core sums over its half of k
@@ -124,11 +180,11 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                         u_deep = (u_rows + 127) // 128
                         if k0 % u_chunks[i] == 0:
                             if not schedule.u.resident:
-                                if schedule.u.load == "dma":
+                                if schedule.double_row or schedule.u.load == "dma":
                                     u_pitch = (r1 - r0 + 15) // 16 * 16
-                                    u_sbs[i] = nl.ndarray((128, u_deep, u_pitch), dtype=x.dtype)
+                                    u_sbs[i] = nl.ndarray((128, u_deep, u_pitch), dtype=u_dtype)
                                 else:
-                                    u_sbs[i] = nl.ndarray((128, u_deep, r1 - r0), dtype=x.dtype)
+                                    u_sbs[i] = nl.ndarray((128, u_deep, r1 - r0), dtype=u_dtype)
                                 part = Part(u_parts[i], k0, u_rows, r0, r1 - r0)
                                 load(u_sbs[i], 0, part, schedule.u.load, schedule.k_order, k)
                             elif m0 == 0 and r0 == 0:
@@ -138,9 +194,30 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                                 )
                 # few tokens: the u take turns, since a sum waits for its previous product
                 deep = (rows + 127) // 128
-                for step in range(deep * len(ranks)):
-                    i = step % len(ranks) if tokens < 512 else step // deep
-                    kt = step // len(ranks) if tokens < 512 else step % deep
+                pairs = rows // 256 if schedule.double_row else 0
+                for step in range(pairs * len(ranks)):
+                    i = step % len(ranks) if tokens < 512 else step // pairs
+                    kt = 2 * (step // len(ranks)) if tokens < 512 else 2 * (step % pairs)
+                    r0 = 128 * max(0, t0 - starts[i])
+                    r1 = min(ranks[i], 128 * (t1 - starts[i]))
+                    if r0 < r1:
+                        u_tile = k0 // 128 if schedule.u.resident else k0 % u_chunks[i] // 128
+                        pair = Tile(
+                            u_sbs[i], u_tile + kt, r0 if schedule.u.resident else 0, r1 - r0,
+                            starts[i] + r0 // 128, k0 // 128 + kt, 128,
+                            k0 + rows == k and kt == deep - 2,
+                        )  # fmt: skip
+                        add_pair(sums, t0, pair, x_sb, tokens)
+                        if k0 + rows == k and kt == deep - 2:
+                            rounding = Rounding(
+                                1.0, p_scale_sbs[i], spec.scales, spec.requantized, None, False,
+                                "identity", False, None,
+                            )  # fmt: skip
+                            keep_tiles(made_sb, sums, t0, pair, tokens, r0, rounding)
+                past = 2 * pairs
+                for step in range((deep - past) * len(ranks)):
+                    i = step % len(ranks) if tokens < 512 else step // (deep - past)
+                    kt = past + step // len(ranks) if tokens < 512 else past + step % (deep - past)
                     r0 = 128 * max(0, t0 - starts[i])
                     r1 = min(ranks[i], 128 * (t1 - starts[i]))
                     if r0 < r1:
@@ -150,7 +227,13 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                             starts[i] + r0 // 128, k0 // 128 + kt, min(128, k - k0 - 128 * kt),
                             k0 + rows == k and kt == deep - 1,
                         )  # fmt: skip
-                        add_tile(made_sb, sums, t0, tile, x_sb, tokens)
+                        add_tile(made_sb, sums, t0, tile, x_sb, tokens, spec.fp8)
+                        if spec.fp8 and k0 + rows == k and kt == deep - 1:
+                            rounding = Rounding(
+                                1.0, p_scale_sbs[i], spec.scales, spec.requantized, None, False,
+                                "identity", False, None,
+                            )  # fmt: skip
+                            keep_tiles(made_sb, sums, t0, tile, tokens, r0, rounding)
 
         # Stage 2: contracts over the rank, panel by panel of every v.
         firsts = []
@@ -169,7 +252,7 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
                     load_panel(
                         Weight(v_parts[j], v_all, schedule.v, True, False, None),
                         Block(m0, tokens),
-                        Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False),
+                        Product(ranks[i], ns[j], "strided_rows", ranks[i], second_row, spec.wide),
                         0,
                     )
                 )
@@ -186,14 +269,15 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
             v_all = None
             if schedule.v.resident:
                 v_all = v_alls[j]
-            left = Strip(p_sb[0:128, starts[i] : starts[i + 1], 0:tokens], None, schedule.kept)
+            left = Strip(p_sb[0:128, starts[i] : starts[i + 1], 0:p_pitch], None, schedule.kept)
             first_sb = firsts[place] if schedule.ahead > 0 else None
             right = Weight(
                 v_parts[j], v_all, schedule.v, schedule.ahead, schedule.ahead > 0, first_sb
             )
             base = Base(None, None, 0, "rows", 128, "strided_rows")
-            product = Product(ranks[i], ns[j], "strided_rows", ranks[i], False, False)
-            epilogue = Epilogue(None, bias_sb, None, bias_of[j] >= 0, activations[j])
+            product = Product(ranks[i], ns[j], "strided_rows", ranks[i], second_row, spec.wide)
+            y_scale_sb = y_scale_sbs[j] if spec.fp8 else None
+            epilogue = Epilogue(y_scale_sb, bias_sb, spec.scales, bias_of[j] >= 0, activations[j])
             at = Block(m0, tokens)
             if stationary[j]:
                 result = Result(parts[j], out_layouts[j] == "row", schedule.own_queue, 0)
@@ -205,7 +289,7 @@ def lowrank_shared(x, us, vs, biases, spec, schedule):
     return tuple(outs)
 
 
-def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens):
+def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled):
     """Add a tile of the contraction to the sums of one u's columns; the last one rounds them."""
     # t0: the first tile of the strip that the sums become
     m_tiles = (tokens + 511) // 512
@@ -222,7 +306,7 @@ def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens):
                 moving=x_sb[0 : part.rows, part.k_tile, ms : ms + mw],
                 accumulate=part.k_tile > 0,
             )
-    if part.last:
+    if part.last and not scaled:
         for c in range(0, part.columns, 128):
             rp = min(128, part.columns - c)
             for mt in range(m_tiles):
@@ -230,3 +314,39 @@ def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens):
                 mw = min(512, tokens - ms)
                 s = (at + c // 128) * m_tiles + mt
                 evict(p_sb[0:rp, part.p_tile + c // 128, ms : ms + mw], sums[s][0:rp, 0:mw], s)
+
+
+def add_pair(sums, t0, part: Tile, x_sb, tokens):
+    """Add two tiles of the contraction to the sums of one u's columns in one pass."""
+    m_tiles = (tokens + 511) // 512
+    at = part.p_tile - t0
+    for c in range(0, part.columns, 128):
+        rp = min(128, part.columns - c)
+        first = part.first + c
+        for mt in range(m_tiles):
+            ms = 512 * mt
+            mw = min(512, tokens - ms)
+            nisa.nc_matmul(
+                dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
+                stationary=part.u_sb[0:128, part.u_tile : part.u_tile + 2, first : first + rp],
+                moving=x_sb[0:128, part.k_tile : part.k_tile + 2, ms : ms + mw],
+                accumulate=part.k_tile > 0,
+                perf_mode=nisa.matmul_perf_mode.double_row,
+            )
+
+
+def keep_tiles(p_sb, sums, t0, part: Tile, tokens, r0, rounding: Rounding):
+    """Round the sums of one u's columns, from column r0 on, times their scales."""
+    m_tiles = (tokens + 511) // 512
+    for c in range(0, part.columns, 128):
+        rp = min(128, part.columns - c)
+        tile = part.p_tile + c // 128
+        at = (r0 + c) // 128 if rounding.scales == "channel" else 0
+        for mt in range(m_tiles):
+            ms = 512 * mt
+            mw = min(512, tokens - ms)
+            s = (tile - t0) * m_tiles + mt
+            round_to(
+                p_sb[0:rp, tile, ms : ms + mw], sums[s][0:rp, 0:mw],
+                rounding.scale[0:rp, at : at + 1], rounding.requantize, True, s,
+            )  # fmt: skip

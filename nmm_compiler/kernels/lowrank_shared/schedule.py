@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import WEIGHTS, Family
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec, Output
-from nmm_compiler.kernels.number_formats import pitch
+from nmm_compiler.kernels.number_formats import (
+    check_double_row,
+    check_widened,
+    passes,
+    pitch,
+    row_modes,
+    scale_bytes,
+)
 from nmm_compiler.kernels.schedule import KernelSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
@@ -19,6 +26,7 @@ from nmm_compiler.kernels.tiling import (
     by_tensor,
     chunk_order,
     chunk_rows,
+    flat_bytes,
     free_banks,
     item_bytes,
     result_elements,
@@ -44,6 +52,7 @@ class LowRankSharedSchedule(KernelSchedule):
         after the other.
     v_stationary: stage 2 holds v stationary for "row" results too, where their sizes allow it.
     narrow_first: results with few columns are made first, which hides their short stores.
+    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
     """
 
     u: Operand
@@ -51,10 +60,16 @@ class LowRankSharedSchedule(KernelSchedule):
     k_chunk: int
     v_stationary: bool = False
     narrow_first: bool = False
+    double_row: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "u": "u.chunk", "p": "m_block", "v": "v.block", "y": "v.block",
     }  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; double_row only where there is one."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if name != "double_row" or value}
 
     def sizes(self, spec: LowRankSharedSpec) -> dict[str, int]:
         """Return field -> the size that it divides."""
@@ -73,7 +88,8 @@ class LowRankSharedSchedule(KernelSchedule):
 
     def settled(self, spec: Any) -> _Settled:
         """Return the schedule as the kernel of `spec` reads it."""
-        held = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        made = super().settled(spec)
+        held = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
         starts = itertools.accumulate((tiles(r, 128) for r in spec.ranks), initial=0)
         return _Settled(
             **held,
@@ -105,10 +121,12 @@ class LowRankSharedSchedule(KernelSchedule):
 
     def sbuf_bytes(self, spec: LowRankSharedSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
-        size = item_bytes(spec.dtype)
+        size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+        p_size, x_size = item_bytes(spec.intermediate_dtype), item_bytes(spec.x_format)
+        pairs, second = self.double_row, self.double_row and spec.requantized
         k_tiles, tokens = tiles(spec.k, 128), min(self.m_block, spec.m)
         results = spec.results()
-        u_turned, v_turned = self.u.load == "dma", self.v.load == "dma"
+        u_turned, v_turned = pairs or self.u.load == "dma", second or self.v.load == "dma"
         if self.u.resident:
             u = k_tiles * sum(pitch(r, u_turned) for r in spec.ranks)
         else:
@@ -125,11 +143,11 @@ class LowRankSharedSchedule(KernelSchedule):
             wide = [pitch(panel, v_turned) for panel in panels]
             v = max(depth * columns for depth, columns in zip(depths, wide, strict=True))
         held = {
-            "x": k_tiles * pitch(tokens, self.x.load == "dma") * size,
+            "x": k_tiles * pitch(tokens, pairs or self.x.load == "dma") * x_size,
             "u": u * size,
-            "p": sum(tiles(r, 128) for r in spec.ranks) * tokens * size,
-            "v": v * size,
-            "y": size * max(
+            "p": sum(tiles(r, 128) for r in spec.ranks) * pitch(tokens, second) * p_size,
+            "v": v * (p_size if spec.wide else size),
+            "y": y_size * max(
                 result_elements(panel, tokens, rows=not self.holds_v(y))
                 for panel, y in zip(panels, results, strict=True)
             ),
@@ -138,14 +156,33 @@ class LowRankSharedSchedule(KernelSchedule):
             held["halves"] = 2 * sum(tiles(r, 128) for r in spec.ranks) * tokens * 4
         biased = [y for y in results if y.bias]
         if biased:
-            held["bias"] = sum(bias_bytes(y.n, size, rows=y.layout == "row") for y in biased)
-            if any(y.layout == "row" and y.activation != "identity" for y in biased):
-                held["sum"] = 512 * 4
+            held["bias"] = sum(bias_bytes(y.n, y_size, rows=y.layout == "row") for y in biased)
+        steps = max(self._steps(spec, y) for y in results)
+        if steps > 1:
+            held["sum"] = 512 * 4 * (steps - 1)
+        if spec.fp8:
+            held["scale"] = sum(scale_bytes(r, spec.scales, down=True) for r in spec.ranks)
+            held["scale"] += sum(
+                scale_bytes(y.n, spec.scales, down=self.holds_v(y)) for y in results
+            )
+            if spec.requantized:
+                held["quantized"] = 512 * 4
         if by_tensor(self.x.load, self.u.load):
-            held["flat"] = min(max(*self.chunks_of(spec), self.x.chunk), spec.k) * size
+            flat = flat_bytes(spec.x_format, self.x.load)
+            flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.u.load))
+            held["flat"] = min(max(*self.chunks_of(spec), self.x.chunk), spec.k) * flat
         if by_tensor(self.v.load):
-            held["flat_v"] = min(self.v.chunk, max(spec.ranks)) * size
+            flat = flat_bytes(spec.dtype, self.v.load)
+            held["flat_v"] = min(self.v.chunk, max(spec.ranks)) * flat
         return held
+
+    @staticmethod
+    def _steps(spec: LowRankSharedSpec, y: Output) -> int:
+        """Return steps from a sum to a "row" result, which keep fp32 tiles between them."""
+        if y.layout == "col":
+            return 0
+        scaled = spec.scales == "channel" or (spec.scales == "tensor" and y.bias)
+        return scaled + y.bias + (y.activation != "identity")
 
     def overlapped_bytes(self, spec: LowRankSharedSpec) -> int:
         """Return bytes per partition with a second copy of what streams, so that loads overlap."""
@@ -160,7 +197,8 @@ class LowRankSharedSchedule(KernelSchedule):
             if self.v.resident
             else sum(tiles(y.r, 128) * min(self.v.block, y.n) for y in spec.results())
         )
-        return self.with_copies(spec, streams) + firsts * item_bytes(spec.dtype)
+        each = spec.intermediate_dtype if spec.wide else spec.dtype
+        return self.with_copies(spec, streams) + firsts * item_bytes(each)
 
     def psum_banks(self, spec: LowRankSharedSpec) -> dict[str, int]:
         """Return PSUM banks in use in each stage."""
@@ -178,6 +216,8 @@ class LowRankSharedSchedule(KernelSchedule):
 
     def check_own(self, spec: LowRankSharedSpec, target: Target) -> None:
         """Raise SpecError for the rules that only lowrank_shared has."""
+        check_double_row(self.double_row, spec.x_format, target)
+        check_widened("v.load", self.v.load, spec)
         self.check_multiple("x.chunk", "k_chunk", spec.k)
         self.check_multiple("u.chunk", "k_chunk", spec.k)
         results = spec.results()
@@ -196,6 +236,7 @@ class LowRankSharedSchedule(KernelSchedule):
             f"u{self.u.chunk} r{self.v.chunk}{self.uses('u', 'v')}"
             f"{' v-stationary' if self.v_stationary else ''}"
             f"{' narrow-first' if self.narrow_first else ''}"
+            f"{' double-row' if self.double_row else ''}"
             f"{f' {self.split}-split' if self.split else ''}"
         )
 
@@ -226,12 +267,14 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
     if spec.m <= 64 and target.dma_generates_descriptors and turns:
         stills.append(True)
     few = spec.m <= 128
-    strips = (tiles(spec.k, 128) + r_tiles) * 512 * size  # of x and of the intermediates
+    # of x and of the intermediates
+    strips = tiles(spec.k, 128) * 512 * item_bytes(spec.x_format)
+    strips += r_tiles * 512 * item_bytes(spec.intermediate_dtype)
     wide = strips > target.sbuf_usable_bytes_per_partition // 2
     for x_load, u_load, v_load, m_block in itertools.product(
-        x_loads(spec.m, spec.x_layout, spec.dtype, target),
+        x_loads(spec.m, spec.x_layout, spec.x_format, target),
         ["rows"] if spec.u_layout == "row" else ways,
-        ["rows"] if spec.v_layout == "row" else ways,
+        ["rows"] if spec.v_layout == "row" else ["tensor"] if spec.wide else ways,
         blocks(spec.m, (128, 256, 512, 1024, 2048) if wide else (512, 1024, 2048)),
     ):
         m_tiles = tiles(min(m_block, spec.m), 512)
@@ -259,9 +302,10 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
             sizes = (4096, 8192, 16384) if few else (2048, 4096, 8192)
             chunks = {chunk_rows(spec.k, columns * size, wanted) for wanted in sizes}
             orders = {False, len({y.n for y in results}) > 1}
-            for k_chunk, depth, narrow_first in itertools.product(
-                sorted(chunks), (1,) if few else (1, 2), sorted(orders)
-            ):
+            for k_chunk, depth, narrow_first, double_row in itertools.product(
+                sorted(chunks), (1,) if few else (1, 2), sorted(orders),
+                row_modes(spec.x_format, target),
+            ):  # fmt: skip
                 yield LowRankSharedSchedule(
                     x=Operand(load=x_load, chunk=x_rows(spec.m, spec.k, k_chunk)),
                     u=Operand(
@@ -279,6 +323,7 @@ def candidates(spec: LowRankSharedSpec, target: Target) -> Iterator[LowRankShare
                     k_chunk=k_chunk,
                     v_stationary=v_stationary,
                     narrow_first=narrow_first,
+                    double_row=double_row,
                 )
 
 
@@ -300,18 +345,22 @@ def data_flow(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule) -> tuple
 
 def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Target) -> Work:
     """Count the work of the engines; see `Work`."""
-    size = item_bytes(spec.dtype)
+    size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    x_size, v_size = item_bytes(spec.x_format), item_bytes(spec.dtype)
+    if spec.wide and schedule.v.load == "rows":
+        v_size = 4  # the load widens it
+    pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
     m, k, moves = spec.m, spec.k, tiles(spec.m, 512)
     moving, tokens = min(512, m), min(schedule.m_block, m)
-    m_blocks, k_tiles = tiles(m, schedule.m_block), tiles(k, 128)
+    m_blocks = tiles(m, schedule.m_block)
     r_tiles = sum(tiles(r, 128) for r in spec.ranks)
     tally = Tally()
-    tally.matmuls.append((k_tiles * r_tiles * moves, moving))
+    tally.matmuls.append((passes(k, schedule.k_chunk, pairs) * r_tiles * moves, moving))
     tally.evictions.append((r_tiles * moves, moving))
     second: list[tuple[int, int]] = []
 
     def load(
-        how: str, rows: int, columns: int, chunk: int, panel: int, run: int, times: int
+        how: str, rows: int, columns: int, chunk: int, panel: int, run: int, times: int, size: int
     ) -> None:
         count = tiles(rows, chunk) * tiles(columns, panel) * times
         squares = tiles(rows, 128) * tiles(columns, 128) * times
@@ -320,37 +369,39 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
 
     long_runs = schedule.k_order == "consecutive_rows"
     x_deep = tiles(schedule.x.chunk, 128) if long_runs else 1
-    x_run = tokens * size * (x_deep if tokens == m else 1)
+    x_run = tokens * x_size * (x_deep if tokens == m else 1)
     if schedule.x.load == "strided":
-        x_run = x_deep * size
-    load(schedule.x.load, k, m, schedule.x.chunk, tokens, x_run, 1)
+        x_run = x_deep * x_size
+    load(schedule.x.load, k, m, schedule.x.chunk, tokens, x_run, 1, x_size)
     for r, rows in zip(spec.ranks, schedule.chunks_of(spec), strict=True):
         at_once = tiles(rows, 128) if long_runs else 1
         panel = r if schedule.u.resident else min(r, 128 * schedule.u.group)
         run = panel * size * (at_once if panel == r else 1)
-        load(schedule.u.load, k, r, rows, panel, run, 1 if schedule.u.resident else m_blocks)
+        times = 1 if schedule.u.resident else m_blocks
+        load(schedule.u.load, k, r, rows, panel, run, times, size)
     panel, results = 0, spec.results()
     for y in (results[j] for j in schedule.order_of(spec)):
         panel, still = min(schedule.v.block, y.n), schedule.holds_v(y)
         times = 1 if schedule.v.resident else m_blocks
-        load(schedule.v.load, y.r, y.n, schedule.v.chunk, panel, panel * size, times)
+        run = panel * v_size
+        load(schedule.v.load, y.r, y.n, schedule.v.chunk, panel, run, times, v_size)
         if still:
             stores = m_blocks * tiles(y.n, panel)
-            run = (tiles(panel, 128) if y.layout == "row" else tokens) * size
+            run = (tiles(panel, 128) if y.layout == "row" else tokens) * y_size
         else:
-            stores, run = tiles(m, 128) * tiles(y.n, panel), panel * size
+            stores, run = tiles(m, 128) * tiles(y.n, panel), panel * y_size
         count, columns = result_tiles(m, y.n, rows=not still)
-        second.append((tiles(y.r, 128) * count, columns))
+        second.append((passes(y.r, schedule.v.chunk, kept) * count, columns))
         tally.evictions.append((count, columns))
-        tally.store(m * y.n * size, stores, run)
-    tally.matmuls += second
+        tally.store(m * y.n * y_size, stores, run)
+    (tally.wide_matmuls if spec.wide else tally.matmuls).extend(second)
     single = m_blocks == 1
     return tally.work(
-        lead_bytes=min(schedule.k_chunk, k) * (tokens + min(sum(spec.ranks), 128)) * size,
+        lead_bytes=min(schedule.k_chunk, k) * (tokens * x_size + min(sum(spec.ranks), 128) * size),
         tail_matmuls=(tiles(panel, 512), min(512, panel)),
-        tail_bytes=min(m, 128) * panel * size,
-        early_bytes=k * (sum(spec.ranks) + m) * size if single else 0,
-        late_matmuls=tuple(second) if single else (),
+        tail_bytes=min(m, 128) * panel * y_size,
+        early_bytes=k * (sum(spec.ranks) * size + m * x_size) if single else 0,
+        late_matmuls=tuple(second) if single and not spec.wide else (),
     )
 
 
@@ -360,5 +411,5 @@ LOWRANK_SHARED = Family(
     candidates=candidates,
     work=work,
     data_flow=data_flow,
-    gathered={"us": "u", "vs": "v", "biases": "bias"},
+    gathered={"us": "u", "vs": "v", "biases": "bias", "scales": "[uvp]_scale"},
 )

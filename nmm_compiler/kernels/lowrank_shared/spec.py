@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
     ACTIVATIONS,
-    DTYPES,
     LAYOUTS,
     OUTPUTS,
     WEIGHTS,
@@ -53,6 +52,8 @@ class LowRankSharedSpec(ProductSpec):
     text "r:n,n". bias, activation and out_layout: one value, or one per result, in the order of
     the pairs. u_layout and v_layout hold for all u and all v. A "col" layout means passed, or
     returned, transposed. Operands: x, every u, every v, then the biases there are.
+
+    intermediate, scales, out_dtype: as in LowRankSpec; a quantized x u_i has a scale of its own.
     """
 
     pairs: tuple[Pair, ...]
@@ -63,11 +64,13 @@ class LowRankSharedSpec(ProductSpec):
     bias: bool | tuple[bool, ...] = False
     activation: str | tuple[str, ...] = "identity"
     out_layout: str | tuple[str, ...] = "row"
+    intermediate: str = "operand"
+    scales: str | None = None
+    out_dtype: str | None = None
 
     family: ClassVar[str] = "lowrank_shared"
 
     sizes: ClassVar[tuple[str, ...]] = ("m", "k")
-    dtypes: ClassVar[tuple[str, ...]] = DTYPES[:3]
     many: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -75,6 +78,12 @@ class LowRankSharedSpec(ProductSpec):
         for i, (r, ns) in enumerate(self.pairs):
             check_sizes(self.family, {f"r of pair {i}": r} | {f"n of pair {i}": n for n in ns})
         super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; the formats only where they are not plain."""
+        made = super().to_dict()
+        plain = {"intermediate": "operand", "scales": None, "out_dtype": None}
+        return {name: value for name, value in made.items() if plain.get(name, self) != value}
 
     def _check_names(self) -> None:
         for name in ("x_layout", "u_layout", "v_layout"):
@@ -153,7 +162,7 @@ class LowRankSharedSpec(ProductSpec):
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return every y, in the order of the pairs."""
         return tuple(
-            TensorSpec(name=f"y{j}", shape=lay((self.m, y.n), y.layout), dtype=self.dtype)
+            TensorSpec(name=f"y{j}", shape=lay((self.m, y.n), y.layout), dtype=self.result_dtype)
             for j, y in enumerate(self.results())
         )
 
@@ -162,10 +171,19 @@ class LowRankSharedSpec(ProductSpec):
         return self._each("out_layout")
 
     def weight_splits(self) -> tuple[str, ...]:
-        """Return that the outputs of every v can be halved, and the rows of every u."""
+        """Return that the outputs of every v can be halved, and the rows of every plain u."""
         if any(n % self.lnc for n in self.ns):
             return ()
-        return (OUTPUTS, WEIGHTS) if self.k % (128 * self.lnc) == 0 else (OUTPUTS,)
+        rows = self.k % (128 * self.lnc) == 0 and not self.fp8
+        return (OUTPUTS, WEIGHTS) if rows else (OUTPUTS,)
+
+    def multiplies_kept(self, weight: str) -> bool:
+        """Return whether the left factor of a weight is an intermediate; else it is x."""
+        return weight.startswith("v")
+
+    def intermediates(self) -> tuple[str, ...]:
+        """Return "p0" for x u0, and so on."""
+        return tuple(f"p{i}" for i in range(len(self.pairs)))
 
     def half_of(self, split: str) -> dict[str, Any]:
         """Return the sizes of a core's share of the weights."""
@@ -188,10 +206,17 @@ class LowRankSharedSpec(ProductSpec):
                 v_layout=self.v_layout,
                 bias=y.bias,
                 activation=y.activation,
+                intermediate=self.intermediate,
+                scales=self.scales,
+                out_dtype=self.out_dtype,
+                x_dtype=self.x_dtype,
                 lnc=self.lnc,
             )
             bias = (f"bias{j}",) if y.bias else ()
-            made.append((spec, ("x", f"u{y.pair}", f"v{j}", *bias)))
+            scales = [f"u{y.pair}_scale", f"v{j}_scale"] if self.fp8 else []
+            scales = [*(["x_scale"] if self.fp8_x else []), *scales]
+            scales += [f"p{y.pair}_scale"] if self.requantized else []
+            made.append((spec, ("x", f"u{y.pair}", f"v{j}", *bias, *scales)))
         return tuple(made)
 
     def as_products(self) -> Products:
@@ -214,7 +239,7 @@ class LowRankSharedSpec(ProductSpec):
 
     def notes(self) -> tuple[str, ...]:
         """Return which pairs would be cheaper as dense products."""
-        return tuple(
+        return self._format_notes("the products with v") + tuple(
             f"pair {i}: r (k + n) >= k n, the dense product x (u v) is cheaper; multiply the "
             "factors once and use family matmul"
             for i, (r, ns) in enumerate(self.pairs)
@@ -224,7 +249,7 @@ class LowRankSharedSpec(ProductSpec):
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
         x = operands["x"], 0.0
         firsts = [self._times(x, f"u{i}", operands, typical) for i in range(len(self.pairs))]
-        middle = [self._kept(p, "p", operands, typical) for p in firsts]
+        middle = [self._kept(p, f"p{i}", operands, typical) for i, p in enumerate(firsts)]
         made = []
         for j, y in enumerate(self.results()):
             total = self._times(middle[y.pair], f"v{j}", operands, typical)
@@ -235,7 +260,7 @@ class LowRankSharedSpec(ProductSpec):
     def short(self) -> str:
         """Return family, sizes and dtype: 256x2048 128x512_512 is one v, then two v of one u."""
         pairs = " ".join(f"{r}x{'_'.join(map(str, ns))}" for r, ns in self.pairs)
-        return f"lowrank_shared m{self.m} k{self.k} {pairs} {self.dtype}"
+        return f"lowrank_shared m{self.m} k{self.k} {pairs} {self.formats()}"
 
 
 def read_pairs(pairs: Any) -> tuple[Pair, ...]:

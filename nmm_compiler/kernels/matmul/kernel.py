@@ -69,7 +69,7 @@ def matmul(x, w, spec, schedule, **others):
         bias_sb = bias_columns(bias_part, spec.n)
     if spec.fp8:
         scale_sb = product_scales(
-            scale_part, others.get("x_scale"), spec.n, spec.scales, not as_rows, True
+            scale_part, others.get("x_scale"), spec.n, spec.scales, not as_rows, spec.fp8_x
         )
     else:
         scale_sb = None

@@ -98,6 +98,7 @@ class MatmulSchedule(LoopedSchedule):
     def sbuf_bytes(self, spec: MatmulSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+        x_size = item_bytes(spec.x_format)
         k_tiles = tiles(self.segment(spec), 128)
         tokens, panel = min(self.m_block, spec.m), min(self.w.block, spec.n)
         patch_tokens, patch_outputs = self.patch(spec)
@@ -105,7 +106,7 @@ class MatmulSchedule(LoopedSchedule):
         w_tiles = tiles(min(self.w.chunk, spec.k), 128) if self.one_pass(spec) else k_tiles
         w_columns = spec.n if self.w.resident else panel
         held = {
-            "x": k_tiles * pitch(tokens, self.double_row or self.x.load == "dma") * size,
+            "x": k_tiles * pitch(tokens, self.double_row or self.x.load == "dma") * x_size,
             "w": w_tiles * pitch(w_columns, self.double_row or self.w.load == "dma") * size,
             "y": result_elements(patch_outputs, patch_tokens, rows=rows) * y_size,
         }
@@ -119,7 +120,8 @@ class MatmulSchedule(LoopedSchedule):
             held["scale"] = scale_bytes(spec.n, spec.scales, down=not rows)
         held |= sum_bytes(spec)
         if by_tensor(self.x.load, self.w.load):
-            flat = flat_bytes(spec.dtype, self.x.load, self.w.load)
+            flat = flat_bytes(spec.x_format, self.x.load)
+            flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.w.load))
             held["flat"] = min(max(self.w.chunk, self.x.chunk), spec.k) * flat
         return held
 
@@ -136,7 +138,8 @@ class MatmulSchedule(LoopedSchedule):
             chunk = tiles(min(self.w.chunk, spec.k), 128)
             needed += _AHEAD * chunk * min(self.w.block, spec.n) * size
         if m_blocks > 1 or several:
-            needed += _AHEAD * tiles(min(self.x.chunk, spec.k), 128) * self.patch(spec)[0] * size
+            x_row = self.patch(spec)[0] * item_bytes(spec.x_format)
+            needed += _AHEAD * tiles(min(self.x.chunk, spec.k), 128) * x_row
         return needed
 
     def psum_banks(self, spec: MatmulSpec) -> dict[str, int]:
@@ -179,7 +182,7 @@ _SEGMENT = 2048
 def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
     """Yield schedules that may be legal, in no order."""
     w_loads = ["rows"] if spec.w_layout == "row" else turned_loads(spec.dtype, target)
-    loads = x_loads(spec.m, spec.x_layout, spec.dtype, target)
+    loads = x_loads(spec.m, spec.x_layout, spec.x_format, target)
     m_blocks = blocks(spec.m, (128, 256, 512, 1024, 2048))
     for x_load, w_load, m_block in itertools.product(loads, w_loads, m_blocks):
         for x_group, w_group, n_block in _patches(
@@ -190,7 +193,7 @@ def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
                 order = chunk_order(spec.k, (x_load, w_load))
                 again = spec.m > m_block and not segment
                 for resident, double_row in itertools.product(
-                    (False, True) if again else (False,), row_modes(spec.dtype, target)
+                    (False, True) if again else (False,), row_modes(spec.x_format, target)
                 ):
                     yield MatmulSchedule(
                         x=Operand(load=x_load, chunk=x_chunk, group=x_group),
@@ -249,6 +252,7 @@ def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
 def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     """Count the work of the engines; see `Work`."""
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    x_size = item_bytes(spec.x_format)
     m, k, n = spec.m, spec.k, spec.n
     k_tiles, m_blocks = tiles(k, 128), tiles(m, schedule.m_block)
     panel, segments = min(schedule.w.block, n), tiles(k, schedule.segment(spec))
@@ -273,20 +277,20 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     at_once = schedule.w.chunk // 128 if schedule.k_order == "consecutive_rows" else 1
     w_times = 1 if schedule.w.resident else m_blocks
     x_times = tiles(n, panel) if segments > 1 else 1
-    for how, count, run, free in (
+    for how, count, run, free, each in (
         (schedule.x.load, tiles(k, schedule.x.chunk) * tiles(m, tokens) * x_times,
-         tokens * size * (at_once if tokens == m else 1), m * x_times),
+         tokens * x_size * (at_once if tokens == m else 1), m * x_times, x_size),
         (schedule.w.load, k_chunks * tiles(n, panel) * w_times,
-         panel * size * (at_once if panel == n else 1), n * w_times),
+         panel * size * (at_once if panel == n else 1), n * w_times, size),
     ):  # fmt: skip
-        rows = min(schedule.w.chunk, k) * size
+        rows = min(schedule.w.chunk, k) * each
         turned = k_tiles * tiles(free, 128), k_chunks * tiles(free, 128), rows
-        run = at_once * size if how == "strided" else run
-        tally.load(how, k * free * size, count, run, turned)
+        run = at_once * each if how == "strided" else run
+        tally.load(how, k * free * each, count, run, turned)
     first = min(schedule.w.chunk, k)
     last = passes(first, first, schedule.double_row) * in_patch
     return tally.work(
-        lead_bytes=(min(schedule.x.chunk, k) * tokens + first * panel) * size,
+        lead_bytes=min(schedule.x.chunk, k) * tokens * x_size + first * panel * size,
         tail_matmuls=(last, columns),
         tail_bytes=min(m, 128) * outputs * y_size,
     )
