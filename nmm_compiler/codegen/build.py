@@ -31,7 +31,7 @@ from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.nki_api.lint import check_source
 from nmm_compiler.options import INSTRUCTION_BUDGET, Options, print_kernels
-from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
+from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate, simulate_ranks
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.this_machine import differences
@@ -59,10 +59,16 @@ class Kernel:
         return self.spec.reference(*arrays)
 
     def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Simulation:
-        """Run the emitted source in the simulator."""
+        """Run the emitted source in the simulator; a kernel of many ranks in mode "timing" only."""
         return simulate(
-            self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict
-        )
+            self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict,
+            one_of_ranks=self.spec.world_size,
+        )  # fmt: skip
+
+    def simulate_ranks(self, *arrays: Any, mode: str = "full") -> tuple[Simulation, ...]:
+        """Run the emitted source on all ranks, on their shards of the whole operands."""
+        shards = self.spec.shards(*arrays)
+        return simulate_ranks(self, shards, target=self.target, grid=self.spec.lnc, mode=mode)
 
     def profile(self) -> Profile:
         """Return the predicted Profile: the timing pass over a run without data."""
@@ -120,15 +126,15 @@ def _run_timing(kernel: Kernel) -> Profile:
 
 def _command(spec: KernelSpec, target: Target, dialect: str = "nki") -> str:
     """Return the command line that builds the kernel of `spec`."""
-    sizes, others = [], []
+    sizes, others, whole = [], [], spec.whole()
     for f in dataclasses.fields(spec):
-        value = getattr(spec, f.name)
+        value = getattr(spec if f.name in ("tp", "tp_axis") else whole, f.name)
         if f.name in ("m", "k", "n", "context", "heads", "kv_heads", "d"):
             sizes.append(f"--{f.name.replace('_', '-')} {value}")
         elif f.name == "pairs":
             sizes += [f"--pairs {r}:{','.join(map(str, ns))}" for r, ns in value]
-        elif value != f.default and f.name == "lnc":
-            others.append(f"--lnc {value}")
+        elif value != f.default and f.name in ("lnc", "tp", "tp_axis"):
+            others.append(f"--{f.name.replace('_', '-')} {value}")
         elif value != f.default:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else value
             others.append(f"--set {f.name}={text}")

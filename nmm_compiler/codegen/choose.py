@@ -251,6 +251,7 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
         if isinstance(value, Tensors):
             parameters[name] = tuple(arrays.pop(one) for one in value)
     where = f"{family.path}:{family.folder}"
+    parameters |= {"one_of_ranks": spec.world_size}
     run = simulate(where, target=target, mode="timing", grid=spec.lnc, **parameters | arrays)
     assert run.profile is not None
     in_order = time_trace(run.trace, target, reorder=False).latency_us

@@ -37,8 +37,10 @@ def _beta_1_only() -> bool:
     return beta_1_only()
 
 
-def in_dialect(source: str, dialect: str, cores: int = 1) -> str:
-    """Return an emitted file in a dialect. Raises DialectError for two cores in Beta 1."""
+def in_dialect(source: str, dialect: str, cores: int = 1, ranks: int = 1) -> str:
+    """Return an emitted file in a dialect. Raises DialectError for what Beta 1 lacks."""
+    if ranks > 1 and dialect == "neuronxcc":
+        raise DialectError(f"collectives between the {ranks} ranks of a kernel")
     if cores > 1 and dialect == "neuronxcc":
         raise DialectError(f"two physical cores of one logical core (lnc={cores})")
     return to_beta_1(source) if dialect == "neuronxcc" else source

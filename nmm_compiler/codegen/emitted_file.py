@@ -32,6 +32,8 @@ def kernel_name(spec: KernelSpec, schedule: Any, target: Target, dialect: str = 
     words = [*spec.short().replace(".", "_").split(), target.name]
     if spec.lnc > 1:
         words.append(f"lnc{spec.lnc}")
+    if spec.world_size > 1:
+        words.append(f"tp{spec.world_size}")
     if dialect != "nki":
         words.append(dialect)
     return "_".join([*words, (spec.digest(6) + schedule.digest(6))])
@@ -53,7 +55,7 @@ def kernel_source(
         name=name,
         header=header,
     )
-    return name, in_dialect(source, dialect, spec.lnc)
+    return name, in_dialect(source, dialect, spec.lnc, spec.world_size)
 
 
 def _header(

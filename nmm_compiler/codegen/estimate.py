@@ -13,6 +13,7 @@ share whether they are low-rank or dense.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -24,6 +25,7 @@ from nmm_compiler.kernels.product_spec import ProductSpec
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.kernels.work import Passes, Tally
 from nmm_compiler.targets import Target
+from nmm_compiler.targets.collective_time import collective_alone_us
 
 # Shares of SBUF that schedules give to the tokens of a block, and to weights that stay.
 _SHARE_OF_TOKENS = 0.75
@@ -46,6 +48,11 @@ def estimate_us(spec: KernelSpec, target: str | Target) -> float:
 def _estimate_us(spec: KernelSpec, chip: Target) -> float:
     if not isinstance(spec, ProductSpec):
         return rank(spec, chip)[0].cost_us
+    if spec.exchanged_bytes():
+        alone = dataclasses.replace(spec, tp=1, tp_axis="")  # type: ignore[call-arg]
+        return _estimate_us(alone, chip) + collective_alone_us(
+            spec.exchanged_bytes() / spec.lnc, spec.world_size, chip
+        )
     if spec.lnc > 1:
         return min(_estimate_us(spec.share(split), chip) for split in spec.splits())
     m, size = spec.m, item_bytes(spec.dtype)  # type: ignore[attr-defined]

@@ -355,6 +355,7 @@ def _imports(needed: set[str]) -> list[cst.SimpleStatementLine]:
     lines: list[cst.SimpleStatementLine] = []
     for alias, text in (
         ("nki", "import nki"),
+        ("ncc", "import nki.collectives as ncc"),
         ("nisa", "import nki.isa as nisa"),
         ("nl", "import nki.language as nl"),
     ):

@@ -116,6 +116,27 @@ class KernelSpec(Record):
         """Return the sizes of a core's share, where the cores share the weights: field -> value."""
         raise NotImplementedError
 
+    @property
+    def world_size(self) -> int:
+        """Cores that run the kernel together, each on its shard; 1 for most kernels."""
+        return 1
+
+    def whole(self) -> Self:
+        """Return the spec of what all ranks compute together; itself for a kernel of one."""
+        return self
+
+    def exchanged_bytes(self) -> int:
+        """Return the bytes of each rank that a collective of the kernel sums over the ranks."""
+        return 0
+
+    def shards(self, *arrays: Any) -> tuple[tuple[Any, ...], ...]:
+        """Return the operands of each rank, from those of the whole."""
+        return (arrays,)
+
+    def result_of(self, rank: int, result: Any) -> Any:
+        """Return what a rank has of an array as large as the whole result."""
+        return result
+
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return the positional operands of the kernel, as they are passed."""
         raise NotImplementedError

@@ -159,6 +159,8 @@ def _exchange(
         sent = [_sent(machine, src) for src, _ in pairs]
         if local is not None:
             sent = [_reduced(sent[0], _sent(machine, local[0]), local[1])]
+    if machine.alone:
+        return record
     if machine.programs is None:
         met = {move.ranks[0]: sent}
     else:

@@ -113,6 +113,7 @@ class Seat:
 
     grid: programs of each rank. ranks: cores that exchange data by nki.collectives.
     programs: the exchange with the other programs, None where there is one program.
+    alone: the other ranks do not run; in timing mode they are taken to arrive at the same time.
     """
 
     program_id: int = 0
@@ -120,6 +121,7 @@ class Seat:
     rank: int = 0
     ranks: int = 1
     programs: Grid | None = None
+    alone: bool = False
 
 
 _ALIKE: dict[int, tuple[Target, dict[tuple[Any, ...], Any]]] = {}
@@ -143,7 +145,7 @@ class Machine:
     absent: instructions that the target lacks.
     assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: state of
     another dialect of NKI for this program.
-    program_id, grid, rank, ranks, programs: as in `Seat`.
+    program_id, grid, rank, ranks, programs, alone: as in `Seat`.
     poison_spreads: unwritten elements may be read; what depends on them is marked.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     storages: the identity of the next storage. names: of the variables that places assign to.
@@ -154,8 +156,9 @@ class Machine:
     """
 
     __slots__ = (
-        "absent", "accumulators", "alike", "assign", "data", "dialect", "grid", "identities",
-        "instructions", "kept", "max_instructions", "names", "no_reorder_depth", "outputs",
+        "absent", "accumulators", "alike", "alone", "assign", "data", "dialect", "grid",
+        "identities", "instructions", "kept", "max_instructions", "names", "no_reorder_depth",
+        "outputs",
         "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank", "ranks",
         "shared_count", "storages", "strict", "target", "trace", "warned", "warning_keys",
         "warnings",
@@ -181,7 +184,7 @@ class Machine:
         self.strict = strict
         self.max_instructions = max_instructions
         self.program_id, self.grid, self.programs = seat.program_id, seat.grid, seat.programs
-        self.rank, self.ranks = seat.rank, seat.ranks
+        self.rank, self.ranks, self.alone = seat.rank, seat.ranks, seat.alone
         self.trace = Trace(program_id=seat.program_id)
         self.trace.indexed = True
         self.instructions = self.trace.instructions

@@ -151,6 +151,7 @@ def simulate(
     loads: Literal["as_written", "reused"] | str | None = None,
     reorder: bool = True,
     named: Mapping[str, Any] | None = None,
+    one_of_ranks: int = 1,
     **kwargs: Any,
 ) -> Simulation:
     """Run an NKI kernel on the CPU.
@@ -160,6 +161,8 @@ def simulate(
         become HBM tensors, and are updated in place when the kernel writes them, as in AWS's
         simulator; everything else passes through. `ArraySpec` stands for an array in timing mode.
     named: more arguments of the kernel by name, for names that are parameters of this function.
+    one_of_ranks: in timing mode, run the kernel as one of so many ranks that exchange data by
+        nki.collectives and all arrive at once; data needs all of them, see `simulate_ranks`.
     grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
     loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still hold,
         as the Beta 1 compiler did (timing/load_reuse.py). Default: "reused" for Beta 1 kernels.
@@ -170,7 +173,9 @@ def simulate(
     comparison; "error" refuses the read. Raises SimulationError and its subclasses, each with the
     kernel's own file and line.
     """
-    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, loads, reorder)
+    options = _Options(
+        target, grid, mode, strict, uninitialized, max_instructions, loads, reorder, one_of_ranks
+    )
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
 
 
@@ -212,8 +217,14 @@ class _Options:
     max_instructions: int
     loads: str | None = None
     reorder: bool = True
+    ranks: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS or (self.ranks > 1 and self.mode != "timing"):
+            raise KernelArgumentError(
+                f"one_of_ranks={self.ranks!r} in mode {self.mode!r}; one of 1 to {MAX_RANKS} ranks "
+                "runs in mode 'timing', and simulate_ranks runs all of them on data"
+            )
         if self.mode not in MODES:
             raise UnknownNameError("mode", self.mode, MODES)
         if self.uninitialized not in UNINITIALIZED:
@@ -239,12 +250,14 @@ def _launch(
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
     data, count = options.mode != "timing", len(inputs) * grid
     programs = Programs(count) if count > 1 else None
+    together, alone = max(len(inputs), options.ranks), options.ranks > 1
     ranks: list[tuple[list[Machine], Binder]] = []
     bodies: list[Callable[[], None]] = []
     for rank, (arrays, named) in enumerate(inputs):
         machines = [
             Machine(
-                hardware, assign=assign, seat=Seat(p, grid, rank, len(inputs), programs), data=data,
+                hardware, assign=assign, data=data,
+                seat=Seat(p, grid, rank, together, programs, alone),
                 strict=options.strict, max_instructions=options.max_instructions,
                 poison_spreads=options.uninitialized == "poison",
             )

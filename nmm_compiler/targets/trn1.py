@@ -126,6 +126,7 @@ TARGET = TRN2.variant(
             "core_barrier",
             "exponential",
             "nc_matmul_mx",
+            "nki.collectives.all_reduce",
             "nonzero_with_count",
             "quantize_mx",
             "rand2",

@@ -15,6 +15,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from ..pieces.between_ranks import rank_sums, sum_results, sum_strips
 from ..pieces.loads_and_stores import (
     bias_columns,
     load_scale,
@@ -42,6 +43,7 @@ from ..pieces.records import (
 )
 from ..pieces.two_cores import (
     add_halves,
+    add_up_halves,
     clear_tail,
     exchange,
     half,
@@ -98,6 +100,10 @@ def lowrank(x, u, v, spec, schedule, **others):
     if schedule.split == "weights":
         x = half(x, 1 if spec.x_layout == "row" else 0, core)
         u = half(u, 0 if spec.u_layout == "row" else 1, core)
+    y = part
+    if spec.tp_axis == "rank":
+        # what this rank adds to y
+        part = nl.ndarray(part.shape, dtype=y_dtype, buffer=nl.private_hbm)
     if spec.bias:
         if spec.out_layout == "row":
             bias_sb = spread_bias(bias_part, n)
@@ -152,6 +158,8 @@ def lowrank(x, u, v, spec, schedule, **others):
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         lowrank_block(part, x, held, Block(m0, min(m_block, m - m0)), spec, schedule, core)
+    if spec.tp_axis == "rank":
+        sum_results(y, part, spec.tp)
     return out
 
 
@@ -163,6 +171,7 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
     p_dtype = (
         x.dtype if spec.intermediate_dtype == spec.dtype else getattr(nl, spec.intermediate_dtype)
     )
+    sums_dtype = nl.bfloat16 if spec.requantized else p_dtype
     turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
     x_pitch = (at.tokens + 15) // 16 * 16 if schedule.double_row or turned else at.tokens
     p_pitch = (at.tokens + 15) // 16 * 16 if second_row else at.tokens
@@ -187,7 +196,8 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
     v_panels = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
     x_strip = Strip(x_sb, x, schedule.x)
     u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, False, None)
-    early = schedule.split == "weights" and schedule.ahead > 0
+    over_ranks = spec.tp_axis == "rows"
+    early = (schedule.split == "weights" or over_ranks) and schedule.ahead > 0
     v_sb = None
     if schedule.split == "weights":
         # this core sums over its half of k; v begins to arrive while the cores exchange the sums
@@ -202,11 +212,29 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
         exchange(theirs, mine, core)
         if early:
             load_panel_rows(v_sb, v_panels, at, product, sooner, spec.r)
-        add_halves(p_sb, mine, theirs, spec.r, at.tokens, rounding)
+        if over_ranks:
+            sums = rank_sums(r_tiles, at.tokens, sums_dtype)
+            add_up_halves(sums, mine, theirs, at.tokens)
+            sum_strips(p_sb, sums, spec.r, spec.tp, rounding)
+        else:
+            add_halves(p_sb, mine, theirs, spec.r, at.tokens, rounding)
         if spec.inner_norm:
             for tile in range(r_tiles):
                 rows = min(128, spec.r - 128 * tile)
                 add_squares(squares, mine[0:rows, tile, 0 : at.tokens], tile, 0)
+    elif over_ranks:
+        # this rank sums over its part of k; v begins to arrive while the ranks exchange the sums
+        sums = rank_sums(r_tiles, at.tokens, sums_dtype)
+        if spec.r % 128 > 0:
+            clear_tail(sums, 0, spec.r)
+        unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)
+        project(sums, x_strip, u_panels, at, first, unrounded)
+        sooner = min(2 * schedule.v.chunk, spec.r)
+        if early:
+            v_sb = start_panel(v_panels, at, product, sooner)
+        sum_strips(p_sb, sums, spec.r, spec.tp, rounding)
+        if early:
+            load_panel_rows(v_sb, v_panels, at, product, sooner, spec.r)
     else:
         project(p_sb, x_strip, u_panels, at, first, rounding)
 

@@ -18,6 +18,7 @@ from nmm_compiler.kernels.number_formats import (
     scale_bytes,
     sum_bytes,
 )
+from nmm_compiler.kernels.over_ranks import exchanged_dtype
 from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
@@ -113,6 +114,10 @@ class LowRankSchedule(LoopedSchedule):
             held["parts"] = r_tiles * tokens * 4
         if self.split == WEIGHTS:
             held["halves"] = 2 * r_tiles * tokens * 4
+        if spec.tp_axis == "rows":
+            shaped = spec.fp8 or spec.inner or spec.scale != 1.0
+            exchanged = item_bytes(exchanged_dtype(spec))
+            held["rank_sums"] = (2 if shaped else 1) * r_tiles * tokens * exchanged
         if spec.base:
             held["w"] = k_tiles * pitch(panel, self.w_load == "dma") * size
         if spec.bias:
@@ -175,6 +180,11 @@ class LowRankSchedule(LoopedSchedule):
             raise SpecError(
                 "schedule: split 'weights' exchanges sums between the cores, which no loop on the "
                 "device does; drop m_loop, or split 'tokens'"
+            )
+        if spec.tp_axis == "rows" and self.m_loop:
+            raise SpecError(
+                "schedule: tp_axis 'rows' sums over the ranks once a block of tokens, and the "
+                "collective is not in a loop on the device; drop m_loop, or launch fewer tokens"
             )
         panel = min(self.v.block, spec.n)
         whole = panel % 128 == 0 and spec.n % panel % 128 == 0 and not spec.bias
@@ -336,6 +346,10 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
     second = "v stationary, p^T moving" if schedule.v_stationary else "p^T stationary, v moving"
     base = "x w joins the same PSUM sums; " if spec.base else ""
+    ranks = {
+        "rows": f" p^T is the sum of the parts of {spec.tp} ranks.",
+        "rank": f" y is the sum of the parts of {spec.tp} ranks.",
+    }.get(spec.tp_axis, "")
     segment = schedule.segment(spec)
     summed = "summed in PSUM over all of k"
     if segment < spec.k:
@@ -345,7 +359,7 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
         f"u: {schedule.u.arrives(spec.r)}.",
         f"stage 1: u stationary, x^T moving; p^T = (x u)^T {summed}; kept in SBUF.",
         f"v: {schedule.v.arrives(spec.n)}.",
-        f"stage 2: {second}; {base}epilogue {spec.activation} while leaving PSUM.",
+        f"stage 2: {second}; {base}epilogue {spec.activation} while leaving PSUM.{ranks}",
     )
 
 
@@ -385,6 +399,10 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     if spec.inner_norm:  # squares, their sum
         tally.evictions.append((2 * r_tiles * tiles(m, 512), min(512, m)))
     tally.store(m * n * y_size, stores, store_run)
+    if spec.tp_axis == "rank":
+        tally.store(m * n * y_size, 1, n * y_size)  # of the sum
+    exchange = spec.exchanged_bytes()
+    sums = m_blocks if spec.tp_axis == "rows" else 1
     k_chunks, r_chunks = tiles(k, schedule.u.chunk), tiles(r, schedule.v.chunk)
     long_runs = schedule.k_order == "consecutive_rows"
     rows_at_once = schedule.u.chunk // 128 if long_runs else 1
@@ -421,6 +439,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         tail_bytes=min(m, 128) * panel * y_size,
         early_bytes=k * (r * size + m * x_size) if few else 0,
         late_matmuls=(late, rest) if few else (),
+        collectives=((sums, exchange // sums, spec.tp),) if exchange else (),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels import over_ranks
 from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Array, Products
 from nmm_compiler.kernels.error_bounds import (
     FP32_ROUNDOFF,
@@ -23,6 +24,7 @@ from nmm_compiler.kernels.error_bounds import (
 )
 from nmm_compiler.kernels.matmul.spec import products_of
 from nmm_compiler.kernels.product_spec import ProductSpec
+from nmm_compiler.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,11 @@ class LowRankSpec(ProductSpec):
     "float8_e4m3" by p_scale. With dtype float8_e4m3 the sums are
     p = scale x_scale u_scale (x u) and v_scale (p v): scales "tensor" gives u_scale, v_scale
     [1], "channel" [r] and [n]; y and bias are bfloat16 or `out_dtype`.
+
+    tp: ranks that compute the product together, each from its shard, whose sizes these are.
+    tp_axis: "columns" (v cut by outputs, nothing summed), "rows" (x and u cut by inputs, x u summed
+    before v) or "rank" (u and v cut by the rank, y summed). `whole` and `sharded` go between the
+    product and its shards; reference and error bounds take the operands of the whole.
     """
 
     r: int
@@ -61,6 +68,8 @@ class LowRankSpec(ProductSpec):
     inner_bias: bool = False
     inner_norm: bool = False
     inner_eps: float = 1e-6
+    tp: int = 1
+    tp_axis: str = ""
 
     family: ClassVar[str] = "lowrank"
 
@@ -83,7 +92,45 @@ class LowRankSpec(ProductSpec):
                 "or use bfloat16"
             )
         self._check_norm()
+        over_ranks.check_ranks(self)
         object.__setattr__(self, "scale", float(self.scale))  # equal specs have equal JSON
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; tp and tp_axis only where there are ranks."""
+        made = super().to_dict()
+        return made if self.tp > 1 else {k: v for k, v in made.items() if k[:2] != "tp"}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that run the kernel together."""
+        return self.tp
+
+    def whole(self) -> LowRankSpec:
+        """Return the spec of the product that all ranks compute together."""
+        if self.tp == 1:
+            return self
+        return dataclasses.replace(self, **over_ranks.sizes_of_whole(self))
+
+    def sharded(self, tp: int, axis: str) -> LowRankSpec:
+        """Return the spec of one of `tp` ranks; raises ShapeError where sizes do not divide."""
+        return dataclasses.replace(self, **over_ranks.sizes_of_shard(self, tp, axis))
+
+    def shards(self, *arrays: Any) -> tuple[tuple[Any, ...], ...]:
+        """Return the operands of each rank, from those of the whole."""
+        return over_ranks.shards(self, arrays) if self.tp > 1 else (arrays,)
+
+    def result_of(self, rank: int, result: Any) -> Any:
+        """Return what a rank has of an array as large as the whole result."""
+        return over_ranks.result_of(self, rank, result)
+
+    def exchanged_bytes(self) -> int:
+        """Return the bytes of each rank that the kernel sums over the ranks."""
+        return over_ranks.exchanged_bytes(self)
+
+    def check(self, target: Target) -> None:
+        """Raise SpecError if the target cannot compute the spec with any schedule."""
+        super().check(target)
+        over_ranks.check_target(self, target)
 
     def _check_norm(self) -> None:
         """Raise SpecError unless the norm between the products is one that the kernel computes."""
@@ -164,6 +211,7 @@ class LowRankSpec(ProductSpec):
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
         x = operands["x"], 0.0
         p, p_error = self._times(x, "u", operands, typical)
+        p_error = combine(p_error, self._crossing("x", "u", x, operands, typical), typical)
         p, p_error = self.scale * p, abs(self.scale) * p_error
         if self.scale != 1.0:
             p_error = combine(p_error, 2 * FP32_ROUNDOFF * (np.abs(p) + p_error), typical)
@@ -173,8 +221,9 @@ class LowRankSpec(ProductSpec):
             roots = inverse_roots(shaped, self.inner_eps, typical)
             shaped = scaled(shaped, (operands["inner_gain"], 0.0), typical)
         kept = self._kept(activated(shaped, self.inner_activation), "p", operands, typical)
-        terms = self.r + (self.k if self.base else 0)
+        terms = len(operands["v"]) + (len(operands["u"]) if self.base else 0)
         total, error = self._times(kept, "v", operands, typical, terms)
+        error = combine(error, self._crossing("", "v", kept, operands, typical), typical)
         if self.base:
             more, own = self._times(x, "w", operands, typical, terms)
             total, error = total + more, combine(error, own, typical)
@@ -183,8 +232,33 @@ class LowRankSpec(ProductSpec):
         biased = self._biased((total, error), "bias", operands, typical)
         return (activated(biased, self.activation),)
 
+    def _crossing(
+        self, name: str, weight: str, left: Estimate, operands: dict[str, Array], typical: bool
+    ) -> Array | float:
+        """Return the error of rounding what each rank adds to a sum over the ranks.
+
+        name: the operand that is the left factor, if it is one.
+        """
+        if self.tp == 1 or {"rows": "u", "rank": "v"}.get(self.tp_axis) != weight:
+            return 0.0
+        value, error = left
+        value = value * operands.get(f"{name}_scale", 1.0)
+        right = operands[weight] * operands.get(f"{weight}_scale", 1.0)
+        shaped = weight == "u" and (self.fp8 or self.inner or self.scale != 1.0)
+        bias = np.abs(operands["bias"]) if weight == "v" and "bias" in operands else 0.0
+        more = np.abs(error) @ np.abs(right) if name == "" else 0.0
+        made = over_ranks.part_error(self, value, right, more + bias, typical, again=shaped)
+        return abs(self.scale) * made if weight == "u" else made
+
+    def _operands(self, arrays: tuple[Array, ...]) -> dict[str, Array]:
+        """Return the operands of the whole product by their names."""
+        return super(LowRankSpec, self.whole())._operands(arrays)
+
     def short(self) -> str:
         """Return family, sizes and dtype."""
         base = " base" if self.base else ""
         inner = f" inner {'rms' if self.inner_norm else self.inner_activation}" * self.inner
-        return f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}{inner}"
+        ranks = f" {self.tp_axis}" if self.tp > 1 else ""
+        return (
+            f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}{inner}{ranks}"
+        )

@@ -46,24 +46,29 @@ def add_halves(p_sb, mine, theirs, n, tokens, rounding: Rounding):
     scaled = rounding.scales or rounding.factor != 1.0
     shaped = rounding.has_bias or rounding.activation != "identity"
     if scaled or shaped:
-        inner = Epilogue(None, rounding.bias, None, rounding.has_bias, rounding.activation)
         nisa.tensor_tensor(dst=mine, data1=mine, data2=theirs, op=nl.add)
-        for rt in range((n + 127) // 128):
-            rp = min(128, n - 128 * rt)
-            p_tile = p_sb[0:rp, rt, 0:tokens]
-            at_scale = rt if rounding.scales == "channel" else 0
-            p_scale = (
-                rounding.scale[0:rp, at_scale : at_scale + 1]
-                if rounding.scales
-                else rounding.factor
-            )
-            if shaped:
-                finish_columns(p_tile, mine[0:rp, rt, 0:tokens], inner, rt, rt)
-            else:
-                part = mine[0:rp, rt, 0:tokens]
-                round_to(p_tile, part, p_scale, rounding.requantize, scaled, rt)
+        finish_sums(p_sb, mine, n, tokens, rounding)
     else:
         add_up_halves(p_sb, mine, theirs, tokens)
+
+
+def finish_sums(p_sb, sums, n, tokens, rounding: Rounding):
+    """Scale or shape sums of n features, and round them to p^T."""
+    scaled = rounding.scales or rounding.factor != 1.0
+    shaped = rounding.has_bias or rounding.activation != "identity"
+    inner = Epilogue(None, rounding.bias, None, rounding.has_bias, rounding.activation)
+    for rt in range((n + 127) // 128):
+        rp = min(128, n - 128 * rt)
+        p_tile = p_sb[0:rp, rt, 0:tokens]
+        at_scale = rt if rounding.scales == "channel" else 0
+        p_scale = (
+            rounding.scale[0:rp, at_scale : at_scale + 1] if rounding.scales else rounding.factor
+        )
+        part = sums[0:rp, rt, 0:tokens]
+        if shaped:
+            finish_columns(p_tile, part, inner, rt, rt)
+        else:
+            round_to(p_tile, part, p_scale, rounding.requantize, scaled, rt)
 
 
 def add_up_halves(p_sb, mine, theirs, tokens):

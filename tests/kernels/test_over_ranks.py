@@ -1,0 +1,154 @@
+"""Low-rank kernels of many ranks: each rank's result is what float64 says of the whole product."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nmm_compiler import LowRankSpec, build_kernel
+from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
+from nmm_compiler.codegen.choose import rank, simulated
+from nmm_compiler.codegen.latency import simulated_us
+from nmm_compiler.errors import DialectError, KernelArgumentError, ShapeError, SpecError
+from nmm_compiler.kernels.over_ranks import AXES
+from nmm_compiler.simulator.run import simulate_ranks
+from nmm_compiler.targets import get
+from nmm_compiler.targets.collective_time import collective_alone_us
+
+WHOLE = LowRankSpec(m=6, k=512, r=256, n=384)
+TRN2 = get("trn2")
+LONG = pytest.mark.long
+
+
+def first_of_each_split(spec):
+    best = {}
+    for choice in rank(spec, TRN2):
+        best.setdefault(choice.schedule.split, choice.schedule)
+    return best
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_rank_has_the_result_of_one_core(axis, tp):
+    """The kernels of the ranks, and that of one core, are within one bound of one reference."""
+    spec = WHOLE.sharded(tp, axis)
+    kernel = build_kernel(spec, "trn2", first_of_each_split(spec)[""])
+    proof = prove(kernel)
+    assert proof.passed, str(proof)
+    arrays = random_arrays(WHOLE)
+    one = build_kernel(WHOLE, "trn2", first_of_each_split(WHOLE)[""])
+    (whole,) = one.simulate(*arrays, mode="functional").outputs
+    ranks = kernel.simulate_ranks(*arrays, mode="functional")
+    assert len(ranks) == tp
+    together = WHOLE.error_bound(*arrays) + spec.error_bound(*arrays)
+    for place, result in enumerate(ranks):
+        gap = np.abs(result.output.astype(float) - spec.result_of(place, whole).astype(float))
+        assert np.all(gap <= spec.result_of(place, together))
+
+
+@pytest.mark.parametrize(
+    ("axis", "changes"),
+    [
+        ("rows", {"x_layout": "col", "out_layout": "col", "u_layout": "col", "bias": True}),
+        ("rows", {"r": 200, "inner_bias": True, "inner_activation": "silu"}),
+        pytest.param("rows", {"scale": 0.5, "activation": "silu", "v_layout": "col"}, marks=LONG),
+        ("rows", {"intermediate": "float32"}),
+        pytest.param("rows", {"dtype": "float32"}, marks=LONG),
+        ("rows", {"dtype": "float8_e4m3", "scales": "channel", "intermediate": "float8_e4m3"}),
+        ("rank", {"bias": True, "out_layout": "col", "inner_bias": True}),
+        pytest.param("rank", {"dtype": "float8_e4m3", "scales": "channel"}, marks=LONG),
+        pytest.param(
+            "rank", {"inner_activation": "gelu", "u_layout": "col", "v_layout": "col"}, marks=LONG
+        ),
+        ("columns", {"base": True, "bias": True, "activation": "relu", "w_layout": "col"}),
+        pytest.param("columns", {"inner_norm": True}, marks=LONG),
+        pytest.param("rows", {"m": 1100}, marks=LONG),
+    ],
+    ids=str,
+)
+def test_every_form_agrees_with_float64(axis, changes):
+    spec = dataclasses.replace(WHOLE, **changes).sharded(2, axis)
+    proof = prove(build_kernel(spec, "trn2", first_of_each_split(spec)[""]))
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("axis", ["rows", *(pytest.param(a, marks=LONG) for a in AXES[::2])])
+def test_two_cores_of_each_rank(axis):
+    spec = dataclasses.replace(WHOLE, lnc=2).sharded(2, axis)
+    schedules = first_of_each_split(spec)
+    assert set(schedules) == {"tokens", "outputs", "weights"}
+    for schedule in schedules.values():
+        proof = prove(build_kernel(spec, "trn2", schedule))
+        assert proof.passed, (schedule.split, str(proof))
+
+
+def test_the_rounding_before_the_sum_is_in_the_bound():
+    """Sums of 4 ranks' bfloat16 parts may be further off, and no further than the bound says."""
+    arrays = random_arrays(WHOLE)
+    bounds = {axis: WHOLE.sharded(4, axis).error_bound(*arrays) for axis in AXES}
+    one = WHOLE.error_bound(*arrays)
+    assert np.array_equal(bounds["columns"], one)
+    for axis in ("rows", "rank"):
+        assert np.all(bounds[axis] > one)
+        assert bounds[axis].max() < 5 * one.max()
+
+
+def test_a_rank_that_is_left_out_is_noticed():
+    """What the check compares is not one rank's own product."""
+    spec = WHOLE.sharded(2, "rows")
+    kernel = build_kernel(spec, "trn2", first_of_each_split(spec)[""])
+    arrays = random_arrays(WHOLE)
+    first, _ = spec.shards(*arrays)
+    results = simulate_ranks(kernel, [first, first], mode="functional")
+    wrong = np.abs(results[0].output.astype(float) - WHOLE.reference(*arrays))
+    assert np.any(wrong > spec.error_bound(*arrays))
+
+
+@pytest.mark.parametrize("axis", ["rows", "rank"])
+def test_the_time_is_that_of_its_collective_more(axis):
+    spec = WHOLE.sharded(4, axis)
+    alone = dataclasses.replace(spec, tp=1, tp_axis="")
+    schedule = rank(spec, TRN2)[0].schedule
+    taken, without = (simulated(one, schedule, TRN2)[0] for one in (spec, alone))
+    sizes = {"rows": 6 * 256 * 2, "rank": 6 * 384 * 2}
+    assert spec.exchanged_bytes() == sizes[axis]
+    exchange = collective_alone_us(sizes[axis], 4, TRN2)
+    start = 1e6 * 2 * TRN2.dma_start_latency_seconds  # of the copy of a sum in HBM
+    assert exchange - 1.0 < taken - without < exchange + start + 3.0
+
+
+def test_the_timing_of_one_rank_is_that_of_all():
+    kernel = build_kernel(WHOLE.sharded(4, "rows"), "trn2")
+    every = kernel.simulate_ranks(*random_arrays(WHOLE))
+    assert {one.profile.latency_us for one in every} == {kernel.profile().latency_us}
+
+
+def test_fields_without_ranks_do_not_show():
+    assert "tp" not in WHOLE.to_dict()
+    spec = WHOLE.sharded(2, "rank")
+    assert LowRankSpec.from_json(spec.to_json()) == spec
+    assert spec.whole() == WHOLE
+    assert WHOLE.whole() is WHOLE
+
+
+def test_refusals_say_what_to_do():
+    with pytest.raises(ShapeError, match="r is 256, which does not divide by 3 ranks"):
+        WHOLE.sharded(3, "rank")
+    with pytest.raises(SpecError, match="use 'columns'"):
+        dataclasses.replace(WHOLE, base=True).sharded(2, "rows")
+    with pytest.raises(SpecError, match="activation 'silu' of a sum"):
+        dataclasses.replace(WHOLE, activation="silu").sharded(2, "rank")
+    with pytest.raises(SpecError, match="tp_axis is 'rows' and tp 1"):
+        dataclasses.replace(WHOLE, tp_axis="rows")
+    with pytest.raises(SpecError, match="on trn1 pass tp=1"):
+        build_kernel(WHOLE.sharded(2, "rows"), "trn1")
+    with pytest.raises(DialectError, match="collectives between the 2 ranks"):
+        build_kernel(WHOLE.sharded(2, "rows"), "trn2", dialect="neuronxcc")
+    kernel = build_kernel(WHOLE.sharded(2, "rows"), "trn2")
+    with pytest.raises(KernelArgumentError, match="simulate_ranks runs all of them"):
+        kernel.simulate(*kernel.spec.shards(*random_arrays(WHOLE))[0])
+
+
+def test_the_price_of_a_kernel_holds_its_collective():
+    us = {axis: simulated_us(WHOLE.sharded(4, axis), "trn2") for axis in AXES}
+    assert us["columns"] + 10 < us["rows"] < us["rank"] + 10
