@@ -213,6 +213,17 @@ def test_views(text):
     assert result.tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
+def test_a_view_knows_its_tensor():
+    body = """
+        t = load(a)
+        part = t[1:3, 2:4].view(nl.uint8)
+        assert part.base_tensor.shape == a.shape and part.base_tensor.dtype == a.dtype
+        return out(part.base_tensor)
+    """
+    a = values((4, 6))
+    assert (run(body, a).output == a).all()
+
+
 def test_rearrange_without_merge_and_hbm_views():
     a = values((8, 24))
     body = """

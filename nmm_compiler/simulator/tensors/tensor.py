@@ -79,6 +79,11 @@ class NkiTensor(TensorData):
         return self.storage.memory
 
     @property
+    def base_tensor(self) -> NkiTensor:
+        """The tensor that this is a view of; nki-library reads it, AWS's stubs do not have it."""
+        return make_tensor(self.storage)
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
