@@ -105,6 +105,10 @@ class WeightError(NmmError, ValueError):
     """A weight that cannot be worked on: NaN or infinite elements; names the layer."""
 
 
+class NoGradientError(NmmError, RuntimeError):
+    """A gradient of numbers that are rounded was asked for."""
+
+
 class RecoveryError(NmmError):
     """Fine-tuning that cannot start or has diverged; the best factors so far are in place."""
 

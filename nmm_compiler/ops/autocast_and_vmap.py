@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xla": "AutocastXLA"}
 _PRIVATE_KEY = "AutocastPrivateUse1"
+_LEFT_ALONE = (torch.float64, torch.float8_e4m3fn)
 
 
 def _autocast(op: Callable, device_type: str, key: str) -> Callable:
@@ -27,7 +28,8 @@ def _autocast(op: Callable, device_type: str, key: str) -> Callable:
 
         def cast(value: Any) -> Any:
             eligible = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(dtype) if eligible and value.dtype != torch.float64 else value
+            eligible = eligible and value.dtype not in _LEFT_ALONE
+            return value.to(dtype) if eligible else value
 
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(*tree_map(cast, args), **kwargs)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Transpose = Callable[[Tensor], Tensor]
@@ -32,8 +33,11 @@ class Launch:
 
 
 def dtype_name(t: Tensor) -> str:
-    """Return the dtype's name in specs, as "bfloat16"."""
-    return str(t.dtype).removeprefix("torch.")
+    """Return the dtype's name in specs, as "bfloat16"; torch's float8_e4m3fn holds NKI's fp8."""
+    return _NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
+
+
+_NAMES = {torch.float8_e4m3fn: "float8_e4m3"}
 
 
 def weight(w: Tensor, layout: str, transpose: Transpose | None) -> tuple[Tensor, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import SpecError, UnknownNameError
-from nmm_compiler.ops.launches import Launch, Transpose
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 
@@ -69,9 +69,10 @@ def lower(
     rows = x.reshape(-1, x.shape[-1]) if x_layout == "row" else x
     lead = tuple(x.shape[:-1]) if x_layout == "row" else (x.shape[1],)
     launches = op.lower(rows, args, kwargs, m, transpose)
-    for operand in (t for launch in launches for t in launch.operands):
-        if operand.dtype != x.dtype:
-            raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
+    for launch in launches:
+        for tensor, operand in zip(launch.spec.inputs(), launch.operands, strict=True):
+            if dtype_name(operand) != tensor.dtype:
+                raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
     if lnc > 1:
         launches = [Launch(replace(one.spec, lnc=lnc), one.operands) for one in launches]
     return Lowered(tuple(launches), lead, x_layout, op.many)

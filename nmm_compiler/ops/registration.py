@@ -6,6 +6,7 @@
     gated_mlp_up              activation(x gate) * (x up)
     gated_mlp                 (activation(x gate) * (x up)) down
     matmul                    activation(x w + bias)
+    <each>_scaled             the same for fp8 weights with scales (scaled.py)
 
 The families define them, each in its op.py; see definition.py for what a definition says. Executor
 "reference" is PyTorch itself; any other is looked up in EXECUTORS, which

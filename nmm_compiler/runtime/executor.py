@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from nmm_compiler.errors import (
     ShapeError,
     SpecError,
     UnknownNameError,
+    WeightError,
 )
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import options_of
@@ -207,8 +209,25 @@ def _on_cpu(executor: str, operands: Sequence[Tensor]) -> None:
 def _launch_in_simulator(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _on_cpu("simulator", operands)
     with _simulating:
-        simulation = kernel.simulate(*(t.detach() for t in operands), mode="functional")
-    return tuple(_tensor(array, operands[0].dtype) for array in simulation.outputs)
+        simulation = kernel.simulate(*map(_operand, operands), mode="functional")
+    dtypes = (getattr(torch, result.dtype) for result in kernel.spec.outputs())
+    return tuple(map(_tensor, simulation.outputs, dtypes))
+
+
+def _operand(tensor: Tensor) -> Any:
+    """Return a tensor as a kernel reads it: fp8 numbers as those of NKI's float8_e4m3.
+
+    Raises WeightError for one beyond 240, whose bits are infinity or no number there.
+    """
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor.detach()
+    bits = tensor.detach().view(torch.uint8)
+    if bool(((bits & 0x7F) > 0x77).any()):
+        raise WeightError(
+            "a weight of torch.float8_e4m3fn holds numbers beyond 240, where NKI's float8_e4m3 "
+            "ends; quantize to [-240, 240], as nmm.quantize_factors does"
+        )
+    return bits.numpy().view(ml_dtypes.float8_e4m3)
 
 
 def _tensor(array: Any, dtype: torch.dtype) -> Tensor:

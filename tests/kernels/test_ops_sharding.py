@@ -48,6 +48,28 @@ def calls():
     q, key = weight(2, 4, 6, 8), weight(2, 2, 10, 8)
     yield "attention", (q, key, key), {}
     yield "attention", (q, q, q, weight(2, 6, 4)), {"rotates": "qk"}
+    yield from scaled_calls()
+
+
+def scaled_calls():
+    """Yield calls of fp8 weights, with a scale for each output or one, for a plain x and fp8."""
+    x, su, sv, sk = weight(TOKENS, K), weight(R), weight(N), weight(K)
+    u, v, w, down = (fp8(t) for t in (weight(K, R), weight(R, N), weight(K, N), weight(N, K)))
+    ut, vt = u.t().contiguous(), v.t().contiguous()
+    stored = {"u_layout": "col", "v_layout": "col"}
+    yield "matmul_scaled", (x, [sv], w), {}
+    yield "lowrank_matmul_scaled", (x, [su, sv], ut, vt, weight(N)), stored
+    yield "lowrank_matmul_scaled", (x, [weight(1), sv], u, v), {"activation": "relu"}
+    kept = {"x_scale": 0.5, "kept_scales": [0.25], "out_dtype": "float64"}
+    yield "lowrank_matmul_scaled", (fp8(x), [su, sv], u, v), kept
+    yield "lowrank_matmul_shared_x_scaled", (x, [su, su, sv, sv], [u, u], [v, v], [None, None]), {}
+    yield "lowrank_matmul_shared_u_scaled", (x, [su, sv, sv], u, [v, v], [None, None]), {}
+    yield "gated_mlp_up_scaled", (x, [su, sv, sv], [u, v], [w]), {}
+    yield "gated_mlp_scaled", (x, [su, sv, sv, sk], [u, v], [w], [down]), {}
+
+
+def fp8(t):
+    return t.to(torch.float8_e4m3fn)
 
 
 def problems(name, operands, keywords, mesh):
@@ -64,7 +86,10 @@ def problems(name, operands, keywords, mesh):
         placed = tree_map_only(
             torch.Tensor,
             lambda t, given=given: distribute_tensor(
-                t, mesh, [Replicate() if isinstance(p := next(given), Partial) else p]
+                t,
+                mesh,
+                [Replicate() if isinstance(p := next(given), Partial) else p],
+                src_data_rank=None,
             ),
             operands,
         )

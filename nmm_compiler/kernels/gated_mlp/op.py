@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from nmm_compiler.ops.operands import (
     tokens_of,
 )
 from nmm_compiler.ops.products import activate, chain
+from nmm_compiler.ops.scaled import FORMATS, SAID, SCALED, rounded_to_fp8, scaled_op, widened
 from nmm_compiler.ops.sharding import GATED_MLP, GATED_UP, Placements, factors, placements
 
 tracing = torch._C._len_torch_dispatch_stack
@@ -247,7 +248,69 @@ def _placements(
     return placements(x, [*weights, *biases], kw, GATED_MLP)
 
 
-OPS = (
+def gated_mlp_up_scaled(
+    x: Tensor,
+    scales: Sequence[Tensor],
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """Return activation(x gate + gate_bias) * (x up + up_bias) for fp8 weights."""
+    said = SAID | keywords
+    kept, layout, out_layout = said["kept_scales"], said["weight_layout"], said["out_layout"]
+    x, wide = widened(x, scales, [(w, layout) for w in (*gate, *up)], said)
+    x = x.t() if said["x_layout"] == "col" else x
+    numbers = iter(kept or ())
+    left = _branch(x, wide[: len(gate)], layout, gate_bias, numbers, out_layout)
+    right = _branch(x, wide[len(gate) :], layout, up_bias, numbers, out_layout)
+    return activate(left, said.get("activation", "silu")) * right
+
+
+def _branch(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    layout: str,
+    bias: Tensor | None,
+    kept: Iterator[float],
+    out_layout: str,
+) -> Tensor:
+    """Return x times [u, v], p = x u being rounded if there is a scale left, or times [w]."""
+    scale = next(kept, None) if len(weights) == 2 else None
+    if scale is None:
+        return chain(x, weights, layout, bias, out_layout)
+    p = rounded_to_fp8(chain(x, weights[:1], layout, None), scale)
+    return chain(p, weights[1:], layout, bias, out_layout)
+
+
+def gated_mlp_scaled(
+    x: Tensor,
+    scales: Sequence[Tensor],
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """Return (activation(x gate + gate_bias) * (x up + up_bias)) down + down_bias, fp8 weights.
+
+    kept_scales: of x gate_u, x up_u, h down_u, as far as there are such, then of h.
+    """
+    before = len(gate) + len(up)
+    said = SAID | keywords
+    first = said | {"out_layout": "row"}
+    h = gated_mlp_up_scaled(x, scales[:before], gate, up, gate_bias, up_bias, **first)
+    kept, layout = said["kept_scales"], said["weight_layout"]
+    _, wide = widened(h, scales[before:], [(w, layout) for w in down], SAID)
+    h = rounded_to_fp8(h, kept[-1]) if kept else h
+    numbers = iter(kept[-2:-1] if kept else ())
+    return _branch(h, wide, layout, down_bias, numbers, said["out_layout"])
+
+
+GATED_MLP_UP, WHOLE_MLP = (
     Op(
         schema="(Tensor x, Tensor[] gate, Tensor[] up, Tensor? gate_bias=None, "
         f"Tensor? up_bias=None, *, {GATED}, {WHERE}) -> Tensor",
@@ -265,5 +328,26 @@ OPS = (
         gradient=_gradient,
         lower=_lower,
         sharding=_placements,
+    ),
+)
+OPS = (
+    GATED_MLP_UP,
+    WHOLE_MLP,
+    scaled_op(
+        GATED_MLP_UP,
+        f"(Tensor x, {SCALED}, Tensor[] gate, Tensor[] up, Tensor? gate_bias=None, "
+        f"Tensor? up_bias=None, *, {FORMATS}, {GATED}, {WHERE}) -> Tensor",
+        gated_mlp_up_scaled,
+        ((1, "weight_layout"), (2, "weight_layout")),
+        lambda rest: sum(len(weights) == 2 for weights in rest[:2]),
+    ),
+    scaled_op(
+        WHOLE_MLP,
+        f"(Tensor x, {SCALED}, Tensor[] gate, Tensor[] up, Tensor[] down, "
+        "Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "
+        f"*, {FORMATS}, {GATED}, {WHERE}) -> Tensor",
+        gated_mlp_scaled,
+        ((1, "weight_layout"), (2, "weight_layout"), (3, "weight_layout")),
+        lambda rest: 1 + sum(len(weights) == 2 for weights in rest[:3]),
     ),
 )

@@ -22,6 +22,7 @@ from nmm_compiler.ops.operands import (
     weight_shape,
 )
 from nmm_compiler.ops.products import activate, linear, product, rms_norm
+from nmm_compiler.ops.scaled import FORMATS, SAID, SCALED, rounded_to_fp8, scaled_op, widened
 from nmm_compiler.ops.sharding import NORMED, PRODUCTS, SHAPED, Placements, placements
 
 
@@ -174,16 +175,43 @@ def _placements(
     return placements(x, (*factors, *others), kw, ways)
 
 
+def lowrank_matmul_scaled(
+    x: Tensor,
+    scales: Sequence[Tensor],
+    u: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """Return activation(p v + bias) for fp8 factors, p = x u being rounded if it has a scale."""
+    said = SAID | keywords
+    x, (u, v) = widened(x, scales, [(u, said["u_layout"]), (v, said["v_layout"])], said)
+    x = x.t() if said["x_layout"] == "col" else x
+    h = product(x, u, said["u_layout"], None, "row")
+    h = rounded_to_fp8(h, said["kept_scales"][0]) if said["kept_scales"] else h
+    y = product(h, v, said["v_layout"], bias, said["out_layout"])
+    return activate(y, said.get("activation", "identity"))
+
+
+LOWRANK = Op(
+    schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, "
+    "Tensor? inner_bias=None, Tensor? inner_gain=None, *, float scale=1.0, "
+    "str activation='identity', str inner_activation='identity', float inner_eps=1e-06, "
+    f"{UV}, str w_layout='row', {WHERE}) -> Tensor",
+    reference=lowrank_matmul,
+    fake=fake_lowrank_matmul,
+    gradient=lowrank_gradient,
+    lower=_lower,
+    sharding=_placements,
+)
 OPS = (
-    Op(
-        schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, "
-        "Tensor? inner_bias=None, Tensor? inner_gain=None, *, float scale=1.0, "
-        "str activation='identity', str inner_activation='identity', float inner_eps=1e-06, "
-        f"{UV}, str w_layout='row', {WHERE}) -> Tensor",
-        reference=lowrank_matmul,
-        fake=fake_lowrank_matmul,
-        gradient=lowrank_gradient,
-        lower=_lower,
-        sharding=_placements,
+    LOWRANK,
+    scaled_op(
+        LOWRANK,
+        f"(Tensor x, {SCALED}, Tensor u, Tensor v, Tensor? bias=None, *, {FORMATS}, "
+        f"str activation='identity', {UV}, {WHERE}) -> Tensor",
+        lowrank_matmul_scaled,
+        ((1, "u_layout"), (2, "v_layout")),
+        lambda rest: 1,
     ),
 )

@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler.kernels.lowrank.op import fake_lowrank_matmul, lowrank_gradient
+from nmm_compiler.kernels.lowrank.op import (
+    fake_lowrank_matmul,
+    lowrank_gradient,
+    lowrank_matmul_scaled,
+)
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec
 from nmm_compiler.ops.definition import UV, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, add, back_to, inputs_first, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.operands import check_same
 from nmm_compiler.ops.products import activate, layouts_of, linear, product
+from nmm_compiler.ops.scaled import FORMATS, SAID, SCALED, scaled_op
 from nmm_compiler.ops.sharding import Operand, Placements, placements
 
 
@@ -213,7 +218,46 @@ def _lasts(vs: Any, biases: Any) -> list[Operand]:
     return [*(("last", v, "v_layout") for v in vs), *(("bias", b, "") for b in biases)]
 
 
-OPS = (
+def lowrank_matmul_shared_x_scaled(
+    x: Tensor,
+    scales: Sequence[Tensor],
+    us: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    **keywords: Any,
+) -> list[Tensor]:
+    """Return activation_i((x u_i) v_i + bias_i) for every i, for fp8 factors."""
+    outs = []
+    said = SAID | keywords
+    layouts = layouts_of(said["out_layout"], said.get("out_layouts"), len(us))
+    kept, activations = said["kept_scales"], said.get("activations")
+    for i, (u, v, bias) in enumerate(zip(us, vs, biases, strict=True)):
+        one = {**said, "out_layout": layouts[i], "kept_scales": kept and kept[i : i + 1]}
+        one["activation"] = "identity" if activations is None else activations[i]
+        own = (scales[i], scales[len(us) + i])
+        outs.append(lowrank_matmul_scaled(x, own, u, v, bias, **one))
+    return outs
+
+
+def lowrank_matmul_shared_u_scaled(
+    x: Tensor,
+    scales: Sequence[Tensor],
+    u: Tensor,
+    vs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    **keywords: Any,
+) -> list[Tensor]:
+    """Return (x u) v_i + bias_i for every i, for fp8 factors."""
+    said = SAID | keywords
+    layouts = layouts_of(said["out_layout"], said.get("out_layouts"), len(vs))
+    each = zip(vs, biases, scales[1:], layouts, strict=True)
+    return [
+        lowrank_matmul_scaled(x, (scales[0], own), u, v, bias, **said | {"out_layout": layout})
+        for v, bias, own, layout in each
+    ]
+
+
+SHARED_X, SHARED_U = (
     Op(
         schema="(Tensor x, Tensor[] us, Tensor[] vs, Tensor?[] biases, *, "
         f"str[]? activations=None, {UV}, str[]? out_layouts=None, {WHERE}) -> Tensor[]",
@@ -231,5 +275,26 @@ OPS = (
         gradient=_gradient_shared_u,
         lower=_lower_shared_u,
         sharding=_placements_shared_u,
+    ),
+)
+_SCALED_END = f"{UV}, str[]? out_layouts=None, {WHERE}) -> Tensor[]"
+OPS = (
+    SHARED_X,
+    SHARED_U,
+    scaled_op(
+        SHARED_X,
+        f"(Tensor x, {SCALED}, Tensor[] us, Tensor[] vs, Tensor?[] biases, *, {FORMATS}, "
+        f"str[]? activations=None, {_SCALED_END}",
+        lowrank_matmul_shared_x_scaled,
+        ((1, "u_layout"), (2, "v_layout")),
+        lambda rest: len(rest[0]),
+    ),
+    scaled_op(
+        SHARED_U,
+        f"(Tensor x, {SCALED}, Tensor u, Tensor[] vs, Tensor?[] biases, *, {FORMATS}, "
+        f"{_SCALED_END}",
+        lowrank_matmul_shared_u_scaled,
+        ((1, "u_layout"), (2, "v_layout")),
+        lambda rest: 1,
     ),
 )

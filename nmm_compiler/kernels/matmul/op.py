@@ -21,6 +21,7 @@ from nmm_compiler.ops.operands import (
     weight_shape,
 )
 from nmm_compiler.ops.products import activate, product
+from nmm_compiler.ops.scaled import OF_X, SAID, SCALED, scaled_op, widened
 from nmm_compiler.ops.sharding import Placements, placements
 
 
@@ -91,14 +92,37 @@ def _placements(x: Any, w: Any, bias: Any = None, **kw: Any) -> Placements:
     return placements(x, (("dense", w, "w_layout"), ("bias", bias, "")), kw)
 
 
+def matmul_scaled(
+    x: Tensor,
+    scales: Sequence[Tensor],
+    w: Tensor,
+    bias: Tensor | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """Return activation(x w + bias) for fp8 weights."""
+    said = SAID | keywords
+    x, (w,) = widened(x, scales, [(w, said["w_layout"])], said)
+    plain = ("activation", "x_layout", "out_layout", "w_layout")
+    return matmul(x, w, bias, **{name: said[name] for name in plain if name in said})
+
+
+MATMUL = Op(
+    schema="(Tensor x, Tensor w, Tensor? bias=None, *, str activation='identity', "
+    f"{LAYOUTS}, str w_layout='row', {WHERE}) -> Tensor",
+    reference=matmul,
+    fake=_fake,
+    gradient=_gradient,
+    lower=_lower,
+    sharding=_placements,
+)
 OPS = (
-    Op(
-        schema="(Tensor x, Tensor w, Tensor? bias=None, *, str activation='identity', "
-        f"{LAYOUTS}, str w_layout='row', {WHERE}) -> Tensor",
-        reference=matmul,
-        fake=_fake,
-        gradient=_gradient,
-        lower=_lower,
-        sharding=_placements,
+    MATMUL,
+    scaled_op(
+        MATMUL,
+        f"(Tensor x, {SCALED}, Tensor w, Tensor? bias=None, *, {OF_X}, "
+        f"str activation='identity', {LAYOUTS}, str w_layout='row', {WHERE}) -> Tensor",
+        matmul_scaled,
+        ((1, "w_layout"),),
+        lambda rest: 0,
     ),
 )
