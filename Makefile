@@ -14,7 +14,7 @@ WORKERS ?= 2
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale bench-attention bench-cores
+	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale bench-attention bench-cores bench-ranks
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -123,6 +123,10 @@ bench-neuronmm: $(DEV_READY)
 # Kernels of two physical cores (lnc=2) against one: make bench-cores ARGS="--m 1,1024"
 bench-cores: $(DEV_READY)
 	$(RUN) benchmarks/kernels_two_cores.py $(ARGS)
+
+# A low-rank product shared by the ranks of a group: make bench-ranks ARGS="--m 1 --tp 4,16"
+bench-ranks: $(DEV_READY)
+	$(RUN) benchmarks/kernels_over_ranks.py $(ARGS)
 
 # Minutes: make bench-scale ARGS="--only build,s3"
 bench-scale: $(STRESS_READY)

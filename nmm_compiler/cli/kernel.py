@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nmm_compiler.codegen.build import Kernel
     from nmm_compiler.codegen.check_against_float64 import Proof
     from nmm_compiler.codegen.choose import Choice
+    from nmm_compiler.codegen.rank_ways import RankWay
     from nmm_compiler.kernels.base import KernelSpec
 
 
@@ -68,6 +69,14 @@ def kernel(
     lnc: Annotated[
         int | None, typer.Option(min=1, max=2, help="physical cores of a logical one: 1 or 2")
     ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="ranks that share it; lowrank, sizes of the whole"),
+    ] = None,
+    tp_axis: Annotated[
+        str | None,
+        typer.Option(help="what ranks share: columns, rows, rank; default: what is fastest"),
+    ] = None,
     x_layout: Annotated[str | None, typer.Option(help=r"row \[m, k] or col \[k, m]")] = None,
     out_layout: Annotated[str | None, typer.Option(help=r"row \[m, n] or col \[n, m]")] = None,
     bias: Annotated[bool | None, typer.Option("--bias/--no-bias")] = None,
@@ -102,11 +111,14 @@ def kernel(
 
     Example: nmm kernel gated_mlp --m 1 --k 2048 --n 8192 --r 1280 --lnc 2 --check
 
+    Example: nmm kernel lowrank --m 16 --k 8192 --r 1024 --n 2048 --tp 4 --check
+
     Example: nmm kernel attention --m 1 --context 8192 --heads 32 --kv-heads 8 --d 128 --check
     """
     from nmm_compiler.codegen.build import build_kernel
     from nmm_compiler.codegen.choice_table import schedule_table
     from nmm_compiler.codegen.dialects import TITLES
+    from nmm_compiler.codegen.rank_ways import ways_table
 
     given: dict[str, Any] = {
         "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
@@ -116,6 +128,10 @@ def kernel(
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, [])}
     spec = make_spec(family, given, field or [])
+    ways = _ways(spec, tp, target) if tp not in (None, 1) else ()
+    if ways:
+        fastest = min(ways, key=lambda way: way.inside_us).axis
+        spec = spec.sharded(tp, tp_axis or fastest)
     built = build_kernel(spec, target, dialect=dialect)
     profile = built.profile()
     proof = _prove(built, seed) if check else None
@@ -134,7 +150,8 @@ def kernel(
         table = Section("schedule and runners-up", (schedule_table(choices),), folded=True)
         write_html(spec.short(), [*parts, *profile.report(), table], html, said=False)
     if as_json:
-        show_json(_plain(built, choices if schedules else (), proof))
+        plain = _plain(built, choices if schedules else (), proof)
+        show_json(plain | ({"ways": [way.to_dict() for way in ways]} if ways else {}))
     else:
         show([Line(f"spec      {built.spec}", hang=10),
               Line(f"schedule  {built.schedule}", hang=10)])  # fmt: skip
@@ -146,6 +163,8 @@ def kernel(
             times = one_core.latency_us / profile.latency_us
             text = f"{one_core.latency_us:.2f} us simulated; two are {times:.2f} times as fast"
             show([Line(f"one core  {text}", hang=10)])
+        if ways:
+            show([Section(f"ways to share it between {tp} ranks", (ways_table(ways),))])
         for note in spec.notes():
             show([Line(f"note      {note}", hang=10)], style="yellow")
         show([profile.overview()[-1]])
@@ -165,6 +184,15 @@ def kernel(
             show([Line(f"check     {proof}", hang=10)], style="green" if proof.passed else "red")
     if proof is not None and not proof.passed:
         raise typer.Exit(1)
+
+
+def _ways(spec: Any, tp: int | None, target: str) -> tuple[RankWay, ...]:
+    """Return the ways in which ranks can share the product of a lowrank kernel."""
+    from nmm_compiler.codegen.rank_ways import rank_ways
+
+    if spec.family != "lowrank":
+        raise SpecError(f"--tp shares kernels of family lowrank, not {spec.family}; drop --tp")
+    return rank_ways(spec, tp or 1, target)
 
 
 def _path(built: Kernel) -> str:

@@ -11,8 +11,9 @@ Five rows for y = (x u) v, with what moves between devices afterwards:
 A gated MLP has "column" for its gate and up, whose features "row" of its down projection sums. An
 activation or a gate is not linear, so a call that has one refuses the Partial rows; a bias of a
 Partial result is Partial too, which DTensor makes of a whole one without moving anything.
-Row parallelism that sums at width r needs the collective between the two products, so such a model
-must stay unfused. Cuts are dimensions of each operand as it is stored.
+Row parallelism that sums at width r needs the collective between the two products: a call with
+tp_axis "rows" has it inside. A call with a tp_axis has one row, its own (ON_RANKS). Cuts are
+dimensions of each operand as it is stored.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ SHAPED: tuple[Way, ...] = (PRODUCTS[0], PRODUCTS[2])
 """Of products with a function between them, which needs whole sums of x u."""
 NORMED: tuple[Way, ...] = PRODUCTS[:1]
 """Of products with a norm over the rank between them."""
+ON_RANKS: dict[str, tuple[Way, ...]] = {
+    "columns": NORMED,
+    "rows": (("whole", "features", PRODUCTS[1][2] | {"bias": "whole"}),),
+    "rank": (("whole", "whole", PRODUCTS[2][2]),),
+}
+"""Of calls whose kernels sum over the ranks themselves, by their tp_axis."""
 GATED_UP: tuple[Way, ...] = (COLUMN,)
 GATED_MLP: tuple[Way, ...] = (
     ("features", "whole", {"down_last": "out", "down_dense": "out", "down_bias": "out"}),
@@ -84,10 +91,12 @@ def placements(
     keywords: dict[str, Any],
     ways: tuple[Way, ...] = PRODUCTS,
     results: int = 1,
+    *,
+    summed: bool = False,
 ) -> Placements:
     """Return what a call accepts: the rows of the table above.
 
-    ways: the rows besides "replicate" and "token".
+    ways: the rows besides "replicate" and "token". summed: these alone, the call sums inside.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -105,13 +114,15 @@ def placements(
             return None if tensor is None else Replicate()
         if side == "partial":
             return Partial()
+        if side == "whole":
+            return Replicate()
         return Shard(cut(said[layout], side) if layout else 0)
 
     def row(outs: list[Any], of_x: Any, sides: dict[str, str]) -> tuple[list[Any], list[Any]]:
         return outs, [of_x, *(placed(*operand, sides) for operand in operands)]
 
-    rows = [row([Replicate()] * results, Replicate(), {})]
-    if set(out_layouts) == {x_layout}:
+    rows = [] if summed else [row([Replicate()] * results, Replicate(), {})]
+    if not summed and set(out_layouts) == {x_layout}:
         for dim in token_dims(x.ndim, x_layout):
             rows.append(row([Shard(dim)] * results, Shard(dim), {}))
     flat = "col" in (x_layout, *out_layouts)
@@ -122,7 +133,8 @@ def placements(
         whole_dense = "dense" in given and "dense" not in sides
         if out == "partial" and (whole_dense or not (linear or gated)):
             continue
-        outs = out_features if out == "features" else [Partial()] * results
+        made: dict[str, list[Any]] = {"features": out_features, "whole": [Replicate()] * results}
+        outs = made.get(out, [Partial()] * results)
         rows.append(row(outs, x_features if of_x == "features" else Replicate(), sides))
     return rows
 

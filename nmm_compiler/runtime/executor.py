@@ -206,8 +206,18 @@ def _on_cpu(executor: str, operands: Sequence[Tensor]) -> None:
         )
 
 
+def _one_rank(executor: str, kernel: Any) -> None:
+    if kernel.spec.world_size > 1:
+        raise SpecError(
+            f"executor {executor!r} runs one rank, and {kernel.name} is one of "
+            f"{kernel.spec.world_size} that exchange data; use kernel.simulate_ranks for all of "
+            "them, or executor 'reference' in as many processes"
+        )
+
+
 def _launch_in_simulator(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _on_cpu("simulator", operands)
+    _one_rank("simulator", kernel)
     with _simulating:
         simulation = kernel.simulate(*map(_operand, operands), mode="functional")
     dtypes = (getattr(torch, result.dtype) for result in kernel.spec.outputs())
@@ -243,6 +253,7 @@ _NUMPY_NAMES = ("float16", "float32")
 
 def _launch_in_nki_simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _on_cpu("nki_simulate", operands)
+    _one_rank("nki_simulate", kernel)
     return neuron.simulate(kernel, [t.detach() for t in operands])
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
+from nmm_compiler.ops.between_ranks import check_group, spread, summed
 from nmm_compiler.ops.definition import UV, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, Inner, activation_grad, add, back_to, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
@@ -23,7 +25,7 @@ from nmm_compiler.ops.operands import (
 )
 from nmm_compiler.ops.products import activate, linear, product, rms_norm
 from nmm_compiler.ops.scaled import FORMATS, SAID, SCALED, rounded_to_fp8, scaled_op, widened
-from nmm_compiler.ops.sharding import NORMED, PRODUCTS, SHAPED, Placements, placements
+from nmm_compiler.ops.sharding import NORMED, ON_RANKS, PRODUCTS, SHAPED, Placements, placements
 
 
 def lowrank_matmul(
@@ -44,22 +46,36 @@ def lowrank_matmul(
     u_layout: str = "row",
     v_layout: str = "row",
     w_layout: str = "row",
+    tp: int = 1,
+    tp_axis: str = "",
+    group: str = "",
     target: str = "trn2",
     executor: str = "reference",
 ) -> Tensor:
     """Return activation(x w + scale * p v + bias), p = inner_activation(x u + inner_bias).
 
-    inner_gain: p is the RMS norm of that, with inner_eps under the root, times the gain.
+    inner_gain: p is the RMS norm of that, with inner_eps under the root, times the gain. tp,
+    tp_axis: the operands are one rank's, as LowRankSpec says; group: the name of the process group
+    that sums.
     """
+    if tp > 1:
+        check_group(tp, tp_axis, group)
     if x_layout == "col":
         x = x.t()
-    h = linear(x, u, inner_bias) if u_layout == "col" else torch.matmul(x, u)
-    if inner_bias is not None and u_layout != "col":
+    if tp_axis == "rank":
+        x = spread(x, group)
+    in_linear = u_layout == "col" and tp_axis != "rows"
+    h = linear(x, u, inner_bias if in_linear else None) if u_layout == "col" else torch.matmul(x, u)
+    if tp_axis == "rows":
+        h = summed(h, group)
+    if inner_bias is not None and not in_linear:
         h = h + inner_bias
     if inner_activation != "identity":
         h = activate(h, inner_activation)
     if inner_gain is not None:
         h = rms_norm(h, inner_gain, inner_eps)
+    if tp_axis == "columns":
+        h, x = spread(h, group), x if w is None else spread(x, group)
     if w is None and scale == 1.0:
         y = product(h, v, v_layout, bias, out_layout)
     elif w is None:
@@ -72,6 +88,8 @@ def lowrank_matmul(
             product(h, v, v_layout, None, out_layout),
             alpha=scale,
         )
+    if tp_axis == "rank":
+        y = summed(y, group)
     return y if activation == "identity" else activate(y, activation)
 
 
@@ -104,6 +122,10 @@ def fake_lowrank_matmul(
 
 def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
     """Return the gradients of x, u, v, bias, w, inner_bias and inner_gain."""
+    if kw.get("tp", 1) > 1:
+        raise SpecError(
+            "lowrank_matmul with tp > 1 has gradients with executor 'reference' only; pass that"
+        )
     x, u, v, bias, w, inner_bias, gain = (*args, None, None, None, None)[:7]
     need = (*need, False, False, False, False)[:7]
     rows = rows_of(x, kw["x_layout"])
@@ -158,6 +180,8 @@ def _lower(
         inner_bias=inner_bias is not None,
         inner_norm=gain is not None,
         inner_eps=float(kw.get("inner_eps", 1e-6)),
+        tp=int(kw.get("tp", 1)),
+        tp_axis=kw.get("tp_axis", ""),
     )
     given = (rows, u, v, w, bias, inner_bias, gain)
     return [Launch(spec, tuple(t for t in given if t is not None))]
@@ -170,6 +194,8 @@ def _placements(
     factors = ("first", u, "u_layout"), ("last", v, "v_layout")
     others = [("bias", bias, ""), ("dense", w, "w_layout"), ("inner_bias", inner_bias, "")]
     others += [("inner_gain", gain, "")] * (len(inner) > 1)
+    if kw.get("tp_axis"):
+        return placements(x, (*factors, *others), kw, ON_RANKS[kw["tp_axis"]], summed=True)
     shaped = inner_bias is not None or kw.get("inner_activation", "identity") != "identity"
     ways = NORMED if gain is not None else SHAPED if shaped else PRODUCTS
     return placements(x, (*factors, *others), kw, ways)
@@ -197,7 +223,7 @@ LOWRANK = Op(
     schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, "
     "Tensor? inner_bias=None, Tensor? inner_gain=None, *, float scale=1.0, "
     "str activation='identity', str inner_activation='identity', float inner_eps=1e-06, "
-    f"{UV}, str w_layout='row', {WHERE}) -> Tensor",
+    f"{UV}, str w_layout='row', int tp=1, str tp_axis='', str group='', {WHERE}) -> Tensor",
     reference=lowrank_matmul,
     fake=fake_lowrank_matmul,
     gradient=lowrank_gradient,

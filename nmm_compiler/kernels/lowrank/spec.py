@@ -180,6 +180,8 @@ class LowRankSpec(ProductSpec):
         return (*self._format_notes("the product with v"), *self._shape_notes())
 
     def _shape_notes(self) -> tuple[str, ...]:
+        if self.tp > 1:
+            return self.whole()._shape_notes()
         if self.base or self.inner or self.r * (self.k + self.n) < self.k * self.n:
             return ()
         what = "r >= min(k, n)" if self.r >= min(self.k, self.n) else "r (k + n) >= k n"

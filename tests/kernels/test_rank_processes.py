@@ -1,0 +1,131 @@
+"""`nmm.lowrank_matmul` as one of many processes (gloo): results and gradients of one process."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from nmm_compiler.errors import NoKernelError, SpecError
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.over_ranks import AXES
+from nmm_compiler.ops.registration import OPS
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is missing")
+WHOLE = LowRankSpec(
+    m=6, k=24, r=16, n=32, dtype="float32", u_layout="col", v_layout="col", bias=True,
+    inner_bias=True, inner_activation="silu",
+)  # fmt: skip
+KEYWORDS = {"u_layout": "col", "v_layout": "col", "inner_activation": "silu"}
+# Sums of at most 32 terms in another order, in two products and their gradients.
+BOUND = 8 * 32 * 2.0**-24
+
+
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t.shape, generator=generator) for t in WHOLE.inputs()]
+
+
+def call(x, u, v, bias, inner, **more):
+    return OPS["lowrank_matmul"](x, u, v, bias, None, inner, **KEYWORDS, **more)
+
+
+def close(got, want):
+    got, want = got.detach(), want.detach()
+    return float((got - want).abs().max()) <= BOUND * float(want.abs().max())
+
+
+def problems(axis, mesh, rank):
+    """Return what differs from one process: plain tensors, gradients, DTensors."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    tp, found = mesh.size(), []
+    spec, given = WHOLE.sharded(tp, axis), operands()
+    said = {"tp": tp, "tp_axis": axis, "group": mesh.get_group().group_name}
+    alone = [t.clone().requires_grad_() for t in given]
+    want = call(*alone)
+    shards = spec.shards(*given)[rank]
+    mine = [t.clone().requires_grad_() for t in shards]
+    got = call(*mine, **said)
+    if not close(got, spec.result_of(rank, want)):
+        found.append(f"{axis}: result")
+    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    (want * weight).sum().backward()
+    (got * spec.result_of(rank, weight)).sum().backward()
+    grads = spec.shards(*(t.grad for t in alone))[rank]
+    for place, tensor in enumerate(WHOLE.inputs()):
+        if tensor.name == "bias" and axis == "rank" and rank:
+            continue  # zeros stand for it
+        if not close(mine[place].grad, grads[place]):
+            found.append(f"{axis}: gradient of {tensor.name}")
+    # the same call on DTensors: nothing moves before it, and the result is whole
+    from nmm_compiler.ops.registration import DEFINITIONS
+
+    rows = DEFINITIONS["lowrank_matmul"].sharding(*given[:4], None, given[4], **KEYWORDS, **said)
+    if len(rows) != 1:
+        found.append(f"{axis}: {len(rows)} rows")
+    outs, ins = rows[0]
+    placed = [p for p in ins if p is not None]
+    with torch.no_grad():
+        tensors = [
+            DTensor.from_local(t, mesh, [p], run_check=False)
+            if p.is_partial()
+            else distribute_tensor(w, mesh, [p])
+            for t, w, p in zip(shards, given, placed, strict=True)
+        ]
+        with CommDebugMode() as seen:
+            y = call(*tensors, **said)
+        moved = seen.get_total_counts()
+        if [type(p) for p in y.placements] != [type(outs[0])] or moved:
+            found.append(f"{axis}: {y.placements}, {moved} collectives")
+        if not close(y.redistribute(placements=[Replicate()]).to_local(), want):
+            found.append(f"{axis}: DTensor")
+    return found
+
+
+def worker(rank, processes, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (processes,))
+        said = [text for axis in AXES for text in problems(axis, mesh, rank)]
+        dist.barrier()
+    except Exception as error:  # told to the parent, which fails the test with it
+        said = [f"{type(error).__name__}: {error}"]
+    results.put(said)
+    dist.destroy_process_group()
+
+
+def test_four_processes_compute_what_one_does():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("forkserver")  # imports once for all
+    context.set_forkserver_preload(["torch.distributed.tensor", __name__])
+    results = context.Queue()
+    each = [context.Process(target=worker, args=(r, 4, port, results)) for r in range(4)]
+    for one in each:
+        one.start()
+    assert [results.get(timeout=240) for _ in each] == [[]] * 4
+    for one in each:
+        one.join(20)
+
+
+def test_a_call_that_sums_names_its_group():
+    shards = WHOLE.sharded(2, "rows").shards(*operands())[0]
+    with pytest.raises(SpecError, match="pass group="):
+        call(*shards, tp=2, tp_axis="rows")
+
+
+def test_one_process_runs_no_kernel_of_two_ranks():
+    from nmm_compiler.runtime import executor as _registered  # noqa: F401
+
+    shards = WHOLE.sharded(2, "rows").shards(*operands())[0]
+    with pytest.raises((SpecError, NoKernelError), match="one of 2 that exchange data"):
+        call(*shards, tp=2, tp_axis="rows", group="0", executor="simulator")
