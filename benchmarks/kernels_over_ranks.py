@@ -3,8 +3,8 @@
 Every figure is predicted by the simulator's timing model; nothing here is measured. The sum over
 the ranks takes what is published for all-reduces of so many bytes and ranks (trn2: 15.1 us for
 8 KiB and 183 us for 16 MiB on 4 ranks, 17.6 and 185 us on 64; `Target.collective_points`), without
-the wait for late ranks. Per shape: each way of sharing as one kernel, and as kernels with the collective
-between them; one core for comparison.
+the wait for late ranks. Per shape: each way of sharing as one kernel, and as kernels with the
+collective between them; one core for comparison.
 """
 
 from __future__ import annotations

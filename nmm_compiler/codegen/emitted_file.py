@@ -10,7 +10,7 @@ import libcst as cst
 from nmm_compiler.codegen.dialects import TITLES, in_dialect
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import OUTPUTS, TOKENS, WEIGHTS, KernelSpec
+from nmm_compiler.kernels.base import HEADS, OUTPUTS, QUERY_HEADS, TOKENS, WEIGHTS, KernelSpec
 from nmm_compiler.targets import Target
 
 _WIDTH = 98
@@ -23,6 +23,10 @@ _CORES = {
     WEIGHTS: (
         "launched on two cores: each reads half of every weight, computes half of each "
         "intermediate, and gets the other half from the other core.",
+    ),
+    HEADS: ("launched on two cores: each computes half of the groups of heads, as follows.",),
+    QUERY_HEADS: (
+        "launched on two cores: each computes half of the query heads of each group, as follows.",
     ),
 }
 

@@ -33,6 +33,10 @@ PACKAGE = "nmm_compiler.kernels"
 # the last product computed by both; half of every weight, with sums of intermediates exchanged.
 TOKENS, OUTPUTS, WEIGHTS = SPLITS = ("tokens", "outputs", "weights")
 
+# The same for attention: half of the heads of keys each, with the query heads that share them; or
+# half of the query heads of each group, with the keys whole.
+HEADS, QUERY_HEADS = "heads", "query_heads"
+
 Array = np.ndarray[Any, Any]
 
 CORES = 1

@@ -7,7 +7,7 @@ import torch
 
 from nmm_compiler import LowRankSpec, build_kernel, simulate
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
-from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.errors import CapacityError, DialectError, SimulationError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
@@ -84,9 +84,42 @@ def test_the_option_reaches_the_kernels_of_a_call():
     assert any(kernel.spec == spec for kernel in KERNELS.all())
 
 
-def test_attention_is_not_shared_yet():
-    spec = AttentionSpec(m=1, context=256, heads=2, lnc=2)
-    with pytest.raises(SpecError, match="pass lnc=1"):
+@pytest.mark.parametrize(
+    ("sizes", "split"),
+    [
+        ({"m": 1, "context": 300, "heads": 8, "kv_heads": 2}, "heads"),
+        ({"m": 3, "context": 256, "heads": 4, "kv_heads": 1, "rope": "q"}, "query_heads"),
+        ({"m": 130, "heads": 2, "d": 64, "rope": "qk", "window": 100}, "heads"),
+        ({"m": 130, "heads": 2, "kv_heads": 1, "d": 64, "k_layout": "col"}, "query_heads"),
+        ({"m": 1, "context": 256, "heads": 3, "kv_heads": 3, "batch": 2}, "heads"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("loop", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_attention_is_shared_by_heads(sizes, split, loop):
+    """Prefill and decode; groups of heads, or the query heads of the only one."""
+    spec = AttentionSpec(**{"d": 32, "lnc": 2} | sizes)
+    choice = next(choice for choice in rank(spec, TRN2) if not choice.schedule.loop)
+    schedule = choice.schedule.in_loop() if loop else choice.schedule
+    assert schedule.split == split
+    proof = prove(build_kernel(spec, "trn2", schedule))
+    assert proof.passed, str(proof)
+
+
+def test_attention_of_two_cores_takes_about_half_as_long():
+    """Whole groups need no exchange, so only starts and ends of a kernel do not shrink."""
+    for sizes in ({"m": 1, "context": 4096}, {"m": 256}):
+        one = AttentionSpec(heads=8, kv_heads=4, d=64, **sizes)
+        taken = [
+            simulated(spec, rank(spec, TRN2)[0].schedule, TRN2)[0]
+            for spec in (one, dataclasses.replace(one, lnc=2))
+        ]
+        assert 1.5 < taken[0] / taken[1] <= 2.0
+
+
+def test_odd_heads_are_not_shared():
+    spec = AttentionSpec(m=1, context=256, heads=3, kv_heads=1, lnc=2)
+    with pytest.raises(SpecError, match="even numbers of heads of keys, or of query heads"):
         build_kernel(spec, "trn2")
 
 

@@ -16,13 +16,25 @@ from ..pieces.loads_and_stores import position
 def attention(q, k, v, spec, schedule, **others):
     """Return y."""
     groups = spec.batch * spec.kv_heads
-    out = nl.ndarray((spec.batch * spec.heads, spec.m, spec.d), dtype=q.dtype, buffer=nl.shared_hbm)
+    heads = 2 * spec.batch * spec.heads if schedule.split else spec.batch * spec.heads
+    out = nl.ndarray((heads, spec.m, spec.d), dtype=q.dtype, buffer=nl.shared_hbm)
+    part = out
+    if schedule.split == "heads":
+        core = nl.program_id(0)
+        part = half_of_groups(out, groups * spec.group, core)
+        q = half_of_groups(q, groups * spec.group, core)
+        k = half_of_groups(k, groups, core)
+        v = half_of_groups(v, groups, core)
+    elif schedule.split == "query_heads":
+        core = nl.program_id(0)
+        part = half_of_heads(out, groups, core)
+        q = half_of_heads(q, groups, core)
     if schedule.decode:
         q_groups = q.reshape((groups, spec.columns, spec.d))
-        out_groups = out.reshape((groups, spec.columns, spec.d))
+        out_groups = part.reshape((groups, spec.columns, spec.d))
     else:
         q_groups = q.reshape((groups, spec.group, spec.m, spec.d))
-        out_groups = out.reshape((groups, spec.group, spec.m, spec.d))
+        out_groups = part.reshape((groups, spec.group, spec.m, spec.d))
     if schedule.loop:
 
         def body(i):
@@ -59,3 +71,14 @@ def compute(outs, qs, ks, vs, rope, spec, schedule):
         decode_groups(outs, qs, ks, vs, rope, spec, schedule)
     else:
         prefill_groups(outs, qs, ks, vs, rope, spec, schedule)
+
+
+def half_of_groups(tensor, count, core):
+    """Return this core's half of the matrices of all heads, `count` of them."""
+    return tensor.reshape((2, count, tensor.shape[1], tensor.shape[2])).select(0, core)
+
+
+def half_of_heads(tensor, groups, core):
+    """Return this core's half of the heads of each group, one below the other."""
+    rows = tensor.shape[0] // (2 * groups) * tensor.shape[1]
+    return tensor.reshape((groups, 2, rows, tensor.shape[2])).select(1, core)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
@@ -33,7 +33,7 @@ class AttentionSchedule(Record):
     decode: keys lie on the partitions, and all queries of a group on the free axis.
     chunk: keys per load, in a decode kernel. ahead: chunks that are loaded before they are used.
     loop: the groups of heads are a loop on the device.
-    split: "", as two cores do not share an attention kernel.
+    split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
     """
 
@@ -47,8 +47,12 @@ class AttentionSchedule(Record):
     loop: bool = False
     own_queue: bool = False
     bank_tiles: int = 8
+    split: str = ""
 
-    split: ClassVar[str] = ""  # one core runs the kernel
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; split only where there is one."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if name != "split" or value}
 
     def settled(self, spec: AttentionSpec) -> AttentionSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
@@ -127,6 +131,7 @@ class AttentionSchedule(Record):
 
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        spec = spec.share(self.split)
         for name, ways in self.loads(spec, target).items():
             check_name(f"{name} of {spec.dtype} on {target.name}", getattr(self, name), ways)
         if self.loop and (not target.device_loops or "dma" in (self.q_load, self.k_load)):
@@ -171,6 +176,7 @@ class AttentionSchedule(Record):
     def short(self) -> str:
         """Return the axes in a few words, for tables."""
         loop = " loop" if self.loop else ""
+        loop += f" {self.split}-split" if self.split else ""
         if self.decode:
             return f"decode c{self.chunk} k-{self.k_load}{loop}"
         return f"s{self.section} v{self.vector_eighths} q-{self.q_load} k-{self.k_load}{loop}"

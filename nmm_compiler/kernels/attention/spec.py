@@ -9,18 +9,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
     DTYPES,
+    HEADS,
     LAYOUTS,
+    QUERY_HEADS,
     Array,
     KernelSpec,
     TensorSpec,
     check_arrays,
+    check_cores,
     check_name,
     check_sizes,
 )
@@ -33,6 +36,7 @@ from nmm_compiler.kernels.error_bounds import (
     rounding_error,
 )
 from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.targets import Target
 
 ROPES = ("none", "q", "qk")
 MOST_CONTEXT = 131_072
@@ -88,6 +92,7 @@ class AttentionSpec(KernelSpec):
         }
         for name, value in settled.items():
             object.__setattr__(self, name, value)
+        check_cores(self.family, self.lnc)
         check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
         check_name("dtype", self.dtype, self.dtypes)
         check_name("k_layout", self.k_layout, LAYOUTS)
@@ -140,6 +145,39 @@ class AttentionSpec(KernelSpec):
     def group(self) -> int:
         """Query heads that share the keys of one head."""
         return self.heads // self.kv_heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys, of all sequences."""
+        return self.batch * self.kv_heads
+
+    def weight_splits(self) -> tuple[str, ...]:
+        """Return that the groups can be halved, else the query heads of each."""
+        if self.groups % self.lnc == 0:
+            return (HEADS,)
+        return () if self.group % self.lnc else (QUERY_HEADS,)
+
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of a core's share; a group is then a sequence of its own."""
+        if split == HEADS:
+            return {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
+        return {"heads": self.heads // 2}
+
+    def whole_of(self, part: AttentionSpec, turns: AttentionSpec) -> AttentionSpec:
+        """Return the spec whose shares are `turns`, some of the groups of the share `part`."""
+        if self.lnc == 1:
+            return turns
+        doubled = "batch" if self.splits() == (HEADS,) else "heads"
+        return dataclasses.replace(turns, lnc=self.lnc, **{doubled: 2 * getattr(turns, doubled)})
+
+    def check(self, target: Target) -> None:
+        """Raise SpecError if the target cannot compute the spec with any schedule."""
+        if self.lnc > 1 and not self.splits():
+            raise SpecError(
+                f"{self.short()}: two cores share even numbers of heads of keys, or of query heads "
+                "of each; pass lnc=1"
+            )
+        super().check(target)
 
     @property
     def columns(self) -> int:
