@@ -1,7 +1,9 @@
 """Gradients shared by the ops: a chain of products, recomputed forward and differentiated.
 
-Every formula uses differentiable PyTorch ops on saved operands. A gradient that is not needed is
-not computed, so frozen weights under LoRA cost nothing.
+Every formula uses differentiable ops on saved operands: products are calls of this package's ops
+where the forward pass ran through a kernel (backward_products.py); activations, norms, biases and
+sums of gradients are PyTorch's. A gradient that is not needed is not computed, so frozen weights
+under LoRA cost nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmm_compiler.ops.backward_products import BY_TORCH, Products
+from nmm_compiler.ops.backward_products import inputs_first as inputs_first
 from nmm_compiler.ops.products import activate, rms_norm
 
 Grads = list[Any]
@@ -21,11 +25,6 @@ _aten = torch.ops.aten
 def rows_of(t: Tensor, layout: str) -> Tensor:
     """Return activations as a matrix with tokens in rows."""
     return t.t() if layout == "col" else t.reshape(-1, t.shape[-1])
-
-
-def inputs_first(w: Tensor, layout: str) -> Tensor:
-    """Return a weight as [inputs, outputs]; its own inverse."""
-    return w if layout == "row" else w.t()
 
 
 def back_to(x: Tensor, grad: Tensor | None, layout: str) -> Tensor | None:
@@ -78,6 +77,11 @@ class Inner:
         self.grad_gain: Tensor | None = None
 
     @property
+    def is_identity(self) -> bool:
+        """Whether nothing stands there."""
+        return self.bias is None and self.gain is None and self.activation == "identity"
+
+    @property
     def needed(self) -> bool:
         """Whether a gradient of a vector of its own is needed."""
         return self.need_bias or self.need_gain
@@ -107,7 +111,7 @@ class Inner:
 class Chain:
     """A chain x w_1 ... w_j + bias on matrices: its recomputed forward pass and its gradients.
 
-    inner: what stands behind each product but the last one.
+    inner: what stands behind each product but the last one. products: who computes them.
     """
 
     def __init__(
@@ -116,21 +120,42 @@ class Chain:
         weights: Sequence[Tensor],
         layouts: Sequence[str],
         inner: Inner | None = None,
+        products: Products = BY_TORCH,
     ) -> None:
-        self.layouts = layouts
-        self.weights = [inputs_first(w, at) for w, at in zip(weights, layouts, strict=True)]
+        self.weights, self.layouts = weights, layouts
         self.inner = inner or Inner()
+        self.products = products
         self.sums: list[Tensor] = []
         self.middles = [x]
-        for w in self.weights[:-1]:
-            total, made = self.inner.value(self.middles[-1] @ w)
+
+    def _left_of(self, index: int) -> Tensor:
+        """Return what weight `index` multiplies: x, or an intermediate, which is then kept."""
+        while len(self.middles) <= index:
+            last = len(self.middles) - 1
+            total = self.products.times(
+                self.middles[-1], self.weights[last], self.layouts[last], out="col"
+            )
+            total, made = self.inner.value(total)
             self.sums.append(total)
             self.middles.append(made)
+        return self.middles[index]
 
-    def output(self, bias: Tensor | None) -> Tensor:
-        """Return x w_1 ... w_j + bias."""
-        y = self.middles[-1] @ self.weights[-1]
-        return y if bias is None else y + bias
+    @property
+    def _is_pair(self) -> bool:
+        """Whether the chain is two factors with nothing between them."""
+        return len(self.weights) == 2 and self.inner.is_identity
+
+    def output(self, bias: Tensor | None, need_weights: Sequence[bool] | None = None) -> Tensor:
+        """Return x w_1 ... w_j + bias.
+
+        need_weights: those that `backward` will be asked for; None for all.
+        """
+        if need_weights is not None and not need_weights[-1] and self._is_pair:
+            return self.products.chain(self.middles[0], self.weights, self.layouts, bias)
+        last = len(self.weights) - 1
+        return self.products.times(
+            self._left_of(last), self.weights[last], self.layouts[last], bias
+        )
 
     def backward(
         self, grad: Tensor, need_x: bool, need_weights: Sequence[bool]
@@ -141,15 +166,19 @@ class Chain:
         """
         grads: list[Tensor | None] = [None] * len(self.weights)
         for index in reversed(range(len(self.weights))):
+            layout = self.layouts[index]
             if need_weights[index]:
-                product = self.middles[index].t() @ grad
-                grads[index] = inputs_first(product, self.layouts[index])
+                grads[index] = self.products.summed_over_tokens(self._left_of(index), grad, layout)
             if index == 0 and not need_x:
                 return None, grads
             below = need_x or self.inner.needed or any(need_weights[:index])
             if index > 0 and not below:
                 return None, grads
-            grad = grad @ self.weights[index].t()
-            if index > 0:
+            if index == 1 and self._is_pair and not need_weights[0]:
+                return self.products.chain_transposed(grad, self.weights, self.layouts), grads
+            out = "col" if index else "row"
+            grad = self.products.times_transposed(grad, self.weights[index], layout, out)
+            if index > 0 and not self.inner.is_identity:
+                self._left_of(index)
                 grad = self.inner.backward(grad, self.sums[index - 1])
         return grad, grads

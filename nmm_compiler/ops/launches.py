@@ -15,13 +15,20 @@ from torch import Tensor
 
 Transpose = Callable[[Tensor], Tensor]
 
+TOKEN_AXES = ("m", "k")
+"""The sizes of a spec that may count tokens; k where a product sums over them."""
+
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: the spec for m tokens, and its operands, activations first."""
+    """One kernel launch: the spec for m tokens, and its operands, activations first.
+
+    token_axis: the size of the spec that counts tokens, one of TOKEN_AXES.
+    """
 
     spec: Any
     operands: tuple[Tensor, ...]
+    token_axis: str = "m"
 
     def split(self) -> tuple[Launch, ...]:
         """Return launches that give the results one by one; none where there is no such way."""

@@ -74,7 +74,7 @@ def lower(
             if dtype_name(operand) != tensor.dtype:
                 raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
     if lnc > 1:
-        launches = [Launch(replace(one.spec, lnc=lnc), one.operands) for one in launches]
+        launches = [replace(one, spec=replace(one.spec, lnc=lnc)) for one in launches]
     return Lowered(tuple(launches), lead, x_layout, op.many)
 
 

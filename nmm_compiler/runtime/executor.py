@@ -63,7 +63,7 @@ class KernelExecutor:
         Raises NoKernelError when this executor was named and a kernel cannot be had.
         """
         executor = kwargs.get("executor", self.name)
-        if int(tokens(args[0], kwargs)) == 0:  # no tokens: nothing to compute
+        if 0 in args[0].shape:  # no tokens: nothing to compute
             return registration.DEFINITIONS[name].reference(*args, **kwargs)
         named = self.name if executor.partition("#")[0] == self.name else "auto"
         options = _with_executor(options_of(executor), named)
@@ -112,7 +112,9 @@ class KernelExecutor:
         if whole is not None:
             _warn_once(f"nmm: {whole}")
             return self._run_each(launch.split(), x_layout, target, options)
-        if not launch.spec.splits_tokens:
+        if launch.token_axis == "k":
+            launch = _with_more_terms(launch, KERNELS.terms(launch.spec, target, options))
+        if launch.token_axis == "k" or not launch.spec.splits_tokens:
             made = self._launch(launch.spec, launch.operands, target, options)
             return None if made is None else list(made)
         x, *weights = launch.operands
@@ -176,6 +178,19 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
         return x.contiguous()
     padding = (0, 0, 0, rows) if dim == 0 else (0, rows)
     return torch.nn.functional.pad(x, padding)
+
+
+def _with_more_terms(launch: Launch, terms: int) -> Launch:
+    """Return a launch of x w that sums over `terms` tokens, those that it lacks being zero."""
+    spec, (x, w, *rest) = launch.spec, launch.operands
+    missing = terms - spec.k
+    if missing == 0:
+        return launch
+    x = _padded(x, 1 if spec.x_layout == "row" else 0, missing)
+    w = _padded(w, 0 if spec.w_layout == "row" else 1, missing)
+    return dataclasses.replace(
+        launch, spec=dataclasses.replace(spec, k=terms), operands=(x, w, *rest)
+    )
 
 
 def _transpose_for(x: Tensor, options: Options) -> Callable[[Tensor], Tensor] | None:

@@ -119,6 +119,15 @@ class Kernels:
             self._plans[key] = found
         return found
 
+    def terms(self, spec: Any, target: str, options: Options) -> int:
+        """Return how many tokens a kernel that sums over spec.k of them is built for.
+
+        As in `plan`, exactly these in a static graph and else the bucket that holds them.
+        """
+        if options.buckets is None and (spec, target) in self._static:
+            return int(spec.k)
+        return buckets.bucket(spec.k, options.buckets)
+
     def _launch_us(self, spec: Any, m: int, target: str, options: Options) -> float:
         kernel = self.get_or_warn(dataclasses.replace(spec, m=m), target, options)
         if kernel is None:

@@ -210,6 +210,7 @@ def test_opcheck(name, kernel_executor):
         "gated_mlp_up": (x, [u, v], [weight(K, N, dtype=torch.float32)]),
         "gated_mlp": (x, [u, v], [weight(K, N, dtype=torch.float32)], [dense]),
         "matmul": (x, u),
+        "matmul_as_stored": (x, u),
         "attention": tuple(torch.randn(1, heads, 6, 4, requires_grad=True) for heads in (4, 2, 2)),
         **scaled_args(x, u, v, dense),
     }[name]

@@ -36,6 +36,8 @@ def calls():
     yield "lowrank_matmul", (x, u, v, bias, None, None, weight(R)), {"inner_eps": 1e-3}
     yield "matmul", (x, w, bias), {}
     yield "matmul", (deep, back), {"w_layout": "col", "out_layout": "col"}
+    yield "matmul_as_stored", (x, w, bias), {"out_layout": "col"}
+    yield "matmul_as_stored", (x, deep[0]), {"x_layout": "col", "token_axis": "k"}
     both = {"activations": ["identity", "relu"]}
     yield "lowrank_matmul_shared_x", (x, [u, u], [v, v], [None, bias]), {}
     yield "lowrank_matmul_shared_x", (x, [u, u], [v, v], [bias, None]), both

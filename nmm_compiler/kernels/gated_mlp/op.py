@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.ops.backward_products import Products
 from nmm_compiler.ops.definition import GATED, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, add, back_to, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
@@ -124,52 +125,54 @@ def _fake(
     return empty_result(x, tuple(h.shape[:-1]), n, said["out_layout"])
 
 
+class _GatedGradients:
+    """The gradients of activation(x gate + gate_bias) * (x up + up_bias), both recomputed."""
+
+    def __init__(self, args: tuple, kw: dict, need: tuple) -> None:
+        x, gate, up, gate_bias, up_bias = args
+        self.x, self.kw, self.need = x, kw, need
+        rows, layout, products = rows_of(x, kw["x_layout"]), kw["weight_layout"], Products.of(kw)
+        self.left = Chain(rows, gate, [layout] * len(gate), products=products)
+        self.right = Chain(rows, up, [layout] * len(up), products=products)
+        self.activation = kw.get("activation", "silu")
+        self.before = self.left.output(gate_bias, need[1])
+        self.up = self.right.output(up_bias, need[2])
+        self.gate = activate(self.before, self.activation)
+
+    def backward(self, grad: Tensor) -> Grads:
+        """Return the gradients of x, gate, up and the biases for that of the result in rows."""
+        need = self.need
+        grad_left = activation_grad(grad * self.up, self.before, self.activation)
+        grad_right = grad * self.gate
+        x_left, grad_gate = self.left.backward(grad_left, need[0], need[1])
+        x_right, grad_up = self.right.backward(grad_right, need[0], need[2])
+        grad_x = back_to(self.x, add(x_left, x_right), self.kw["x_layout"])
+        bias_left = grad_left.sum(0) if need[3] else None
+        bias_right = grad_right.sum(0) if need[4] else None
+        return [grad_x, grad_gate, grad_up, bias_left, bias_right]
+
+
 def _gradient_up(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
-    x, gate, up, gate_bias, up_bias = (*args, None, None)[:5]
-    need = (*need, False, False)[:5]
-    layout = kw["weight_layout"]
-    rows = rows_of(x, kw["x_layout"])
-    left = Chain(rows, gate, [layout] * len(gate))
-    right = Chain(rows, up, [layout] * len(up))
-    grad = rows_of(grads[0], kw["out_layout"])
-    activation = kw.get("activation", "silu")
-    before = left.output(gate_bias)
-    grad_left = activation_grad(grad * right.output(up_bias), before, activation)
-    grad_right = grad * activate(before, activation)
-    x_left, grad_gate = left.backward(grad_left, need[0], need[1])
-    x_right, grad_up = right.backward(grad_right, need[0], need[2])
-    grad_x = back_to(x, add(x_left, x_right), kw["x_layout"])
-    bias_left = grad_left.sum(0) if need[3] else None
-    bias_right = grad_right.sum(0) if need[4] else None
-    return [grad_x, grad_gate, grad_up, bias_left, bias_right][: len(args)]
+    padded, needed = (*args, None, None)[:5], (*need, False, False)[:5]
+    found = _GatedGradients(padded, kw, needed).backward(rows_of(grads[0], kw["out_layout"]))
+    return found[: len(args)]
 
 
 def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
     x, gate, up, down, gate_bias, up_bias, _down_bias = (*args, None, None, None)[:7]
     need = (*need, False, False, False)[:7]
     layout = kw["weight_layout"]
-    middle = gated_mlp_up(
-        x,
-        gate,
-        up,
-        gate_bias,
-        up_bias,
-        activation=kw.get("activation", "silu"),
-        x_layout=kw["x_layout"],
-        weight_layout=layout,
-    )
+    first = _GatedGradients((x, gate, up, gate_bias, up_bias), kw, (*need[:3], *need[4:6]))
     grad = rows_of(grads[0], kw["out_layout"])
-    chain = Chain(rows_of(middle, "row"), down, [layout] * len(down))
-    grad_middle, grad_down = chain.backward(grad, True, need[3])
+    middle = first.gate * first.up
+    last = Chain(middle, down, [layout] * len(down), products=Products.of(kw))
+    above = need[0] or any(need[1]) or any(need[2]) or need[4] or need[5]
+    grad_middle, grad_down = last.backward(grad, above, need[3])
     grad_bias = grad.sum(0) if need[6] else None
-    assert grad_middle is not None
-    first = _gradient_up(
-        (x, gate, up, gate_bias, up_bias),
-        {**kw, "out_layout": "row"},
-        (grad_middle,),
-        (need[0], need[1], need[2], need[4], need[5]),
-    )
-    return [*first[:3], grad_down, *first[3:], grad_bias][: len(args)]
+    found: Grads = [None, [None] * len(gate), [None] * len(up), None, None]
+    if grad_middle is not None:
+        found = first.backward(grad_middle)
+    return [*found[:3], grad_down, *found[3:], grad_bias][: len(args)]
 
 
 def _launches(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
+from nmm_compiler.ops.backward_products import Products
 from nmm_compiler.ops.between_ranks import check_group, spread, summed
 from nmm_compiler.ops.definition import UV, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, Inner, activation_grad, add, back_to, rows_of
@@ -131,19 +132,27 @@ def lowrank_gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
     rows = rows_of(x, kw["x_layout"])
     shape = kw.get("inner_activation", "identity")
     inner = Inner(inner_bias, shape, gain, kw.get("inner_eps", 1e-6), need[5], need[6])
-    low = Chain(rows, (u, v), (kw["u_layout"], kw["v_layout"]), inner)
+    products = Products.of(kw)
+    low = Chain(rows, (u, v), (kw["u_layout"], kw["v_layout"]), inner, products)
     scale, activation = kw.get("scale", 1.0), kw.get("activation", "identity")
     grad = rows_of(grads[0], kw["out_layout"])
-    dense = None if w is None else Chain(rows, (w,), (kw["w_layout"],))
+    dense = None if w is None else Chain(rows, (w,), (kw["w_layout"],), products=products)
     if activation != "identity":
-        y = low.output(None) * scale
-        y = y if dense is None else y + dense.output(None)
-        grad = activation_grad(grad, y if bias is None else y + bias, activation)
+        plain = dense is None and scale == 1.0
+        y = low.output(bias if plain else None, need[1:3])
+        if not plain:
+            y = y * scale if dense is None else y * scale + dense.output(None)
+            y = y if bias is None else y + bias
+        grad = activation_grad(grad, y, activation)
+    grad_x, grad_w, needs_x = None, None, need[0]
+    if dense is not None and needs_x and inner.is_identity:
+        factors, base = (low.weights, low.layouts), (w, kw["w_layout"])
+        grad_x, needs_x = products.chain_transposed(grad, *factors, base, scale), False
     scaled = grad if scale == 1.0 else grad * scale
-    grad_x, (grad_u, grad_v) = low.backward(scaled, need[0], need[1:3])
-    grad_w = None
+    more, (grad_u, grad_v) = low.backward(scaled, needs_x, need[1:3])
+    grad_x = add(grad_x, more)
     if dense is not None:
-        more, (grad_w,) = dense.backward(grad, need[0], need[4:5])
+        more, (grad_w,) = dense.backward(grad, needs_x, need[4:5])
         grad_x = add(grad_x, more)
     grad_bias = grad.sum(0) if need[3] else None
     grad_x = back_to(x, grad_x, kw["x_layout"])

@@ -14,8 +14,9 @@ from nmm_compiler.kernels.lowrank.op import (
     lowrank_matmul_scaled,
 )
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec
+from nmm_compiler.ops.backward_products import Products
 from nmm_compiler.ops.definition import UV, WHERE, Op
-from nmm_compiler.ops.gradients import Chain, Grads, add, back_to, inputs_first, rows_of
+from nmm_compiler.ops.gradients import Chain, Grads, add, back_to, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.operands import check_same
 from nmm_compiler.ops.products import activate, layouts_of, linear, product
@@ -139,21 +140,26 @@ def _gradient_shared_x(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grad
 
 def _gradient_shared_u(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
     x, u, vs, _biases = args
-    middle = rows_of(x, kw["x_layout"]) @ inputs_first(u, kw["u_layout"])
-    need_middle = need[0] or need[1]
+    products = Products.of(kw)
+    rows = rows_of(x, kw["x_layout"])
+    middle = products.times(rows, u, kw["u_layout"], out="col") if any(need[2]) else None
     layouts = layouts_of(kw["out_layout"], kw.get("out_layouts"), len(vs))
     total: Tensor | None = None
     grad_vs, grad_biases = [], []
     for i, grad in enumerate(grads):
         grad = rows_of(grad, layouts[i])
-        up = Chain(middle, (vs[i],), (kw["v_layout"],))
-        more, (grad_v,) = up.backward(grad, need_middle, (need[2][i],))
-        total = add(total, more)
+        if need[0] or need[1]:
+            more = products.times_transposed(grad, vs[i], kw["v_layout"], out="col")
+            total = add(total, more)
+        grad_v = None
+        if need[2][i]:
+            assert middle is not None
+            grad_v = products.summed_over_tokens(middle, grad, kw["v_layout"])
         grad_vs.append(grad_v)
         grad_biases.append(grad.sum(0) if need[3][i] else None)
     grad_x, grad_u = None, None
     if total is not None:
-        down = Chain(rows_of(x, kw["x_layout"]), (u,), (kw["u_layout"],))
+        down = Chain(rows, (u,), (kw["u_layout"],), products=products)
         grad_x, (grad_u,) = down.backward(total, need[0], (need[1],))
     return [back_to(x, grad_x, kw["x_layout"]), grad_u, grad_vs, grad_biases]
 

@@ -1,16 +1,26 @@
-"""The op of family `matmul`: `nmm.matmul`."""
+"""The ops of family `matmul`: `nmm.matmul`, and `nmm.matmul_as_stored` for backward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.kernels.matmul.spec import MatmulSpec
+from nmm_compiler.ops.backward_products import Products
 from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, back_to, rows_of
-from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
+from nmm_compiler.ops.launches import (
+    TOKEN_AXES,
+    Launch,
+    Transpose,
+    dtype_name,
+    features,
+    weight,
+)
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
@@ -44,6 +54,34 @@ def matmul(
     return y if activation == "identity" else activate(y, activation)
 
 
+def matmul_as_stored(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    token_axis: str = "m",
+    x_layout: str = "row",
+    out_layout: str = "row",
+    w_layout: str = "row",
+    target: str = "trn2",
+    executor: str = "reference",
+) -> Tensor:
+    """Return x w + bias, for a w that is no weight: no transposed copy of it is kept.
+
+    token_axis: the size that counts tokens: "m" of x [m, k], or "k", which the product sums over.
+    """
+    return matmul(x, w, bias, x_layout=x_layout, out_layout=out_layout, w_layout=w_layout)
+
+
+def _fake_as_stored(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, token_axis: str = "m", **keywords: Any
+) -> Tensor:
+    """Return an empty result of `matmul_as_stored`."""
+    if token_axis not in TOKEN_AXES:
+        raise UnknownNameError("token_axis", token_axis, TOKEN_AXES)
+    return _fake(x, w, bias, **keywords)
+
+
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, **keywords: Any) -> Tensor:
     """Return an empty result of `matmul`."""
     said = read_layouts(keywords)
@@ -58,7 +96,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, **keywords: Any) -> 
 def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
     x, w, bias = (*args, None)[:3]
     need = (*need, False)[:3]
-    chain = Chain(rows_of(x, kw["x_layout"]), (w,), (kw["w_layout"],))
+    chain = Chain(rows_of(x, kw["x_layout"]), (w,), (kw["w_layout"],), products=Products.of(kw))
     activation = kw.get("activation", "identity")
     grad = rows_of(grads[0], kw["out_layout"])
     if activation != "identity":
@@ -88,6 +126,13 @@ def _lower(
     return [Launch(spec, tuple(t for t in (rows, w, bias) if t is not None))]
 
 
+def _lower_as_stored(
+    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
+) -> list[Launch]:
+    launches = _lower(rows, args, kw, m, None)
+    return [replace(one, token_axis=kw.get("token_axis", "m")) for one in launches]
+
+
 def _placements(x: Any, w: Any, bias: Any = None, **kw: Any) -> Placements:
     return placements(x, (("dense", w, "w_layout"), ("bias", bias, "")), kw)
 
@@ -115,6 +160,22 @@ MATMUL = Op(
     lower=_lower,
     sharding=_placements,
 )
+
+
+def _placements_as_stored(x: Any, w: Any, bias: Any = None, **kw: Any) -> Placements:
+    """Return those of `matmul`, and x cut along m where x and the result differ in layout."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    rows = _placements(x, w, bias, **kw)
+    x_layout, out_layout = kw.get("x_layout", "row"), kw.get("out_layout", "row")
+    if x.ndim == 2 and x_layout != out_layout:
+        axis = {"row": 0, "col": 1}
+        whole = None if bias is None else Replicate()
+        operands = [Shard(axis[x_layout]), Replicate(), whole]
+        rows.append(([Shard(axis[out_layout])], operands))
+    return rows
+
+
 OPS = (
     MATMUL,
     scaled_op(
@@ -124,5 +185,14 @@ OPS = (
         matmul_scaled,
         ((1, "w_layout"),),
         lambda rest: 0,
+    ),
+    Op(
+        schema="(Tensor x, Tensor w, Tensor? bias=None, *, str token_axis='m', "
+        f"{LAYOUTS}, str w_layout='row', {WHERE}) -> Tensor",
+        reference=matmul_as_stored,
+        fake=_fake_as_stored,
+        gradient=_gradient,
+        lower=_lower_as_stored,
+        sharding=_placements_as_stored,
     ),
 )

@@ -1,0 +1,64 @@
+"""The op calls that the backward pass of an op call makes, found without data.
+
+The gradient formula runs on meta tensors, and a dispatch mode notes the calls. So the backend knows
+the kernels of a training step before it runs one, from the same code that will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from nmm_compiler.ops.definition import ROW
+from nmm_compiler.ops.lower import op_name
+from nmm_compiler.ops.registration import DEFINITIONS
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""The op's name, its positional and its keyword arguments."""
+
+
+class _Noted(TorchDispatchMode):
+    """Notes the calls of this package's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = op_name(func)
+        if name is not None:
+            self.calls.append((name, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def backward_calls(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], size: Callable[[Any], int] = int
+) -> list[Call]:
+    """Return the calls in the backward pass of op `name`; none where no operand needs a gradient.
+
+    size: the number that a size stands for, which may be symbolic.
+    """
+    need = tree_map(lambda a: isinstance(a, Tensor) and a.requires_grad, tuple(args))
+    op = DEFINITIONS[name]
+    noted = _Noted()
+    with torch.no_grad():
+        held = tree_map_only(Tensor, lambda t: _without_data(t, size), tuple(args))
+        made = op.fake(*held, **kwargs)
+        grads = tuple(made) if op.many else (made,)
+        with noted:
+            op.gradient(held, {**ROW, **kwargs}, grads, need)
+    return noted.calls
+
+
+def _without_data(t: Tensor, size: Callable[[Any], int]) -> Tensor:
+    shape, strides = (
+        [n if type(n) is int else size(n) for n in of] for of in (t.shape, t.stride())
+    )
+    return torch.empty_strided(shape, strides, dtype=t.dtype, device="meta")
