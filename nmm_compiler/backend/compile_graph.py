@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend import ahead_of_time, published
+from nmm_compiler.backend.backward_kernels import backward_note, backward_specs, trains
 from nmm_compiler.backend.inner import compile_inner, inner_name
 from nmm_compiler.backend.published import last_report as last_report
 from nmm_compiler.backend.published import reports as reports
@@ -313,13 +314,16 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
         work.notes.append("kernels are built when a call first needs them (kernels='lazy')")
         return
     counts: Counter[Any] = Counter()
+    backward: Counter[Any] = Counter()
     for node in calls_of(rewritten):
         try:
             counts.update(_specs(work, node))
+            backward.update(_backward_specs(work, node))
         except Exception as error:  # a call without a kernel runs in PyTorch
             if work.options.strict:
                 raise
             work.notes.append(f"no kernel for {node.name}: {type(error).__name__}: {error}")
+    counts.update(backward)
     target, device = work.options.target, _kernel_device(work)
     origins = KERNELS.origins(list(counts), target, work.options)
     fill_cache([spec for spec in counts if origins[spec] == "built"], target, options=work.options)
@@ -333,6 +337,8 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
                 raise neuron.failed_first_run(kernel)
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
         work.note_kernel(kernel, calls, origins[spec])
+    if backward:
+        work.notes.append(backward_note(backward, target, work.options))
 
 
 def _kernel_device(work: Compilation) -> torch.device | None:
@@ -373,6 +379,19 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
         return specs
     padded = buckets.bucket(count, ladder)
     return [dataclasses.replace(s, m=padded) if s.splits_tokens else s for s in specs]
+
+
+def _backward_specs(work: Compilation, node: fx.Node) -> list[Any]:
+    """Return the specs that the call's backward pass launches; none where nothing is trained."""
+    args: Any = fx.node.map_arg(node.args, meta_value)
+    name, kwargs = str(op_name(node.target)), dict(node.kwargs)
+    if not trains(args, str(kwargs["executor"])):
+        return []
+
+    def size(one: Any) -> int:
+        return one if isinstance(one, int) else _hint(one) or 1
+
+    return backward_specs(name, args, kwargs, work.options, size)
 
 
 def meta_value(node: fx.Node) -> Any:

@@ -24,7 +24,10 @@ _NAMES_SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLine(Record):
-    """One kernel of a graph. calls: launches of it in the graph; origin: "built" or "cache"."""
+    """One kernel of a graph.
+
+    calls: launches of it in the graph and its backward pass; origin: "built" or "cache".
+    """
 
     name: str
     spec: str

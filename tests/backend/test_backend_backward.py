@@ -1,0 +1,98 @@
+"""A compiled model whose backward pass runs through emitted kernels, which the report counts."""
+
+import copy
+
+import pytest
+import torch
+from backend.small_models import FactorPair, factorize
+from torch import nn
+
+from nmm_compiler.backend import compile_graph as backend
+from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
+from nmm_compiler.ops import registration
+from nmm_compiler.runtime import executor
+from nmm_compiler.runtime.kernels import KERNELS
+
+SIZE, RANK = 64, 8
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the specs that the simulator runs, in order."""
+    seen = []
+    real = executor._launch_in_simulator
+
+    def spy(kernel, operands):
+        seen.append(kernel.spec)
+        return real(kernel, operands)
+
+    monkeypatch.setattr(registration.EXECUTORS["simulator"], "launcher", spy)
+    return seen
+
+
+def compiled(model, **more):
+    options = {"executor": "simulator", "inner": "aot_eager", **more}
+    return torch.compile(model, backend="nmm", options=options)
+
+
+def tiny_llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=SIZE, intermediate_size=SIZE, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    factorize(model, RANK)
+    return model
+
+
+@pytest.mark.long
+def test_a_training_step_of_a_compressed_llama_has_the_gradients_of_eager(launched):
+    model = tiny_llama()
+    plain = copy.deepcopy(model)
+    ids = torch.arange(32).reshape(2, 16)
+    loss = compiled(model)(input_ids=ids, labels=ids).loss
+    built = len(KERNELS.all())
+    loss.backward()
+    want = plain(input_ids=ids, labels=ids).loss
+    want.backward()
+    # q, k, v: 5 each; o: 5; gate, up, down: 2 + 2 to recompute, 3 x 4 and one p
+    notes = backend.last_report().notes
+    assert any("the backward pass has 37 launches of" in note for note in notes)
+    assert len(launched) == 3 + 37
+    assert len(KERNELS.all()) == built, "a kernel was built in the middle of the step"
+    # Seven products with sums of at most SIZE terms lie between a weight and the loss, twice.
+    roundings = 2 * 7 * SIZE * FP32_ROUNDOFF
+    for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        distance, size = float((p.grad - q.grad).norm()), float(q.grad.norm())
+        assert distance <= roundings * size, (name, distance / size)
+
+
+def test_a_graph_without_gradients_builds_no_backward_kernels(launched):
+    model = FactorPair(nn.Linear(32, 24), 4)
+    with torch.no_grad():
+        compiled(model)(torch.randn(16, 32))
+    report = backend.last_report()
+    assert [kernel.calls for kernel in report.kernels] == [1]
+    assert not any("backward pass" in note for note in report.notes)
+
+
+def test_a_symbolic_token_count_builds_backward_kernels_per_bucket(launched):
+    model = FactorPair(nn.Linear(32, 24, bias=False), 4)
+    x = torch.randn(12, 32)
+    torch._dynamo.mark_dynamic(x, 0)
+    y = compiled(model)(x)
+    built = len(KERNELS.all())
+    y.sum().backward()
+    assert len(KERNELS.all()) == built
+    assert len(launched) == 1 + 4  # p, dv, q, du; x needs no gradient
+    assert {spec.k for spec in launched if spec.m in (4, 24, 32)} == {16}  # sums over tokens
+    want = copy.deepcopy(model)
+    want.zero_grad()
+    want(x).sum().backward()
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        # two products of at most 32 terms, summed in another order
+        bound = 2 * 32 * FP32_ROUNDOFF * float(q.grad.abs().max())
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=bound)
