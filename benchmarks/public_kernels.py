@@ -43,6 +43,7 @@ from public_examples import example_cases, matmul_cases, mx_cases
 from public_library import (
     FURTHER_LIBRARY_TESTS,
     LIBRARY_TESTS,
+    Case,
     library_cases,
     library_modules,
     without_rules,
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run names that contain this")
     parser.add_argument("--all", action="store_true", help="all library tests known to run")
     parser.add_argument("--cases", type=int, default=1, help="cases per library test")
+    parser.add_argument("--smallest", action="store_true", help="a library test's smallest cases")
     parser.add_argument("--seconds", type=float, help="CPU seconds of one case: 6, Beta 1 100")
     parser.add_argument("--minutes", type=float, default=90, help="of a whole pass of Beta 1")
     parser.add_argument("--file-seconds", type=float, default=30, help="of one library test file")
@@ -221,6 +223,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="one row per case")
     options = parser.parse_args()
     beta1 = options.dialect == "neuronxcc"
+    Case.smallest_first = options.smallest
     options.seconds = options.seconds or (100 if beta1 else 6)
     options.gib = options.gib or (14 if beta1 else 6)
     clones = [options.docs, options.samples, options.accelopt, options.autocomp, options.neuronmm]

@@ -85,6 +85,7 @@ class Case:
     """Stands in for the library's Orchestrator: simulates a kernel and compares its outputs."""
 
     strict = True
+    smallest_first = False
 
     def __init__(self, target: str = "") -> None:
         self.runs = 0
@@ -200,6 +201,33 @@ class TestModules(PrivateModules):
             return mock.MagicMock(name=name)
 
 
+def draw_blocks_at_once(generators: types.ModuleType) -> None:
+    """Replace the library's generator of MX data, whose Python loop over blocks takes minutes.
+
+    The law is the library's: uniform values, and one element of each block of 8 x 4 with the
+    largest exponent, so that the scale survives another quantization. The draws are others.
+    """
+    known = vars(generators)
+    by_the_library = known["generate_stabilized_mx_data"]
+
+    def generate(mx_dtype: Any, shape: Any, val_range: float = 1.0) -> tuple[Any, Any, Any]:
+        if val_range == 0:
+            return by_the_library(mx_dtype, shape, val_range)  # type: ignore[no-any-return]
+        rows, columns = shape[0] // 8, shape[1] // 4
+        largest = known["get_mx_fp_max"](mx_dtype)
+        values = (np.random.random(shape) * 2 - 1) * largest
+        at = 8 * np.arange(rows)[:, None] + np.random.randint(0, 7, (rows, columns))
+        column = 4 * np.arange(columns) + np.random.randint(0, 3, (rows, columns))
+        top = (1 + np.random.random((rows, columns)) / 2) * 2 ** known["get_mx_max_exp"](mx_dtype)
+        values[at, column] = top * np.random.choice([-1, 1], (rows, columns))
+        data = static_cast(values.astype(np.float32), mx_dtype)
+        bound = min(255, int(np.log2(val_range / largest) + 127))
+        scale = np.random.randint(max(0, bound - 10), bound + 1, (rows, columns), dtype=np.uint8)
+        return known["dequantize_mx_golden"](data, scale), data, scale
+
+    generators.generate_stabilized_mx_data = generate  # type: ignore[attr-defined]
+
+
 def library_modules(library: Path) -> PrivateModules:
     private = TestModules([library, library / "src"])
     private.shadows = frozenset({"test"})
@@ -213,6 +241,9 @@ def library_modules(library: Path) -> PrivateModules:
     harness = types.ModuleType("typing_extensions")
     harness.override = lambda f: f  # type: ignore[attr-defined]
     private.modules.setdefault("typing_extensions", harness)
+    generators = private.load("test.integration.nkilib.utils.tensor_generators")
+    if generators is not None:
+        draw_blocks_at_once(generators)
     return private
 
 
@@ -238,9 +269,16 @@ def range_sets(private: PrivateModules, function: Any) -> list[tuple[str, dict[s
     return [(name, {"range_test_options": case}) for _, name, case in ranked]
 
 
+def size_of(row: tuple[str, dict[str, Any]]) -> int:
+    """Return the product of a case's numbers, which grows with its tensors."""
+    return math.prod(v for v in row[1].values() if type(v) is int and v > 1)
+
+
 def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (id, arguments): the product of a test's parametrize marks."""
     choices = [list(mark_sets(mark)) for mark in getattr(function, "pytestmark", ())]
+    if Case.smallest_first:
+        choices = [sorted(rows, key=size_of) for rows in choices]
     if "range_test_options" in inspect.signature(function).parameters:
         choices.append(range_sets(private, function))
     for combination in itertools.product(*[c for c in choices if c]):

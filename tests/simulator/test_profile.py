@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from trace_builder import Builder
+from trace_builder import Builder, matmuls
 
 from nmm_compiler import targets
 from nmm_compiler.errors import TimelineMissingError
@@ -168,6 +168,15 @@ def test_a_profile_names_what_is_not_modelled():
     said = profile_trace(builder.trace, TRN2).unmodelled
     starts = ["spills: ", "barriers: 1 ", "mixed DMA generators: ", "unknown engine: 1 "]
     assert [text[: len(start)] for text, start in zip(said, starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "named"),
+    [("trn2", "float32", True), ("trn2", "bfloat16", False), ("trn1", "float32", False)],
+)
+def test_a_profile_names_the_power_limit_where_float32_fills_tensor(target, dtype, named):
+    said = profile_trace(matmuls(20, dtype=dtype), targets.get(target)).unmodelled
+    assert any(text.startswith("TensorE's power limit: 20 ") for text in said) is named
 
 
 def test_a_profile_carries_the_error_of_its_class():

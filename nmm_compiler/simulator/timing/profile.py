@@ -349,8 +349,26 @@ def _unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterat
         yield f"unknown engine: {open_engines} instructions are placed on {chosen} where it can"
     if trace.loop_edges:
         yield "loops on the device: jumping back and fetching instructions are free"
+    limited = _float32_products(timeline)
+    if limited:
+        yield (
+            f"TensorE's power limit: {limited} float32 products keep TensorE busy for half of the "
+            "run; hardware has been seen at half rate for part of such work, and at full rate too"
+        )
     if not any(source.kind == "measured" for source in target.sources.values()):
         yield f"{target.name}: no public measurement; documented rates and trn2's mechanisms"
+
+
+def _float32_products(timeline: Timeline) -> int:
+    """Return how many products take float32, if a power limit is known and TensorE hardly rests."""
+    ramps = timeline.target.tensor_ramp_seconds > 0.0
+    if not ramps or 2.0 * timeline.busy_us["tensor"] < timeline.latency_us:
+        return 0
+    return sum(
+        any(access.dtype == "float32" for access in instruction.reads)
+        for instruction in timeline.trace.instructions
+        if instruction.engine == "tensor"
+    )
 
 
 class _Kind:
