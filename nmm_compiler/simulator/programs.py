@@ -17,6 +17,8 @@ from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
 
+_LOOK_SECONDS = 0.1  # how often the waiting thread wakes up to take a signal
+
 
 class Stopped(BaseException):
     """Ends a program whose peer has failed."""
@@ -123,7 +125,12 @@ class Programs:
         return dict(met)
 
     def run(self, bodies: list[Callable[[], None]]) -> None:
-        """Run all programs to their end; raise the first failure."""
+        """Run all programs to their end; raise the first failure.
+
+        An exception in the waiting thread (a signal's: Ctrl-C, a limit of time) stops the programs
+        at their next exchange. It looks for one ten times a second: a signal that another thread
+        takes does not wake it.
+        """
 
         def body_of(program: int) -> None:
             try:
@@ -153,8 +160,15 @@ class Programs:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_LOOK_SECONDS)
+        except BaseException as error:
+            with self.lock:
+                self.failure = error
+                self.lock.notify_all()
+            raise
         if self.failure is not None:
             raise self.failure
 

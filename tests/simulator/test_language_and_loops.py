@@ -1,5 +1,9 @@
 """nki.language functions, registers and loops on the device, LNC=2 programs."""
 
+import signal
+import threading
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -274,6 +278,35 @@ def test_an_error_in_one_program_is_the_run_error():
            "nisa.core_barrier(data=a, cores=(0, 1))\nreturn a"  # fmt: skip
     with pytest.raises(errors.KernelFailedError, match="second fails"):
         run(body, values((8, 4)), grid=2)
+
+
+def test_a_limit_of_time_ends_a_grid():
+    """The signal reaches whichever thread runs; the one that waits for the programs raises."""
+
+    class Over(BaseException):
+        pass
+
+    def stop(*_):
+        raise Over
+
+    body = """
+        for i in range(100000):
+            nisa.core_barrier(data=a, cores=(0, 1))
+        return a
+    """
+    start, before = time.process_time(), signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, 0.3)
+    try:
+        with pytest.raises(Over):
+            run(body, values((8, 4)), grid=2)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+    assert time.process_time() - start < 1.5  # seconds of CPU; all barriers take five times as long
+    for thread in threading.enumerate():
+        if thread.name.startswith("nki-program"):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_timing_mode_needs_no_data_and_gives_the_same_trace():
