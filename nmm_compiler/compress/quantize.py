@@ -74,9 +74,12 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight [n, k] in the scale's dtype: a new tensor on each access."""
-        kind = torch.int8 if self.format == "int8" else torch.float8_e4m3fn
-        values = cast(torch.Tensor, self.values)
-        return values.view(kind).to(self.scale.dtype) * self.scale
+        values, dtype = cast(torch.Tensor, self.values), self.scale.dtype
+        if self.format == "int8":
+            return values.view(torch.int8).to(dtype) * self.scale
+        # the clamp changes nothing here: it tells graph passes that NKI's float8_e4m3 has the bits
+        largest = FORMATS[self.format]
+        return values.view(torch.float8_e4m3fn).to(dtype).clamp(-largest, largest) * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., k] to [.., n]."""

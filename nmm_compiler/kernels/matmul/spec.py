@@ -71,7 +71,8 @@ def products_of(
         made.append(
             MatmulSpec(
                 m=spec.m, k=sizes[place], n=sizes[place + 1], dtype=spec.dtype,
-                x_layout="col" if place else x_layout, w_layout=layout, lnc=spec.lnc, **end,
+                x_layout="col" if place else x_layout, w_layout=layout, lnc=spec.lnc,
+                scales=getattr(spec, "scales", None), x_dtype=spec.x_dtype, **end,
             )
         )  # fmt: skip
     return tuple(made)

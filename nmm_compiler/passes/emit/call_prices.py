@@ -8,6 +8,7 @@ from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.passes.chains.linear_map import Weight
 from nmm_compiler.passes.chains.prices import Predicted, prices_of, tokens_to_judge
 from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
@@ -28,6 +29,8 @@ def _spec(c: Canonical, call: Call, dtype: str) -> KernelSpec:
     """
     m, k = _rows(c, call)
     common: dict[str, Any] = {"m": m, "k": k, "dtype": dtype}
+    if call.kept.stored:
+        common |= {"dtype": FP8, "scales": "channel", "x_dtype": dtype}
     if isinstance(call, LowRankCall):
         assert call.chain is not None
         chain = call.chain

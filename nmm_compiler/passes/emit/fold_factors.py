@@ -7,6 +7,7 @@ updates of a weight, and gradients reach it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain
+from nmm_compiler.passes.chains.eight_bits import FP8, Bytes, Kept
 from nmm_compiler.passes.chains.linear_map import Weight
 from nmm_compiler.passes.chains.product_order import Cost, order
 from nmm_compiler.passes.chains.steps import Step
@@ -146,12 +148,33 @@ def fold_projection(editor: Editor, projection: Projection) -> tuple[list[fx.Nod
         if folded.scale != 1.0:
             v = editor.call(aten.mul.Tensor, v, folded.scale)
         return [folded.u, v], folded.bias
+    weights = [weight_node(editor, weight) for weight in projection.weights]
+    return weights, bias_of(editor, projection)
+
+
+def bias_of(editor: Editor, projection: Projection) -> fx.Node | None:
+    """Emit the bias behind a projection."""
+    own = () if projection.chain is None else projection.chain.after
     bias = None
-    for step in projection.after:
+    for step in (*own, *projection.after):
         if step.kind == "bias":
             assert step.key is not None
             bias = plus(editor, bias, one_dim(editor, step.key, projection.n), step.number)
-    return [weight_node(editor, weight) for weight in projection.weights], bias
+    return bias
+
+
+def stored_node(editor: Editor, weight: Weight, stored: Bytes) -> fx.Node:
+    """Return the 2-D node of an fp8 weight as it is stored."""
+    node = editor.node(stored.values)
+    if editor.c.values[node].dtype != FP8:
+        node = editor.call(aten.view.dtype, node, FP8)
+    return editor.reshape(node, weight.stored)
+
+
+def scales_of(editor: Editor, kept: Kept) -> list[fx.Node]:
+    """Return the 1-D nodes of the scales of fp8 weights."""
+    nodes = [editor.node(stored.scale) for stored in kept.stored]
+    return [editor.reshape(node, (math.prod(editor.shape(node)),)) for node in nodes]
 
 
 def _through_weight(editor: Editor, weight: Weight, bias: fx.Node) -> fx.Node:

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from nmm_compiler.ops.scaled import SUFFIX
+from nmm_compiler.passes.chains import eight_bits
 from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.steps import Step
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.fold_factors import (
+    bias_of,
     chain_bias,
     fold_chain,
     fold_projection,
     join,
+    scales_of,
+    stored_node,
     weight_node,
 )
 from nmm_compiler.passes.emit.operands import Source, best_source, feature_axis, source_over_raw
@@ -33,7 +38,8 @@ class Call:
     """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
 
     unread: no node reads the result in the graph's own order. direct: transposed views of the
-    result, with their dims, that are equal to the kernel's result.
+    result, with their dims, that are equal to the kernel's result. kept: how it reads weights of
+    eight bits.
     """
 
     op: str
@@ -48,6 +54,7 @@ class Call:
     many: bool = False
     unread: bool = False
     direct: tuple[tuple[fx.Node, Dims], ...] = ()
+    kept: eight_bits.Kept = eight_bits.PLAIN
 
     def results(self) -> tuple[Call, ...]:
         """Return one call per result, each with a layout of its own."""
@@ -131,12 +138,16 @@ class Call:
         value: Any,
     ) -> fx.Node:
         """Emit the op with layouts, target and executor."""
+        op = self.op
+        if self.kept.stored:
+            op += SUFFIX
+            args = (args[0], scales_of(editor, self.kept), *args[1:])
         while args and args[-1] is None:
             args = args[:-1]
         options = editor.options
         cut = is_distributed(editor.c.tensor(self.final))
         node = editor.call(
-            getattr(torch.ops.nmm, self.op).default,
+            getattr(torch.ops.nmm, op).default,
             *args,
             meta_value=None if cut else value,
             **keywords,
@@ -206,6 +217,12 @@ class LowRankCall(Call):
             covered=chain.nodes,
             chain=chain,
             made=tuple(owner_of(key).name for key in _weights(chain) if _is_made(c, key)),
+            kept=eight_bits.keep(
+                c,
+                (chain.u, chain.v),
+                c.dtype(owner_of(chain.out)),
+                eight_bits.beside_products(chain),
+            ),
         )
 
     def info(self) -> dict[str, Any]:
@@ -225,6 +242,7 @@ class LowRankCall(Call):
             "base": self.chain.base is not None,
             "chains": 1 + len(self.chain.more),
             **self._inner(),
+            **self.kept.info,
         }
 
     def _inner(self) -> dict[str, Any]:
@@ -245,7 +263,8 @@ class LowRankCall(Call):
             notes.append("a scalar moved to the epilogue, which moves a rounding")
         if self.chain.more:
             notes.append("the factors of the adapters are joined along the rank at each call")
-        if self.made:
+        notes += [self.kept.note] if self.kept.note else []
+        if self.made and not self.kept.stored:
             notes.append("a factor is dequantized or made of stored weights at each call")
         if self.chain.per_token:
             notes.append("a factor for each token multiplies the result, not the inner value")
@@ -262,6 +281,8 @@ class LowRankCall(Call):
         chain = self.chain
         assert chain is not None
         x = self.prepare_x(editor)
+        if self.kept.stored:
+            return self._emit_scaled(editor, x)
         folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
         keywords: dict[str, Any] = {}
         w = None
@@ -290,6 +311,21 @@ class LowRankCall(Call):
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
             y = editor.call(aten.add.Tensor, y, other, **more)
         return y
+
+    def _emit_scaled(self, editor: Editor, x: fx.Node) -> fx.Node:
+        """Emit the call of fp8 weights: its chain has nothing but a bias and an activation."""
+        chain = self.chain
+        assert chain is not None
+        keywords = {"activation": chain.activation} if chain.activation != "identity" else {}
+        pairs = zip((chain.u, chain.v), self.kept.stored, strict=True)
+        u, v = (stored_node(editor, weight, stored) for weight, stored in pairs)
+        y = self.op_call(
+            editor,
+            (x, u, v, chain_bias(editor, chain)),
+            {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
+            self.result_value(editor, x, chain.v.n),
+        )
+        return self.finish(editor, y, self.final, self.out_dims)
 
 
 def _weights(chain: Chain) -> list[Key]:
@@ -334,6 +370,7 @@ class SharedCall(Call):
             covered=frozenset(n for m in members for n in m.covered),
             many=True,
             members=tuple(members),
+            kept=eight_bits.kept_together(rule, [member.kept for member in members]),
         )
 
     def info(self) -> dict[str, Any]:
@@ -356,8 +393,15 @@ class SharedCall(Call):
             own = [*chain.u.keys, *chain.v.keys]
             editor.hoist([*own, *(s.key for s in steps if s.key is not None)])
         x = self.prepare_x(editor)
-        vs = [weight_node(editor, chain.v) for chain in chains]
-        us = [weight_node(editor, chain.u) for chain in chains]
+        firsts = chains[:1] if self.op.endswith("shared_u") else chains
+        weights = [*(chain.u for chain in firsts), *(chain.v for chain in chains)]
+        if self.kept.stored:
+            editor.hoist([key for one in self.kept.stored for key in (one.values, one.scale)])
+            pairs = zip(weights, self.kept.stored, strict=True)
+            nodes = [stored_node(editor, weight, stored) for weight, stored in pairs]
+        else:
+            nodes = [weight_node(editor, weight) for weight in weights]
+        us, vs = nodes[: len(firsts)], nodes[len(firsts) :]
         biases = [chain_bias(editor, chain) for chain in chains]
         keywords: dict[str, Any] = {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
         if any(chain.activation != "identity" for chain in chains):
@@ -407,6 +451,7 @@ class GatedCall(Call):
             n=last.n,
             covered=gated.nodes,
             gated=gated,
+            kept=eight_bits.kept_of_gated(c, gated),
         )
 
     def info(self) -> dict[str, Any]:
@@ -420,12 +465,14 @@ class GatedCall(Call):
             "n": self.gated.gate.n,
             "activation": self.gated.activation,
             "chains": sum(bool(r) for r in ranks),
+            **self.kept.info,
         }
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about per-call work."""
         layouts = {w.layout for p in self.gated.projections() for w in p.weights}
-        return ("weights of both layouts: some are passed transposed",) if len(layouts) > 1 else ()
+        notes = ["weights of both layouts: some are passed transposed"] if len(layouts) > 1 else []
+        return (*notes, *([self.kept.note] if self.kept.note else []))
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
@@ -434,8 +481,13 @@ class GatedCall(Call):
         stored = [w.layout for p in projections for w in p.weights]
         layout = "col" if stored.count("col") * 2 >= len(stored) else "row"
         operands, biases = [], []
+        stored_weights = iter(self.kept.stored)
         for projection in projections:
-            factors, bias = fold_projection(editor, projection)
+            if self.kept.stored:
+                factors = [stored_node(editor, w, next(stored_weights)) for w in projection.weights]
+                bias = bias_of(editor, projection)
+            else:
+                factors, bias = fold_projection(editor, projection)
             biases.append(bias)
             pairs = zip(factors, projection.weights, strict=True)
             operands.append(

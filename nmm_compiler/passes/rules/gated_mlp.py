@@ -21,6 +21,7 @@ from torch import fx
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.passes.chains.linear_map import Refusal, is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.projections import (
@@ -135,14 +136,15 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
             gated.node,
             "nothing: the down projection is a call of its own",
         )
-    m = GatedCall.of(c, gated).tokens_count()
+    call = GatedCall.of(c, gated)
+    m = call.tokens_count()
     if not isinstance(m, int):
         m = c.options.buckets[-1] if c.options.buckets else LARGEST_BUCKET
     ranks = tuple(p.weights[0].n if p.low_rank else 0 for p in (gate, up, down))
     dtype = c.dtype(gated.node)
     name = str(dtype).removeprefix("torch.")
     sizes = (max(1, m), gate.k, gate.n)
-    why = decide(*sizes, ranks, name, c.chip, c.options.price)
+    why = decide(*sizes, ranks, name, c.chip, c.options.price, bool(call.kept.stored))
     if why is None:
         return None
     code, reason, remedy = why
@@ -151,17 +153,26 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
 
 @functools.lru_cache(maxsize=1024)
 def decide(
-    m: int, k: int, n: int, ranks: tuple[int, ...], dtype: str, chip: Target, price: str
+    m: int,
+    k: int,
+    n: int,
+    ranks: tuple[int, ...],
+    dtype: str,
+    chip: Target,
+    price: str,
+    fp8: bool = False,
 ) -> tuple[str, str, str] | None:
     """Return (code, reason, remedy) against one kernel for the whole MLP, None for it.
 
-    ranks: of gate, up and down, 0 for a dense one. price: as in Options.
+    ranks: of gate, up and down, 0 for a dense one. price: as in Options. fp8: the weights are fp8.
     """
     from nmm_compiler.codegen.choose import refusal
     from nmm_compiler.codegen.latency import PRICES, calls_us
 
     gate, up, down = ranks
     common: dict[str, Any] = {"m": m, "dtype": dtype}
+    if fp8:
+        common = {"m": m, "dtype": FP8, "scales": "channel", "x_dtype": dtype}
     gates: dict[str, Any] = {"k": k, "n": n, "gate_r": gate, "up_r": up}
     first = GatedMLPUpSpec(**common, **gates, out_layout="col")
     last: LowRankSpec | MatmulSpec = MatmulSpec(**common, k=n, n=k, x_layout="col")

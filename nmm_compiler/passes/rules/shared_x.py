@@ -48,6 +48,10 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         return None
     keys = [key for call in calls if call.chain for key in chain_operands(call.chain)]
     own_x = {call.chain.first.x for call in calls if call.chain}
+    if all(call.kept.stored for call in calls):  # made of leaves, which are hoisted
+        own_x |= {
+            key for call in calls if call.chain for key in (call.chain.u.key, call.chain.v.key)
+        }
     for key in [*(k for k in keys if k not in own_x), calls[0].source.key]:
         owner = owner_of(key)
         if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
@@ -91,7 +95,7 @@ class SharedX(KernelRule):
             plain = only_bias(call.chain) and len(call.source.dims) > 1
             single = all(len(dim) <= 1 for dim in call.source.dims)
             if plain and single and (call.source.is_row() or call.source.is_col()):
-                layouts = (call.chain.u.layout, call.chain.v.layout)
+                layouts = (call.chain.u.layout, call.chain.v.layout, bool(call.kept.stored))
                 groups.setdefault((call.source.key, *layouts), []).append(match)
         out = list(matches)
         for members in groups.values():
