@@ -272,9 +272,9 @@ class KernelSchedule(Record):
         """Return bytes per partition that one more panel of the last weights takes."""
         held = self.sbuf_bytes(spec)
         (last,) = [name for name in ("out", "v", "w") if name in held][:1]
-        if last in self.operands() and getattr(self, last).resident:
-            return 0
-        return held[last] + (held.get("w", 0) if last == "v" else 0)
+        resident = last in self.operands() and getattr(self, last).resident
+        base = held.get("w", 0) if last == "v" else 0  # beside a resident v its panels come too
+        return base + (0 if resident else held[last])
 
     def with_copies(self, spec: Any, names: Iterable[str]) -> int:
         """Return the bytes per partition of every buffer, and of those named once more."""

@@ -51,3 +51,16 @@ def test_segments_refuse_what_would_read_x_or_u_again():
     based = dataclasses.replace(spec, base=True)
     with pytest.raises(SpecError, match=r"drop x\.stream"):
         segmented(based, changes={"x.stream": True}).check(based, get("trn2"))
+
+
+def test_panels_of_a_base_product_are_counted_beside_a_resident_v():
+    """They arrive ahead panel by panel, whether v stays in SBUF or not."""
+    spec = LowRankSpec(m=2048, k=2048, r=16, n=8192, base=True)
+    target = get("trn2")
+    resident = [c.schedule for c in rank(spec, target) if c.schedule.v.resident]
+    assert resident
+    for schedule in resident:
+        panel = schedule.sbuf_bytes(spec)["w"]
+        free = target.sbuf_usable_bytes_per_partition - sum(schedule.sbuf_bytes(spec).values())
+        assert schedule.ahead * panel <= free
+    assert choose(spec, "trn2")[0].simulated_us >= spec.roofline_us(target)

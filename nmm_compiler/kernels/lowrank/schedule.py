@@ -152,8 +152,8 @@ class LowRankSchedule(LoopedSchedule):
             streams.append("u")
         if self.x.stream:
             streams.append("x")
-        if not self.v.resident and (blocks > 1 or self.v.block < spec.n):
-            streams += ["v", "w"]
+        if blocks > 1 or self.v.block < spec.n:
+            streams += ["w"] if self.v.resident else ["v", "w"]
         if blocks > 1 and spec.base and not self.x.stream:
             streams.append("x")  # else x is free again once stage 1 is done
         return self.with_copies(spec, streams)
