@@ -61,12 +61,10 @@ def backward_specs(
 def backward_note(counts: Counter[Any], target: str, options: Options) -> str:
     """Return how many launches a backward pass has, and their predicted time."""
     total = sum(counts.values())
-    kernels = {spec: KERNELS.get_or_warn(spec, target, options) for spec in counts}
-    us = sum(
-        kernels[spec].profile().latency_us * calls
-        for spec, calls in counts.items()
-        if kernels[spec] is not None
-    )
+    us = 0.0
+    for spec, calls in counts.items():
+        kernel = KERNELS.get_or_warn(spec, target, options)
+        us += calls * float(kernel.profile().latency_us) if kernel is not None else 0.0
     return (
         f"the backward pass has {counted(total, 'launch', 'launches')} of "
         f"{counted(len(counts), 'kernel')} for its products, {us:,.1f} us predicted"
