@@ -2,7 +2,8 @@
 
 By default the borders: small m and the neighbours of multiples of 128 and 512. --every takes every
 m from 1 to 1,100. Every figure is predicted by the simulator's timing model; nothing is measured.
-Lines go to --out as they come (JSON, one a line), and a second run takes them from there.
+Lines go to --out as they come (JSON, one a line), and a second run takes from there what is decided
+as it was (what_decides.py).
 
 Usage: python benchmarks/kernel_cliffs.py [--targets trn2,trn3] [--families lowrank,...] [--every]
        [--out out/kernel_cliffs.jsonl] [--workers 2]
@@ -12,15 +13,15 @@ Exit code 1 when a step is over the bar.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
 
+import what_decides
+
 from nmm_compiler.codegen.choose import choose
-from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
@@ -58,12 +59,21 @@ def predict(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], float]:
     return job, choose(kind(m=m, **fields), target)[0].simulated_us or 0.0
 
 
-def known(path: Path, code: str) -> dict[tuple[str, str, int], float]:
-    """Return what an earlier run of the same code predicted."""
+def code(name: str, target: str) -> str:
+    """Return the digest of what decides the figures of a family on a target."""
+    kind, fields = SHAPES[name]
+    return what_decides.digest(
+        repr(sorted(fields.items())), what_decides.templates(kind(m=1, **fields).family),
+        what_decides.simulator(), what_decides.machine(target),
+    )  # fmt: skip
+
+
+def known(path: Path) -> dict[tuple[str, str, int], float]:
+    """Return what earlier runs predicted and what is decided as it was."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {(n, t, m): us for n, t, m, us, of in lines if of == code}
+    return {(n, t, m): us for n, t, m, us, of in lines if n in SHAPES and of == code(n, t)}
 
 
 def main() -> int:
@@ -76,8 +86,7 @@ def main() -> int:
     given = parser.parse_args()
     sizes = list(range(1, LAST + 1)) if given.every else borders()
     series = [(f, t) for f in given.families.split(",") for t in given.targets.split(",")]
-    code = hashlib.sha256(repr(sorted(code_fields().items())).encode()).hexdigest()[:16]
-    held = known(given.out, code)
+    held = known(given.out)
     wanted = {(f, t, m) for f, t in series for at in sizes for m in (at, at + 1)}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -86,7 +95,7 @@ def main() -> int:
     ):
         for job, us in pool.imap_unordered(predict, sorted(wanted - held.keys())):
             held[job] = us
-            file.write(json.dumps([*job, us, code]) + "\n")
+            file.write(json.dumps([*job, us, code(*job[:2])]) + "\n")
             file.flush()
     missed = 0
     for family, target in series:

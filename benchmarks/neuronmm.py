@@ -22,21 +22,22 @@ proof: a sixth could win by its first loads.
 
 The kernels come from a clone of github.com/dinghongsong/NeuronMM, ./NeuronMM unless --checkout says
 otherwise. Every figure is a line of --rows (benchmarks/data/neuronmm.jsonl); a run that is
-interrupted continues there, and --print computes nothing. A line holds digests of the code that
-its figure depends on: the rooms of this project, their file, and the search. Where one differs, the
-figure is stale: the table marks it, and a run simulates its block sizes once more and keeps them if
-the latency is the same, else searches anew. Figures of our kernels are always made anew then.
+interrupted continues there; --print and --check compute nothing. A line holds digests of what
+decides its figure (what_decides.py): of other people's kernels the kernel, the simulator, the
+target and the search; of ours the emitted kernel, how its schedule is chosen, the simulator and the
+target. Where one differs, the figure is stale: the table marks it, and a run simulates its block
+sizes once more and keeps them if the latency is the same, else searches anew. Figures of our
+kernels are always made anew then. --check counts what is current in each column.
 
 Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [--m 1,512]
        [--parts up,down,gated] [--workers 2] [--target trn1] [--loads as_written]
-       [--print] [--markdown docs/neuronmm.md]
+       [--print] [--check] [--markdown docs/neuronmm.md]
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import inspect
 import json
 import math
@@ -47,14 +48,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import what_decides
 from beta1_kernels import unpacked
 from kernel_rows import MODELS, rank
-from neuronmm_table import HOW, is_stale, shown, written
+from neuronmm_table import HOW, checked, is_stale, shown, written
 from rich.console import Console
 from row_file import Row, computed, read_rows
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.gated_mlp import GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -73,8 +74,6 @@ SHORTLIST = (5, 2)
 LARGEST_BLOCK = {
     "fused_three_mm_XTUV": 1024, "fused_mlp_up_T": 1024, "nki_matmul_fully_optimized_": 2048,
 }  # fmt: skip
-THEIR_ROOMS = ("simulator", "targets")
-OWN_ROOMS = (*THEIR_ROOMS, "kernels", "codegen")
 CLONE = "git clone https://github.com/dinghongsong/NeuronMM"
 # Kernel -> (block size, rows of a tile, the dimension that it cuts, the largest block in tiles).
 SIZES = {
@@ -121,14 +120,30 @@ class Job:
         }.get(self.how, "fused_mlp_up_T" if gated else "fused_three_mm_XTUV")  # fmt: skip
 
     @property
-    def code(self) -> dict[str, str]:
-        """Digests of the code, theirs and ours, that the figure depends on."""
-        mine = self.how in ("ours", "dense")
-        found = {room: code_digests()[room][:8] for room in (OWN_ROOMS if mine else THEIR_ROOMS)}
-        if not mine:
-            if Path(self.file).is_file():
-                found["theirs"] = _digest(Path(self.file).read_bytes())
-            found["search"] = _digest(_search().encode() + repr(SIZES[self.kernel]).encode())
+    def spec(self) -> Any:
+        """What a kernel of ours computes here."""
+        k, r, n = self.sizes
+        if self.how == "dense":
+            return MatmulSpec(m=self.m, k=k, n=n, x_layout="col")
+        if self.part == "gated":
+            return GatedMLPUpSpec(m=self.m, k=k, r=r, n=n, x_layout="row", out_layout="col")
+        return LowRankSpec(m=self.m, k=k, r=r, n=n, x_layout="col")
+
+    def code(self, schedule: dict[str, Any] | None = None) -> dict[str, str]:
+        """Return digests of what decides the figure.
+
+        schedule: the one that a kernel of ours has it with.
+        """
+        found = {"machine": what_decides.machine(self.target)}
+        if self.how in ("ours", "dense"):
+            found["simulator"] = what_decides.simulator()
+            found["choice"] = what_decides.chosen_by(self.kernel)
+            found["kernel"] = what_decides.emitted(self.spec, self.target, schedule or {})
+            return found
+        found["simulator"] = what_decides.simulator(beta_1=True)
+        if Path(self.file).is_file():
+            found["theirs"] = what_decides.foreign(Path(self.file), self.kernel)
+        found["search"] = what_decides.digest(_search(), repr(SIZES[self.kernel]))
         return found
 
     @property
@@ -148,13 +163,10 @@ class Job:
         return k, rank(k, n), n
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:8]
-
-
 @functools.cache
 def _search() -> str:
-    return "".join(map(inspect.getsource, (values, fastest))) + repr((SHORTLIST, LARGEST_BLOCK))
+    sources = map(inspect.getsource, (values, fastest))
+    return "".join(map(what_decides.meaning, sources)) + repr((SHORTLIST, LARGEST_BLOCK))
 
 
 def rows_of(job: tuple[Job, Row | None]) -> list[Row]:
@@ -165,21 +177,17 @@ def rows_of(job: tuple[Job, Row | None]) -> list[Row]:
 
 def measured(job: Job, stale: Row | None) -> Row:
     """Return the job's row: its latency in us and the block sizes or schedule that gave it."""
-    k, r, n = job.sizes
     m = job.m
     if job.how in ("ours", "dense"):
-        spec: Any = LowRankSpec(m=m, k=k, r=r, n=n, x_layout="col")
-        if job.how == "dense":
-            spec = MatmulSpec(m=m, k=k, n=n, x_layout="col")
-        elif job.part == "gated":
-            spec = GatedMLPUpSpec(m=m, k=k, r=r, n=n, x_layout="row", out_layout="col")
-        kernel = build_kernel(spec, job.target, options=Options(cache="off"))
-        return _row(job, kernel.profile().latency_us, kernel.schedule.short(), 1)
+        kernel = build_kernel(job.spec, job.target, options=Options(cache="off"))
+        us, schedule = kernel.profile().latency_us, kernel.schedule
+        return {**_row(job, us, schedule.short(), 1, schedule.to_dict()),
+                "schedule": schedule.to_dict()}  # fmt: skip
     clock = Clock(job)
-    if stale is not None and stale["us"] and stale["code"].get("search") == job.code["search"]:
+    if stale is not None and stale["us"] and stale["code"].get("search") == job.code()["search"]:
         blocks = tuple(map(int, stale["what"].split(", ")))
         if clock.latency(m, blocks) == stale["us"]:
-            return {**stale, "code": job.code}
+            return {**stale, "code": job.code()}
     shipped: list[Blocks] = []
     if job.how != "tutorial":
         chosen = getattr(load_file(Path(job.file)), f"get_{job.kernel}_params")(m)
@@ -239,7 +247,7 @@ class Clock:
 
     def __init__(self, job: Job, timed: Path = TIMED) -> None:
         self.job, self.file = job, timed
-        self.code = _digest(json.dumps({**job.code, "search": ""}).encode())
+        self.code = what_decides.digest(json.dumps({**job.code(), "search": ""}))
         self.known: dict[str, float | None] = {}
         self.asked: set[str] = set()
         for row in read_rows(timed):
@@ -284,9 +292,13 @@ class Clock:
         return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
 
 
-def _row(job: Job, latency: float | None, what: str, simulations: int) -> Row:
+def _row(
+    job: Job, latency: float | None, what: str, simulations: int,
+    schedule: dict[str, Any] | None = None,
+) -> Row:  # fmt: skip
     return {
-        "key": job.key, "us": latency, "what": what, "simulations": simulations, "code": job.code,
+        "key": job.key, "us": latency, "what": what, "simulations": simulations,
+        "code": job.code(schedule),
     }  # fmt: skip
 
 
@@ -332,12 +344,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--print", action="store_true", help="the rows that are there, no more")
+    parser.add_argument("--check", action="store_true", help="how many of them are current")
     parser.add_argument("--markdown", type=Path, help="the page whose tables are written anew")
     given = parser.parse_args()
     file = given.checkout / "test_speedup.py"
     if (given.checkout / "HEAD").is_file():
         file = unpacked(given.checkout, "HEAD", "test_speedup.py") / "test_speedup.py"
-    ready = given.print or given.markdown is not None
+    ready = given.print or given.check or given.markdown is not None
     if not file.is_file() and not ready:
         print(f"{file} is not there. Get the paper's kernels with\n    {CLONE}\n"
               "or pass --checkout DIR", file=sys.stderr)  # fmt: skip
@@ -349,7 +362,9 @@ def main() -> int:
     if not ready:
         run(jobs, given.rows, given.workers)
     rows = {row["key"]: row for row in read_rows(given.rows)}
-    if given.markdown is not None:
+    if given.check:
+        checked(jobs, rows)
+    elif given.markdown is not None:
         written(given.markdown, jobs, rows)
     else:
         shown(Console(width=None if sys.stdout.isatty() else 160), jobs, rows)

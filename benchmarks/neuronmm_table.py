@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,16 @@ MARKS = ("<!-- rows -->", "<!-- end of rows -->")
 Shape = tuple[str, str, int]
 
 
-def is_stale(job: Any, row: Row) -> bool:
-    """Return whether code that a row depends on is another now; a clone that is not there is not
+def changed(job: Any, row: Row) -> list[str]:
+    """Return what decides a row's figure and is another now; a clone that is not there is not
     compared."""
-    return any(row["code"].get(name) != digest for name, digest in job.code.items())
+    now = job.code(row.get("schedule"))
+    return [name for name, digest in now.items() if row["code"].get(name) != digest]
+
+
+def is_stale(job: Any, row: Row) -> bool:
+    """Return whether something that decides a row's figure is another now."""
+    return bool(changed(job, row))
 
 
 def ratios(us: dict[str, float]) -> list[float | None]:
@@ -37,19 +44,19 @@ def ratios(us: dict[str, float]) -> list[float | None]:
     ]  # fmt: skip
 
 
-def lines(jobs: list[Any], rows: dict[str, Row]) -> Iterator[tuple[Shape, dict[str, float], bool]]:
-    """Yield (shape, us of each way, whether one of them is stale) of each shape with rows."""
+def lines(jobs: list[Any], rows: dict[str, Row]) -> Iterator[tuple[Shape, dict[str, float]]]:
+    """Yield (shape, us of each way) of each shape with rows."""
     for shape in dict.fromkeys((job.model, job.part, job.m) for job in jobs):
         here = [job for job in jobs if (job.model, job.part, job.m) == shape and job.key in rows]
         us = {job.how: job.times * rows[job.key]["us"] for job in here if rows[job.key]["us"]}
         if us:
-            yield shape, us, any(is_stale(job, rows[job.key]) for job in here)
+            yield shape, us
 
 
 def summary(jobs: list[Any], rows: dict[str, Row]) -> list[tuple[str, list[float]]]:
     """Return each ratio's name and its values over the shapes that have all of them."""
     found: list[tuple[str, list[float]]] = [(name, []) for name in RATIOS]
-    for _, us, _ in lines(jobs, rows):
+    for _, us in lines(jobs, rows):
         whole = [value for value in ratios(us) if value is not None]
         for (_, values), value in zip(
             found, whole if len(whole) == len(found) else (), strict=False
@@ -68,9 +75,14 @@ def shown(console: Console, jobs: list[Any], rows: dict[str, Row]) -> None:
     table = Table(title="predicted by the simulator, microseconds; ratios: over ours")
     for name in ("model", "part", "m", *HOW, *SHORT):
         table.add_column(name, justify="left" if name in ("model", "part") else "right")
+    stale = {
+        (job.model, job.part, job.m) for job in jobs
+        if job.key in rows and is_stale(job, rows[job.key])
+    }  # fmt: skip
     found = list(lines(jobs, rows))
-    for (model, part, m), us, stale in found:
-        table.add_row(f"{model}{'*' * stale}", part, str(m), *_cells(us))
+    for shape, us in found:
+        model, part, m = shape
+        table.add_row(f"{model}{'*' * (shape in stale)}", part, str(m), *_cells(us))
     console.print(table)
     for name, values in summary(jobs, rows):
         if values:
@@ -79,10 +91,23 @@ def shown(console: Console, jobs: list[Any], rows: dict[str, Row]) -> None:
                 f"most {max(values):.2f}x ({len(values)} shapes)"
             )
     asked = len({(job.model, job.part, job.m) for job in jobs})
-    missing = asked - sum(None not in ratios(us) for _, us, _ in found)
-    stale = sum(stale for *_, stale in found)
-    console.print(f"{missing} of {asked} shapes are not complete; {stale} rows (*) are stale: "
-                  "code that they depend on is another now")  # fmt: skip
+    missing = asked - sum(None not in ratios(us) for _, us in found)
+    console.print(f"{missing} of {asked} shapes are not complete; {len(stale)} rows (*) are stale: "
+                  "what decides a figure is another now")  # fmt: skip
+
+
+def checked(jobs: list[Any], rows: dict[str, Row]) -> None:
+    """Print how many figures of each column are current, stale and missing."""
+    for how in HOW:
+        mine = {job.key: job for job in jobs if job.how == how}
+        there = {key: job for key, job in mine.items() if key in rows}
+        why = Counter(name for key, job in there.items() for name in changed(job, rows[key]))
+        stale = sum(is_stale(job, rows[key]) for key, job in there.items())
+        told = "".join(f", {count} for {name}" for name, count in why.most_common())
+        print(
+            f"{how:8} {len(there) - stale:3} current, {stale:3} stale{told}, "
+            f"{len(mine) - len(there):3} missing"
+        )
 
 
 def markdown(jobs: list[Any], rows: dict[str, Row]) -> str:
@@ -93,7 +118,7 @@ def markdown(jobs: list[Any], rows: dict[str, Row]) -> str:
         text.append(f"| {name} | {' | '.join(f'{v:.2f}x' for v in figures)} | {len(values)} |")
     text += ["", f"| model | part | tokens | {' | '.join((*HOW, *SHORT))} |",
              "| --- | --- |" + " ---: |" * (1 + len(HOW) + len(SHORT))]  # fmt: skip
-    for (model, part, m), us, _ in lines(jobs, rows):
+    for (model, part, m), us in lines(jobs, rows):
         if None not in ratios(us):
             text.append(f"| {model} | {part} | {m:,} | {' | '.join(_cells(us))} |")
     return "\n".join(text)

@@ -3,11 +3,13 @@
     python benchmarks/paper_table.py [--models llama-3.2-1b,...] [--targets trn1] [--tps 1,4]
         [--batches 1,8,32] [--prompts 128,2048] [--ratios 0.05,0.1,0.2] [--workers 2]
         [--weights bfloat16,float8_e4m3] [--price simulated|closed_form] [--rows FILE.jsonl]
-        [--markdown FILE.md]
+        [--check] [--markdown FILE.md]
 
 A setting's ratios are lines of `--rows` (default benchmarks/data/paper_table.jsonl). A line holds
-digests of the code that its figures depend on: a run computes what is missing or stale, and
-`--markdown`, which writes the tables of the rows and computes nothing, marks what is stale. A
+digests of what decides its figures (what_decides.py): a run computes what is missing, and of a
+stale line the columns that are stale: the low-rank model, our dense one, the tutorial's, attention.
+`--markdown`, which writes the tables of the rows and computes nothing, marks stale lines; `--check`
+counts what is current in each column. A
 simulated row is shown before one of the closed form. Decode is predicted with 4,096 tokens in the
 cache; other contexts differ in attention alone, whose price each row has. The baselines: our
 strongest dense kernels, and a model whose dense MLP products are blocked as in AWS's NKI tutorial.
@@ -17,20 +19,19 @@ All simulated or computed, nothing measured.
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
-import hashlib
 import inspect
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import what_decides
 from row_file import computed, read_rows
 
-from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
@@ -42,15 +43,25 @@ from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 
+Row = dict[str, Any]
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
 DENSE = f"{Path(__file__).parent / 'kernels_nki' / 'dense_blocked.py'}:dense_blocked"
 ROWS = Path(__file__).parent / "data" / "paper_table.jsonl"
 MOST_TOKENS = 512  # what is longer repeats it, as the tutorial's blocks do
 CONTEXT = 4096
 CONTEXTS = (512, 4096, 32768)
-# Files of nmm_compiler/prediction that decide a figure.
-PRICED = ("predict.py", "walk.py", "prices.py", "collectives.py", "tensor_parallel.py",
-          "public_models.json")  # fmt: skip
+# Files that add up what a model's kernels and regions take.
+PRICED = ("prediction/predict.py", "prediction/prices.py", "prediction/collectives.py",
+          "prediction/tensor_parallel.py", "prediction/public_models.json",
+          "targets/collective_time.py")  # fmt: skip
+DENSE_FAMILIES = ("matmul", "gated_mlp", "attention")
+# Families whose kernels decide a column. All of them add up what the passes make of the model.
+COLUMNS = {
+    "low": (*DENSE_FAMILIES, "lowrank", "lowrank_shared"),
+    "dense": DENSE_FAMILIES,
+    "tutorial": DENSE_FAMILIES,
+    "attention": ("attention",),
+}
 
 
 @functools.cache
@@ -99,77 +110,96 @@ def attention_us(model: str, target: str, context: int, **setting: Any) -> float
     return times(made)["attention"]
 
 
+def code(row: Row) -> dict[str, str]:
+    """Return digests of what decides a row's figures."""
+    return dict(_code(row["model"].partition("-")[0], row["target"], row["tp"], row["price"]))
+
+
 @functools.cache
-def code(price: str) -> dict[str, str]:
-    """Return digests of the code that a row depends on, by room."""
-    package = Path(prediction.__file__).parent
-    found = dict(code_digests())
-    rooms = ["codegen", "kernels", "targets", *(["simulator"] if price == "simulated" else [])]
-    files = [package / name for name in PRICED]
-    files.append(Path(DENSE.rpartition(":")[0]))
-    own = (tutorial_us, tutorial_price, times, rows_of)
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    texts = [_meaning(text) if file.suffix == ".py" else text
-             for file, text in zip(files, texts, strict=True)]  # fmt: skip
-    texts += [_meaning(inspect.getsource(one)) for one in own]
-    return {**{room: found[room][:8] for room in rooms},
-            "prediction": hashlib.sha256("".join(texts).encode()).hexdigest()[:8]}  # fmt: skip
+def _code(kind: str, target: str, tp: int, price: str) -> dict[str, str]:
+    """kind: how names of models that have the same layers begin."""
+    made_by = what_decides.templates if price == "simulated" else what_decides.chosen_by
+    found = {family: made_by(family) for family in COLUMNS["low"]}
+    found["machine"] = what_decides.machine(target)
+    package = what_decides.PACKAGE
+    found["prediction"] = what_decides.of_files(package / name for name in PRICED)
+    one_of_kind = next(model for model in MODELS if model.startswith(kind))
+    found["calls"] = what_decides.as_traced(one_of_kind, tp)
+    file, _, kernel = DENSE.rpartition(":")
+    sources = map(inspect.getsource, (tutorial_us, tutorial_price, tutorial))
+    texts = [*map(what_decides.meaning, sources), str(MOST_TOKENS)]
+    found["tutorial"] = what_decides.digest(what_decides.foreign(Path(file), kernel), *texts)
+    found["simulator"] = what_decides.simulator()
+    return found
 
 
-def _meaning(text: str) -> str:
-    """Return what source does: without comments, layout and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        held = getattr(node, "body", None)
-        if isinstance(held, list):
-            node.body = [
-                one
-                for one in held  # type: ignore[attr-defined]
-                if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
-            ]
-    return ast.dump(tree)
+def decides(column: str, row: Row) -> tuple[str, ...]:
+    """Return the names of the digests that decide a column of a row."""
+    names = (*COLUMNS[column], "machine", "prediction", "calls")
+    if column == "tutorial":
+        return (*names, "tutorial", "simulator")
+    return (*names, "simulator") if row["price"] == "simulated" else names
 
 
-def is_stale(row: dict[str, Any]) -> bool:
-    """Return whether code that a row depends on is another now."""
-    return bool(row.get("code") != code(row["price"]))
+def changed(row: Row) -> dict[str, list[str]]:
+    """Return, of each stale column, what decides it and is another now."""
+    now, then = code(row), row["code"]
+    other = {name for name, digest in now.items() if then.get(name) != digest}
+    found = {c: [name for name in decides(c, row) if name in other] for c in COLUMNS}
+    return {column: names for column, names in found.items() if names}
 
 
-def rows_of(job: tuple[dict[str, Any], tuple[float, ...]]) -> list[dict[str, Any]]:
-    """Return the rows of one setting, one for each ratio; none where it cannot be predicted."""
-    setting, ratios = job
+def is_stale(row: Row) -> bool:
+    """Return whether something that decides a column of a row is another now."""
+    return bool(changed(row))
+
+
+def rows_of(job: tuple[Row, dict[float, Row | None]]) -> list[Row]:
+    """Return the rows of one setting, one for each ratio; none where it cannot be predicted.
+
+    job: the setting, and of each ratio the row whose columns are kept where they are not stale.
+    """
+    setting, before = job
     asked = {key: setting[key] for key in ("tp", "batch", "prompt", "price")}
     alike = {key: setting[key] for key in ("tp", "batch", "price")}
     model, target = setting["model"], setting["target"]
     made = []
     try:
-        base = times(tutorial(model, target, context=CONTEXT, **asked))
-        attention = {str(c): attention_us(model, target, c, **alike) for c in CONTEXTS}
-        for ratio in ratios:
-            low = prediction.predict(
-                model, target, context=CONTEXT, ratio=ratio, include=["mlp"],
-                weights=setting["weights"], **asked,
-            )  # fmt: skip
-            assert low.dense is not None
-            made.append({
-                **setting, "ratio": ratio, "low": times(low), "dense": times(low.dense),
-                "tutorial": base, "attention": attention, "code": code(setting["price"]),
-                "mlp": {name: layer_gains(low, name).get("mlp") for name in ("decode", "prefill")},
-                "weight_limit": low.dense.memory.weight_bytes / low.memory.weight_bytes,
-                "fits": low.memory.fits,
-            })  # fmt: skip
+        for ratio, stale in before.items():
+            row: Row = dict(stale or {}) | setting | {"ratio": ratio}
+            columns = COLUMNS.keys() if stale is None else changed(stale).keys()
+            if "tutorial" in columns:
+                row["tutorial"] = times(tutorial(model, target, context=CONTEXT, **asked))
+            if "attention" in columns:
+                row["attention"] = {
+                    str(c): attention_us(model, target, c, **alike) for c in CONTEXTS
+                }
+            if "low" in columns:  # whatever decides the dense model decides the low-rank one, too
+                low = prediction.predict(
+                    model, target, context=CONTEXT, ratio=ratio, include=["mlp"],
+                    weights=setting["weights"], **asked,
+                )  # fmt: skip
+                assert low.dense is not None
+                phases = ("decode", "prefill")
+                row |= {
+                    "low": times(low), "dense": times(low.dense),
+                    "mlp": {name: layer_gains(low, name).get("mlp") for name in phases},
+                    "weight_limit": low.dense.memory.weight_bytes / low.memory.weight_bytes,
+                    "fits": low.memory.fits,
+                }  # fmt: skip
+            made.append(row | {"code": code(row)})
     except NmmError as error:
         print(f"{setting}: {error}", file=sys.stderr)
     return made
 
 
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
+def key(row: Row) -> tuple[Any, ...]:
     """Return what a row is of."""
     names = ("model", "target", "weights", "tp", "batch", "prompt", "price")
     return tuple(row[name] for name in names)
 
 
-def shown_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def shown_rows(rows: list[Row]) -> list[Row]:
     """Return one row for each setting and ratio: not stale, then simulated, then the later one."""
     best: dict[tuple[Any, ...], tuple[tuple[bool, bool], dict[str, Any]]] = {}
     for row in rows:
@@ -180,21 +210,46 @@ def shown_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for _, row in best.values()]
 
 
-def compute(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Append the rows that are not there yet to the file."""
-    done = {key(row) for row in rows if not is_stale(row)}
+def settings_of(given: argparse.Namespace) -> list[Row]:
+    """Return the settings that are asked for; what people ask first comes first."""
     grid = itertools.product(
         given.weights, given.tps, given.batches, given.targets, given.models, given.prompts
-    )  # what people ask first comes first
-    settings = [
+    )
+    return [
         {"model": model, "target": target, "weights": weights, "tp": int(tp), "batch": int(batch),
          "prompt": int(prompt), "price": given.price}
         for weights, tp, batch, target, model, prompt in grid
         if weights == "bfloat16" or get(target).float8_kernels
     ]  # fmt: skip
-    left = [one for one in settings if key(one) not in done]
-    ratios = tuple(map(float, given.ratios))
-    rows += computed(given.rows, [(one, ratios) for one in left], rows_of, given.workers)
+
+
+def compute(given: argparse.Namespace, rows: list[Row]) -> None:
+    """Append the rows that are missing or stale to the file."""
+    there = {(*key(row), row["ratio"]): row for row in rows}
+    todo: list[tuple[Row, dict[float, Row | None]]] = []
+    for setting in settings_of(given):
+        known = {ratio: there.get((*key(setting), ratio)) for ratio in map(float, given.ratios)}
+        left = {ratio: row for ratio, row in known.items() if row is None or is_stale(row)}
+        if left:
+            todo.append((setting, left))
+    rows += computed(given.rows, todo, rows_of, given.workers)
+
+
+def check(given: argparse.Namespace, rows: list[Row]) -> None:
+    """Print how many figures of each column are current, stale and missing."""
+    there = {(*key(row), row["ratio"]): row for row in rows}
+    asked = [
+        (*key(setting), float(ratio)) for setting in settings_of(given) for ratio in given.ratios
+    ]
+    found = [changed(there[one]) for one in asked if one in there]
+    for column in COLUMNS:
+        why = Counter(name for columns in found for name in columns.get(column, ()))
+        stale = sum(column in columns for columns in found)
+        told = "".join(f", {count} for {name}" for name, count in why.most_common())
+        print(
+            f"{column:9} {len(found) - stale:4} current, {stale:4} stale{told}, "
+            f"{len(asked) - len(found):4} missing"
+        )
 
 
 INTRO = """# The low-rank paper's models
@@ -219,24 +274,24 @@ computed: `make bench-paper` adds them. A core is one physical core. {marks}
 """
 
 
-def cells(rows: list[dict[str, Any]], of: Callable[[dict[str, Any]], float | None]) -> str:
+def cells(rows: list[Row], of: Callable[[dict[str, Any]], float | None]) -> str:
     """Return a gain of each ratio, in one cell."""
     found = [of(row) for row in sorted(rows, key=lambda row: float(row["ratio"]))]
     return " ".join("-" if gain is None else f"{gain:.2f}" for gain in found) or "-"
 
 
-def token_gain(row: dict[str, Any], base: str, context: int) -> float:
+def token_gain(row: Row, base: str, context: int) -> float:
     """Return the gain of a token at a context, over "dense" or "tutorial"."""
     attention = row["attention"][str(context)] - row["attention"][str(CONTEXT)]
     return float((row[base]["token"] + attention) / (row["low"]["token"] + attention))
 
 
-def first_gain(row: dict[str, Any], base: str) -> float:
+def first_gain(row: Row, base: str) -> float:
     """Return the gain of the first token."""
     return float(row[base]["first"] / row["low"]["first"])
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+def markdown(rows: list[Row]) -> str:
     """Return a table for each target, with a row for each model, tensor-parallel degree and
     batch."""
     rows = shown_rows(rows)
@@ -245,7 +300,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     if any(row["price"] == "closed_form" for row in rows):
         marks.append("Rows with * have kernels priced by the closed form; others are simulated.")
     if any(map(is_stale, rows)):
-        marks.append("Rows with + were computed by earlier code.")
+        marks.append("Rows with + are stale: what decides their figures is another now.")
     text = [INTRO.format(ratios=ratios, marks="\n".join(marks))]
     head = ["model", "tp", "batch", "MLP, token", "MLP, prompt 2048",
             *(f"token over dense, context {c}" for c in CONTEXTS),
@@ -257,7 +312,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             f"| {' | '.join(head)} |",
             "| --- |" + " ---: |" * (len(head) - 1),
         ]
-        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in rows:
             if row["target"] == target:
                 order = (
@@ -270,7 +325,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def _line(rows: list[dict[str, Any]]) -> str:
+def _line(rows: list[Row]) -> str:
     one = rows[0]
     at = {prompt: [row for row in rows if row["prompt"] == prompt] for prompt in (128, 2048)}
     some = at[2048] or at[128]
@@ -301,10 +356,13 @@ def main() -> int:
     parser.add_argument("--price", choices=("simulated", "closed_form"), default="simulated")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--check", action="store_true", help="count current and stale figures")
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     rows = read_rows(given.rows)
-    if given.markdown is None:
+    if given.check:
+        check(given, rows)
+    elif given.markdown is None:
         compute(given, rows)
     else:
         given.markdown.write_text(markdown(rows) + "\n", encoding="utf-8")

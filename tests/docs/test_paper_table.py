@@ -1,5 +1,6 @@
 """docs/paper-table.md is what its rows say, and the rows keep to what weights allow."""
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -18,32 +19,92 @@ def test_the_page_is_written_from_the_rows(monkeypatch):
     rows = read_rows(table.ROWS)
     page = (ROOT / "docs" / "paper-table.md").read_text()
     monkeypatch.setattr(table, "is_stale", lambda row: False)
-    told = page.replace("Rows with + were computed by earlier code.\n", "")
+    told = page.replace("Rows with + are stale: what decides their figures is another now.\n", "")
     assert re.sub(r"^(\| [^|]*?)\+ \|", r"\1 |", told, flags=re.MULTILINE) == (
         table.markdown(rows) + "\n"
     )
 
 
 def test_gains_at_other_contexts_differ_in_attention_alone():
-    row = {"dense": {"token": 100.0}, "low": {"token": 90.0},
-           "attention": {"512": 1.0, "4096": 8.0, "32768": 64.0}}  # fmt: skip
-    assert table.token_gain(row, "dense", 4096) == pytest.approx(100 / 90)
-    assert table.token_gain(row, "dense", 512) == pytest.approx(93 / 83)
-    assert table.token_gain(row, "dense", 32768) == pytest.approx(156 / 146)
+    made = {"dense": {"token": 100.0}, "low": {"token": 90.0},
+            "attention": {"512": 1.0, "4096": 8.0, "32768": 64.0}}  # fmt: skip
+    assert table.token_gain(made, "dense", 4096) == pytest.approx(100 / 90)
+    assert table.token_gain(made, "dense", 512) == pytest.approx(93 / 83)
+    assert table.token_gain(made, "dense", 32768) == pytest.approx(156 / 146)
 
 
-def test_a_row_is_stale_when_code_that_it_depends_on_changes(monkeypatch):
-    setting = {"model": "llama-3.2-1b", "target": "trn1", "weights": "bfloat16", "tp": 1,
-               "batch": 1, "prompt": 128, "ratio": 0.1}  # fmt: skip
-    fresh = {**setting, "price": "closed_form", "code": table.code("closed_form")}
-    simulated = {**setting, "price": "simulated", "code": table.code("simulated")}
-    assert "simulator" not in fresh["code"]
+SETTING = {"model": "llama-3.2-1b", "target": "trn1", "weights": "bfloat16", "tp": 1, "batch": 1,
+           "prompt": 128}  # fmt: skip
+
+
+@pytest.fixture
+def decided(monkeypatch):
+    """Digests that a test may change, in place of today's."""
+    names = {name for column in table.COLUMNS for name in table.COLUMNS[column]}
+    names |= {"machine", "prediction", "calls", "tutorial", "simulator"}
+    now = dict.fromkeys(names, "0")
+    monkeypatch.setattr(table, "code", lambda row: dict(now))
+    return now
+
+
+def row(price, now, ratio=0.1, **figures):
+    return {**SETTING, "ratio": ratio, "price": price, "code": dict(now), **figures}
+
+
+@pytest.mark.parametrize(
+    ("name", "closed_form", "simulated"),
+    [
+        ("lowrank", {"low"}, {"low"}),
+        ("matmul", {"low", "dense", "tutorial"}, {"low", "dense", "tutorial"}),
+        ("attention", set(table.COLUMNS), set(table.COLUMNS)),
+        ("tutorial", {"tutorial"}, {"tutorial"}),
+        ("simulator", {"tutorial"}, set(table.COLUMNS)),
+        ("calls", set(table.COLUMNS), set(table.COLUMNS)),
+    ],
+)
+def test_what_changes_makes_its_own_columns_stale(decided, name, closed_form, simulated):
+    cheap, dear = row("closed_form", decided), row("simulated", decided)
+    assert not table.is_stale(cheap)
+    assert not table.is_stale(dear)
+    decided[name] = "1"
+    assert table.changed(cheap) == {key: [name] for key in closed_form}
+    assert table.changed(dear) == {key: [name] for key in simulated}
+
+
+def test_a_current_row_is_shown_before_a_stale_one_then_a_simulated_one(decided):
+    fresh, simulated = row("closed_form", decided), row("simulated", decided)
     assert table.shown_rows([simulated, fresh]) == [simulated]
-    monkeypatch.setattr(table, "code_digests", lambda: dict.fromkeys(fresh["code"], "0" * 16)
-                        | {"simulator": "0" * 16})  # fmt: skip
-    table.code.cache_clear()
+    decided["simulator"] = "1"
     assert table.is_stale(fresh)
-    assert table.is_stale(simulated)
-    anew = {**fresh, "code": table.code("closed_form")}
+    anew = row("closed_form", decided)
     assert table.shown_rows([simulated, anew]) == [anew]
-    table.code.cache_clear()
+
+
+def test_stale_columns_are_computed_and_others_kept(decided, monkeypatch):
+    old = row("closed_form", decided, low="kept", dense="kept", mlp="kept", attention="kept",
+              weight_limit=1.0, fits=True, tutorial="old")  # fmt: skip
+    monkeypatch.setattr(table, "tutorial", lambda *given, **named: None)
+    monkeypatch.setattr(table, "times", lambda made: "anew")
+    setting = {name: old[name] for name in (*SETTING, "price")}
+    decided["tutorial"] = "1"
+    (made,) = table.rows_of((setting, {0.1: old}))
+    assert made == {**old, "tutorial": "anew", "code": decided}
+    assert not table.is_stale(made)
+
+
+def test_a_run_is_asked_for_what_is_missing_or_stale(decided, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        table, "computed", lambda path, jobs, rows_of, workers: asked.extend(jobs) or []
+    )
+    given = argparse.Namespace(
+        weights=["bfloat16"], tps=["1"], batches=["1"], targets=["trn1"], models=["llama-3.2-1b"],
+        prompts=["128"], ratios=["0.1", "0.2"], price="closed_form", rows=tmp_path, workers=1,
+    )  # fmt: skip
+    known = row("closed_form", decided)
+    table.compute(given, [known])
+    assert asked == [({**SETTING, "price": "closed_form"}, {0.2: None})]
+    asked.clear()
+    decided["lowrank"] = "1"
+    table.compute(given, [known])
+    assert asked == [({**SETTING, "price": "closed_form"}, {0.1: known, 0.2: None})]
