@@ -49,7 +49,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     "gated_mlp": {"family": "gated_mlp", "k": 2048, "r": 1280, "n": 8192},
     "gated_mlp_up": {"family": "gated_mlp_up", "k": 2048, "r": 1280, "n": 8192},
     "matmul": {"family": "matmul", "k": 2048, "n": 8192},
-    "attention, cache 8192": {
+    "attention 8192 keys": {
         "family": "attention", "context": 8192, "heads": 32, "kv_heads": 8, "d": 64,
     },
 }  # fmt: skip

@@ -168,10 +168,15 @@ def _run(
     options: Options,
     step: Callable[[str, int], None] = lambda said, done: None,
 ) -> dict[int, dict[str, Any]]:
-    """Return what became of each missing kernel, by its index; step: called after each."""
-    texts = [request_text(spec, target, options) for spec, target in missing]
+    """Return what became of each missing kernel, by its index; step: called after each.
+
+    Those with the most work begin first, so that no worker is left alone with one at the end.
+    """
+    order = sorted(range(len(missing)), key=lambda i: -missing[i][0].flops())
+    texts = [request_text(*missing[i], options) for i in order]
     done: dict[int, dict[str, Any]] = {}
-    for i, answer in run(executor, build_one, texts):
+    for place, answer in run(executor, build_one, texts):
+        i = order[place]
         done[i] = {"failed": str(answer)} if isinstance(answer, Exception) else json.loads(answer)
         said = "failed" if "failed" in done[i] else "built"
         step(f"{said} {missing[i][0].short()} for {missing[i][1]}", len(done))
