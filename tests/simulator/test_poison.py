@@ -91,6 +91,21 @@ return out(s[{}])"""
         half(body.format("0:5"))
 
 
+def test_a_local_gather_keeps_it_in_its_partitions():
+    """nki.isa.local_gather: each partition gathers from its own row, only indices are shared."""
+    body = """
+        x = nl.ndarray((32, 8), nl.float32, nl.sbuf)
+        nisa.memset(dst=x[0:8], value=1)
+        i = nl.zeros((32, 1), nl.uint16)
+        r = nl.ndarray((32, 16), nl.float32, nl.sbuf)
+        nisa.local_gather(dst=r, src_buffer=x, index=i)
+        return out(r[0:{rows}])
+    """
+    assert (run(body.format(rows=8), np.ones((8, 8), np.float32)).output == 1).all()
+    with pytest.raises(errors.UninitializedReadError, match="16 of 144 elements"):
+        run(body.format(rows=9), np.ones((8, 8), np.float32))
+
+
 def test_a_mask_that_leaves_it_out_makes_it_harmless():
     body = """nisa.affine_select(dst=r, pattern=[[-1, 8]], offset=3, channel_multiplier=0,
     on_true_tile=t, on_false_value=5.0, cmp_op=nl.greater_equal)

@@ -112,7 +112,7 @@ def _shuffled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor)
 
 _FLOWS: dict[str, Flow] = {
     **dict.fromkeys(
-        ("bn_stats", "bn_aggr", "max8", "nc_find_index8", "nc_match_replace8"),
+        ("bn_stats", "bn_aggr", "max8", "nc_find_index8", "nc_match_replace8", "local_gather"),
         _by_partition,
     ),
     **dict.fromkeys(("tensor_tensor_scan", "tensor_scalar_cumulative"), _onwards),
@@ -123,9 +123,7 @@ _FLOWS: dict[str, Flow] = {
     "tensor_partition_reduce": _across,
     "nc_n_gather": _gathered,
     "nc_stream_shuffle": _shuffled,
-    **dict.fromkeys(
-        ("local_gather", "topk"), lambda a, v, mask, dst: np.asarray(mask.any())
-    ),
+    "topk": lambda a, v, mask, dst: np.asarray(mask.any()),
 }  # fmt: skip
 
 
