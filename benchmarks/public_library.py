@@ -86,6 +86,7 @@ class Case:
 
     strict = True
     smallest_first = False
+    trace_mode = None  # of the library's runs: compile, infer
 
     def __init__(self, target: str = "") -> None:
         self.runs = 0
@@ -330,9 +331,9 @@ def excluded(*marked: Any) -> list[Any]:
 
 
 def left_out(marks: Any) -> str | None:
-    """Return why the library itself skips a test or a case, or None if it runs it."""
+    """Return why the library does not expect a test or a case to pass, or None if it does."""
     for mark in marks:
-        if getattr(mark, "name", "") == "skip":
+        if getattr(mark, "name", "") in ("skip", "xfail"):
             return str(mark.kwargs.get("reason") or (mark.args or ("no reason given",))[0])
     return None
 
@@ -346,7 +347,8 @@ def library_cases(
         raise FileNotFoundError(file)
     platforms = private.load("test.utils.common_dataclasses").Platforms  # type: ignore[union-attr]
     given = {
-        "is_negative_test_case": False, "collector": None, "platform_target": platforms.TRN2,
+        "is_negative_test_case": False, "collector": mock.MagicMock(),
+        "platform_target": platforms.TRN2,
         "request": mock.MagicMock(),
     }  # fmt: skip
     for kind in [v for k, v in vars(module).items() if k.startswith("Test") and inspect.isclass(v)]:

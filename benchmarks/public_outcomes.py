@@ -19,6 +19,25 @@ EXPLAINED = (
     ("test_rope_manual",
      "its live tiles take 393,216 B per SBUF partition, more than trn2 has; the NKI compiler would "
      "spill, the simulator refuses instead", True),
+    ("dge_mode none; direct transposes take",
+     "nki.isa.dma_transpose: a direct one has dge_mode unknown or hwdge, the kernel passes 3, "
+     "none", False),
+    ("nisa.register_alloc: NkiTensor",
+     "nki.isa.register_alloc takes an int or nothing; the kernel passes a tensor", False),
+    ("nki.language.range is not",
+     "the kernel calls nl.range, which no published nki.language has", False),
+    ("test_rmsnorm_mx_quantize_tkg",
+     "the test's kernel stores 4 of each 32 partitions of the scales and the test expects 0 in the "
+     "others, which nothing writes", True),
+    ("test_quantize_mx_hw",
+     "the test's kernel stores partitions between the scales, which nisa.quantize_mx does not "
+     "write, and expects 0 there", True),
+    ("'inp_qtz_cur_t' (128, 1, 4)",
+     "with an intermediate size below 512 the kernel quantizes rows that nothing wrote, and "
+     "multiplies them by zeros", True),
+    ("slice 0:0 of dimension 0 of tensor 'targets_hbm'",
+     "NkiTensor.slice: start < end; one token leaves an empty slice to the first of two cores",
+     True),
     ("TooSlowError", "ran longer than --seconds", True),
 )  # fmt: skip
 # The same for NKI Beta 1: the rule of SDK 2.26's documentation that refuses the case.
