@@ -18,6 +18,7 @@ from nmm_compiler.kernels.base import (
     ACTIVATIONS,
     DTYPES,
     LAYOUTS,
+    WEIGHTS,
     Array,
     KernelSpec,
     TensorSpec,
@@ -35,6 +36,7 @@ from nmm_compiler.kernels.error_bounds import (
     rounding_error,
     times_weight,
 )
+from nmm_compiler.kernels.normed_x import NORMED, check_norm, normed
 from nmm_compiler.kernels.number_formats import FP8, FP8_MAX, INTERMEDIATES, SCALES, X_DTYPES
 from nmm_compiler.kernels.tiling import lay
 
@@ -51,25 +53,57 @@ class ProductSpec(KernelSpec):
     x_layout, the sizes and layouts of their weights, and those of bias, activation, out_layout,
     scales, out_dtype and intermediate that they support. They say which weights and biases there
     are, and estimate their results.
+
+    norm: "rms" or "layer" where the products are of the norm of x over its features: with norm_eps
+    under the root, times norm_gain [k] + norm_offset where there is a gain, plus norm_bias [k] for
+    a layer norm that has one. Its statistics are in fp32, and its value is rounded once, to the
+    operands' dtype. residual: a last operand, laid out as the result. The result is rounded to its
+    dtype, the residual is added, the sum is rounded again, as PyTorch does.
     """
 
     m: int
     k: int
     x_dtype: str | None = None
+    norm: str = "none"
+    norm_gain: bool = False
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    norm_eps: float = 1e-6
+    residual: bool = False
 
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
+    adds_residual: ClassVar[bool] = True  # whether the kernels of the family can
 
     def __post_init__(self) -> None:
         check_cores(self.family, self.lnc)
         check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
         self._settle_formats()
         self._check_names()
+        check_norm(self)
+        if self.residual and not self.adds_residual:
+            raise SpecError(
+                f"{self.family}: residual is not added to its results; drop residual, and add it "
+                "after the kernel"
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; x_dtype only where there is one."""
+        """Return the fields as plain JSON data; x_dtype, norm and residual only where there is one."""
         made = super().to_dict()
-        return {name: value for name, value in made.items() if name != "x_dtype" or value}
+        names = ("x_dtype", *NORMED)
+        plain = {name: ProductSpec.__dataclass_fields__[name].default for name in names}
+        return {name: v for name, v in made.items() if name not in plain or v != plain[name]}
+
+    def splits(self) -> tuple[str, ...]:
+        """Return the ways in which the cores can share the work.
+
+        The norm of x takes all of its features, so that no core can have half of them.
+        """
+        return tuple(way for way in super().splits() if self.norm == "none" or way != WEIGHTS)
+
+    def norm_fields(self) -> dict[str, Any]:
+        """Return the fields of the norm of x, for specs that have the same."""
+        return {name: getattr(self, name) for name in NORMED if name != "residual"}
 
     def _check_names(self) -> None:
         """Raise UnknownNameError unless the activation and the layouts are known."""
@@ -106,7 +140,8 @@ class ProductSpec(KernelSpec):
         return str(getattr(self, f"{name}_layout"))
 
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Return x, the weights, the biases, then the scales of fp8 operands."""
+        """Return x, the weights, the biases, the scales of fp8 operands, the vectors of the norm
+        of x, the residual."""
         weights = self.weights()
         shapes = {"x": (self.m, self.k), **weights}
         operands = [
@@ -121,7 +156,19 @@ class ProductSpec(KernelSpec):
             TensorSpec(name=name, shape=(size,), dtype=self.result_dtype)
             for name, size in self.biases().items()
         ]
-        return (*operands, *biases, *self._scale_tensors(weights))
+        return (*operands, *biases, *self._scale_tensors(weights), *self._norm_tensors())
+
+    def _norm_tensors(self) -> list[TensorSpec]:
+        """Return the vectors of the norm of x, and the residual."""
+        made = [
+            TensorSpec(name=name, shape=(self.k,), dtype=self._dtype())
+            for name in ("norm_gain", "norm_bias")
+            if getattr(self, name)
+        ]
+        if self.residual:
+            shape = lay((self.m, self.out_features), self.result_layouts()[0])
+            made.append(TensorSpec(name="residual", shape=shape, dtype=self.result_dtype))
+        return made
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return y."""
@@ -142,7 +189,8 @@ class ProductSpec(KernelSpec):
 
     def reference(self, *arrays: Array) -> Any:
         """Return the results in float64, laid out as `out_layout` says."""
-        return self._laid(value for value, _ in self._estimates(self._operands(arrays), False))
+        operands = self._operands(arrays)
+        return self._laid(value for value, _ in self._results(operands, False))
 
     def error_bound(self, *arrays: Array) -> Any:
         """Return elementwise bounds: sums are in fp32, intermediates and results are rounded
@@ -154,11 +202,29 @@ class ProductSpec(KernelSpec):
         return self._errors(arrays, True)
 
     def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Any:
-        estimates = self._estimates(self._operands(arrays), typical)
+        estimates = self._results(self._operands(arrays), typical)
         return self._laid(rounded(made, self.result_dtype, typical)[1] for made in estimates)
 
+    def _results(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
+        """Return each result before it is stored, [m, n]: what `_estimates` gives for the norm of
+        x, and the residual."""
+        made = self._estimates(operands, typical)
+        if not self.residual:
+            return made
+        return [
+            plus_bias(rounded(one, self.result_dtype, typical), operands["residual"], typical)
+            for one in made
+        ]
+
+    def _x(self, operands: dict[str, Array], typical: bool) -> Estimate:
+        """Return the left factor of the first products: x, or its norm."""
+        x = operands["x"]
+        if self.norm == "none":
+            return x, 0.0
+        return rounded(normed(self, x, operands, typical), self._dtype(), typical)
+
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
-        """Return each result before it is stored, [m, n], from float64 operands."""
+        """Return each result without a residual, [m, n], from float64 operands."""
         raise NotImplementedError
 
     def _laid(self, results: Iterable[Any]) -> Any:
@@ -175,6 +241,7 @@ class ProductSpec(KernelSpec):
             for tensor, array in zip(self.inputs(), arrays, strict=True)
         }
         turned = [name for name in ("x", *self.weights()) if self.layout_of(name) == "col"]
+        turned += ["residual"] * (self.residual and self.result_layouts()[0] == "col")
         return named | {name: named[name].T for name in turned}
 
     def _times(
@@ -236,6 +303,7 @@ class ProductSpec(KernelSpec):
         words = [self._dtype(), self.x_dtype and f"x_{self.x_dtype}", getattr(self, "scales", None)]
         if self.requantized or self.wide:
             words.append(f"p_{self.intermediate_dtype}")
+        words += [self.norm] * (self.norm != "none") + ["residual"] * self.residual
         return "_".join(word for word in words if word)
 
     @functools.cached_property

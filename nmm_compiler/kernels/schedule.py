@@ -271,10 +271,11 @@ class KernelSchedule(Record):
     def panel_bytes(self, spec: Any) -> int:
         """Return bytes per partition that one more panel of the last weights takes."""
         held = self.sbuf_bytes(spec)
+        more = held.get("residual", 0)
         (last,) = [name for name in ("out", "v", "w") if name in held][:1]
         resident = last in self.operands() and getattr(self, last).resident
         base = held.get("w", 0) if last == "v" else 0  # beside a resident v its panels come too
-        return base + (0 if resident else held[last])
+        return more + base + (0 if resident else held[last])
 
     def with_copies(self, spec: Any, names: Iterable[str]) -> int:
         """Return the bytes per partition of every buffer, and of those named once more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -124,3 +126,34 @@ def result_tiles(m: int, n: int, *, rows: bool, panel: int = 512) -> tuple[int, 
         columns = min(512, n, panel)
         return tiles(m, 128) * tiles(n, columns), columns
     return tiles(n, 128) * tiles(m, 512), min(512, m)
+
+
+def normed_bytes(spec: Any, tokens: int, panel: int, size: int) -> dict[str, int]:
+    """Return bytes per partition of the norm of x, and of the residual of a panel of the result."""
+    held = {}
+    if spec.norm != "none":
+        deep = min(tiles(spec.k, 128), max(1, 1024 // tokens))
+        # squares and sums of tokens, one over the roots, the mean; two strips of some tiles; ones
+        held["norm"] = 4 * (4 * tokens + 2 * deep * tokens + 2 * 128 + 1)
+        held["norm"] += 10 * tiles(spec.k, 128) * (spec.norm_gain + spec.norm_bias)
+    if spec.residual:
+        along = tiles(tokens, 128) * panel, tiles(panel, 128) * tokens
+        held["residual"] = max(along) * size
+    return held
+
+
+def tally_normed(tally: Any, spec: Any, tokens: int, turns: int, runs: tuple[int, int]) -> None:
+    """Add the work of the norm of x in blocks of `tokens`, and that of the residual.
+
+    runs: the number of stores of the result, and the contiguous bytes of each.
+    """
+    if spec.norm != "none":
+        wide = min(tokens, spec.m)
+        rows = 2 if spec.norm == "layer" else 1
+        tally.evictions.append((3 * rows * tiles(spec.k, 128) * turns, wide))
+        if spec.norm == "layer":
+            tally.matmuls.append((tiles(spec.k, 128) * turns, wide))
+    if spec.residual:
+        total = spec.outputs()[0].bytes
+        tally.dmas.append((runs[0], total // runs[0], runs[1], "copy"))
+        tally.evictions.append((tiles(spec.m, 128), spec.out_features))

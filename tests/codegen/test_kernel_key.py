@@ -27,14 +27,18 @@ SPECS = [
 ]
 # Another value for each kind of field; what a spec refuses is no other kernel.
 OTHERS = ["col", "silu", "relu", "float32", "float16", "float8_e4m3", "channel", "tensor", True]
-OTHERS += [2.5, 384, ((64, (256,)),), ("row", "col")]
+OTHERS += ["rms", "layer", 2.5, 384, ((64, (256,)),), ("row", "col")]
 
 
 def variants(spec):
     """Yield (field, legal spec with another value in that field alone)."""
     for field in dataclasses.fields(spec):
-        # the eps of a norm says something where there is a norm
+        # what a norm has says something where there is a norm
         normed = {"inner_norm": True} if field.name == "inner_eps" else {}
+        if field.name.startswith("norm_"):
+            normed = {"norm": "rms"}
+        if field.name == "norm_offset":
+            normed |= {"norm_gain": True}
         for value in OTHERS:
             now = getattr(spec, field.name)
             if type(value) is type(now) and value != now:

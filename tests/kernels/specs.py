@@ -1,5 +1,7 @@
 """Random kernel specs for the property tests: sizes around the tile limits, every field varied."""
 
+import dataclasses
+
 from hypothesis import strategies as st
 
 from nmm_compiler.kernels.attention import AttentionSpec
@@ -134,14 +136,33 @@ def attention(draw):
     )
 
 
+@st.composite
+def ended(draw, specs):
+    """Specs of products, half of them of the norm of x, half of them with a residual."""
+    spec = draw(specs)
+    norm = "none" if spec.dtype == FP8 else draw(st.sampled_from(("none", "none", "rms", "layer")))
+    gain = norm != "none" and draw(st.booleans())
+    return dataclasses.replace(
+        spec,
+        norm=norm,
+        norm_gain=gain,
+        norm_offset=draw(st.sampled_from((0.0, 1.0))),
+        norm_bias=norm == "layer" and draw(st.booleans()),
+        norm_eps=draw(st.sampled_from((1e-6, 1e-3))),
+        residual=spec.adds_residual and draw(st.booleans()),
+    )
+
+
 SPECS = {
     "attention": attention(),
-    "lowrank_shared": shared(),
-    "lowrank": st.one_of(
-        _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
-        st.builds(LowRankSpec, **{**_common, **_inner, "dtype": dtypes}),
+    "lowrank_shared": ended(shared()),
+    "lowrank": ended(
+        st.one_of(
+            _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
+            st.builds(LowRankSpec, **{**_common, **_inner, "dtype": dtypes}),
+        )
     ),
-    "matmul": _formats(MatmulSpec, _matmul, products=1),
-    "gated_mlp_up": _formats(GatedMLPUpSpec, _up),
-    "gated_mlp": _formats(GatedMLPSpec, {**_up, **_down}),
+    "matmul": ended(_formats(MatmulSpec, _matmul, products=1)),
+    "gated_mlp_up": ended(_formats(GatedMLPUpSpec, _up)),
+    "gated_mlp": ended(_formats(GatedMLPSpec, {**_up, **_down})),
 }

@@ -16,7 +16,6 @@ import nki.language as nl
 from ..pieces.gated_product import gate_columns, gate_rows
 from ..pieces.loads_and_stores import (
     bias_columns,
-    load,
     load_scale,
     position,
     product_scales,
@@ -25,6 +24,7 @@ from ..pieces.loads_and_stores import (
     spread_bias,
     times,
 )
+from ..pieces.norms import feature_columns, load_normed
 from ..pieces.product_in_sbuf import project, project_segment
 from ..pieces.product_to_hbm import expand_columns, expand_rows
 from ..pieces.records import (
@@ -34,8 +34,8 @@ from ..pieces.records import (
     Branch,
     Epilogue,
     Kept,
+    Norm,
     Panels,
-    Part,
     Product,
     Projection,
     Result,
@@ -76,14 +76,19 @@ def gated_mlp(x, spec, schedule, **others):
     else:
         out = nl.ndarray((features_all, m_all), dtype=y_dtype, buffer=nl.shared_hbm)
     part = out
+    whole_residual = others.get("residual")
     core = 0
     if schedule.split:
         core = nl.program_id(0)
     if schedule.split == "tokens":
         x = half(x, 0 if spec.x_layout == "row" else 1, core)
         part = half(out, 0 if spec.out_layout == "row" else 1, core)
+        if spec.residual:
+            whole_residual = half(whole_residual, 0 if spec.out_layout == "row" else 1, core)
     elif schedule.split:
         part = half(out, 1 if spec.out_layout == "row" else 0, core)
+        if spec.residual:
+            whole_residual = half(whole_residual, 1 if spec.out_layout == "row" else 0, core)
     if weights:
         x = half(x, 1 if spec.x_layout == "row" else 0, core)
     first_dim = 0 if spec.weight_layout == "row" else 1  # of the contraction
@@ -223,6 +228,16 @@ def gated_mlp(x, spec, schedule, **others):
                 down_scale_sb = product_scales(
                     down_w_scale_part, of_h, k_out, spec.scales, y_down, spec.requantized
                 )
+    norm_gain_sb = None
+    norm_bias_sb = None
+    if spec.norm_gain:
+        gain = others.get("norm_gain")
+        norm_gain_sb = feature_columns(gain, k, schedule.k_order, spec.norm_offset)
+    if spec.norm_bias:
+        norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
+    norm = Norm(
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
+    )
     mlp = MLP(
         Projection(
             gate_u_part, gate_v_part, gate_w_part,
@@ -237,6 +252,7 @@ def gated_mlp(x, spec, schedule, **others):
             down_bias_sb, down_p_scale_sb, down_scale_sb,
         ),
         h_inverse,
+        norm,
     )  # fmt: skip
 
     first = 0
@@ -247,21 +263,28 @@ def gated_mlp(x, spec, schedule, **others):
         out_dim = 0 if spec.out_layout == "row" else 1
         x_blocks = split(x, x_dim, m // m_block, m_block)
         out_blocks = split(part, out_dim, m // m_block, m_block)
+        if spec.residual:
+            residual_blocks = split(whole_residual, out_dim, m // m_block, m_block)
 
         def body(i):
             at = position(i)
             x_part = x_blocks.select(x_dim, at)
             out_part = out_blocks.select(out_dim, at)
-            gated_block(out_part, x_part, mlp, Block(0, m_block), spec, schedule, core)
+            residual_part = None
+            if spec.residual:
+                residual_part = residual_blocks.select(out_dim, at)
+            block = Block(0, m_block)
+            gated_block(out_part, residual_part, x_part, mlp, block, spec, schedule, core)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
-        gated_block(part, x, mlp, Block(m0, min(m_block, m - m0)), spec, schedule, core)
+        at = Block(m0, min(m_block, m - m0))
+        gated_block(part, whole_residual, x, mlp, at, spec, schedule, core)
     return out
 
 
-def gated_block(out, x, mlp: MLP, at: Block, spec, schedule, core):
+def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule, core):
     """Compute a block of tokens."""
     k = spec.k
     n = spec.n
@@ -270,7 +293,7 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule, core):
     k_out = k // 2 if outputs else k
     order = schedule.k_order
     tail = schedule.tail if k_out % 128 == 0 and not spec.down_bias else 0
-    result = Result(out, False, schedule.own_queue, tail)
+    result = Result(out, False, schedule.own_queue, tail, residual, spec.residual)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
     p_dtype = (
@@ -280,9 +303,7 @@ def gated_block(out, x, mlp: MLP, at: Block, spec, schedule, core):
     pitch = (at.tokens + 15) // 16 * 16 if double_row or turned else at.tokens
     kept_pitch = (at.tokens + 15) // 16 * 16 if kept_row else at.tokens
     x_sb = nl.ndarray((128, (k + 127) // 128, pitch), dtype=x.dtype, buffer=nl.sbuf)
-    for k0 in range(0, k, schedule.x.chunk):
-        part = Part(x, k0, min(schedule.x.chunk, k - k0), at.m0, at.tokens)
-        load(x_sb, k0 // 128, part, schedule.x.load, order, k)
+    load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, order, mlp.norm)
     gate_tiles = (spec.gate_r + 127) // 128
     up_tiles = (spec.up_r + 127) // 128
     unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)

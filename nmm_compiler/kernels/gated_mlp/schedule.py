@@ -28,8 +28,10 @@ from nmm_compiler.kernels.tiling import (
     flat_bytes,
     free_banks,
     item_bytes,
+    normed_bytes,
     result_elements,
     result_tiles,
+    tally_normed,
     tiles,
     turned_loads,
     turning,
@@ -140,7 +142,7 @@ class GatedMLPSchedule(LoopedSchedule):
             strips = sum(tiles(spec.rank(branch), 128) for branch in spec.branches)
             held["halves"] = 2 * strips * tokens * 4
         held["y"] = result_elements(out_panel, tokens, rows=rows) * y_size
-        held |= self._epilogue_bytes(spec, y_size)
+        held |= self._epilogue_bytes(spec, y_size) | normed_bytes(spec, tokens, out_panel, y_size)
         if by_tensor(self.x.load, self.v.load):
             chunks = (self.u.chunk, self.x.chunk, self.v.chunk, self.down.chunk, self.out.chunk)
             flat = flat_bytes(spec.x_format, self.x.load)
@@ -177,9 +179,9 @@ class GatedMLPSchedule(LoopedSchedule):
         kept = ("h",) if self.segments(spec)[1] == spec.n else ("h", "h")
         twice = ("v", "down", "active", "sum")
         times = (
-            ("x", "u", "u", "p", "parts"),
+            ("x", "u", "u", "p", "parts", "norm"),
             ("p", "p_down", "parts_down", *kept, *twice, *twice),
-            ("h", "p_down", "out", "out"),
+            ("h", "p_down", "out", "out", "residual", "residual"),
         )
         last = 2 if spec.down else 1
         always = [name for name in held if name.endswith("bias")] + ["flat", "flat"]
@@ -437,7 +439,9 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
     features = spec.out_features
     panel = min(schedule.out.block if spec.down else schedule.v.block, features)
     stores = tiles(features, panel) * (tiles(m, 128) if rows else m_blocks)
-    tally.store(m * features * y_size, stores, (panel if rows else tokens) * y_size)
+    store_run = (panel if rows else tokens) * y_size
+    tally.store(m * features * y_size, stores, store_run)
+    tally_normed(tally, spec, tokens, m_blocks, (stores, store_run))
     return tally.work(
         lead_bytes=tokens * spec.k * x_size,
         tail_matmuls=(tiles(panel, 512), moving),

@@ -51,6 +51,7 @@ class GatedMLPUpSpec(ProductSpec):
     out_dtype: str | None = None
 
     family: ClassVar[str] = "gated_mlp_up"
+    adds_residual: ClassVar[bool] = False
     branches: ClassVar[tuple[str, ...]] = ("gate", "up")
     down: ClassVar[bool] = False
     down_r: ClassVar[int | None] = 0
@@ -155,7 +156,7 @@ class GatedMLPUpSpec(ProductSpec):
         return dataclasses.replace(self, **ranks)
 
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
-        x = operands["x"], 0.0
+        x = self._x(operands, typical)
         gate, gate_error = activated(self._branch("gate", x, operands, typical), self.activation)
         up, up_error = self._branch("up", x, operands, typical)
         error = combine(np.abs(gate) * up_error, np.abs(up) * gate_error, typical)
@@ -191,6 +192,7 @@ class GatedMLPSpec(GatedMLPUpSpec):
     down_bias: bool = False  # type: ignore[misc]
 
     family: ClassVar[str] = "gated_mlp"
+    adds_residual: ClassVar[bool] = True
     down: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 

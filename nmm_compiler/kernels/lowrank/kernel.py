@@ -27,7 +27,7 @@ from ..pieces.loads_and_stores import (
     spread_bias,
     times,
 )
-from ..pieces.norms import add_squares, inverse_roots, new_squares
+from ..pieces.norms import add_squares, feature_columns, inverse_roots, load_normed, new_squares
 from ..pieces.product_in_sbuf import project
 from ..pieces.product_to_hbm import expand_columns, expand_rows
 from ..pieces.records import (
@@ -35,6 +35,7 @@ from ..pieces.records import (
     Block,
     Epilogue,
     Held,
+    Norm,
     Product,
     Result,
     Rounding,
@@ -66,6 +67,7 @@ def lowrank(x, u, v, spec, schedule, **others):
     r_tiles = (r + 127) // 128
     w_part = others.get("w")
     bias_part = others.get("bias")
+    whole_residual = others.get("residual")
     of_v = others.get("v_scale")
     u_all = None
     v_all = None
@@ -88,8 +90,12 @@ def lowrank(x, u, v, spec, schedule, **others):
     if schedule.split == "tokens":
         x = half(x, 0 if spec.x_layout == "row" else 1, core)
         part = half(out, 0 if spec.out_layout == "row" else 1, core)
+        if spec.residual:
+            whole_residual = half(whole_residual, 0 if spec.out_layout == "row" else 1, core)
     elif schedule.split:
         part = half(out, 1 if spec.out_layout == "row" else 0, core)
+        if spec.residual:
+            whole_residual = half(whole_residual, 1 if spec.out_layout == "row" else 0, core)
         v = half(v, 1 if spec.v_layout == "row" else 0, core)
         if spec.base:
             w_part = half(w_part, 1 if spec.w_layout == "row" else 0, core)
@@ -137,7 +143,17 @@ def lowrank(x, u, v, spec, schedule, **others):
         inner_bias_sb = bias_columns(others.get("inner_bias"), r)
     if spec.inner_norm:
         p_scale_sb = bias_columns(others.get("inner_gain"), r)
-    held = Held(u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb)
+    norm_gain_sb = None
+    norm_bias_sb = None
+    if spec.norm_gain:
+        gain = others.get("norm_gain")
+        norm_gain_sb = feature_columns(gain, k, schedule.k_order, spec.norm_offset)
+    if spec.norm_bias:
+        norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
+    norm = Norm(
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
+    )
+    held = Held(u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb, norm)
 
     first = 0
     if schedule.m_loop:
@@ -147,23 +163,30 @@ def lowrank(x, u, v, spec, schedule, **others):
         out_dim = 0 if spec.out_layout == "row" else 1
         x_blocks = split(x, x_dim, m // m_block, m_block)
         out_blocks = split(part, out_dim, m // m_block, m_block)
+        if spec.residual:
+            residual_blocks = split(whole_residual, out_dim, m // m_block, m_block)
 
         def body(i):
             at = position(i)
             x_part = x_blocks.select(x_dim, at)
             out_part = out_blocks.select(out_dim, at)
-            lowrank_block(out_part, x_part, held, Block(0, m_block), spec, schedule, core)
+            residual_part = None
+            if spec.residual:
+                residual_part = residual_blocks.select(out_dim, at)
+            block = Block(0, m_block)
+            lowrank_block(out_part, residual_part, x_part, held, block, spec, schedule, core)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
-        lowrank_block(part, x, held, Block(m0, min(m_block, m - m0)), spec, schedule, core)
+        at = Block(m0, min(m_block, m - m0))
+        lowrank_block(part, whole_residual, x, held, at, spec, schedule, core)
     if spec.tp_axis == "rank":
         sum_results(y, part, spec.tp)
     return out
 
 
-def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
+def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule, core):
     """Compute a block of tokens."""
     base_k = spec.k if spec.base else 0
     r_tiles = (spec.r + 127) // 128
@@ -194,7 +217,11 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
     )  # fmt: skip
     product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide)
     v_panels = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
-    x_strip = Strip(x_sb, x, schedule.x)
+    if spec.norm != "none":
+        load_normed(
+            x_sb, x, schedule.x.load, schedule.x.chunk, at, spec.k, schedule.k_order, held.norm
+        )
+    x_strip = Strip(x_sb, x, schedule.kept if spec.norm != "none" else schedule.x)
     u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, False, None)
     over_ranks = spec.tp_axis == "rows"
     early = (schedule.split == "weights" or over_ranks) and schedule.ahead > 0
@@ -250,8 +277,10 @@ def lowrank_block(out, x, held: Held, at: Block, spec, schedule, core):
     # Stage 2: contracts over the rank, panel by panel of v.
     if as_rows:
         whole = spec.n % 128 == 0 and not spec.bias and not spec.base and not spec.inner_norm
-        result = Result(out, False, schedule.own_queue, schedule.tail if whole else 0)
+        tail = schedule.tail if whole else 0
+        result = Result(out, False, schedule.own_queue, tail, residual, spec.residual)
         expand_rows(result, left, right, base, at, product, epilogue)
     else:
-        result = Result(out, spec.out_layout == "row", schedule.own_queue, 0)
+        as_rows = spec.out_layout == "row"
+        result = Result(out, as_rows, schedule.own_queue, 0, residual, spec.residual)
         expand_columns(result, left, right, base, at, product, epilogue)

@@ -30,8 +30,10 @@ from nmm_compiler.kernels.tiling import (
     flat_bytes,
     free_banks,
     item_bytes,
+    normed_bytes,
     result_elements,
     result_tiles,
+    tally_normed,
     tiles,
     turned_loads,
     turning,
@@ -133,7 +135,7 @@ class LowRankSchedule(LoopedSchedule):
             )
             if spec.requantized:
                 held["quantized"] = 512 * 4
-        held |= sum_bytes(spec)
+        held |= sum_bytes(spec) | normed_bytes(spec, tokens, panel, y_size)
         if by_tensor(self.x.load, self.u.load, self.w_load):
             flat = flat_bytes(spec.x_format, self.x.load)
             flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.u.load, self.w_load))
@@ -144,7 +146,7 @@ class LowRankSchedule(LoopedSchedule):
 
     def overlapped_bytes(self, spec: LowRankSpec) -> int:
         """Return bytes per partition with a second copy of what streams, so that loads overlap."""
-        streams = ["y", "sum", "flat", "flat_v"]
+        streams = ["y", "sum", "flat", "flat_v", "residual"]
         blocks = tiles(spec.m, self.m_block)
         segments = self.segment(spec) < spec.k
         many = blocks > 1 or self.u.block < spec.r or self.u.stream or segments
@@ -209,6 +211,8 @@ class LowRankSchedule(LoopedSchedule):
             )
         if segment < spec.k and self.u.resident:
             raise SpecError("schedule: k_segment below k reads u once; drop u.resident")
+        if spec.norm != "none" and self.x.stream:
+            raise SpecError("schedule: the norm of x takes all of k; drop x.stream")
         if spec.base and self.x.stream:
             raise SpecError("schedule: the base product reads x again; drop x.stream")
 
@@ -235,6 +239,10 @@ class LowRankSchedule(LoopedSchedule):
         )
 
 
+# Bytes of x, for 512 tokens, from which smaller blocks of tokens are worth trying.
+_WIDE_BYTES = 128 * 65_536
+
+
 def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     """Yield schedules that sum over all of k in PSUM."""
     size = item_bytes(spec.dtype)
@@ -242,7 +250,8 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     u_loads = ["rows"] if spec.u_layout == "row" else ways
     v_loads = ["rows"] if spec.v_layout == "row" else ["tensor"] if spec.wide else ways
     w_loads = ["rows"] if spec.w_layout == "row" or not spec.base else ways
-    m_blocks = blocks(spec.m, (512, 1024, 2048))
+    wide = spec.norm != "none" and spec.k * 512 * size > _WIDE_BYTES  # x does not stream
+    m_blocks = blocks(spec.m, (128, 256, 512, 1024, 2048) if wide else (512, 1024, 2048))
     r_tiles = tiles(spec.r, 128)
     even = 128 * tiles(r_tiles, tiles(r_tiles, 8))  # panels of one pass each, about equal
     u_blocks = blocks(spec.r, tuple(sorted({256, 512, even, 1024})))
@@ -323,7 +332,9 @@ def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
             segment = 128 * chunk_tiles * max(1, wanted // chunk_tiles)
             if segment >= spec.k:
                 continue
-            streams = (False, True) if few else (True,)
+            streams: tuple[bool, ...] = (False, True) if few else (True,)
+            if spec.norm != "none":
+                streams = (False,) if few else ()
             for x_stream in streams:
                 x_chunk = segment if few else plain.u.chunk
                 yield dataclasses.replace(
@@ -403,6 +414,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         tally.store(m * n * y_size, 1, n * y_size)  # of the sum
     exchange = spec.exchanged_bytes()
     sums = m_blocks if spec.tp_axis == "rows" else 1
+    tally_normed(tally, spec, tokens, m_blocks, (stores, store_run))
     k_chunks, r_chunks = tiles(k, schedule.u.chunk), tiles(r, schedule.v.chunk)
     long_runs = schedule.k_order == "consecutive_rows"
     rows_at_once = schedule.u.chunk // 128 if long_runs else 1

@@ -211,7 +211,7 @@ class LowRankSpec(ProductSpec):
         return (*low, *(dense if self.base else ())), dense
 
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
-        x = operands["x"], 0.0
+        x = self._x(operands, typical)
         p, p_error = self._times(x, "u", operands, typical)
         p_error = combine(p_error, self._crossing("x", "u", x, operands, typical), typical)
         p, p_error = self.scale * p, abs(self.scale) * p_error

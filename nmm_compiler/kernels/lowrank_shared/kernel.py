@@ -21,11 +21,13 @@ from ..pieces.loads_and_stores import (
     spread_bias,
     times,
 )
+from ..pieces.norms import feature_columns, load_normed
 from ..pieces.product_to_hbm import expand_columns, expand_rows, load_panel
 from ..pieces.records import (
     Base,
     Block,
     Epilogue,
+    Norm,
     Part,
     Product,
     Result,
@@ -144,6 +146,16 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             if spec.requantized:
                 times(p_scale_sb, reciprocal_of(load_scale(scales[of_p0 + i])))
             p_scale_sbs.append(p_scale_sb)
+    norm_gain_sb = None
+    norm_bias_sb = None
+    if spec.norm_gain:
+        gain = others.get("norm_gain")
+        norm_gain_sb = feature_columns(gain, k, schedule.k_order, spec.norm_offset)
+    if spec.norm_bias:
+        norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
+    norm = Norm(
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
+    )
 
     for m0 in range(0, m, m_block):
         tokens = min(m_block, m - m0)
@@ -153,6 +165,9 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
         x_pitch = (tokens + 15) // 16 * 16 if x_aligned else tokens
         p_pitch = (tokens + 15) // 16 * 16 if second_row else tokens
         x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
+        if spec.norm != "none":
+            at = Block(m0, tokens)
+            load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, schedule.k_order, norm)
         p_sb = nl.ndarray((128, starts[len(ranks)], p_pitch), dtype=p_dtype, buffer=nl.sbuf)
         made_sb = p_sb
         if schedule.split == "weights":
@@ -168,7 +183,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                 sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
             for k0 in range(0, k, k_chunk):
                 rows = min(k_chunk, k - k0)
-                if t0 == 0 and k0 % x_chunk == 0:
+                if t0 == 0 and k0 % x_chunk == 0 and spec.norm == "none":
                     x_rows = min(x_chunk, k - k0)
                     part = Part(x, k0, x_rows, m0, tokens)
                     load(x_sb, k0 // 128, part, schedule.x.load, schedule.k_order, k)
@@ -280,11 +295,13 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             epilogue = Epilogue(y_scale_sb, bias_sb, spec.scales, bias_of[j] >= 0, activations[j])
             at = Block(m0, tokens)
             if stationary[j]:
-                result = Result(parts[j], out_layouts[j] == "row", schedule.own_queue, 0)
+                result = Result(
+                    parts[j], out_layouts[j] == "row", schedule.own_queue, 0, None, False
+                )
                 expand_columns(result, left, right, base, at, product, epilogue)
             else:
                 tail = schedule.tail if ns[j] % 128 == 0 and bias_of[j] < 0 else 0
-                result = Result(parts[j], False, schedule.own_queue, tail)
+                result = Result(parts[j], False, schedule.own_queue, tail, None, False)
                 expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 

@@ -29,8 +29,10 @@ from nmm_compiler.kernels.tiling import (
     flat_bytes,
     free_banks,
     item_bytes,
+    normed_bytes,
     result_elements,
     result_tiles,
+    tally_normed,
     tiles,
     turned_loads,
     turning,
@@ -152,6 +154,7 @@ class LowRankSharedSchedule(KernelSchedule):
                 for panel, y in zip(panels, results, strict=True)
             ),
         }  # fmt: skip
+        held |= normed_bytes(spec, tokens, 0, size)
         if self.split == WEIGHTS:
             held["halves"] = 2 * sum(tiles(r, 128) for r in spec.ranks) * tokens * 4
         biased = [y for y in results if y.bias]
@@ -358,6 +361,7 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
     tally.matmuls.append((passes(k, schedule.k_chunk, pairs) * r_tiles * moves, moving))
     tally.evictions.append((r_tiles * moves, moving))
     second: list[tuple[int, int]] = []
+    tally_normed(tally, spec, tokens, m_blocks, (0, 0))
 
     def load(
         how: str, rows: int, columns: int, chunk: int, panel: int, run: int, times: int, size: int

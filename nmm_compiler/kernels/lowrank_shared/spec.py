@@ -72,6 +72,7 @@ class LowRankSharedSpec(ProductSpec):
 
     sizes: ClassVar[tuple[str, ...]] = ("m", "k")
     many: ClassVar[bool] = True
+    adds_residual: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", read_pairs(self.pairs))
@@ -211,12 +212,14 @@ class LowRankSharedSpec(ProductSpec):
                 out_dtype=self.out_dtype,
                 x_dtype=self.x_dtype,
                 lnc=self.lnc,
+                **self.norm_fields(),
             )
             bias = (f"bias{j}",) if y.bias else ()
             scales = [f"u{y.pair}_scale", f"v{j}_scale"] if self.fp8 else []
             scales = [*(["x_scale"] if self.fp8_x else []), *scales]
             scales += [f"p{y.pair}_scale"] if self.requantized else []
-            made.append((spec, ("x", f"u{y.pair}", f"v{j}", *bias, *scales)))
+            norm = [tensor.name for tensor in self._norm_tensors()]
+            made.append((spec, ("x", f"u{y.pair}", f"v{j}", *bias, *scales, *norm)))
         return tuple(made)
 
     def as_products(self) -> Products:
@@ -247,7 +250,7 @@ class LowRankSharedSpec(ProductSpec):
         )
 
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
-        x = operands["x"], 0.0
+        x = self._x(operands, typical)
         firsts = [self._times(x, f"u{i}", operands, typical) for i in range(len(self.pairs))]
         middle = [self._kept(p, f"p{i}", operands, typical) for i, p in enumerate(firsts)]
         made = []

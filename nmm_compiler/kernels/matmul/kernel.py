@@ -26,7 +26,19 @@ from ..pieces.loads_and_stores import (
     store,
     store_rows,
 )
-from ..pieces.records import Block, Chunks, Contraction, Epilogue, Part, Patch, Result, Weight
+from ..pieces.norms import feature_columns, load_normed
+from ..pieces.records import (
+    Block,
+    Chunks,
+    Contraction,
+    Epilogue,
+    Norm,
+    Part,
+    Patch,
+    Result,
+    Weight,
+)
+from ..pieces.residuals import add_tiles, load_apart, load_tiles
 from ..pieces.two_cores import half, half_row
 
 
@@ -49,14 +61,19 @@ def matmul(x, w, spec, schedule, **others):
     part = out
     bias_part = others.get("bias")
     scale_part = others.get("w_scale")
+    whole_residual = others.get("residual")
     if schedule.split:
         core = nl.program_id(0)
     if schedule.split == "tokens":
         x = half(x, 0 if spec.x_layout == "row" else 1, core)
         part = half(out, 0 if as_rows else 1, core)
+        if spec.residual:
+            whole_residual = half(whole_residual, 0 if as_rows else 1, core)
     elif schedule.split == "outputs":
         w = half(w, 1 if spec.w_layout == "row" else 0, core)
         part = half(out, 1 if as_rows else 0, core)
+        if spec.residual:
+            whole_residual = half(whole_residual, 1 if as_rows else 0, core)
         if spec.bias:
             bias_part = half_row(bias_part, core)
         if spec.scales == "channel":
@@ -84,6 +101,16 @@ def matmul(x, w, spec, schedule, **others):
                 resident.append(nl.ndarray((128, k_tiles, pitch), dtype=w.dtype, buffer=nl.sbuf))
     weight = Weight(w, resident, schedule.w, 0, False, None)
     epilogue = Epilogue(scale_sb, bias_sb, spec.scales, spec.bias, spec.activation)
+    norm_gain_sb = None
+    norm_bias_sb = None
+    if spec.norm_gain:
+        gain = others.get("norm_gain")
+        norm_gain_sb = feature_columns(gain, spec.k, schedule.k_order, spec.norm_offset)
+    if spec.norm_bias:
+        norm_bias_sb = feature_columns(others.get("norm_bias"), spec.k, schedule.k_order, 0.0)
+    norm = Norm(
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
+    )
 
     first = 0
     if schedule.m_loop:
@@ -93,25 +120,44 @@ def matmul(x, w, spec, schedule, **others):
         out_dim = 0 if as_rows else 1
         x_blocks = split(x, x_dim, spec.m // m_block, m_block)
         out_blocks = split(part, out_dim, spec.m // m_block, m_block)
+        if spec.residual:
+            residual_blocks = split(whole_residual, out_dim, spec.m // m_block, m_block)
 
         def body(i):
             at = position(i)
             x_part = x_blocks.select(x_dim, at)
             out_part = out_blocks.select(out_dim, at)
-            matmul_block(out_part, x_part, weight, epilogue, Block(0, m_block), spec, schedule)
+            residual_part = None
+            if spec.residual:
+                residual_part = residual_blocks.select(out_dim, at)
+            result = Result(
+                out_part, False, schedule.own_queue, schedule.tail, residual_part, spec.residual
+            )
+            matmul_block(result, x_part, weight, epilogue, norm, Block(0, m_block), spec, schedule)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(spec.m // m_block), body)
     for m0 in range(first, spec.m, m_block):
         at = Block(m0, min(m_block, spec.m - m0))
-        matmul_block(part, x, weight, epilogue, at, spec, schedule)
+        result = Result(
+            part, False, schedule.own_queue, schedule.tail, whole_residual, spec.residual
+        )
+        matmul_block(result, x, weight, epilogue, norm, at, spec, schedule)
     return out
 
 
-def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, schedule):
+def matmul_block(
+    result: Result,
+    x,
+    weight: Weight,
+    epilogue: Epilogue,
+    norm: Norm,
+    at: Block,
+    spec,
+    schedule,
+):
     """Compute a block of tokens."""
     as_rows = spec.out_layout == "row"
-    result = Result(out, False, schedule.own_queue, schedule.tail)
     m_wide = schedule.x.group * (128 if as_rows else 512)
     n_wide = schedule.w.group * (512 if as_rows else 128)
     segment = schedule.k_segment
@@ -156,11 +202,19 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                         x_tiles.append(
                             nl.ndarray((128, k_tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
                         )
+                if spec.norm != "none" and n0 == 0:
+                    # the norm takes all of x: one tile, and no chunk is left to load
+                    x_sb = x_tiles[m1 // m_wide]
+                    step = spec.k if spec.m <= 128 else schedule.w.chunk
+                    load_normed(
+                        x_sb, x, schedule.x.load, step, Block(at.m0 + m1, tokens), spec.k,
+                        schedule.k_order, norm,
+                    )  # fmt: skip
                 for n1 in range(0, columns, n_wide):
                     width = min(n_wide, columns - n1)
                     left = Chunks(
                         x_tiles, m1 // m_wide * x_chunks, x, schedule.x, at.m0 + m1, tokens,
-                        0, tokens, (several or n0 == 0) and n1 == 0,
+                        0, tokens, (several or n0 == 0) and n1 == 0 and spec.norm == "none",
                     )  # fmt: skip
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
@@ -168,6 +222,10 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                         m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
                         and not (early and n0 > 0),
                     )  # fmt: skip
+                    if result.has_residual and k0 + depth == spec.k:
+                        more = residual_patch(result, left, right, as_rows)
+                    else:
+                        more = None
                     if as_rows:
                         sums = sum_patch(left, right, run, result.tail)
                     else:
@@ -188,9 +246,9 @@ def matmul_block(out, x, weight: Weight, epilogue: Epilogue, at: Block, spec, sc
                         if several:
                             sums = totals_of(totals, sums, patch)
                         if as_rows:
-                            finish_patch_rows(result, sums, left, right, epilogue)
+                            finish_patch_rows(result, sums, left, right, epilogue, more)
                         else:
-                            finish_patch_columns(result, sums, left, right, epilogue)
+                            finish_patch_columns(result, sums, left, right, epilogue, more)
 
 
 def panel_tiles(weight: Weight, columns, depth, schedule):
@@ -332,7 +390,22 @@ def totals_of(totals, sums, patch: Patch):
     return whole
 
 
-def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):
+def residual_patch(result: Result, tokens: Chunks, outputs: Chunks, as_rows):
+    """Return the residual of a patch, loaded."""
+    start = outputs.column + outputs.first
+    part = Part(
+        result.residual,
+        tokens.column if as_rows else start,
+        tokens.width if as_rows else outputs.width,
+        start if as_rows else tokens.column,
+        outputs.width if as_rows else tokens.width,
+    )
+    return load_tiles(part, result.out.dtype)
+
+
+def finish_patch_rows(
+    result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue, more
+):
     """Store a patch of y: tokens on the partitions."""
     across = (outputs.width + 511) // 512
     start = outputs.column + outputs.first
@@ -348,6 +421,9 @@ def finish_patch_rows(result: Result, sums, tokens: Chunks, outputs: Chunks, epi
             nw = min(512, outputs.width - ns)
             total = sums[a * across + b][0:mw, 0:nw]
             finish_rows(y_sb[0:mw, ns : ns + nw], total, epilogue, start + ns, a + b)
+        if result.has_residual:
+            part = more[0:mw, a, 0 : outputs.width]
+            nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=part, op=nl.add)
         rows = result.out[m0 : m0 + mw, start : start + outputs.width]
         store(rows, y_sb, result.own_queue)
 
@@ -359,12 +435,20 @@ def store_tail(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: 
     m0 = tokens.column + tokens.width - mw
     start = outputs.column + outputs.first
     y_sb = nl.ndarray((128, mw, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
+    if result.has_residual:
+        of_tail = result.residual[m0 : m0 + mw, start : start + outputs.width]
+        more = nl.ndarray((128, mw, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
+        load_apart(more, of_tail.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)))
     activate(y_sb.permute((0, 2, 1)), sums, epilogue.activation, 0)
+    if result.has_residual:
+        nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
     rows = result.out[m0 : m0 + mw, start : start + outputs.width]
     store(rows.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)), y_sb, True)
 
 
-def finish_patch_columns(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):
+def finish_patch_columns(
+    result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue, more
+):
     """Store a patch of y^T: outputs on the partitions."""
     across = (tokens.width + 511) // 512
     start = outputs.column + outputs.first
@@ -377,4 +461,6 @@ def finish_patch_columns(result: Result, sums, tokens: Chunks, outputs: Chunks, 
             mw = min(512, tokens.width - ms)
             total = sums[a * across + b][0:nw, 0:mw]
             finish_columns(y_sb[0:nw, a, ms : ms + mw], total, epilogue, start // 128 + a, a + b)
+    if result.has_residual:
+        add_tiles(y_sb, more, outputs.width)
     store_rows(result, y_sb, start, outputs.width, tokens.column, tokens.width)

@@ -28,7 +28,9 @@ from nmm_compiler.kernels.tiling import (
     flat_bytes,
     free_banks,
     item_bytes,
+    normed_bytes,
     result_elements,
+    tally_normed,
     tiles,
     turned_loads,
     turning,
@@ -68,7 +70,9 @@ class MatmulSchedule(LoopedSchedule):
 
     def settled(self, spec: Any) -> MatmulSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
-        return dataclasses.replace(super().settled(spec), tail=self.moved(spec))
+        made = dataclasses.replace(super().settled(spec), tail=self.moved(spec))
+        whole = {"x.chunk": 128 * tiles(spec.k, 128)} if spec.norm != "none" else {}
+        return made.changed(whole)
 
     def moved(self, spec: MatmulSpec) -> int:
         """Return the most tokens of a last tile that moves past stationary weights."""
@@ -118,7 +122,7 @@ class MatmulSchedule(LoopedSchedule):
             held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
         if spec.fp8:
             held["scale"] = scale_bytes(spec.n, spec.scales, down=not rows)
-        held |= sum_bytes(spec)
+        held |= sum_bytes(spec) | normed_bytes(spec, patch_tokens, patch_outputs, y_size)
         if by_tensor(self.x.load, self.w.load):
             flat = flat_bytes(spec.x_format, self.x.load)
             flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.w.load))
@@ -133,7 +137,7 @@ class MatmulSchedule(LoopedSchedule):
         size = item_bytes(spec.dtype)
         several = self.segment(spec) < spec.k
         m_blocks = tiles(spec.m, self.m_block)
-        needed = self.with_copies(spec, ["y", "sum", "flat"])
+        needed = self.with_copies(spec, ["y", "sum", "flat", "residual"])
         if not self.w.resident and (m_blocks > 1 or self.w.block < spec.n or several):
             chunk = tiles(min(self.w.chunk, spec.k), 128)
             needed += _AHEAD * chunk * min(self.w.block, spec.n) * size
@@ -161,6 +165,8 @@ class MatmulSchedule(LoopedSchedule):
                 f"schedule: a k_segment of {self.k_segment} holds whole loads and reads w again; "
                 f"pass a multiple of x.chunk = {self.x.chunk}, and keep w not resident"
             )
+        if segment < spec.k and spec.norm != "none":
+            raise SpecError("schedule: the norm of x takes all of k; drop k_segment")
         if self.w.stream:
             raise SpecError("schedule: every chunk of w is freed after its last use; drop w.stream")
 
@@ -273,6 +279,7 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     tally.matmuls.append((passes(k, schedule.w.chunk, schedule.double_row) * out_tiles, columns))
     tally.evictions.append((out_tiles * (segments + (segments > 1)), columns))
     tally.store(m * n * y_size, stores, store_run)
+    tally_normed(tally, spec, tokens, tiles(m, tokens), (stores, store_run))
     k_chunks = tiles(k, schedule.w.chunk)
     at_once = schedule.w.chunk // 128 if schedule.k_order == "consecutive_rows" else 1
     w_times = 1 if schedule.w.resident else m_blocks

@@ -47,7 +47,7 @@ class MatmulSpec(ProductSpec):
         return {"n": self.n // 2}
 
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
-        total = self._times((operands["x"], 0.0), "w", operands, typical)
+        total = self._times(self._x(operands, typical), "w", operands, typical)
         return (activated(self._biased(total, "bias", operands, typical), self.activation),)
 
     def short(self) -> str:

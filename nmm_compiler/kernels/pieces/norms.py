@@ -1,12 +1,18 @@
-"""The RMS norm between two products, for one block of tokens.
+"""The RMS norm between two products, and the norm of x before the first, for a block of tokens.
 
-The gain of each feature multiplies what is kept of the first product. One over the root of the mean
-square is a number of each token, which commutes with the second product: it multiplies its sums.
-The squares are added up while the first product goes on.
+Between two products, the gain of each feature multiplies what is kept of the first product. One
+over the root of the mean square is a number of each token, which commutes with the second product:
+it multiplies its sums. The squares are added up while the first product goes on.
+
+x is normalized where it lies in SBUF, its features on the partitions: a product with ones adds the
+partitions up, and gives every partition the sums of all tokens.
 """
 
 import nki.isa as nisa
 import nki.language as nl
+
+from .loads_and_stores import load
+from .records import Block, Norm, Part
 
 
 def add_squares(squares, part, tile, start):
@@ -72,3 +78,187 @@ def inverse_roots(squares, size, tokens, eps, down):
                 dst=part, op=nl.rsqrt, data=total, scale=1.0 / size, bias=shift[0:mw, 0:1]
             )
     return inverse
+
+
+def feature_columns(vector, size, order, offset):
+    """Load a number per feature, plus an offset, as fp32 [128, tiles]: as the rows of a strip."""
+    tiles = size // 128
+    rest = size % 128
+    raw = nl.ndarray((128, (size + 127) // 128, 1), dtype=vector.dtype, buffer=nl.sbuf)
+    columns = nl.ndarray((128, (size + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
+    if order == "consecutive_rows":
+        load(raw, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1), "rows", order, size)
+    else:
+        for first in range(0, tiles, 128):
+            # rows of 128 are long runs for a DMA; TensorE turns them
+            count = min(128, tiles - first)
+            rows = nl.ndarray((count, 128), dtype=vector.dtype, buffer=nl.sbuf)
+            run = vector[128 * first : 128 * (first + count)]
+            nisa.dma_copy(dst=rows, src=run.reshape((count, 128)))
+            turned = nl.ndarray((128, count), dtype=vector.dtype, buffer=nl.psum)
+            nisa.nc_transpose(dst=turned, data=rows, engine=nisa.engine.tensor)
+            nisa.tensor_copy(dst=raw[0:128, first : first + count, 0], src=turned)
+        if rest > 0:
+            nisa.dma_copy(
+                dst=raw[0:rest, tiles, 0:1], src=vector[128 * tiles : size].reshape((rest, 1))
+            )
+    if tiles > 0:
+        nisa.tensor_scalar(
+            dst=columns[0:128, 0:tiles], data=raw[0:128, 0:tiles, 0], op0=nl.add, operand0=offset
+        )
+    if rest > 0:
+        nisa.tensor_scalar(
+            dst=columns[0:rest, tiles : tiles + 1],
+            data=raw[0:rest, tiles, 0:1],
+            op0=nl.add,
+            operand0=offset,
+        )
+    return columns
+
+
+def load_normed(x_sb, x, how, step, at: Block, size, order, norm: Norm):
+    """Load a block of tokens, so many features at a time; put its norm, if any, in its place."""
+    for k0 in range(0, size, step):
+        part = Part(x, k0, min(step, size - k0), at.m0, at.tokens)
+        load(x_sb, k0 // 128, part, how, order, size)
+    if norm.kind != "none":
+        normalize(x_sb, size, at.tokens, norm)
+
+
+def normalize(x_sb, size, tokens, norm: Norm):
+    """Put the norm of each token over its features, [128, tiles, tokens], in its place."""
+    tiles = size // 128
+    rest = size % 128
+    # few tokens: several tiles at a time, which makes fewer and longer instructions
+    deep = min(max(1, tiles), max(1, 1024 // tokens))
+    squares = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    mean = None
+    if norm.kind == "layer":
+        mean = means(x_sb, size, tokens)
+    if tiles == 0:
+        nisa.memset(dst=squares, value=0.0)
+    for first in range(0, tiles, deep):
+        count = min(deep, tiles - first)
+        part = x_sb[0:128, first : first + count, 0:tokens]
+        square = nl.ndarray((128, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        if norm.kind == "layer":
+            subtract_means(square, part, mean)
+            nisa.activation(dst=square, op=nl.square, data=square)
+        else:
+            nisa.activation(dst=square, op=nl.square, data=part)
+        by_token = square[0:128, 0:count, 0:tokens].permute((0, 2, 1))
+        if first == 0:
+            nisa.tensor_reduce(dst=squares, op=nl.add, data=by_token, axis=2)
+        else:
+            more = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_reduce(dst=more, op=nl.add, data=by_token, axis=2)
+            nisa.tensor_tensor(dst=squares, data1=squares, data2=more, op=nl.add)
+    if rest > 0:
+        part = x_sb[0:rest, tiles : tiles + 1, 0:tokens]
+        square = nl.ndarray((rest, 1, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        if norm.kind == "layer":
+            subtract_means(square, part, mean)
+            nisa.activation(dst=square, op=nl.square, data=square)
+        else:
+            nisa.activation(dst=square, op=nl.square, data=part)
+        nisa.tensor_tensor(
+            dst=squares[0:rest, 0:tokens],
+            data1=squares[0:rest, 0:tokens],
+            data2=square[0:rest, 0, 0:tokens],
+            op=nl.add,
+        )
+    inverse = inverse_roots(squares, size, tokens, norm.eps, True)
+    for first in range(0, tiles, deep):
+        part = x_sb[0:128, first : min(first + deep, tiles), 0:tokens]
+        scale_tiles(part, first, mean, inverse, norm)
+    if rest > 0:
+        scale_tiles(x_sb[0:rest, tiles : tiles + 1, 0:tokens], tiles, mean, inverse, norm)
+
+
+def means(x_sb, size, tokens):
+    """Return the mean of each token on every partition, [128, tokens]; TensorE adds them up."""
+    mean = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    ones = nl.ndarray((128, 128), dtype=x_sb.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    for m0 in range(0, tokens, 512):
+        mw = min(512, tokens - m0)
+        total = nl.ndarray((128, mw), dtype=nl.float32, buffer=nl.psum)
+        for kt in range((size + 127) // 128):
+            kp = min(128, size - 128 * kt)
+            nisa.nc_matmul(
+                dst=total,
+                stationary=ones[0:kp, 0:128],
+                moving=x_sb[0:kp, kt, m0 : m0 + mw],
+                is_stationary_onezero=True,
+                accumulate=kt > 0,
+            )
+        nisa.activation(dst=mean[0:128, m0 : m0 + mw], op=nl.copy, data=total, scale=1.0 / size)
+    return mean
+
+
+def subtract_means(dst, part, mean):
+    """Write tiles of x less the mean of each token."""
+    rows = part.shape[0]
+    count = part.shape[1]
+    tokens = part.shape[2]
+    if count == 1:
+        nisa.tensor_tensor(
+            dst=dst[0:rows, 0, 0:tokens],
+            data1=part[0:rows, 0, 0:tokens],
+            data2=mean[0:rows, 0:tokens],
+            op=nl.subtract,
+        )
+    else:
+        every = mean.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
+        nisa.tensor_tensor(dst=dst, data1=part, data2=every, op=nl.subtract)
+
+
+def scale_tiles(part, tile, mean, inverse, norm: Norm):
+    """Put the norm of tiles of x in their place, from the tile `tile` on."""
+    rows = part.shape[0]
+    count = part.shape[1]
+    tokens = part.shape[2]
+    of_tokens = inverse[0:rows, 0:tokens]
+    if count == 1:
+        only = part[0:rows, 0, 0:tokens]
+        value = only
+        if norm.kind == "layer":
+            value = nl.ndarray((rows, tokens), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_tensor(dst=value, data1=only, data2=mean[0:rows, 0:tokens], op=nl.subtract)
+        shifted = only
+        if norm.has_bias:
+            shifted = nl.ndarray((rows, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        if norm.has_gain:
+            nisa.scalar_tensor_tensor(
+                dst=shifted,
+                data=value,
+                op0=nl.multiply,
+                operand0=norm.gain[0:rows, tile : tile + 1],
+                op1=nl.multiply,
+                operand1=of_tokens,
+            )
+        else:
+            nisa.tensor_tensor(dst=shifted, data1=value, data2=of_tokens, op=nl.multiply)
+        if norm.has_bias:
+            nisa.tensor_scalar(
+                dst=only, data=shifted, op0=nl.add, operand0=norm.bias[0:rows, tile : tile + 1]
+            )
+    else:
+        value = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        every = inverse.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
+        if norm.kind == "layer":
+            subtract_means(value, part, mean)
+            nisa.tensor_tensor(dst=value, data1=value, data2=every, op=nl.multiply)
+        else:
+            nisa.tensor_tensor(dst=value, data1=part, data2=every, op=nl.multiply)
+        scaled = part if not norm.has_bias else value
+        if norm.has_gain:
+            gain = norm.gain[0:rows, tile : tile + count].reshape((rows, count, 1))
+            nisa.tensor_tensor(
+                dst=scaled, data1=value, data2=gain.broadcast(2, tokens), op=nl.multiply
+            )
+        if norm.has_bias:
+            bias = norm.bias[0:rows, tile : tile + count].reshape((rows, count, 1))
+            nisa.tensor_tensor(dst=part, data1=value, data2=bias.broadcast(2, tokens), op=nl.add)
+        elif not norm.has_gain:
+            nisa.tensor_copy(dst=part, src=value)

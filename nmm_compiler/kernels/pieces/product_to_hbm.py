@@ -8,6 +8,7 @@ import nki.language as nl
 
 from .loads_and_stores import activate, finish_columns, finish_rows, load, store, store_rows
 from .records import Base, Block, Epilogue, Part, Product, Result, Strip, Weight
+from .residuals import add_tiles, load_apart, load_tiles, residual_columns
 
 
 def load_panel(right: Weight, at: Block, product: Product, n0):
@@ -54,9 +55,14 @@ def expand_rows(
     w_type = nl.float32 if product.widen else right.weight.dtype
     base_panels = []
     w_panels = []
+    residuals = []
     if right.loaded:
         w_panels.append(right.first)
     for n0 in range(0, min(product.n, right.plan.block * right.ahead), right.plan.block):
+        if result.has_residual:
+            columns = min(right.plan.block, product.n - n0)
+            part = Part(result.residual, at.m0, at.tokens, n0, columns)
+            residuals.append(load_tiles(part, result.out.dtype))
         if base.length > 0:
             base_panels.append(load_base_panel(base, right, product, n0))
         if not right.plan.stream and (n0 > 0 or not right.loaded):
@@ -67,6 +73,10 @@ def expand_rows(
         pitch = (columns + 15) // 16 * 16 if aligned else columns
         # loads of later panels start before this one is stored
         following = n0 + right.plan.block * right.ahead
+        if result.has_residual and following < product.n:
+            width = min(right.plan.block, product.n - following)
+            part = Part(result.residual, at.m0, at.tokens, following, width)
+            residuals.append(load_tiles(part, result.out.dtype))
         if base.length > 0:
             if following < product.n:
                 base_panels.append(load_base_panel(base, right, product, following))
@@ -81,7 +91,10 @@ def expand_rows(
             if mw <= result.tail and not right.plan.stream:
                 rows = result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns]
                 s_sb = left.strip[0:128, 0 : (product.k + 127) // 128, ms : ms + mw]
-                expand_tail(rows, s_sb, w_sb, columns, product, epilogue)
+                more = None
+                if result.has_residual:
+                    more = result.residual[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns]
+                expand_tail(rows, s_sb, w_sb, columns, product, epilogue, more, result.has_residual)
                 continue
             y_sb = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
             for n1 in range(0, columns, 512 * right.plan.group):
@@ -152,17 +165,27 @@ def expand_rows(
                     nw = min(512, columns - ns)
                     turn = i + mt + n0 // 512
                     finish_rows(y_sb[0:mw, ns : ns + nw], sums[i][0:mw, 0:nw], own, n0 + ns, turn)
+            if result.has_residual:
+                more = residuals[n0 // right.plan.block][0:mw, mt, 0:columns]
+                nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
             store(
                 result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
             )
 
 
-def expand_tail(rows, s_sb, w_sb, columns, product: Product, epilogue: Epilogue):
+def expand_tail(
+    rows, s_sb, w_sb, columns, product: Product, epilogue: Epilogue, residual, has_residual
+):
     """Store a panel of y for a few tokens: weights stationary, which costs half of a whole tile."""
     tokens = s_sb.shape[2]
     k_tiles = (product.k + 127) // 128
     n_tiles = columns // 128
     y_sb = nl.ndarray((128, tokens, n_tiles), dtype=rows.dtype, buffer=nl.sbuf)
+    if has_residual:
+        # as y lies: neighbouring outputs of each token on a partition
+        more = nl.ndarray((128, tokens, n_tiles), dtype=rows.dtype, buffer=nl.sbuf)
+        of_tail = residual[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
+        load_apart(more, of_tail.permute((1, 0, 2)))
     for n1 in range(0, n_tiles, 512 // tokens):
         group = min(512 // tokens, n_tiles - n1)
         sums = nl.ndarray((128, group, tokens), dtype=nl.float32, buffer=nl.psum)
@@ -177,6 +200,8 @@ def expand_tail(rows, s_sb, w_sb, columns, product: Product, epilogue: Epilogue)
                 )
         y_part = y_sb[0:128, 0:tokens, n1 : n1 + group].permute((0, 2, 1))
         activate(y_part, sums, epilogue.activation, 0)
+    if has_residual:
+        nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
     view = rows[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
     store(view.permute((1, 0, 2)), y_sb, True)
 
@@ -194,9 +219,12 @@ def expand_columns(
     w_type = nl.float32 if product.widen else right.weight.dtype
     base_panels = []
     w_panels = []
+    residuals = []
     if right.loaded:
         w_panels.append(right.first)
     for n0 in range(0, min(product.n, right.plan.block * right.ahead), right.plan.block):
+        if result.has_residual:
+            residuals.append(residual_columns(result, right, at, product, n0))
         if base.length > 0:
             base_panels.append(load_base_panel(base, right, product, n0))
         if not right.plan.stream and (n0 > 0 or not right.loaded):
@@ -213,6 +241,8 @@ def expand_columns(
         n_tiles = (columns + 127) // 128
         # loads of later panels start before this one is stored
         following = n0 + right.plan.block * right.ahead
+        if result.has_residual and following < product.n:
+            residuals.append(residual_columns(result, right, at, product, following))
         if base.length > 0:
             if following < product.n:
                 base_panels.append(load_base_panel(base, right, product, following))
@@ -320,6 +350,12 @@ def expand_columns(
                         nisa.tensor_tensor(dst=scaled, data1=y_sum, data2=of_tokens, op=nl.multiply)
                         y_sum = scaled
                     finish_columns(y_tile, y_sum, own, n0 // 128 + n1 + i, i + mt)
+        if result.has_residual:
+            more = residuals[n0 // right.plan.block]
+            if result.as_rows:
+                nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
+            else:
+                add_tiles(y_sb, more, columns)
         if result.as_rows:
             view = result.out[at.m0 : at.m0 + at.tokens, n0 : n0 + columns].reshape_dim(
                 1, (128, n_tiles)

@@ -209,12 +209,27 @@ class Result(nl.NKIObject):
 
     as_rows: tokens first, though the outputs are on the partitions. own_queue: stores have a queue
     of their own. tail: a last tile of at most so many tokens moves past stationary weights.
+    residual: a matrix in HBM, laid out as the result, that is added to it.
     """
 
     out: object
     as_rows: bool
     own_queue: bool
     tail: int
+    residual: object
+    has_residual: bool
+
+
+@dataclass
+class Norm(nl.NKIObject):
+    """The norm of x before the first products; gain and bias: fp32 [128, tiles], as the strip."""
+
+    kind: str  # "none", "rms", "layer"
+    eps: float
+    gain: object
+    bias: object
+    has_gain: bool
+    has_bias: bool
 
 
 @dataclass
@@ -254,6 +269,7 @@ class Held(nl.NKIObject):
     bias_sb: object
     p_scale_sb: object
     y_scale_sb: object
+    norm: Norm
 
 
 @dataclass
@@ -276,3 +292,4 @@ class MLP(nl.NKIObject):
     up: Projection
     down: Projection
     h_inverse: object
+    norm: Norm

@@ -1,0 +1,203 @@
+"""The norm of x before the first products and the residual behind the last, in every family."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.targets import get
+
+RMS = {"norm": "rms", "norm_gain": True, "norm_offset": 1.0, "norm_eps": 1e-5}
+LAYER = {"norm": "layer", "norm_gain": True, "norm_bias": True, "norm_eps": 1e-5}
+# ragged contractions and outputs, each family
+SMALL = {
+    "matmul": MatmulSpec(m=20, k=300, n=200),
+    "lowrank": LowRankSpec(m=20, k=300, r=140, n=200),
+    "lowrank_shared": LowRankSharedSpec(m=20, k=300, pairs=((100, (200,)), (60, (130, 64)))),
+    "gated_mlp_up": GatedMLPUpSpec(m=20, k=300, n=200, r=60),
+    "gated_mlp": GatedMLPSpec(m=20, k=300, n=200, r=60),
+}
+
+
+def _long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def ended(spec, norm, **changes):
+    """Return a spec with a norm, and with a residual where its family adds one."""
+    return dataclasses.replace(spec, residual=spec.adds_residual, **norm, **changes)
+
+
+@pytest.mark.parametrize("target", [_long("trn1"), "trn2", _long("trn3")])
+@pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
+@pytest.mark.parametrize("family", SMALL)
+def test_ragged_sizes(family, norm, target):
+    proof = prove(build_kernel(ended(SMALL[family], norm), target))
+    assert proof.passed, proof
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MatmulSpec(m=1, k=512, n=256, w_layout="col"),
+        MatmulSpec(m=131, k=384, n=640, dtype="float32"),
+        MatmulSpec(m=200, k=256, n=200, x_layout="col", out_layout="col", activation="silu"),
+        LowRankSpec(m=1, k=512, r=128, n=256),
+        LowRankSpec(m=130, k=100, r=60, n=512, out_layout="col", bias=True),
+        LowRankSpec(m=30, k=256, r=16, n=256, base=True, scale=2.0),
+        LowRankSharedSpec(m=3, k=512, pairs=((128, (256,)), (64, (128,))), out_layout="col"),
+        GatedMLPUpSpec(m=3, k=256, n=384, out_layout="col"),
+        GatedMLPSpec(m=150, k=256, n=384, x_layout="col", out_layout="col"),
+        GatedMLPSpec(m=1, k=256, n=384, r=128, down_bias=True),
+    ],
+    ids=lambda spec: spec.short() if hasattr(spec, "short") else None,
+)
+def test_layouts_tokens_and_dtypes(spec, norm):
+    proof = prove(build_kernel(ended(spec, norm), "trn2"))
+    assert proof.passed, proof
+
+
+def test_a_tail_of_a_few_tokens_takes_its_part_of_the_residual():
+    """The last tokens come out with the outputs on the partitions."""
+    for spec in (
+        LowRankSpec(m=130, k=128, r=64, n=512, residual=True),
+        MatmulSpec(m=130, k=128, n=512, residual=True),
+    ):
+        kernel = build_kernel(spec, "trn2")
+        assert kernel.schedule.tail == 2
+        assert prove(kernel).passed
+
+
+@pytest.mark.parametrize("family", ["matmul", *map(_long, list(SMALL)[1:])])
+def test_two_cores(family):
+    """The norm takes all features of x, so that no core has half of its rows."""
+    spec = ended(SMALL[family], RMS, lnc=2, k=512, n=256) if family != "lowrank_shared" else None
+    spec = spec or ended(SMALL[family], RMS, lnc=2, k=512, pairs=((128, (256,)),))
+    best = {}
+    for choice in rank(spec, get("trn2")):
+        best.setdefault(choice.schedule.split, choice.schedule)
+    assert "tokens" in best
+    assert "weights" not in best
+    for split, schedule in best.items():
+        assert prove(build_kernel(spec, "trn2", schedule)).passed, split
+
+
+def test_a_loop_on_the_device_takes_its_tokens_of_the_residual():
+    spec = ended(LowRankSpec(m=300, k=128, r=64, n=128), RMS)
+    schedule = choose(spec, "trn2")[0].schedule
+    looped = schedule.changed({"m_block": 128}).in_loop().ordered(spec, get("trn2"))
+    looped.check(spec, get("trn2"))
+    kernel = build_kernel(spec, "trn2", looped)
+    assert "fori_loop" in kernel.source
+    assert prove(kernel).passed
+
+
+def test_the_reference_is_the_norm_of_float64():
+    spec = MatmulSpec(m=3, k=5, n=4, dtype="float32", residual=True, **LAYER)
+    assert [t.name for t in spec.inputs()] == ["x", "w", "norm_gain", "norm_bias", "residual"]
+    arrays = random_arrays(spec, seed=1)
+    x, w, gain, bias, residual = (np.asarray(a, dtype=np.float64) for a in arrays)
+    centered = x - x.mean(1, keepdims=True)
+    unit = centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5)
+    want = (unit * gain + bias) @ w + residual
+    np.testing.assert_allclose(spec.reference(*arrays), want, rtol=1e-12)
+    spec = dataclasses.replace(spec, **RMS, norm_bias=False)
+    arrays = arrays[:3] + arrays[4:]
+    unit = x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-5)
+    want = (unit * (gain + 1.0)) @ w + residual
+    np.testing.assert_allclose(spec.reference(*arrays), want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_norm_or_no_residual_fails(dtype):
+    """A mean of one feature less, no gain, no mean, no residual: each leaves the bound."""
+    spec = MatmulSpec(m=20, k=128, n=200, dtype=dtype, residual=True, **LAYER)
+    arrays = random_arrays(spec)
+    want = spec.reference(*arrays)
+    bounds = (spec.error_bound(*arrays),), (spec.typical_error(*arrays),)
+    x, w, gain, bias, residual = (np.asarray(a, dtype=np.float64) for a in arrays)
+    centered = x - x.mean(1, keepdims=True)
+
+    def result(value, factor, size=128):
+        unit = value / np.sqrt((value**2).sum(1, keepdims=True) / size + 1e-5)
+        return (unit * factor + bias) @ w + residual
+
+    np.testing.assert_allclose(result(centered, gain), want, rtol=1e-9, atol=1e-12)
+    wrong = [result(centered, 1.0), result(x, gain), want - residual]
+    wrong += [result(centered, gain, 127)] * (dtype == "float32")
+    for y in wrong:
+        assert not compare("wrong", (y,), (want,), *bounds).passed
+
+
+def test_large_means_are_within_the_bound():
+    """The mean is taken off before the squares are summed, so that nothing cancels in them."""
+    spec = MatmulSpec(m=4, k=256, n=128, dtype="float32", **LAYER)
+    arrays = list(random_arrays(spec))
+    arrays[0] = arrays[0] + np.float32(1000.0)
+    (got,) = build_kernel(spec, "trn2").simulate(*arrays, mode="functional").outputs
+    want = spec.reference(*arrays)
+    assert (np.abs(got - want) <= spec.error_bound(*arrays)).all()
+    assert np.abs(got - want).max() < 2e-3  # a sum of squares of 1000 would lose 0.06
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_plain_specs_keep_their_json(family):
+    plain = SMALL[family]
+    assert not {"norm", "norm_eps", "residual"} & set(plain.to_dict())
+    spec = ended(plain, RMS)
+    assert type(spec).from_dict(spec.to_dict()) == spec
+    assert {"norm", "norm_gain", "norm_offset", "norm_eps"} <= set(spec.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "error", "words"),
+    [
+        ("matmul", {"norm": "rsm"}, UnknownNameError, "did you mean 'rms'"),
+        ("matmul", {"norm_gain": True}, SpecError, "belong to a norm"),
+        ("matmul", {"norm": "rms", "norm_bias": True}, SpecError, "has no bias"),
+        ("matmul", {"norm": "rms", "norm_eps": -1.0}, SpecError, "0 or more"),
+        ("matmul", {"norm": "rms", "dtype": "float8_e4m3"}, SpecError, "use dtype bfloat16"),
+        ("lowrank_shared", {"residual": True}, SpecError, "drop residual"),
+        ("gated_mlp_up", {"residual": True}, SpecError, "drop residual"),
+    ],
+)
+def test_what_does_not_go_together(family, fields, error, words):
+    with pytest.raises(error, match=words):
+        dataclasses.replace(SMALL[family], **fields)
+
+
+# What a norm of x and a residual may cost at one token (docs/kernels.md, "Norms and residuals").
+MOST_US = 3.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_one_token_costs_at_most_three_microseconds_more(target):
+    """Shapes of Llama 3.2 1B, the best schedule of each."""
+    m, k = 1, 2048
+    specs = [
+        MatmulSpec(m=m, k=k, n=3072),
+        LowRankSpec(m=m, k=k, r=816, n=2048),
+        LowRankSharedSpec(m=m, k=k, pairs=((816, (2048,)), (320, (512,)), (320, (512,)))),
+        GatedMLPSpec(m=m, k=k, n=8192),
+        GatedMLPSpec(m=m, k=k, n=8192, r=1280),
+    ]
+    for plain, norm in itertools.product(specs, (RMS,)):
+        apart, inside = (choose(s, target)[0].simulated_us for s in (plain, ended(plain, norm)))
+        assert inside - apart <= MOST_US, (plain.short(), apart, inside)
+
+
+def test_every_family_of_products_is_here():
+    assert set(SMALL) == set(FAMILIES) - {"attention"}
