@@ -144,7 +144,11 @@ def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, lowered: Lowe
         for launch in fitting(lowered.launches, work.options.target, work.options):
             x, *weights = launch.operands
             operands = [_rows(gm, source, x)]
-            operands += [_contiguous(gm, nodes[id(w)], w) for w in weights]
+            for tensor, w in zip(launch.spec.inputs()[1:], weights, strict=True):
+                if tensor.name == "residual":  # the op's last operand, with its token dimensions
+                    operands.append(_rows(gm, node.args[-1], w))  # type: ignore[arg-type]
+                else:
+                    operands.append(_contiguous(gm, nodes[id(w)], w))
             results += _kernel_call(work, gm, launch.spec, operands, x)
         given = meta_value(node)
         shaped = [

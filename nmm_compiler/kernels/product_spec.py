@@ -88,7 +88,7 @@ class ProductSpec(KernelSpec):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; x_dtype, norm and residual only where there is one."""
+        """Return the fields as JSON data; x_dtype, norm and residual only where there is one."""
         made = super().to_dict()
         names = ("x_dtype", *NORMED)
         plain = {name: ProductSpec.__dataclass_fields__[name].default for name in names}

@@ -33,7 +33,8 @@ class Op:
     gradient: (operands, keywords with their layouts, gradients of the results, which gradients are
     needed) -> a gradient or None for each operand. lower: (x as a matrix, operands, keywords,
     tokens, transpose) -> launches. sharding: operands and keywords -> placements that DTensor may
-    use, None for whole tensors only.
+    use, None for whole tensors only. bare, own: the reference of a call that has no more than so
+    many operands, and neither a norm nor a residual: it saves a Python call.
     """
 
     schema: str
@@ -42,6 +43,8 @@ class Op:
     gradient: Callable[[tuple, dict, tuple, tuple], Grads]
     lower: Callable[..., list[Launch]]
     sharding: Callable | None = None
+    bare: Callable | None = None
+    own: int = 0
 
     @property
     def name(self) -> str:

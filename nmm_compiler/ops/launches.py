@@ -30,6 +30,12 @@ class Launch:
     operands: tuple[Tensor, ...]
     token_axis: str = "m"
 
+    def token_dims(self) -> tuple[int | None, ...]:
+        """Return the dimension of each operand that counts tokens: those of x and of a residual."""
+        layouts = {"x": self.spec.x_layout, "residual": self.spec.result_layouts()[0]}
+        dims = {name: 0 if layout == "row" else 1 for name, layout in layouts.items()}
+        return tuple(dims.get(tensor.name) for tensor in self.spec.inputs())
+
     def split(self) -> tuple[Launch, ...]:
         """Return launches that give the results one by one; none where there is no such way."""
         named = zip(self.spec.inputs(), self.operands, strict=True)

@@ -52,6 +52,8 @@ def _run_reference(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 EXECUTORS: dict[str, Executor] = {"reference": _run_reference}
 
+_NORM = frozenset({"norm", "norm_offset", "norm_eps"})
+
 NEURON_DEVICES = ("neuron", "xla")
 
 
@@ -98,7 +100,7 @@ def _autograd(op: Op) -> Callable:
     tracing = torch._C._len_torch_dispatch_stack
     in_transform = torch._C._are_functorch_transforms_active
     below = torch._C._AutoDispatchBelowAutograd
-    name, reference = op.name, op.reference
+    name, reference, bare, own = op.name, op.reference, op.bare, op.own
 
     def run_below(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = kwargs.get("executor", "reference")
@@ -112,7 +114,9 @@ def _autograd(op: Op) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         plain = "executor" not in kwargs or is_reference(kwargs["executor"], args[0])
         if plain and not tracing():
-            return reference(*args, **kwargs)
+            if bare is None or len(args) > own or not _NORM.isdisjoint(kwargs):
+                return reference(*args, **kwargs)
+            return bare(*args, **kwargs)
         if in_transform() or forward_ad._current_level >= 0:
             return reference(*args, **kwargs)
         sharding.register_when_used(RULES)

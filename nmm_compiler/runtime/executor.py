@@ -85,7 +85,7 @@ class KernelExecutor:
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
             return None
         target = kwargs.get("target", "trn2")
-        results = self._run_each(lowered.launches, lowered.x_layout, target, options)
+        results = self._run_each(lowered.launches, target, options)
         if results is None:
             return None
         laid = zip(results, lowered.out_layouts, strict=True)
@@ -93,40 +93,40 @@ class KernelExecutor:
         return shaped if lowered.many else shaped[0]
 
     def _run_each(
-        self, launches: Sequence[Launch], x_layout: str, target: str, options: Options
+        self, launches: Sequence[Launch], target: str, options: Options
     ) -> list[Tensor] | None:
         """Return the results of all launches, None when one of them has no kernel to use."""
         results: list[Tensor] = []
         for launch in launches:
-            made = self._run(launch, x_layout, target, options)
+            made = self._run(launch, target, options)
             if made is None:
                 return None
             results += made
         return results
 
-    def _run(
-        self, launch: Launch, x_layout: str, target: str, options: Options
-    ) -> list[Tensor] | None:
+    def _run(self, launch: Launch, target: str, options: Options) -> list[Tensor] | None:
         """Launch the kernel once per planned bucket along the tokens; return its results."""
         whole = too_large(launch.spec, target, options)
         if whole is not None:
             _warn_once(f"nmm: {whole}")
-            return self._run_each(launch.split(), x_layout, target, options)
+            return self._run_each(launch.split(), target, options)
         if launch.token_axis == "k":
             launch = _with_more_terms(launch, KERNELS.terms(launch.spec, target, options))
         if launch.token_axis == "k" or not launch.spec.splits_tokens:
             made = self._launch(launch.spec, launch.operands, target, options)
             return None if made is None else list(made)
-        x, *weights = launch.operands
-        x_tokens = 0 if x_layout == "row" else 1
+        dims = launch.token_dims()
         y_tokens = [0 if layout == "row" else 1 for layout in launch.spec.result_layouts()]
         pieces: list[tuple[Tensor, ...]] = []
         start = 0
         for size in KERNELS.plan(launch.spec, target, options):
             spec = dataclasses.replace(launch.spec, m=size)
             used = min(size, launch.spec.m - start)
-            part = _padded(x.narrow(x_tokens, start, used), x_tokens, size - used)
-            ys = self._launch(spec, (part, *weights), target, options)
+            parts = [
+                t if at is None else _padded(t.narrow(at, start, used), at, size - used)
+                for t, at in zip(launch.operands, dims, strict=True)
+            ]
+            ys = self._launch(spec, parts, target, options)
             if ys is None:
                 return None
             if used < size:

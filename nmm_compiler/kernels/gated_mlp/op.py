@@ -14,6 +14,7 @@ from nmm_compiler.ops.backward_products import Products
 from nmm_compiler.ops.definition import GATED, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, activation_grad, add, back_to, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, layouts, weight
+from nmm_compiler.ops.norm_and_residual import ended
 from nmm_compiler.ops.operands import (
     chain_outputs,
     check_dtypes,
@@ -334,8 +335,8 @@ GATED_MLP_UP, WHOLE_MLP = (
     ),
 )
 OPS = (
-    GATED_MLP_UP,
-    WHOLE_MLP,
+    ended(GATED_MLP_UP, residual=False),
+    ended(WHOLE_MLP),
     scaled_op(
         GATED_MLP_UP,
         f"(Tensor x, {SCALED}, Tensor[] gate, Tensor[] up, Tensor? gate_bias=None, "

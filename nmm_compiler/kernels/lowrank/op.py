@@ -15,6 +15,7 @@ from nmm_compiler.ops.between_ranks import check_group, spread, summed
 from nmm_compiler.ops.definition import UV, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, Inner, activation_grad, add, back_to, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
+from nmm_compiler.ops.norm_and_residual import ended
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
@@ -240,7 +241,7 @@ LOWRANK = Op(
     sharding=_placements,
 )
 OPS = (
-    LOWRANK,
+    ended(LOWRANK),
     scaled_op(
         LOWRANK,
         f"(Tensor x, {SCALED}, Tensor u, Tensor v, Tensor? bias=None, *, {FORMATS}, "

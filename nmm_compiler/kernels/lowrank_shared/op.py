@@ -18,6 +18,7 @@ from nmm_compiler.ops.backward_products import Products
 from nmm_compiler.ops.definition import UV, WHERE, Op
 from nmm_compiler.ops.gradients import Chain, Grads, add, back_to, rows_of
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
+from nmm_compiler.ops.norm_and_residual import ended
 from nmm_compiler.ops.operands import check_same
 from nmm_compiler.ops.products import activate, layouts_of, linear, product
 from nmm_compiler.ops.scaled import FORMATS, SAID, SCALED, scaled_op
@@ -285,8 +286,8 @@ SHARED_X, SHARED_U = (
 )
 _SCALED_END = f"{UV}, str[]? out_layouts=None, {WHERE}) -> Tensor[]"
 OPS = (
-    SHARED_X,
-    SHARED_U,
+    ended(SHARED_X, residual=False),
+    ended(SHARED_U, residual=False),
     scaled_op(
         SHARED_X,
         f"(Tensor x, {SCALED}, Tensor[] us, Tensor[] vs, Tensor?[] biases, *, {FORMATS}, "

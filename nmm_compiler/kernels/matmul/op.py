@@ -21,6 +21,7 @@ from nmm_compiler.ops.launches import (
     features,
     weight,
 )
+from nmm_compiler.ops.norm_and_residual import ended
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
@@ -177,7 +178,7 @@ def _placements_as_stored(x: Any, w: Any, bias: Any = None, **kw: Any) -> Placem
 
 
 OPS = (
-    MATMUL,
+    ended(MATMUL),
     scaled_op(
         MATMUL,
         f"(Tensor x, {SCALED}, Tensor w, Tensor? bias=None, *, {OF_X}, "

@@ -1,0 +1,131 @@
+"""Calls of the ops with a norm of x and a residual: values, gradients, kernels, placements."""
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm, linear, rms_norm, silu
+
+import nmm_compiler  # noqa: F401
+from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.ops.definition import ROW
+from nmm_compiler.ops.registration import DEFINITIONS
+from nmm_compiler.runtime import executor as _registered  # noqa: F401
+
+OPS = torch.ops.nmm
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) / 4).to(dtype)
+
+
+X, GAIN, BIAS = random(2, 3, 12), random(12, seed=1), random(12, seed=2)
+U, V, RESIDUAL = random(12, 5), random(5, 8), random(2, 3, 8)
+NONE = (None,) * 4
+
+
+def test_values_are_those_of_the_modules():
+    unit = layer_norm(X, (12,), GAIN + 1.0, BIAS, 1e-5)
+    keywords = {"norm": "layer", "norm_offset": 1.0, "norm_eps": 1e-5}
+    got = OPS.lowrank_matmul(X, U, V, *NONE, GAIN, BIAS, RESIDUAL, **keywords)
+    torch.testing.assert_close(got, RESIDUAL + unit @ U @ V)
+    unit = rms_norm(X, (12,), GAIN, 1e-5)
+    keywords = {"norm": "rms", "norm_eps": 1e-5}
+    one, two = OPS.lowrank_matmul_shared_x(X, [U, U], [V, 2 * V], [None, None], GAIN, **keywords)
+    torch.testing.assert_close((one, two), (unit @ U @ V, unit @ U @ V * 2))
+    w, down = random(12, 8), random(8, 12)
+    got = OPS.gated_mlp(X, [w], [w], [down], None, None, None, GAIN, None, X, **keywords)
+    torch.testing.assert_close(got, X + (silu(unit @ w) * (unit @ w)) @ down)
+    columns = X.reshape(6, 12).t().contiguous()
+    got = OPS.matmul(
+        columns, w, None, GAIN, None, RESIDUAL.reshape(6, 8).t(), x_layout="col", out_layout="col",
+        **keywords,
+    )  # fmt: skip
+    torch.testing.assert_close(got, (RESIDUAL + linear(unit, w.t())).reshape(6, 8).t())
+
+
+def leaf(value):
+    """Return a copy of an operand that takes a gradient."""
+    if isinstance(value, list):
+        return [leaf(one) for one in value]
+    return value if value is None else value.clone().requires_grad_()
+
+
+def flat(values):
+    """Return the operands, those in lists too."""
+    made = []
+    for value in values:
+        made += value if isinstance(value, list) else [value]
+    return made
+
+
+def calls(norm):
+    """Return a call of every op: name, operands, layouts."""
+    gain, bias = (GAIN if norm else None), (BIAS if norm == "layer" else None)
+    rows, residual = X.reshape(6, 12), RESIDUAL.reshape(6, 8)
+    w, down, out = random(12, 8), random(8, 12), random(8)
+    columns = {"x_layout": "col", "out_layout": "col"}
+    yield "lowrank_matmul", (X, U, V, *NONE, gain, bias, RESIDUAL), {}
+    yield "matmul", (rows, w, out, gain, bias, residual), {}
+    yield "matmul", (rows.t(), w, out, gain, bias, residual.t()), columns
+    yield "gated_mlp_up", (X, [w], [w], None, None, gain, bias), {}
+    yield "gated_mlp", (X, [w], [w], [down], None, None, None, gain, bias, X), {}
+    yield "lowrank_matmul_shared_x", (X, [U, U], [V, V], [out, out], gain, bias), {}
+    yield "lowrank_matmul_shared_u", (X, U, [V, V], [out, out], gain, bias), {}
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer", ""])
+def test_gradients_of_kernel_calls_are_those_of_autograd(norm):
+    keywords = {"norm": norm, "norm_eps": 1e-3, "norm_offset": 1.0} if norm else {}
+    for name, operands, layouts in calls(norm):
+        op, args = DEFINITIONS[name], [leaf(value) for value in operands]
+        made = op.reference(*args, **keywords, **layouts)
+        results = made if isinstance(made, list) else [made]
+        grads = tuple(random(*y.shape, seed=7) for y in results)
+        leaves = [a for a in flat(args) if a is not None]
+        wanted = torch.autograd.grad(results, leaves, grads)
+        need = tuple([True] * len(a) if isinstance(a, list) else a is not None for a in args)
+        found = flat(op.gradient(tuple(args), {**ROW, **keywords, **layouts}, grads, need))
+        given = [g for g, a in zip(found, flat(args), strict=True) if a is not None]
+        torch.testing.assert_close(given, list(wanted), msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("tokens", [5, 150])
+def test_a_kernel_takes_the_tokens_of_the_residual(tokens):
+    """Padded to a bucket, as x is; the kernel's sums round as the reference's do, but for one."""
+    bf16 = torch.bfloat16
+    x, u, v = (random(*shape, dtype=bf16) for shape in ((tokens, 128), (128, 32), (32, 128)))
+    residual, gain = random(tokens, 128, seed=3, dtype=bf16), random(128, dtype=bf16)
+    operands = (x, u, v, *NONE, gain, None, residual)
+    keywords = {"norm": "rms", "norm_offset": 1.0}
+    want = OPS.lowrank_matmul(*(t if t is None else t.double() for t in operands), **keywords)
+    got = OPS.lowrank_matmul(*operands, **keywords, executor="simulator").double()
+    apart = OPS.lowrank_matmul(*operands, **keywords).double()
+    assert got.shape == (tokens, 128)
+    # both round the norm, the intermediate, the result and the sum once
+    assert (got - want).norm() <= 2.0 * (apart - want).norm() <= 0.02 * want.norm()
+
+
+def test_what_does_not_fit_is_refused_while_tracing():
+    meta = [t.to("meta") for t in (X, U, V)]
+    for more, keywords, error, words in (
+        ((GAIN[:5],), {"norm": "rms"}, ShapeError, "norm_gain has shape"),
+        ((GAIN, None, RESIDUAL[:1]), {"norm": "rms"}, ShapeError, "residual has shape"),
+        ((GAIN,), {}, SpecError, "belong to a norm"),
+        ((GAIN,), {"norm": "rsm"}, UnknownNameError, "did you mean 'rms'"),
+        ((GAIN.float(),), {"norm": "rms"}, SpecError, "dtypes"),
+    ):
+        with pytest.raises(error, match=words):
+            DEFINITIONS["lowrank_matmul"].fake(*meta, *NONE, *more, **keywords)
+
+
+def test_features_of_x_stay_whole_under_a_norm():
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    rule = DEFINITIONS["lowrank_matmul"].sharding
+    plain = rule(X, U, V)
+    normed = rule(X, U, V, *NONE, GAIN, None, RESIDUAL, norm="rms")
+    assert any(ins[0] == Shard(2) for _, ins in plain)
+    assert not any(ins[0] == Shard(2) for _, ins in normed)
+    for (out,), ins in normed:
+        assert ins[-3:] == [Replicate(), None, out]
+    assert any(out == Partial() for (out,), _ in normed)
