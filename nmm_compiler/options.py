@@ -61,6 +61,8 @@ class Options:
     reassociate: permit rewrites that change where the intermediate result is rounded.
     attention: make scaled_dot_product_attention a kernel too; off, it is left to the inner backend,
         which brings its own.
+    norms: take a norm before our calls, and a residual behind them, into their kernels, where that
+        is predicted to be no slower.
     strict: raise on an internal failure, and where a kernel fails its first run on a device; the
         default is a warning and the plain graph, or PyTorch in place of that kernel.
     verify: run each graph before and after the rewrite on its inputs and raise where they differ.
@@ -89,6 +91,7 @@ class Options:
     price: str = "closed_form"
     reassociate: bool = False
     attention: bool = False
+    norms: bool = False
     strict: bool = False
     verify: bool = False
     dump: str | None = None
@@ -113,7 +116,7 @@ class Options:
             _one_of("cache", self.cache, CACHE_MODES)
         if not isinstance(self.inner, str):
             raise OptionTypeError("inner", self.inner, "the name of a torch.compile backend")
-        for name in ("freeze", "strict", "verify", "reassociate", "attention"):
+        for name in ("freeze", "strict", "verify", "reassociate", "attention", "norms"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionTypeError(name, getattr(self, name), "True or False")
         if not (isinstance(self.disable, tuple) and all(isinstance(n, str) for n in self.disable)):

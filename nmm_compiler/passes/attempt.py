@@ -22,6 +22,7 @@ from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
 from nmm_compiler.passes.chains.safety import in_transform
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.emit.fused_calls import Call
+from nmm_compiler.passes.emit.kernel_calls import has_kernel_calls
 from nmm_compiler.passes.emit.strides import settle_strides
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -75,6 +76,15 @@ class Attempt:
     def built_in(self) -> bool:
         """Return whether the rules at work are the package's own."""
         return self.faults.is_built_in(self.rules[0])
+
+    @property
+    def makes_calls(self) -> bool:
+        """Return whether the rules at work are those of the package that make calls."""
+        return self.built_in and not self.rules[0].after_calls
+
+    def has_calls_to_change(self) -> bool:
+        """Return whether rules that read calls have any to read."""
+        return self.options.norms and has_kernel_calls(self.module.graph)
 
     def read(self) -> None:
         """Read the graph into canonical forms."""
@@ -133,14 +143,14 @@ class Attempt:
     def lay_out(self) -> None:
         """Give every tensor between calls a layout; built-in rules only."""
         self.turned, self.findings = [], ()
-        if self.built_in:
+        if self.makes_calls:
             layouts = assign_layouts(self.c, self.matches)
             self.result.layouts += layouts.choices
             self.turned = layouts.turned
             self.result.transposes_before += count_transposes(self.c)
             self.findings = map(str, layouts.choices)
         self.result.matches += self.matches
-        if self.built_in:
+        if self.makes_calls:
             taken = {n for match in self.matches for n in match.nodes}
             self.result.opportunities += opportunities(self.c, taken)
             self._note_multiplied_back(self.c, taken, self.path.rstrip("."))
@@ -158,6 +168,10 @@ class Attempt:
         taken = {n for match in self.matches for n in match.nodes}
         taken |= {operation.node for operation in self.turned}
         self.editor.erase(taken | read | set(self.editor.added))
+        new = {old.name: one.name for old, one in self.editor.replaced.items()}
+        for match in self.result.matches:
+            if match not in self.matches:  # an earlier one, whose call may have been replaced
+                match.emitted = tuple((old, new.get(made, made)) for old, made in match.emitted)
         replaced = self.editor.replaced.items()
         self.findings = (f"{old.name} -> {new.name}" for old, new in replaced)
 
@@ -170,7 +184,7 @@ class Attempt:
             if terms:
                 self.result.reordered.append((graph, node.name, terms))
         self.findings = restrided
-        if self.built_in:
+        if self.makes_calls:
             read_added(self.c)
             self.result.transposes_after += count_transposes(self.c)
 

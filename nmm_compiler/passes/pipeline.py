@@ -41,7 +41,9 @@ from nmm_compiler.passes.rules.gated_mlp_up import GatedMLPUp
 from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import LowRank
 from nmm_compiler.passes.rules.mla import MLA
+from nmm_compiler.passes.rules.norm import NormInside
 from nmm_compiler.passes.rules.reassociate import Association
+from nmm_compiler.passes.rules.residual import ResidualInside
 from nmm_compiler.passes.rules.shared_u import SharedU
 from nmm_compiler.passes.rules.shared_x import SharedX
 
@@ -56,6 +58,8 @@ RULES: tuple[Rule, ...] = (
     LowRank(),
     SharedX(),
     Attention(),
+    NormInside(),
+    ResidualInside(),
 )
 """The built-in rules, in the order in which they are asked."""
 
@@ -79,7 +83,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("strides", Attempt.settle_strides, step_checks.added_nodes_are_read),
     Pass("lint", Attempt.lint, step_checks.added_nodes_are_read),
 )
-"""The steps of a rewrite, in order: the built-in rules at once, then each rule of a user."""
+"""The steps of a rewrite, in order: the built-in rules that make calls at once, then each of those
+that read calls, then each rule of a user."""
 
 
 def apply(attempt: Attempt, rules: tuple[Rule, ...], later: tuple[Rule, ...], dump: Dump) -> bool:
@@ -89,6 +94,8 @@ def apply(attempt: Attempt, rules: tuple[Rule, ...], later: tuple[Rule, ...], du
     Raises BrokenRuleError for a user's rule that fails or breaks the graph.
     """
     attempt.rules, attempt.later = rules, later
+    if rules[0].after_calls and not attempt.has_calls_to_change():
+        return True
     for step in PASSES:
         step.run(attempt)
         if attempt.dropped:
@@ -367,7 +374,8 @@ def _segments(order: tuple[Rule, ...]) -> list[Segment]:
     """
     segments: list[tuple[Rule, ...]] = []
     for rule in order:
-        if segments and rule in RULES and segments[-1][0] in RULES:
+        makes = rule in RULES and not rule.after_calls
+        if makes and segments and segments[-1][0] in RULES and not segments[-1][0].after_calls:
             segments[-1] = (*segments[-1], rule)
         else:
             segments.append((rule,))

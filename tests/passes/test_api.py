@@ -236,7 +236,7 @@ def test_products_of_weights_by_permission(f):
 def test_disable_and_order():
     assert not rewrite(Pair(), X, options={"disable": ("lowrank",)}).matches
     names = [r.name for r in RULES]
-    assert names[-3:] == ["lowrank", "shared_x", "attention"]
+    assert names[-5:] == ["lowrank", "shared_x", "attention", "norm", "residual"]
     assert rewrite(Pair(), X, rules=["lowrank"]).matches
     assert not rewrite(Pair(), X, rules=["lora"]).matches
     with pytest.raises(UnknownNameError, match="did you mean 'lowrank'"):

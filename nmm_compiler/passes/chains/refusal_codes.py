@@ -50,6 +50,8 @@ FURTHER: dict[str, str] = {
     "gate_activation": "no kernel computes a gate with this activation",
     "internal": "a fault in nmm_compiler met this place",
     "merged_gate": "gate and up are halves of one projection",
+    "norm_features": "a norm is over other dimensions than the features of x",
+    "residual_shape": "a residual has another shape, dtype or order than the result",
     "opaque": "an unknown operation stands between the products",
     "pattern": "a pattern of two functions differs there",
     "part_of_one": "the products are a part of one operation of more",

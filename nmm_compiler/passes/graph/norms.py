@@ -189,7 +189,7 @@ def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -
             continue
         inside: set[fx.Node] = set()
         read = _normed(c, value, inside)
-        if read is None or c.dtype(vector) != c.dtype(node) or not _is_last(c, vector, node):
+        if read is None or c.dtype(vector) != c.dtype(node) or not is_last(c, vector, node):
             continue
         if isinstance(form, Scale) and read.weight is None and read.bias is None:
             nodes |= inside
@@ -225,7 +225,7 @@ def _normed(c: Canonical, value: Key, nodes: set[fx.Node]) -> Norm | None:
     return Norm(up.value, inner.kind, None, None, inner.eps)
 
 
-def _is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
+def is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
     """Return whether a constant varies along the last dimension alone, and along all of it."""
     shape, base = c.shape(node) or (), c.base(vector)[0]
     dims = views.expand(c.base(vector)[1], shape)

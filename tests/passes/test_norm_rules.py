@@ -1,0 +1,291 @@
+"""Rules `norm` and `residual`: what goes into the calls, what stays outside, and why."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nmm_compiler import compress, rewrite
+
+K, RANK = 64, 16
+X = torch.randn(2, 8, K, generator=torch.Generator().manual_seed(0))
+ON = {"norms": True, "strict": True}
+
+
+class Factors(nn.Module):
+    def __init__(self, k=K, r=RANK, n=K):
+        super().__init__()
+        self.a, self.b = nn.Linear(k, r, bias=False), nn.Linear(r, n)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class LlamaNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(K)), 1e-5
+
+    def forward(self, h):
+        dtype = h.dtype
+        h = h.to(torch.float32)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(dtype)
+
+
+class GemmaNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(K) / 4), 1e-5
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (h * (1.0 + self.weight.float())).type_as(x)
+
+
+class Called(nn.Module):
+    """A norm by torch.nn.functional."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.weight, self.name = nn.Parameter(torch.randn(K)), name
+
+    def forward(self, x):
+        if self.name == "rms_norm":
+            return functional.rms_norm(x, (K,), self.weight, 1e-5)
+        return functional.layer_norm(x, (K,), self.weight, None, 1e-5)
+
+
+NORMS = {
+    "llama": LlamaNorm,
+    "gemma": GemmaNorm,
+    "rms_module": lambda: nn.RMSNorm(K, eps=1e-5),
+    "layer_module": lambda: nn.LayerNorm(K),
+    "layer_plain": lambda: nn.LayerNorm(K, elementwise_affine=False),
+    "rms_function": lambda: Called("rms_norm"),
+    "layer_function": lambda: Called("layer_norm"),
+}
+
+
+class Block(nn.Module):
+    """x + p(norm(x)), and q(norm(x)) for a second reader of the norm."""
+
+    def __init__(self, norm, readers=2):
+        super().__init__()
+        self.norm, self.parts = norm, nn.ModuleList(Factors() for _ in range(readers))
+
+    def forward(self, x):
+        h = self.norm(x)
+        first, *rest = (part(h) for part in self.parts)
+        return (x + first, *rest)
+
+
+def kinds(result):
+    return [m.kind for m in result.rewritten]
+
+
+def rewritten(module, *inputs, **options):
+    with torch.no_grad():
+        return rewrite(module.eval(), inputs, options=ON | options, verify=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_every_spelling_goes_into_the_call(name, dtype):
+    module = Block(NORMS[name](), readers=1).to(dtype)
+    result = rewritten(module, X.to(dtype))
+    assert kinds(result) == ["lowrank", "norm", "residual"]
+    code = result.graph_module.code
+    assert "norm = 'layer'" in code if "layer" in name else "norm = 'rms'" in code
+    assert ("norm_offset = 1.0" in code) == (name == "gemma")
+    assert not any(word in code for word in ("rsqrt", "mean", "aten.add", "norm.default"))
+
+
+def test_a_norm_of_several_readers_goes_into_their_one_call():
+    result = rewritten(Block(LlamaNorm()), X)
+    assert kinds(result) == ["shared_x", "norm"]
+    assert "rsqrt" not in result.graph_module.code
+
+
+def test_calls_that_stay_apart_each_take_the_norm_in():
+    result = rewritten(Block(LlamaNorm()), X, disable=("shared_x",))
+    assert kinds(result) == ["lowrank", "lowrank", "norm", "norm", "residual"]
+    assert "rsqrt" not in result.graph_module.code
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_either_side_of_the_sum(turned):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Factors()
+
+        def forward(self, x, h):
+            return self.part(x) + h if turned else h + self.part(x)
+
+    result = rewritten(Sum(), X, 2 * X)
+    assert kinds(result) == ["lowrank", "residual"]
+    assert "aten.add" not in result.graph_module.code
+
+
+def test_off_by_default():
+    assert kinds(rewrite(Block(LlamaNorm()).eval(), (X,))) == ["shared_x"]
+
+
+class Outside(nn.Module):
+    """forward is a function of (self, x)."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.norm, self.part, self.dense = LlamaNorm(), Factors(), nn.Linear(K, K)
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def norm_read_elsewhere(m, x):
+    h = m.norm(x)
+    return m.part(h), h
+
+
+def norm_read_by_a_dense_layer(m, x):
+    h = m.norm(x)
+    return m.part(h), m.dense(h)
+
+
+def norm_over_tokens(m, x):
+    return m.part(functional.layer_norm(x.transpose(1, 2), (8,)).transpose(1, 2))
+
+
+def norm_over_two_dimensions(m, x):
+    return m.part(functional.layer_norm(x, (8, K)))
+
+
+def x_is_written_in_between(m, x):
+    y = x * 2.0
+    h = m.norm(y)
+    y.add_(1.0)
+    return m.part(h), y
+
+
+@pytest.mark.parametrize(
+    ("forward", "code"),
+    [
+        (norm_read_elsewhere, "other_user"),
+        (norm_read_by_a_dense_layer, "other_user"),
+        (norm_over_tokens, "norm_features"),
+        (norm_over_two_dimensions, None),
+        (x_is_written_in_between, "mutation"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_norms_that_stay(forward, code):
+    result = rewritten(Outside(forward), X)
+    assert "norm" not in kinds(result)
+    assert [d.code for d in result.declined if d.rule == "norm"] == [code] * bool(code)
+
+
+def result_read_elsewhere(m, x):
+    y = m.part(x)
+    return x + y, y
+
+
+def residual_is_broadcast(m, x):
+    return x[:, :1] + m.part(x)
+
+
+def residual_is_wider(m, x):
+    return x.double() + m.part(x)
+
+
+def residual_is_scaled(m, x):
+    return torch.add(x, m.part(x), alpha=2.0)
+
+
+def sum_in_place(m, x):
+    h = x * 2.0
+    h += m.part(x)
+    return h
+
+
+def result_is_turned(m, x):
+    return x.transpose(0, 1).reshape(8, 2, K) + m.part(x).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "code"),
+    [
+        (result_read_elsewhere, "other_user"),
+        (residual_is_broadcast, "residual_shape"),
+        (residual_is_wider, "residual_shape"),
+        (residual_is_scaled, None),
+        (sum_in_place, "mutation"),
+        (result_is_turned, "residual_shape"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_residuals_that_stay(forward, code):
+    result = rewritten(Outside(forward), X)
+    assert "residual" not in kinds(result)
+    declined = [d.code for d in result.declined if d.rule == "residual"]
+    assert set(declined) == ({code} if code else set())
+
+
+def test_dropout_in_training_stands_between():
+    class Dropped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Factors()
+
+        def forward(self, x):
+            return x + functional.dropout(self.part(x), 0.5, self.training)
+
+    module = Dropped()
+    assert "residual" in kinds(rewritten(module, X))
+    assert "residual" not in kinds(rewrite(module.train(), (X,), options=ON))
+
+
+def _models():
+    import transformers as t
+
+    common = {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 16,
+    }  # fmt: skip
+    return {
+        "llama": lambda: t.LlamaConfig(**common),
+        "gemma": lambda: t.GemmaConfig(**common),
+        "qwen3": lambda: t.Qwen3Config(**common),
+        "gpt2": lambda: t.GPT2Config(
+            n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=1, eos_token_id=1
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma", "qwen3", "gpt2"))],
+)
+def test_two_norms_and_two_residuals_of_each_layer(name):
+    """The norm before the head, a dense layer, stays; so do the norms of q and k of Qwen 3."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(_models()[name]()).eval()
+    model.config.use_cache = False
+    compress(model, rank=8, align=8)
+    tokens = torch.randint(0, 128, (2, 24))
+    reports = []
+    options = ON | {"inner": "eager", "report": reports.append}
+    with torch.no_grad():
+        want = model(tokens).logits
+        got = torch.compile(model, backend="nmm", options=options)(tokens).logits
+    text = [str(m) for report in reports for m in report.matches]
+    assert sum(line.startswith("norm") for line in text) == 4
+    assert sum(line.startswith("residual") for line in text) == 4
+    # fp32 sums of at most 160 terms in another order, through two layers of eight operations
+    unit = 2.0**-24 * (160 + 16 * 8)
+    assert (got - want).abs().max() <= unit * want.abs().max()
