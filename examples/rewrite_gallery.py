@@ -17,12 +17,12 @@ import sys
 import warnings
 from functools import partial
 
-from gallery import around_chains, bottlenecks, groups, left_alone, plain_chains
+from gallery import around_chains, bottlenecks, groups, left_alone, norms, plain_chains
 from gallery.case import CASES, Case, Holder, K, R
 from gallery.running import LEVELS, capture, try_case
 
 __all__ = ["CASES", "KINDS", "LEVELS", "Case", "Holder", "K", "R", "capture", "try_case"]
-KINDS = (plain_chains, around_chains, bottlenecks, groups, left_alone)
+KINDS = (plain_chains, around_chains, bottlenecks, groups, norms, left_alone)
 
 
 def row(number: int, shown: bool = False) -> tuple[str, int]:

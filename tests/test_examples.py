@@ -23,6 +23,17 @@ def test_llama_layer_prefill_and_decode():
 
 
 @pytest.mark.long
+def test_a_decoder_layer_is_five_launches():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "decoder_layer.py"), "--tokens", "1"],
+        capture_output=True, text=True, timeout=1500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("5 launches") == 4  # dense and low-rank, in two dtypes
+    assert done.stdout.count("the whole layer") == 2
+
+
+@pytest.mark.long
 def test_a_trainer_trains_a_low_rank_model():
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "finetune_lowrank.py")],

@@ -50,6 +50,7 @@ class Holder(nn.Module):
         self.gate_b, self.up_b = weight(N, R), weight(N, R)
         self.down_a, self.down_b = weight(R, N), weight(K, R)
         self.gain = nn.Parameter(torch.rand(R) + 0.5)
+        self.norm_gain = nn.Parameter(torch.rand(K) + 0.5)
         self.first, self.second = nn.Linear(K, R), nn.Linear(R, N)
         self.pair = nn.Sequential(nn.Linear(K, R, bias=False), nn.Dropout(0.1), nn.Linear(R, N))
         self.gpt = nn.Sequential(Conv1D(K, R), Conv1D(R, N))
@@ -63,7 +64,10 @@ class Holder(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A spelling. expect: what to find, "kind kind" or "no:code"; per level where they differ."""
+    """A spelling. expect: what to find, "kind kind" or "no:code"; per level where they differ.
+
+    options: those of the rewrite.
+    """
 
     name: str
     function: Callable[[Holder, torch.Tensor], Any]
@@ -71,6 +75,7 @@ class Case:
     other: dict[str, str] = field(default_factory=dict)
     x: Callable[[], torch.Tensor] = lambda: torch.randn(B, T, K)
     train: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def expected(self, level: str) -> str:
         """Return what to find at a level; "n/a" when the level does not have the case."""
@@ -90,9 +95,10 @@ def case(expect: str, name: str = "", **more: Any) -> Callable[[Callable[..., An
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         x = more.pop("x", None)
         shown = name or function.__name__.strip("_")
-        extra = {"x": x} if x else {}
-        train = more.pop("train", False)
-        CASES.append(Case(shown, function, expect, dict(more), train=train, **extra))
+        extra: dict[str, Any] = {"x": x} if x else {}
+        extra["train"] = more.pop("train", False)
+        extra["options"] = more.pop("options", {})
+        CASES.append(Case(shown, function, expect, dict(more), **extra))
         return function
 
     return add

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from gallery.case import Case, Holder
+from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.passes.result import RewriteResult
 
@@ -90,5 +91,5 @@ def largest_error(one: fx.GraphModule, two: fx.GraphModule, inputs: list[Any]) -
 def try_case(one: Case, level: str) -> tuple[str, float, RewriteResult]:
     """Rewrite a case at a level; return the outcome, the error and the result."""
     module, inputs = capture(one, level)
-    result = run(module, inputs)
+    result = run(module, inputs, Options(**one.options))
     return outcome(result), largest_error(module, result.graph_module, inputs), result
