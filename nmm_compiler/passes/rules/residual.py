@@ -113,8 +113,8 @@ def _in_order(dims: Dims, shape: tuple[Size, ...]) -> bool:
     sizes = [size for atom in atoms for size in (atom.size, atom.inner)]
     if not all(isinstance(size, int) for size in (*sizes, *shape)):
         return False
-    order = [(atom.axis, -atom.inner) for atom in atoms]  # type: ignore[operator]
-    whole = math.prod(atom.size for atom in atoms) == math.prod(shape)  # type: ignore[misc]
+    order = [(atom.axis, -atom.inner) for atom in atoms]
+    whole = math.prod(atom.size for atom in atoms) == math.prod(shape)
     return whole and order == sorted(order) and all(atom.axis >= 0 for atom in atoms)
 
 
