@@ -55,6 +55,9 @@ def compress(
     sequential: Annotated[
         bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
     ] = False,
+    factors: Annotated[
+        str | None, typer.Option(help="round the factors to float8_e4m3 or int8")
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="JSON file of a CompressionConfig, e.g. with ranks per layer"),
@@ -94,6 +97,10 @@ def compress(
     )  # fmt: skip
     if config is not None:
         settings = read_config(config, settings)
+    if factors and recover_steps:
+        raise OptionTypeError(
+            "factors", factors, "it without --recover: rounded factors are not trained"
+        )
     if out_dir.exists() and not out_dir.is_dir():
         raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
     transformers = models.require_transformers("nmm compress")
@@ -111,7 +118,7 @@ def compress(
     report = run(
         model, settings, calibration=batches, include=include or None,
         exclude=exclude or None, target=target, tokens=tokens, workload=read_workload(workload),
-        allow_slower=allow_slower, resume=resume, memory=memory,
+        allow_slower=allow_slower, resume=resume, memory=memory, factors=factors,
     )  # fmt: skip
     show(str(report))
     figures: dict[str, Any] = {"compression": report.to_dict()}

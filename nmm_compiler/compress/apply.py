@@ -43,6 +43,7 @@ from nmm_compiler.compress.plan import (
 from nmm_compiler.compress.plan import measure as measure_losses
 from nmm_compiler.compress.predicted_time import read_workload
 from nmm_compiler.compress.progress import Steps
+from nmm_compiler.compress.quantize import quantize_factors, read_format
 from nmm_compiler.compress.ranks import Cost
 from nmm_compiler.compress.report import CompressionReport, LayerReport, Skipped
 from nmm_compiler.compress.select import (
@@ -82,6 +83,7 @@ def compress(
     output: OutputFn | None = None,
     resume: str | Path | None = None,
     memory: str | int | None = None,
+    factors: str | None = None,
 ) -> CompressionReport:
     """Replace linears of `model` by `LowRankLinear`s, in place; return what was done.
 
@@ -108,6 +110,10 @@ def compress(
         Where they need more, calibration goes block by block, with the same result. None: all free
         memory.
 
+    factors: "float8_e4m3" or "int8": round the factors to a byte an element with a scale for each
+        output, once all are made (`quantize_factors`). fp8 factors are priced as the kernels that
+        read them; int8 ones are dequantized at each call, and priced as floats.
+
     A layer is left dense where low rank would not save anything, or no time. Ctrl-C leaves a
     working model, part of it low-rank. Nothing is changed when an error is raised before the first
     factorization. A transformers model gets a config object of its own, since other models may
@@ -122,6 +128,7 @@ def compress(
     afterwards.
     """
     check_arguments(model, dtype, cost)
+    factors = None if factors is None else read_format(factors)
     config = make_config(
         ratio,
         rank=rank,
@@ -135,7 +142,7 @@ def compress(
     hf.check_savable(model)
     request = Request(
         config, calibration, include, exclude, filter_fn, dtype, device, cost, target,
-        read_workload(workload, tokens), allow_slower, output, memory, progress,
+        read_workload(workload, tokens), allow_slower, output, memory, progress, factors,
     )  # fmt: skip
     started = time.monotonic()
     before = count_parameters(model)
@@ -143,6 +150,9 @@ def compress(
     experts.split(model)
     try:
         report = _compress(model, request, journal)
+        report = dataclasses.replace(report, factors=factors or "")
+        if factors is not None and report.compressed:
+            quantize_factors(model, factors)
         return dataclasses.replace(
             report, model_parameters_before=before, seconds=time.monotonic() - started
         )

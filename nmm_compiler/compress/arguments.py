@@ -64,6 +64,7 @@ class Request:
     output: OutputFn | None
     memory: str | int | None
     progress: bool
+    factors: str | None = None
 
     def prices(
         self, model: nn.Module, sites: Sequence[Site], batches: list[Any] | None
@@ -81,7 +82,7 @@ class Request:
         dtype = str(self.dtype or sites[0].weight.dtype).removeprefix("torch.")
         first = None if batches is None else batches[0]
         inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
-        made = kernel_prices(model, layers, dtype, self.workload, self.target, inputs)
+        made = kernel_prices(model, layers, dtype, self.workload, self.target, inputs, self.factors)
         if made is None and self.config.budget == "latency":
             raise OptionTypeError("budget", "latency", f"cost= with it: no kernel computes {dtype}")
         return made
@@ -89,7 +90,8 @@ class Request:
     def settings(self) -> dict[str, object]:
         """Return the arguments beside the config that decide which factors come out."""
         priced = f"the kernels' for {self.target}" if self.cost is None else _name(self.cost)
-        return {
+        rounded = {} if self.factors is None else {"factors": self.factors}
+        return rounded | {
             "dtype": self.dtype,
             "output": _name(self.output),
             "cost": priced,

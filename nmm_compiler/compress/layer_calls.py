@@ -25,6 +25,7 @@ from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
 from nmm_compiler.passes.graph.canonical_forms import owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
@@ -169,15 +170,22 @@ def call_us(
     tokens: int,
     dtype: str,
     target: Target,
+    fp8: bool = False,
 ) -> float:
     """Return the predicted microseconds of a group for `tokens` tokens, launches included.
 
-    sizes: (k, n, rank) of each layer, rank None for a dense one. Infinite where there is no kernel.
+    sizes: (k, n, rank) of each layer, rank None for a dense one. fp8: the factors are; dense
+    weights are of `dtype`. Infinite where there is no kernel.
     """
     m: dict[str, Any] = {"m": tokens, "dtype": dtype}
     if kind in ("gated_mlp", "gated_mlp_up"):
-        return _gated_us(sizes, m, activation, target)
-    return _shared_us(sizes, m, target)
+        return _gated_us(sizes, m, activation, target, fp8)
+    return _shared_us(sizes, m, target, fp8)
+
+
+def _of_factors(m: dict[str, Any], fp8: bool) -> dict[str, Any]:
+    """Return the fields of a call of factors, given those of a call of dense weights."""
+    return {**m, "dtype": FP8, "x_dtype": m["dtype"], "scales": "channel"} if fp8 else m
 
 
 def _fastest(rows: Iterable[tuple[KernelSpec, ...]], target: Target) -> float:
@@ -190,15 +198,19 @@ def _low_us(spec: KernelSpec, target: Target) -> float:
     return min(ways.fused, ways.separate)
 
 
-def _shared_us(sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], target: Target) -> float:
+def _shared_us(
+    sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], target: Target, fp8: bool
+) -> float:
     """Return the time of layers that read one x."""
     low = [(k, n, r) for k, n, r in sizes if r is not None]
     dense = [(k, n) for k, n, r in sizes if r is None]
-    each = [LowRankSpec(**m, k=k, r=r, n=n) for k, n, r in low]
+    factored = _of_factors(m, fp8)
+    each = [LowRankSpec(**factored, k=k, r=r, n=n) for k, n, r in low]
     total = math.fsum(_low_us(spec, target) for spec in each)
     if len(low) > 1:
         pairs: Any = tuple((r, (n,)) for _, n, r in low)
-        total = min(total, _low_us(LowRankSharedSpec(**m, k=low[0][0], pairs=pairs), target))
+        whole = LowRankSharedSpec(**factored, k=low[0][0], pairs=pairs)
+        total = min(total, _low_us(whole, target))
     return total + _dense_us(dense, m, target)
 
 
@@ -212,12 +224,18 @@ def _dense_us(dense: Sequence[tuple[int, int]], m: dict[str, Any], target: Targe
 
 
 def _gated_us(
-    sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], activation: str, target: Target
+    sizes: Sequence[tuple[int, int, Rank]],
+    m: dict[str, Any],
+    activation: str,
+    target: Target,
+    fp8: bool,
 ) -> float:
     """Return the time of gate and up, with down where there are three."""
     (k, n, _), *_ = sizes
     ranks = tuple(rank or 0 for _, _, rank in sizes)
-    gates: dict[str, Any] = {**m, "k": k, "n": n, "activation": activation}
+    # one call has factors of fp8, or dense weights: of both it would dequantize the factors
+    own = _of_factors(m, fp8 and all(ranks))
+    gates: dict[str, Any] = {**own, "k": k, "n": n, "activation": activation}
     gates |= dict(zip(("gate_r", "up_r"), ranks, strict=False))
     half = GatedMLPUpSpec(**gates)
     if not any(ranks):
@@ -228,11 +246,11 @@ def _gated_us(
             rows.append((GatedMLPSpec(**gates, down_r=0),))
         return _fastest(rows, target)
     us = _low_us(half, target) if any(ranks[:2]) else math.inf
-    us = min(us, _shared_us(sizes[:2], m, target))
+    us = min(us, _shared_us(sizes[:2], m, target, fp8))
     if len(sizes) == 2:
         return us
-    us += _shared_us(sizes[2:], m, target)
-    settings = (m["m"], k, n, ranks, m["dtype"], target, PRICE)
+    us += _shared_us(sizes[2:], m, target, fp8)
+    settings = (m["m"], k, n, ranks, m["dtype"], target, PRICE, fp8 and all(ranks))
     if decide(*settings) is None:
         us = min(us, _low_us(GatedMLPSpec(**gates, down_r=ranks[2]), target))
     return us

@@ -20,6 +20,7 @@ from nmm_compiler.compress.layer_calls import Group, Layer, Rank, alone, call_us
 from nmm_compiler.compress.report import Timed
 from nmm_compiler.errors import NmmError, OptionTypeError
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.number_formats import X_DTYPES
 
 # A layer with fewer elements takes no longer than a launch: whose call it is in decides nothing.
 _SMALL = 1 << 18
@@ -161,16 +162,18 @@ def kernel_prices(
     workload: Workload,
     target: str,
     inputs: Any = None,
+    factors: str | None = None,
 ) -> Prices | None:
     """Return prices of the kernels that the backend would call; None for a dtype that has none.
 
     inputs: example arguments; None where there are none. Without them, and where the model cannot
     be traced without data, each layer is a call of its own, and so it is in models without a layer
-    that is longer than a launch.
+    that is longer than a launch. factors: "fp8" for low-rank layers of such factors.
     """
     if dtype not in LowRankSpec.dtypes:
         return None
     chip = machine_target(target)
+    fp8 = factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
     groups, note = alone(layers), "each layer as a call of its own"
     if inputs is None:
         inputs = example_inputs(model)
@@ -185,7 +188,7 @@ def kernel_prices(
     def of(group: Group, ranks: tuple[Rank, ...]) -> tuple[float, ...]:
         sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))
         return tuple(
-            call_us(group.kind, sizes, group.activation, tokens, dtype, chip)
+            call_us(group.kind, sizes, group.activation, tokens, dtype, chip, fp8)
             for _, tokens, _ in workload
         )
 

@@ -19,6 +19,15 @@ from nmm_compiler.errors import NoMatchingModulesError, UnknownNameError
 # Largest number of each format; fp8 is NKI's float8_e4m3, which ends at 240 where PyTorch's goes on
 # to 448: values up to 240 have the same bits in both.
 FORMATS = {"int8": 127.0, "fp8": 240.0}
+_NAMES = {"float8_e4m3": "fp8"}  # as specs call it
+
+
+def read_format(format: str) -> str:
+    """Return "int8" or "fp8" for the name of a format; raise UnknownNameError for any other."""
+    found = _NAMES.get(format, format)
+    if found not in FORMATS:
+        raise UnknownNameError("factor format", format, (*FORMATS, *_NAMES))
+    return found
 
 
 class QuantizedLinear(nn.Module):
@@ -39,8 +48,7 @@ class QuantizedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if format not in FORMATS:
-            raise UnknownNameError("factor format", format, tuple(FORMATS))
+        format = read_format(format)
         self.in_features, self.out_features, self.format = in_features, out_features, format
         shape = (out_features, in_features)
         self.register_buffer("values", torch.zeros(shape, dtype=torch.uint8, device=device))
@@ -53,6 +61,7 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear, format: str) -> QuantizedLinear:
         """Return a linear's elements rounded to a format, with its original bias."""
+        format = read_format(format)
         weight = linear.weight.detach()
         made = cls(
             linear.in_features, linear.out_features, linear.bias is not None, format,
@@ -93,13 +102,12 @@ class QuantizedLinear(nn.Module):
 def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
     """Round the factors of all low-rank layers to a byte an element, in place; return the names.
 
-    format: "int8", or "fp8" (float8_e4m3 with scales, which trn2 multiplies at twice the rate).
+    format: "int8", or "fp8", also called "float8_e4m3": with scales, kernels read it as it is.
 
     Such a model is saved and loaded as any low-rank one, but `recover` and merging adapters refuse
     it. Raises NoMatchingModulesError for a model without low-rank layers.
     """
-    if format not in FORMATS:
-        raise UnknownNameError("factor format", format, tuple(FORMATS))
+    format = read_format(format)
     layers = {
         name: layer
         for name, layer in lowrank_layers(model).items()

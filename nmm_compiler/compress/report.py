@@ -115,6 +115,7 @@ class CompressionReport(Shown, Record):
     target: what times are predicted for, "" by a cost= of the caller's.
     workload: predicted times of all calls of the layers, for each kind of pass; empty for a dtype
         without kernels. priced: how layers were priced, where not by the calls of the backend.
+    factors: their format of eight bits, "" for floats.
     whole: (quality) -> the sentence on the whole model, or why there is none; it takes seconds.
     """
 
@@ -131,6 +132,7 @@ class CompressionReport(Shown, Record):
     target: str = ""
     workload: tuple[Timed, ...] = ()
     priced: str = ""
+    factors: str = ""
     seconds: float = field(default=0.0, compare=False)
     whole: Any = field(default=None, repr=False, compare=False)
 
@@ -210,6 +212,7 @@ class CompressionReport(Shown, Record):
         asked = "explicit ranks" if self.ratio is None else f"ratio {self.ratio:g} asked"
         if self.budget == "latency":
             asked = f"{self.ratio:g} of the predicted time asked"
+        stored = f", factors of {self.factors}" if self.factors else ""
         calibrated = (
             f", {self.calibration_tokens} calibration tokens" if self.calibration_tokens else ""
         )
@@ -217,7 +220,7 @@ class CompressionReport(Shown, Record):
             f"compressed {len(self.compressed)} of {len(self.layers)} matrices: {asked}, "
             f"{self.achieved_ratio:.3f} of their parameters removed "
             f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
-            f"ranks in multiples of {self.align}{calibrated}, {self.seconds:.1f} s"
+            f"ranks in multiples of {self.align}{calibrated}{stored}, {self.seconds:.1f} s"
         )
 
     def page_parts(self) -> list[Part]:

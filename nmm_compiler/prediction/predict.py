@@ -337,12 +337,15 @@ def _cache_bytes(model: MetaModel, cache: Any) -> int:
 
 
 def _weight_bytes(model: MetaModel, dtype: str, weights: str) -> int:
-    """Return the bytes of the parameters that one logical core holds; tied ones count once."""
+    """Return the bytes of the weights that one logical core holds; tied ones count once."""
     total = 0
     for name, parameter in model.module.named_parameters():
         matrix = parameter.dim() == 2 and "embed" not in name
         size = stored_bytes(dtype, weights) if matrix else parameter.element_size()
         total += model.count(name) * parameter.numel() * size
+    for name, buffer in model.module.named_buffers():  # factors of eight bits
+        if buffer.dim() == 2 and buffer.element_size() == 1:
+            total += model.count(name) * buffer.numel()
     return total
 
 

@@ -93,6 +93,65 @@ def test_kernels_are_kept_through_quantizing_saving_and_loading(format, tmp_path
     assert fused(AutoModelForCausalLM.from_pretrained(tmp_path)) == before
 
 
+@pytest.mark.parametrize(("name", "format"), [("float8_e4m3", "fp8"), ("int8", "int8")])
+def test_compress_rounds_the_factors_that_it_makes(name, format):
+    models = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    report = compress(models[0], 0.3, align=8, factors=name, progress=False)
+    compress(models[1], 0.3, align=8, progress=False)
+    quantize_factors(models[1], name)
+    state = models[1].state_dict()
+    assert all(torch.equal(state[key], value) for key, value in models[0].state_dict().items())
+    assert models[0][0].down.format == format
+    assert (report.factors, f"factors of {format}" in str(report)) == (format, True)
+    assert report.to_dict()["factors"] == format
+
+
+def test_an_unknown_format_is_refused_before_any_work():
+    model = stack()
+    with pytest.raises(UnknownNameError, match="float8_e4m3"):
+        compress(model, 0.3, align=4, factors="fp4", progress=False)
+    assert not lowrank_layers(model)
+
+
+def test_a_kill_in_between_continues_to_rounded_factors(tmp_path):
+    model, whole = stack(), stack()
+    whole.load_state_dict(model.state_dict())
+    compress(whole, 0.3, align=4, factors="float8_e4m3", progress=False)
+    again = copy.deepcopy(model)
+    for one in (model, again):
+        compress(one, 0.3, align=4, factors="float8_e4m3", progress=False, resume=tmp_path / "j")
+        state = one.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in whole.state_dict().items())
+
+
+def test_fp8_factors_are_priced_as_the_kernels_that_read_them():
+    """A decode step reads half of the bytes; int8 factors are dequantized, and priced so."""
+    times = {}
+    for factors in (None, "float8_e4m3", "int8"):
+        model = nn.Sequential(nn.Linear(2048, 2048, device="meta", dtype=torch.bfloat16))
+        report = compress(model, rank=512, tokens=1, factors=factors, progress=False)
+        times[factors] = report.workload[0].us
+    assert times["float8_e4m3"] < 0.75 * times[None]
+    assert times["int8"] == times[None]
+
+
+def test_predictions_count_the_bytes_of_rounded_factors():
+    from nmm_compiler.prediction.predict import predict
+
+    made = []
+    for factors in (None, "float8_e4m3"):
+        model = small(torch.bfloat16)
+        if factors:
+            quantize_factors(model, factors)
+        made.append(predict(model, "trn2", price="closed_form", prompt=8, context=8))
+    held = sum(p.numel() for layer in lowrank_layers(small()).values() for p in layer.parameters())
+    rows = sum(sum(layer.down.weight.shape[:1] + layer.up.weight.shape[:1])
+               for layer in lowrank_layers(small()).values())  # fmt: skip
+    plain, rounded = (one.memory.weight_bytes for one in made)
+    assert plain - rounded == 2 * held - (held + 2 * rows)
+
+
 def test_a_config_with_other_formats_is_refused(tmp_path):
     from transformers import AutoModelForCausalLM
 
