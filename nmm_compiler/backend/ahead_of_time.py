@@ -5,9 +5,9 @@
     torch.compiler.load_compiled_function(file)       # elsewhere, without the model's code
 
 The file holds the inner compiler's artifact, as that compiler writes it, behind a JSON header: the
-options that calls look up when they run, the report, and each kernel with its source. Loading puts
-kernels into the cache that it lacks, if this version of the package would have emitted the same
-source.
+options that calls look up when they run, the report, and each kernel with its source and, where
+there is one, its tuning. Loading puts kernels and tunings into the cache that it lacks, if this
+version of the package would have emitted the same source.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.tuned import keep_tuning, schedule_in, tuning_files
 from nmm_compiler.errors import AheadOfTimeError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.ops.call_options import executor_name
@@ -105,11 +106,15 @@ class AheadOfTime(SerializableCallable):
 
 
 def _saved(kernel: Any, options: Options) -> dict[str, Any]:
-    key = asked(kernel.spec, kernel.target, dialect=kernel.dialect, options=options).key
+    ask = asked(kernel.spec, kernel.target, dialect=kernel.dialect, options=options)
+    tuning = None
+    if ask.schedule is not None:
+        tuning = tuning_files(kernel.spec, ask.target, ask.budget, ask.store)
     return {
+        **({} if tuning is None else {"tuning": tuning}),
         "family": kernel.spec.family,
         "spec": kernel.spec.to_dict(),
-        "digest": key.digest,
+        "digest": ask.key.digest,
         "dialect": kernel.dialect,
         "source": kernel.source,
         "meta": dict(kernel.meta),
@@ -123,16 +128,21 @@ def _options(header: dict[str, Any]) -> Options:
 def _restore(saved: dict[str, Any], options: Options) -> None:
     """Put a kernel into the cache, unless this version of the package would emit another one.
 
-    One with a tuned schedule has another key and is left out: the tuning may not be here.
+    The tuning of a kernel comes with it, so that a call here asks for the tuned kernel; a tuning
+    that this cache has already stays. Raises CacheTrustError for a file that holds no kernel.
     """
     spec = FAMILIES[saved["family"]].spec_class.from_dict(saved["spec"])
     chip = machine_target(options.target, options)
-    key = kernel_key(spec, chip, None, options.instruction_budget, saved["dialect"])
+    tuning, budget = saved.get("tuning"), options.instruction_budget
+    schedule = None if tuning is None else schedule_in(tuning, spec, chip)
+    key = kernel_key(spec, chip, schedule, budget, saved["dialect"])
     if key.digest != saved["digest"]:
         return
     check_shape(SOURCE_FILE, saved["source"])
     check_foreign(SOURCE_FILE, saved["source"])
     store = Store.for_kernels(options, check=check_foreign)
+    if tuning is not None:
+        keep_tuning(spec, chip, budget, store, tuning)
     store.get_or_build(key, lambda: {SOURCE_FILE: saved["source"]}, lambda: saved["meta"])
 
 

@@ -29,9 +29,7 @@ def plan(
     prompt: Annotated[str, values.list_option("size", "tokens of the prompt")] = "512",
     context: Annotated[str, values.list_option("size", "tokens in the cache")] = "2048",
     tp: Annotated[str, values.list_option("size", "cores that share the model")] = "1",
-    lnc: Annotated[
-        int, typer.Option(min=1, max=2, help="physical cores of a core; our kernels run on one")
-    ] = 1,
+    lnc: Annotated[int, typer.Option(min=1, max=2, help="physical cores of a core, 1 or 2")] = 1,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 (the default), float16 or float32")
     ] = None,
@@ -41,7 +39,8 @@ def plan(
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
     price: Annotated[
-        str, typer.Option(help="of a kernel: simulated, or closed_form, which takes no time")
+        str,
+        typer.Option(help="of a kernel: simulated, tuned (by nmm tune), closed_form (quick)"),
     ] = "simulated",
     html: Annotated[Path | None, values.output_option(help_="write one page here")] = None,
     json: Annotated[Path | None, values.output_option(help_="write every figure here")] = None,

@@ -3,7 +3,8 @@
 `ways_us` compares one call with two products and one dense product, for every decision of the
 passes and of `compress`; `pays_from` returns the token count from which low rank pays. Both take a
 price of one kernel, PRICES by name: "closed_form", from the spec alone, is the default of the
-passes; "simulated", one simulation per spec and target, is that of whole-model predictions.
+passes; "simulated", one simulation per spec and target, is that of whole-model predictions; "tuned"
+takes the schedules that `tune` found, where the cache has them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.tuned import tuned_choice
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.schedule import KernelSchedule
+from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.this_machine import differences
@@ -138,7 +141,40 @@ def _simulated_us(spec: KernelSpec, chip: Target) -> float:
     return float(entry.files[_PRICE])
 
 
-PRICES: dict[str, Price] = {"closed_form": estimate_us, "simulated": simulated_us}
+def tuned_us(spec: KernelSpec, target: str | Target) -> float:
+    """Return the simulated microseconds of the schedule that `tune` found for a kernel.
+
+    A kernel whose tuning is not in the cache on disk has the price of `simulated_us`. Long calls
+    are split as there.
+    """
+    chip, tokens = machine_target(target), int(getattr(spec, "m", 0))
+    best = tuned_choice(spec, chip, INSTRUCTION_BUDGET, Store.for_kernels())
+    if best is not None and best.simulated_us is not None:
+        return best.simulated_us
+    most = MOST_TOKENS * spec.lnc
+    if tokens <= most or not spec.splits_tokens:
+        return simulated_us(spec, target)
+    blocks, rest = divmod(tokens, most)
+    each = tuned_us(_with_tokens(spec, most), target)
+    return blocks * each + (tuned_us(_with_tokens(spec, rest), target) if rest else 0.0)
+
+
+PRICES: dict[str, Price] = {
+    "closed_form": estimate_us, "simulated": simulated_us, "tuned": tuned_us,
+}  # fmt: skip
+
+
+def price_on(name: str, lnc: int = 1) -> Price:
+    """Return a price of PRICES, of kernels that run on so many physical cores.
+
+    A kernel that two cores cannot share is priced on one.
+    """
+    return PRICES[name] if lnc == 1 else functools.partial(_on_cores, PRICES[name], lnc)
+
+
+def _on_cores(price: Price, lnc: int, spec: KernelSpec, target: str | Target) -> float:
+    shared = dataclasses.replace(spec, lnc=lnc)
+    return price(shared if shared.splits() else spec, target)
 
 
 def _simulate(spec: KernelSpec, chip: Target) -> float:

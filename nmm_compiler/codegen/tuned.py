@@ -19,7 +19,14 @@ from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import Choice
 from nmm_compiler.codegen.code_digests import code_fields
-from nmm_compiler.errors import CacheWarning, CapacityError, ShapeError, SpecError, UnknownNameError
+from nmm_compiler.errors import (
+    CacheTrustError,
+    CacheWarning,
+    CapacityError,
+    ShapeError,
+    SpecError,
+    UnknownNameError,
+)
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import INSTRUCTION_BUDGET
@@ -69,8 +76,49 @@ def tuned_schedule(
     with _GUARD:
         if len(_FOUND) >= _FOUND_HELD:
             _FOUND.clear()
-        _FOUND[place] = found = None if entry is None else _best(entry, spec, target)
+        best = None if entry is None else _best(entry, spec, target)
+        _FOUND[place] = found = None if best is None else best.schedule
     return found
+
+
+def tuned_choice(spec: KernelSpec, target: Target, budget: int, store: Store) -> Choice | None:
+    """Return what tuning chose for a kernel, with its times; None where the disk has no tuning."""
+    entry = None
+    if store.mode != "off":
+        entry = store.get(tuning_key(spec, target, budget), remote=False)
+    return None if entry is None else _best(entry, spec, target)
+
+
+def tuning_files(
+    spec: KernelSpec, target: Target, budget: int, store: Store
+) -> dict[str, str] | None:
+    """Return the files of a kernel's tuning, None where the cache has none."""
+    entry = store.get(tuning_key(spec, target, budget)) if store.mode != "off" else None
+    return None if entry is None else {name: entry.files[name] for name in (BEST, CANDIDATES)}
+
+
+def schedule_in(files: dict[str, str], spec: KernelSpec, target: Target) -> Any:
+    """Return the schedule of the files of a tuning from elsewhere.
+
+    Raises CacheTrustError for files that are no tuning of the kernel.
+    """
+    try:
+        best, _ = choice_of(json.loads(files[BEST]), spec), files[CANDIDATES].splitlines()
+        best.schedule.check(spec, target)
+    except _NO_TUNING as error:
+        raise CacheTrustError(
+            f"the tuning of {spec.short()} is none: {type(error).__name__}: {error}"
+        ) from None
+    return best.schedule
+
+
+def keep_tuning(
+    spec: KernelSpec, target: Target, budget: int, store: Store, files: dict[str, str]
+) -> None:
+    """Put the tuning of a kernel into the cache, unless that has one."""
+    wanted = {name: files[name] for name in (BEST, CANDIDATES)}
+    store.get_or_build(tuning_key(spec, target, budget), lambda: wanted, {"tuning": "exported"})
+    forget()
 
 
 def forget() -> None:
@@ -79,20 +127,25 @@ def forget() -> None:
         _FOUND.clear()
 
 
-def _best(entry: Entry, spec: KernelSpec, target: Target) -> Any | None:
-    """Return the schedule of an entry; None, with a warning, where it is not legal here."""
+_NO_TUNING = (
+    AttributeError, KeyError, TypeError, ValueError, CapacityError, ShapeError, SpecError,
+    UnknownNameError,
+)  # fmt: skip
+
+
+def _best(entry: Entry, spec: KernelSpec, target: Target) -> Choice | None:
+    """Return the choice of an entry; None, with a warning, where it is not legal here."""
     try:
-        schedule = choice_of(json.loads(entry.files[BEST]), spec).schedule
-        schedule.check(spec, target)
-    except (KeyError, TypeError, ValueError, CapacityError, ShapeError, SpecError,
-            UnknownNameError) as error:  # fmt: skip
+        best = choice_of(json.loads(entry.files[BEST]), spec)
+        best.schedule.check(spec, target)
+    except _NO_TUNING as error:
         warnings.warn(
             f"the tuning of {spec.short()} in cache entry {entry.key.digest[:12]} is not used: "
             f"{type(error).__name__}: {error}; nmm cache clear removes it",
             CacheWarning, stacklevel=2,
         )  # fmt: skip
         return None
-    return schedule
+    return best
 
 
 def plain_choice(choice: Choice) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def predict(
         the model as it is.
     inputs: for a module that is no transformers model: its example inputs, for one phase.
     dense: what a low-rank module is compared with: the model before `compress`, or its config.
-    price: of a kernel: "simulated", seconds for each new shape; "closed_form", no time at all.
+    price: of a kernel: "simulated", seconds for each new shape; "tuned", the same with the
+        schedules that `tune` found where the cache has them; "closed_form", no time at all.
 
     Raises PredictionError for a model that cannot be traced or cut, UnknownNameError and
     OptionTypeError for bad arguments, and what `compress` raises for ratios and ranks.

@@ -107,10 +107,17 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
     return Price(sum(p.us for p in prices), source, how, len(prices))
 
 
-@functools.lru_cache(maxsize=8192)
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
-    """Return the price of a kernel on one logical core, in the best split over its physical
-    cores."""
+    """Return the price of a kernel on one logical core, in the best split over its physical cores.
+
+    Prices are kept, but for "tuned", which depends on what the cache holds now.
+    """
+    find = _kernel_price.__wrapped__ if machine.price == "tuned" else _kernel_price
+    return find(spec, machine)
+
+
+@functools.lru_cache(maxsize=8192)
+def _kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     stored = with_weights(spec, machine.weights)
     if machine.lnc == 1:
         us, source = _one_core(stored, machine)

@@ -95,6 +95,27 @@ def test_the_command_writes_table_page_and_figures(tmp_path):
     assert dataclasses.asdict(saved)["name"] == saved.name
 
 
+def test_cores_that_share_a_model_have_two_physical_ones(tmp_path):
+    """--tp 1,2,4 --lnc 2: each degree holds less and exchanges more; one core alone is slower."""
+    config, figures = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps(TINY))
+    run = ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
+           "--price", "closed_form", "--json", str(figures)]  # fmt: skip
+    saved = {}
+    for lnc in ("1", "2"):
+        done = CliRunner().invoke(app, [*run, "--tp", "1,2,4", "--lnc", lnc])
+        assert done.exit_code == 0, done.output
+        for one in Plan.from_json(figures.read_text()).predictions:
+            saved[one.tp, one.lnc, one.ratio] = one
+    assert {(tp, lnc) for tp, lnc, _ in saved} == {(tp, lnc) for tp in (1, 2, 4) for lnc in (1, 2)}
+    for (tp, lnc, ratio), one in saved.items():
+        assert one.memory.capacity_bytes == lnc * saved[1, 1, None].memory.capacity_bytes
+        assert one.lnc == lnc
+        if tp > 1:
+            held = saved[tp // 2, lnc, ratio].memory.weight_bytes
+            assert one.memory.weight_bytes < held
+
+
 def test_lists_are_checked_value_by_value():
     for words in (["--tp", "1,x"], ["--ratio", "0.2,1.5"], ["--target", "trn2,trn9"]):
         done = CliRunner().invoke(app, ["plan", "llama-3.2-1b", *words])

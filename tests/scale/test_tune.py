@@ -12,20 +12,23 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from nmm_compiler.backend import ahead_of_time
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen import build, choose, tune, tuned
 from nmm_compiler.codegen.build_many import request_text
+from nmm_compiler.codegen.latency import MOST_TOKENS, PRICES
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.search_space import Space
 from nmm_compiler.codegen.tune import time_schedules
 from nmm_compiler.codegen.tuning_journal import Journal
 from nmm_compiler.codegen.workers import on_processes
-from nmm_compiler.errors import UnknownNameError, WorkerError
+from nmm_compiler.errors import CacheTrustError, UnknownNameError, WorkerError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
+from nmm_compiler.prediction.prices import Machine, kernel_price
 
 SPEC = LowRankSpec(m=8, k=256, r=64, n=512)
 SPECS = [SPEC, LowRankSpec(m=16, k=256, r=64, n=512)]
@@ -322,3 +325,56 @@ def test_the_command_tunes_and_builds(cache, tmp_path):
     assert "timed now" in shown.output
     bad = CliRunner().invoke(app, ["tune", str(specs), "--on", "moon"])
     assert isinstance(bad.exception, UnknownNameError)
+
+
+def put_tuning(spec, schedule, simulated_us):
+    """Put a tuning into the cache by hand: a legal schedule with some time."""
+    chip = machine_target("trn2")
+    best = choose.Choice(schedule, 1.0, simulated_us=simulated_us, in_order_us=simulated_us)
+    key = tuned.tuning_key(spec, chip)
+    Store.for_kernels().get_or_build(key, lambda: tuned.files_of(best, [best]), {"tuning": "test"})
+    tuned.forget()
+
+
+def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
+    chip = machine_target("trn2")
+    second = choose.rank(SPEC, chip)[1].schedule
+    before = {name: price(SPEC, "trn2") for name, price in PRICES.items()}
+    assert before["tuned"] == before["simulated"]
+    put_tuning(SPEC, second, 1.25)
+    assert PRICES["simulated"](SPEC, "trn2") == before["simulated"]
+    assert PRICES["tuned"](SPEC, "trn2") == 1.25
+    for price, us in (("tuned", 1.25), ("simulated", before["simulated"])):
+        assert kernel_price(SPEC, Machine(chip, lnc=1, price=price)).us == us
+    # a long call is as many launches
+    launch = dataclasses.replace(SPEC, m=MOST_TOKENS)
+    put_tuning(launch, choose.rank(launch, chip)[0].schedule, 7.5)
+    assert PRICES["tuned"](dataclasses.replace(SPEC, m=3 * MOST_TOKENS + 8), "trn2") == 23.75
+
+
+def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):
+    """What `aot_compile` saves of a tuned kernel makes another cache build and find that kernel."""
+    chip, options = machine_target("trn2"), Options()
+    other = choose.rank(SPEC, chip)[1].schedule
+    put_tuning(SPEC, other, 1.25)
+    kernel = build.build_kernel(SPEC)
+    assert kernel.schedule == other
+    saved = json.loads(json.dumps(ahead_of_time._saved(kernel, options)))
+    for name in ("there", "elsewhere"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "there"))
+    tuned.forget()
+    build._KERNELS.clear()
+    monkeypatch.setattr(build, "choose", None)  # nothing can be chosen there
+    ahead_of_time._restore(saved, options)
+    assert build.build_kernel(SPEC, options=Options(cache="require")).schedule == other
+    # a file whose tuning is another one is another kernel, and one that is none is refused
+    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "elsewhere"))
+    tuned.forget()
+    best = json.loads(saved["tuning"]["best.json"])
+    best["schedule"]["m_block"] += 128
+    changed = {**saved["tuning"], "best.json": json.dumps(best)}
+    ahead_of_time._restore({**saved, "tuning": changed}, options)
+    assert not Store.open().list()
+    with pytest.raises(CacheTrustError, match="is none: KeyError"):
+        ahead_of_time._restore({**saved, "tuning": {"best.json": "{}"}}, options)

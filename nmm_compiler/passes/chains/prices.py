@@ -71,16 +71,17 @@ def tokens_to_judge(count: Any) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def prices_of(spec: KernelSpec, chip: Target, price: str) -> Predicted:
-    """Return the predicted times of a spec on a target."""
-    from nmm_compiler.codegen.latency import PRICES, pays_from, ways_us
+def prices_of(spec: KernelSpec, chip: Target, price: str, lnc: int = 1) -> Predicted:
+    """Return the predicted times of a spec on so many physical cores of a target."""
+    from nmm_compiler.codegen.latency import pays_from, price_on, ways_us
 
-    ways = ways_us(spec, chip, PRICES[price])
+    one = price_on(price, lnc)
+    ways = ways_us(spec, chip, one)
     tokens: int = spec.m  # type: ignore[attr-defined]
     adapters = getattr(spec, "base", False) or getattr(spec, "inner", False)
     even: int | None = 0
     if not adapters and ways.dense < _NEAR * min(ways.fused, ways.separate):
-        even = pays_from(spec, chip, PRICES[price])
+        even = pays_from(spec, chip, one)
     dense = None if adapters else ways.dense
     return Predicted(ways.fused, ways.separate, dense, tokens, chip.name, price, even)
 
@@ -98,7 +99,8 @@ def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | 
     known = dtype in LowRankSpec.dtypes  # else no kernel has a price
     found = None
     if known:
-        found = prices_of(LowRankSpec(m=m, k=k, r=r, n=n, dtype=dtype), c.chip, c.options.price)
+        spec = LowRankSpec(m=m, k=k, r=r, n=n, dtype=dtype)
+        found = prices_of(spec, c.chip, c.options.price, c.options.lnc)
     text = f"r (k + n) >= k n: {r} * ({k} + {n}) >= {k} * {n}, so one dense product is cheaper"
     if found is not None:
         assert found.dense is not None

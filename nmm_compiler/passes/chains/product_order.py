@@ -33,20 +33,22 @@ class Cost:
 
     @staticmethod
     @functools.cache
-    def on(target: str | Target, dtype: str, price: str) -> Cost:
-        """Return the predicted cost on a target; price: as in Options.
+    def on(target: str | Target, dtype: str, price: str, lnc: int = 1) -> Cost:
+        """Return the predicted cost on a target; price, lnc: as in Options.
 
         A dtype that no kernel computes in costs what float32 does.
         """
-        from nmm_compiler.codegen.latency import PRICES, calls_us
+        from nmm_compiler.codegen.latency import calls_us, price_on
 
         known = dtype if dtype in LowRankSpec.dtypes else "float32"
 
+        one = price_on(price, lnc)
+
         def product(m: int, k: int, n: int) -> float:
-            return calls_us((MatmulSpec(m=m, k=k, n=n, dtype=known),), target, PRICES[price])
+            return calls_us((MatmulSpec(m=m, k=k, n=n, dtype=known),), target, one)
 
         def fused(m: int, k: int, r: int, n: int) -> float:
-            return calls_us((LowRankSpec(m=m, k=k, r=r, n=n, dtype=known),), target, PRICES[price])
+            return calls_us((LowRankSpec(m=m, k=k, r=r, n=n, dtype=known),), target, one)
 
         return Cost(product, fused)
 

@@ -19,7 +19,7 @@ from nmm_compiler.passes.graph.distributed import is_distributed, local_part
 def predicted(c: Canonical, call: Call) -> Predicted:
     """Return the predicted times of a call at its token count."""
     dtype = str(c.dtype(call.final)).removeprefix("torch.")
-    return prices_of(_spec(c, call, dtype), c.chip, c.options.price)
+    return prices_of(_spec(c, call, dtype), c.chip, c.options.price, c.options.lnc)
 
 
 def _spec(c: Canonical, call: Call, dtype: str) -> KernelSpec:

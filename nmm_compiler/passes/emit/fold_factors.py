@@ -112,7 +112,7 @@ def _product(editor: Editor, weight: Weight) -> fx.Node:
     sizes = [weight.factors[0].k, *(factor.n for factor in weight.factors)]
     name = str(value.dtype).removeprefix("torch.")
     chip = editor.c.chip
-    cost = Cost.on(chip, name, editor.options.price)
+    cost = Cost.on(chip, name, editor.options.price, editor.options.lnc)
     for first, cut, end in order(cost, sizes):
         node = editor.call(aten.mm.default, made[first, cut], made[cut, end])
         node.meta[WEIGHT_ONLY] = True

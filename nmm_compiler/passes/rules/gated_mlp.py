@@ -144,7 +144,8 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
     dtype = c.dtype(gated.node)
     name = str(dtype).removeprefix("torch.")
     sizes = (max(1, m), gate.k, gate.n)
-    why = decide(*sizes, ranks, name, c.chip, c.options.price, bool(call.kept.stored))
+    fp8, options = bool(call.kept.stored), c.options
+    why = decide(*sizes, ranks, name, c.chip, options.price, fp8, options.lnc)
     if why is None:
         return None
     code, reason, remedy = why
@@ -161,13 +162,15 @@ def decide(
     chip: Target,
     price: str,
     fp8: bool = False,
+    lnc: int = 1,
 ) -> tuple[str, str, str] | None:
     """Return (code, reason, remedy) against one kernel for the whole MLP, None for it.
 
-    ranks: of gate, up and down, 0 for a dense one. price: as in Options. fp8: the weights are fp8.
+    ranks: of gate, up and down, 0 for a dense one. price, lnc: as in Options. fp8: the weights are
+    fp8.
     """
     from nmm_compiler.codegen.choose import refusal
-    from nmm_compiler.codegen.latency import PRICES, calls_us
+    from nmm_compiler.codegen.latency import calls_us, price_on
 
     gate, up, down = ranks
     common: dict[str, Any] = {"m": m, "dtype": dtype}
@@ -184,7 +187,7 @@ def decide(
         return "sbuf", f"the whole MLP has no kernel: {why}", "nothing: it runs as two kernels"
     if any(refusal(spec, chip) for spec in (first, last)):
         return None  # there is no pair to compare with
-    one, *two = (calls_us((spec,), chip, PRICES[price]) for spec in (whole, first, last))
+    one, *two = (calls_us((spec,), chip, price_on(price, lnc)) for spec in (whole, first, last))
     if one <= sum(two):
         return None
     reason = (

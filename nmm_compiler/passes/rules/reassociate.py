@@ -108,7 +108,7 @@ def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
     graph."""
     dtype = c.dtype(row.stage.key)
     assert dtype is not None
-    cost = Cost.on(c.chip, str(dtype).removeprefix("torch."), c.options.price)
+    cost = Cost.on(c.chip, str(dtype).removeprefix("torch."), c.options.price, c.options.lnc)
     m = tokens_to_judge(views.product(list(row.stage.tokens.values())))
     sizes = [weights[0].k, *(weight.n for weight in weights)]
     total, cut = cost.best_cut(m, sizes)

@@ -34,14 +34,15 @@ _US = 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Profile(Shown, Record):
-    """Simulated cost of one kernel on one core.
+    """Simulated cost of one kernel on one core, of two the one that takes longer.
 
     latency_us: the core window, first instruction to last result (total_time), without
         start_stop_us, which launching and ending a kernel adds on the device.
     engine_busy_us: per engine the time with at least one instruction in flight
         (tensor_engine_active_time, vector_engine_active_time, ..., dma_active_time).
     dma_engine_busy_us: transfer time summed over the 16 DMA engines.
-    hbm_read_bytes, hbm_write_bytes: bytes that DMAs moved from and to HBM (same names).
+    hbm_read_bytes, hbm_write_bytes: bytes that DMAs moved from and to HBM (same names), with two
+        cores (lnc=2) those of both. So is minimal_hbm_bytes; every other figure is of one core.
     flops: of matrix products, 2 k m n each with k rows of both operands (each partition holds two
         of double rows, four of MX), k m n with an operand of ones and zeros, which only adds;
         transposes left out (model_flops).
@@ -219,7 +220,7 @@ class Profile(Shown, Record):
     def roofline(self, name: str = "this kernel") -> Part:
         """Return the roofline plot with this kernel on it. Raises TimelineMissingError."""
         target = self.timeline.target
-        moved = max(self.hbm_read_bytes + self.hbm_write_bytes, 1)
+        moved = max(self.mbu * self.latency_us / _US * target.hbm_bytes_per_second, 1.0)
         point = (name, self.flops / moved, self.flops * _US / (self.latency_us or 1.0))
         peak, rate = target.peak_flops_per_second(), target.memory_bytes_per_second
         return profile_parts.roofline_drawing([point], target.name, peak, rate)
@@ -257,9 +258,17 @@ def profile_trace(trace: Trace, target: Target, *, reorder: bool = True) -> Prof
 def profile_traces(
     traces: Sequence[Trace], target: Target, *, reorder: bool = True
 ) -> list[Profile]:
-    """Time the programs of a grid, which wait for each other at barriers, and sum each up."""
+    """Time the programs of a grid, which wait for each other at barriers, and sum each up.
+
+    Bytes of HBM are those of all programs.
+    """
     with collector_held_off():
-        return [profile_timeline(t) for t in time_traces(traces, target, reorder=reorder)]
+        made = [profile_timeline(t) for t in time_traces(traces, target, reorder=reorder)]
+    for name in ("hbm_read_bytes", "hbm_write_bytes", "minimal_hbm_bytes"):
+        total = sum(getattr(profile, name) for profile in made)
+        for profile in made:
+            object.__setattr__(profile, name, total)
+    return made
 
 
 def profile_timeline(timeline: Timeline) -> Profile:
