@@ -10,6 +10,7 @@ from nmm_compiler.cli.commands import app
 from nmm_compiler.errors import PredictionError
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
+from nmm_compiler.targets import get
 
 pytest.importorskip("transformers")
 
@@ -96,24 +97,22 @@ def test_the_command_writes_table_page_and_figures(tmp_path):
 
 
 def test_cores_that_share_a_model_have_two_physical_ones(tmp_path):
-    """--tp 1,2,4 --lnc 2: each degree holds less and exchanges more; one core alone is slower."""
+    """--tp 1,2,4 --lnc 2: each degree holds less; a logical core has the memory of two."""
     config, figures = tmp_path / "config.json", tmp_path / "plan.json"
     config.write_text(json.dumps(TINY))
-    run = ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
-           "--price", "closed_form", "--json", str(figures)]  # fmt: skip
-    saved = {}
-    for lnc in ("1", "2"):
-        done = CliRunner().invoke(app, [*run, "--tp", "1,2,4", "--lnc", lnc])
-        assert done.exit_code == 0, done.output
-        for one in Plan.from_json(figures.read_text()).predictions:
-            saved[one.tp, one.lnc, one.ratio] = one
-    assert {(tp, lnc) for tp, lnc, _ in saved} == {(tp, lnc) for tp in (1, 2, 4) for lnc in (1, 2)}
-    for (tp, lnc, ratio), one in saved.items():
-        assert one.memory.capacity_bytes == lnc * saved[1, 1, None].memory.capacity_bytes
-        assert one.lnc == lnc
+    done = CliRunner().invoke(
+        app,
+        ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
+         "--tp", "1,2,4", "--lnc", "2", "--price", "closed_form", "--json", str(figures)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    made = {(one.tp, one.ratio): one for one in Plan.from_json(figures.read_text()).predictions}
+    assert set(made) == {(tp, ratio) for tp in (1, 2, 4) for ratio in (None, 0.3)}
+    for (tp, ratio), one in made.items():
+        assert one.lnc == 2
+        assert one.memory.capacity_bytes == 2 * get("trn2").hbm_bytes
         if tp > 1:
-            held = saved[tp // 2, lnc, ratio].memory.weight_bytes
-            assert one.memory.weight_bytes < held
+            assert one.memory.weight_bytes < made[tp // 2, ratio].memory.weight_bytes
 
 
 def test_lists_are_checked_value_by_value():

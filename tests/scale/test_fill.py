@@ -95,7 +95,7 @@ def kill_and_fill(count, requests, at):
 
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_built_twice(cache):
-    kill_and_fill(1, REQUESTS[:3], at=(1,))
+    kill_and_fill(1, REQUESTS[:2], at=(1,))
 
 
 @pytest.mark.long

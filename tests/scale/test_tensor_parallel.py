@@ -111,6 +111,19 @@ def on_processes(count):
         one.join(20)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_mesh_of_one_gives_the_values_and_gradients_of_the_model(split):
+    """The styles and their hooks, without other processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        check(init_device_mesh("cpu", (1,)), split, False)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.long
 def test_two_processes_give_the_values_and_gradients_of_one():
     on_processes(2)
 
