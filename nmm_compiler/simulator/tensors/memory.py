@@ -147,13 +147,14 @@ def _describe(allocations: Iterable[Allocation], unit: str, limit: int = 12) -> 
 
 def _peak(items: list[tuple[Allocation, int]]) -> tuple[int, int]:
     """Return (largest sum of sizes live at once, an instruction where it is reached)."""
-    touched = [(a.first_index, a.last_index, size) for a, size in items if a.first_index >= 0]
-    if not touched:
+    if not items:
         return 0, 0
-    first, last, sizes = np.array(touched, np.int64).T
-    change = np.zeros(int(last.max()) + 2, np.int64)
-    np.add.at(change, first, sizes)
-    np.subtract.at(change, last + 1, sizes)
+    sizes = [size for _, size in items]
+    first = [a.first_index for a, _ in items]
+    stop = [a.last_index + 1 for a, _ in items]
+    count = max(stop) + 1
+    # sums of whole numbers below 2**53, so exact
+    change = np.bincount(first, sizes, count) - np.bincount(stop, sizes, count)
     live = np.cumsum(change)
     at = int(live.argmax())
     return int(live[at]), at
@@ -181,18 +182,20 @@ def check_capacity(machine: Machine) -> None:
     """
     target, trace = machine.target, machine.trace
     bank = target.psum_bank_bytes_per_partition
-    chosen = {"sbuf": [], "psum": []}  # type: dict[str, list[tuple[Allocation, int]]]
+    sbuf: list[tuple[Allocation, int]] = []
+    psum: list[tuple[Allocation, int]] = []
     for a in trace.allocations.values():
-        if a.first_index < 0 or a.memory == "hbm":
-            continue
-        if a.memory == "sbuf":
-            chosen["sbuf"].append((a, a.bytes_per_partition))
-        else:
-            chosen["psum"].append((a, -(-a.bytes_per_partition // bank)))
+        if a.first_index >= 0:
+            if a.memory == "sbuf":
+                sbuf.append((a, a.bytes_per_partition))
+            elif a.memory == "psum":
+                psum.append((a, -(-a.bytes_per_partition // bank)))
+    chosen = {"sbuf": sbuf, "psum": psum}
     file = machine.instructions[0].file if machine.instructions else ""
     for memory in ("sbuf", "psum"):
-        placed = [a for a, _ in chosen[memory] if a.address is not None]
-        floating = [(a, size) for a, size in chosen[memory] if a.address is None]
+        floating, placed = chosen[memory], [a for a, _ in chosen[memory] if a.address is not None]
+        if placed:
+            floating = [item for item in floating if item[0].address is None]
         _check_addresses(machine, placed, memory)
         peak, at = _peak(floating)
         if memory == "sbuf":

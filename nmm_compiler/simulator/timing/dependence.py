@@ -353,7 +353,8 @@ class Dependences:
 
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""
-        self._book_all(storage)
+        if storage.put_off:
+            self._book_all(storage)
         pool.release(storage.size, storage.end)
         storage.pool = None
 

@@ -30,6 +30,7 @@ from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
 _US = 1e6
+_ON_CHIP = frozenset({"tensor", "vector", "scalar"})  # engines that do not reach HBM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -351,7 +352,7 @@ def _unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterat
             f"mixed DMA generators: {', '.join(sorted(queues))} are taken to issue independently"
         )
     open_engines = sum(
-        1 for i in trace.instructions if i.attributes.get("unset") and i.engine == "vector"
+        1 for i in trace.instructions if i.engine == "vector" and i.attributes.get("unset")
     )
     if open_engines:
         chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
@@ -418,7 +419,7 @@ def minimal_hbm_bytes(trace: Trace) -> int:
     written_first: set[int] = set()
     scratch: set[int] = set()
     for instruction in trace.instructions:
-        if instruction.engine == "tensor":
+        if instruction.engine in _ON_CHIP:
             continue
         for access in instruction.reads:
             if access.memory == "hbm":
