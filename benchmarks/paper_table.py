@@ -54,14 +54,7 @@ CONTEXTS = (512, 4096, 32768)
 PRICED = ("prediction/predict.py", "prediction/prices.py", "prediction/collectives.py",
           "prediction/tensor_parallel.py", "prediction/public_models.json",
           "targets/collective_time.py")  # fmt: skip
-DENSE_FAMILIES = ("matmul", "gated_mlp", "attention")
-# Families whose kernels decide a column. All of them add up what the passes make of the model.
-COLUMNS = {
-    "low": (*DENSE_FAMILIES, "lowrank", "lowrank_shared"),
-    "dense": DENSE_FAMILIES,
-    "tutorial": DENSE_FAMILIES,
-    "attention": ("attention",),
-}
+COLUMNS = ("low", "dense", "tutorial", "attention")
 
 
 @functools.cache
@@ -112,19 +105,27 @@ def attention_us(model: str, target: str, context: int, **setting: Any) -> float
 
 def code(row: Row) -> dict[str, str]:
     """Return digests of what decides a row's figures."""
-    return dict(_code(row["model"].partition("-")[0], row["target"], row["tp"], row["price"]))
+    return dict(_code(_kind(row), row["target"], row["tp"], row["price"]))
+
+
+def _kind(row: Row) -> str:
+    """Return a model whose layers are those of the row's."""
+    kind = row["model"].partition("-")[0]
+    return next(model for model in MODELS if model.startswith(kind))
 
 
 @functools.cache
-def _code(kind: str, target: str, tp: int, price: str) -> dict[str, str]:
-    """kind: how names of models that have the same layers begin."""
-    made_by = what_decides.templates if price == "simulated" else what_decides.chosen_by
-    found = {family: made_by(family) for family in COLUMNS["low"]}
+def _code(model: str, target: str, tp: int, price: str) -> dict[str, str]:
+    traced = what_decides.as_traced(model, tp)
+    families = traced.dense | traced.low
+    if price == "simulated":
+        found = {family: what_decides.templates(family) for family in families}
+    else:
+        found = {family: what_decides.closed_form(family, target) for family in families}
+    found["calls"] = traced.digest
     found["machine"] = what_decides.machine(target)
     package = what_decides.PACKAGE
     found["prediction"] = what_decides.of_files(package / name for name in PRICED)
-    one_of_kind = next(model for model in MODELS if model.startswith(kind))
-    found["calls"] = what_decides.as_traced(one_of_kind, tp)
     file, _, kernel = DENSE.rpartition(":")
     sources = map(inspect.getsource, (tutorial_us, tutorial_price, tutorial))
     texts = [*map(what_decides.meaning, sources), str(MOST_TOKENS)]
@@ -133,9 +134,17 @@ def _code(kind: str, target: str, tp: int, price: str) -> dict[str, str]:
     return found
 
 
+def families_of(row: Row) -> dict[str, frozenset[str]]:
+    """Return the families whose kernels decide each column."""
+    traced = what_decides.as_traced(_kind(row), row["tp"])
+    attention = frozenset({"attention"})
+    return {"low": traced.low | traced.dense, "dense": traced.dense, "tutorial": traced.dense,
+            "attention": attention}  # fmt: skip
+
+
 def decides(column: str, row: Row) -> tuple[str, ...]:
     """Return the names of the digests that decide a column of a row."""
-    names = (*COLUMNS[column], "machine", "prediction", "calls")
+    names = (*sorted(families_of(row)[column]), "machine", "prediction", "calls")
     if column == "tutorial":
         return (*names, "tutorial", "simulator")
     return (*names, "simulator") if row["price"] == "simulated" else names
@@ -167,7 +176,7 @@ def rows_of(job: tuple[Row, dict[float, Row | None]]) -> list[Row]:
     try:
         for ratio, stale in before.items():
             row: Row = dict(stale or {}) | setting | {"ratio": ratio}
-            columns = COLUMNS.keys() if stale is None else changed(stale).keys()
+            columns = COLUMNS if stale is None else changed(stale).keys()
             if "tutorial" in columns:
                 row["tutorial"] = times(tutorial(model, target, context=CONTEXT, **asked))
             if "attention" in columns:

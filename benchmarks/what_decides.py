@@ -7,7 +7,8 @@ kernel has digests of its own, so that a change of one kernel leaves the figures
     meaning(text)          what Python source does, as text
     simulator(beta_1)      the simulator: what it runs and what that costs
     machine(target)        the numbers of a target
-    chosen_by(family)      how a family's schedule is chosen, and its closed form
+    closed_form(family)    the closed form's figures of kernels of models
+    chosen_by(family)      how a family's schedule is chosen
     templates(family)      the same and the kernel that codegen specializes
     emitted(spec, ...)     the kernel that codegen writes today for a schedule
     foreign(file, name)    somebody else's kernel, with the functions that it calls
@@ -20,23 +21,34 @@ import ast
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from kernel_rows import MODELS, rank
 
 import nmm_compiler
 from nmm_compiler.codegen.emitted_file import kernel_source
+from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.prediction.meta_models import read_config
 from nmm_compiler.prediction.predict import model_phases, prepare
+from nmm_compiler.prediction.prices import with_weights
 from nmm_compiler.prediction.tensor_parallel import SPLITS
-from nmm_compiler.prediction.walk import Piece, walk
+from nmm_compiler.prediction.walk import walk
 from nmm_compiler.targets import get
 
 PACKAGE = Path(nmm_compiler.__file__).resolve().parent
 LENGTH = 8
+MODEL_TOKENS = (1, 8, 32, 128, 512, 2048)
 
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
@@ -106,15 +118,55 @@ def simulator(beta_1: bool = False, package: Path = PACKAGE) -> str:
 def machine(target: str, package: Path = PACKAGE) -> str:
     """Return the digest of a target's numbers."""
     chip = get(target)
-    words = ("summary", "instances", "sources")
+    words = ("summary", "instances", "sources", "absent_instructions")
     fields = (f.name for f in dataclasses.fields(chip) if f.name not in words)
     numbers = (f"{name}={getattr(chip, name)!r}" for name in fields)
     return digest(*numbers, of_files([package / "targets" / "base.py"], package))
 
 
 @functools.cache
+def closed_form(family: str, target: str) -> str:
+    """Return the digest of the closed form's figures of a family, for kernels of the six models.
+
+    It is of figures and not of code, since all of them take milliseconds to compute.
+    """
+    chip = get(target)
+    formats = ("bfloat16", "float8_e4m3") if chip.float8_kernels else ("bfloat16",)
+    specs = {with_weights(spec, name): None for spec in _of_models(family) for name in formats}
+    return digest(*(f"{estimate_us(spec, chip):.9g}" for spec in specs))
+
+
+def _of_models(family: str) -> Iterable[KernelSpec]:
+    """Yield kernels of a family as models launch them."""
+    if family == "attention":
+        for m, batch in ((1, 1), (1, 32), (128, 1), (2048, 1), (2048, 8)):
+            for context, heads, kv_heads, d in ((4096, 32, 8, 64), (32768, 16, 8, 128)):
+                reads = context if m == 1 else m
+                yield AttentionSpec(m=m, batch=batch, context=reads, heads=heads,
+                                    kv_heads=kv_heads, d=d)  # fmt: skip
+        return
+    for (hidden, wide), m, part in itertools.product(MODELS.values(), MODEL_TOKENS, (1, 4)):
+        n, r = wide // part, rank(hidden, wide)
+        for x in ("row", "col"):
+            if family == "gated_mlp":
+                yield GatedMLPSpec(m=m, k=hidden, n=n, r=r, x_layout=x)
+                yield GatedMLPSpec(m=m, k=hidden, n=n, r=0, x_layout=x)
+            elif family == "gated_mlp_up":
+                yield GatedMLPUpSpec(m=m, k=hidden, n=n, r=r, x_layout=x, out_layout="col")
+                yield GatedMLPUpSpec(m=m, k=hidden, n=n, r=0, x_layout=x, out_layout="col")
+            elif family == "lowrank_shared":
+                pairs = ((r, (n, n)), (r, (n,)))
+                yield LowRankSharedSpec(m=m, k=hidden, pairs=pairs, x_layout=x)
+            for k, out in ((hidden, n), (n, hidden)):
+                if family == "lowrank":
+                    yield LowRankSpec(m=m, k=k, r=r, n=out, x_layout=x)
+                elif family == "matmul":
+                    yield MatmulSpec(m=m, k=k, n=out, x_layout=x)
+
+
+@functools.cache
 def chosen_by(family: str, package: Path = PACKAGE) -> str:
-    """Return the digest of what ranks a family's schedules and gives their closed form."""
+    """Return the digest of the code that ranks and chooses a family's schedules."""
     return of_files(_imported(_starts(family, package), package), package)
 
 
@@ -131,8 +183,8 @@ def _folder(family: str) -> str:
 
 def _starts(family: str, package: Path) -> list[Path]:
     folder = package / "kernels" / _folder(family)
-    prices = (package / "codegen" / f"{name}.py" for name in ("choose", "estimate", "latency"))
-    return [folder / "spec.py", folder / "schedule.py", *prices]
+    choice = (package / "codegen" / f"{name}.py" for name in ("choose", "latency"))
+    return [folder / "spec.py", folder / "schedule.py", *choice]
 
 
 def _imported(start: Iterable[Path], package: Path) -> set[Path]:
@@ -201,22 +253,32 @@ def foreign(file: Path, name: str) -> str:
     return digest(*(_text(known[one]) for one in sorted(found)))
 
 
+class Traced(NamedTuple):
+    """What the passes make of a model: a digest, and the families of kernels in it.
+
+    dense, low: of the dense model, and of that with low-rank factors.
+    """
+
+    digest: str
+    dense: frozenset[str]
+    low: frozenset[str]
+
+
 @functools.cache
-def as_traced(model: str, tp: int, target: str = "trn1") -> str:
-    """Return the digest of the kernels and regions that the passes make of a model's layer.
+def as_traced(model: str, tp: int, target: str = "trn1") -> Traced:
+    """Return which kernels and regions the passes make of a model's layer.
 
     Dense, and with factors of a tenth fewer parameters in its MLPs; a prompt and a token.
     """
     setting = {"prompt": 128, "context": 512, "batch": 1}
     factors = {"ratio": 0.1, "rank": None, "include": ["mlp"], "exclude": None}
-    texts = []
+    texts: list[str] = []
+    families: dict[bool, set[str]] = {False: set(), True: set()}
     for low, split in ((None, SPLITS[0]), *((factors, split) for split in SPLITS)):
         made = prepare(read_config(model), low, "bfloat16", split, tp).model
         for phase in model_phases(made, setting, None):
-            texts += map(_piece_text, walk(made, phase.inputs(), target))
-    return digest(*texts)
-
-
-def _piece_text(piece: Piece) -> str:
-    ways = [[str(spec) for spec in way] for way in piece.ways]
-    return f"{dataclasses.replace(piece, ways=())} {ways}"
+            for piece in walk(made, phase.inputs(), target):
+                ways = [[str(spec) for spec in way] for way in piece.ways]
+                texts.append(f"{dataclasses.replace(piece, ways=())} {ways}")
+                families[low is not None] |= {spec.family for way in piece.ways for spec in way}
+    return Traced(digest(*texts), frozenset(families[False]), frozenset(families[True]))
