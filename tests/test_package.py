@@ -85,7 +85,7 @@ def test_an_editable_install_is_a_path_and_the_sdist_holds_tests_and_docs(built)
 @pytest.mark.long
 def test_pyright_resolves_an_editable_install(built, tmp_path):
     """basedpyright is pyright in a package of PyPI, with its own Node."""
-    checker = pytest.importorskip("basedpyright", reason="extra types: basedpyright")
+    checker = pytest.importorskip("basedpyright", reason="extra dev: basedpyright")
     _, wheel, _ = built
     venv.create(tmp_path / "venv")
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
