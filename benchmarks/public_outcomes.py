@@ -38,6 +38,8 @@ EXPLAINED = (
     ("comparison, nl.equal of nisa.tensor_scalar depend on memory",
      "with fewer positions than a batch holds, cross_entropy_backward compares targets that "
      "nothing wrote; it stores no result of theirs", True),
+    ("The size of tensor a (384) must match the size of tensor b (3)",
+     "the library's own torch reference multiplies 384 columns by 3 scales", False),
     ("slice 0:0 of dimension 0 of tensor 'targets_hbm'",
      "NkiTensor.slice: start < end; one token leaves an empty slice to the first of two cores",
      True),
