@@ -33,8 +33,8 @@ EXPLAINED = (
      "the test's kernel stores partitions between the scales, which nisa.quantize_mx does not "
      "write, and expects 0 there", True),
     ("'inp_qtz_cur_t' (128, 1, 4)",
-     "with an intermediate size below 512 the kernel quantizes rows that nothing wrote, and "
-     "multiplies them by zeros", True),
+     "with selected experts and an intermediate size of 64 the kernel quantizes rows that nothing "
+     "wrote, and contracts over them", True),
     ("comparison, nl.equal of nisa.tensor_scalar depend on memory",
      "with fewer positions than a batch holds, cross_entropy_backward compares targets that "
      "nothing wrote; it stores no result of theirs", True),
