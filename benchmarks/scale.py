@@ -193,52 +193,29 @@ def part_ray(jobs: int) -> dict[str, Any]:
     from nmm_compiler.codegen.on_ray import RayExecutor
     from nmm_compiler.codegen.tune import tune
 
-    specs = tuned_specs()
     with empty_cache():
-        found, alone = watched(1, 0, lambda where, step: tune(specs, executor=where, progress=step))
-    serial, killed = choices(found), list[int]()
+        serial = choices(tune(tuned_specs(), jobs=1))
+    killed: list[int] = []
     workers = max(3, jobs)
 
     def kill(said: str, done: int, known: int) -> None:
         busy = ray_workers(os.getpid())
-        if len(killed) < 3 and done > 15 * (1 + len(killed)) and busy:
+        if len(killed) < 3 and done > 40 * (1 + len(killed)) and busy:
             os.kill(busy[0], signal.SIGKILL)
             killed.append(busy[0])
 
     with empty_cache(), RayExecutor(cores=workers) as executor:
-        made = tune(specs, executor=executor, progress=kill)
-    cpu: dict[int, float] = {}
-
-    def watch(said: str, done: int, known: int) -> None:
-        for pid in ray_workers(os.getpid(), "ray::"):
-            cpu[pid] = max(cpu.get(pid, 0.0), cpu_of(pid))
-
-    with empty_cache(), RayExecutor(cores=jobs) as executor:
-        tune(specs[:1], executor=executor)  # its workers have started
-        start, own = time.monotonic(), time.process_time()
-        watch("", 0, 0)
-        before = dict(cpu)
-        again = tune(specs, executor=executor, progress=watch)
-        watch("", 0, 0)
-        took, caller = time.monotonic() - start, time.process_time() - own
-    each = [seconds - before.get(pid, 0.0) for pid, seconds in cpu.items()]
-    many = {
-        "wall s": took, "busiest worker CPU s": max(each, default=0.0),
-        "all CPU s": sum(each) + caller,
-    }  # fmt: skip
+        made = tune(tuned_specs(), executor=executor, progress=kill)
     return {
         "schedules": sum(one.candidates for one in made), "workers": workers,
         "killed": len(killed),
-        "lost": sum(a != b or a != c for a, b, c in zip(
-            serial, choices(made), choices(again), strict=True)),
+        "lost": sum(a != b for a, b in zip(serial, choices(made), strict=True)),
         "duplicated": sum(one.simulated - one.candidates for one in made),
-        "one worker": rounded(alone), f"Ray, {jobs} workers": rounded(many),
-        "caller CPU s of it": round(caller, 2), "speed-up": speed_up(alone, many, jobs),
     }  # fmt: skip
 
 
-def ray_workers(root: int, begins: str = "ray::time_sched") -> list[int]:
-    """Return the Ray workers below a process whose title begins so: those that time schedules."""
+def ray_workers(root: int) -> list[int]:
+    """Return the Ray workers below a process that time schedules now."""
     parents: dict[int, int] = {}
     busy = []
     for folder in Path("/proc").iterdir():
@@ -250,7 +227,7 @@ def ray_workers(root: int, begins: str = "ray::time_sched") -> list[int]:
         except OSError:
             continue
         parents[int(folder.name)] = int(stat[1])
-        if command.startswith(begins):
+        if command.startswith("ray::time_sched"):
             busy.append(int(folder.name))
 
     def below(pid: int) -> bool:
