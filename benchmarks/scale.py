@@ -200,7 +200,7 @@ def part_ray(jobs: int) -> dict[str, Any]:
 
     def kill(said: str, done: int, known: int) -> None:
         busy = ray_workers(os.getpid())
-        if len(killed) < 3 and done > 40 * (1 + len(killed)) and busy:
+        if len(killed) < 3 and done > 15 * (1 + len(killed)) and busy:
             os.kill(busy[0], signal.SIGKILL)
             killed.append(busy[0])
 
