@@ -6,10 +6,11 @@ when constants were chosen, those "held out" were not; the split was fixed first
 does not name are taken as listed there.
 
     python benchmarks/models.py [--only calibrate|"held out"|apart|layers] [--json FILE]
-        [--library nki-library]
+        [--price closed_form] [--library nki-library]
 
-`--library`, a clone of aws-neuron/nki-library, adds a dense layer of its kernels beside ours
-(library_layer.py).
+`--price closed_form` takes the passes' closed form of every kernel instead of the simulator, in
+seconds a run. `--library`, a clone of aws-neuron/nki-library, adds a dense layer of its kernels
+beside ours (library_layer.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from nmm_compiler.codegen.latency import PRICES
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
 
@@ -28,7 +30,7 @@ TARGETS = {"inf2": "trn1"}  # the same NeuronCore-v2
 MEAN_BAR, WORST_BAR = 0.20, 0.40
 
 
-def predicted(run: dict[str, Any]) -> ModelPrediction:
+def predicted(run: dict[str, Any], price: str = "simulated") -> ModelPrediction:
     """Return the prediction of a published run."""
     return predict(
         run["model"],
@@ -39,6 +41,7 @@ def predicted(run: dict[str, Any]) -> ModelPrediction:
         tp=run["tp"],
         lnc=run["lnc"],
         weights=run["weights"],
+        price=price,
     )
 
 
@@ -56,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print one line a run and the bars; return 1 where the held-out runs miss them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("calibrate", "held out", "apart", "layers"))
+    parser.add_argument("--price", choices=tuple(PRICES), default="simulated")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--library", type=Path, help="a clone of aws-neuron/nki-library")
     given = parser.parse_args(arguments)
@@ -67,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     for run in json.loads(RUNS.read_text(encoding="utf-8")):
         if given.only not in (None, run["use"]):
             continue
-        made = predicted(run)
+        made = predicted(run, given.price)
         assert made.tpot_us is not None
         row = {
             **run,
