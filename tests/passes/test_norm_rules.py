@@ -129,6 +129,16 @@ def test_either_side_of_the_sum(turned):
     assert "aten.add" not in result.graph_module.code
 
 
+def test_a_norm_that_many_tokens_would_wait_for_stays():
+    """The first product waits for all of x, which costs more than a pass over HBM."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.RMSNorm(2048, eps=1e-5), Factors(2048, 512, 2048)).eval()
+    few, many = (rewrite(module, (torch.randn(m, 2048),), options=ON) for m in (1, 512))
+    assert kinds(few) == ["lowrank", "norm"]
+    assert kinds(many) == ["lowrank"]
+    assert [d.code for d in many.declined] == ["slower"]
+
+
 def test_off_by_default():
     assert kinds(rewrite(Block(LlamaNorm()).eval(), (X,))) == ["shared_x"]
 

@@ -89,6 +89,17 @@ def call_us(c: Canonical, call: KernelCall, change: KernelChange) -> float | Non
         return None  # symbolic sizes, or no legal schedule
 
 
+def wait_us(chip: Target, tokens: int, k: int, item_bytes: int) -> float:
+    """Return the microseconds for which the first product waits for a norm of x, at most.
+
+    A block of up to 512 tokens arrives, and three passes of VectorE go over it. The closed form
+    counts work alone; a simulated price has the wait in it.
+    """
+    block = min(tokens, 512)
+    arrives = block * k * item_bytes / chip.memory_bytes_per_second
+    return (arrives + 3 * block * (k / chip.partitions) / chip.vector_clock_hz) * _US
+
+
 def pass_us(chip: Target, moved_bytes: float) -> float:
     """Return the microseconds of an elementwise pass over so many bytes in HBM.
 
