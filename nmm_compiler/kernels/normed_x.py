@@ -44,8 +44,13 @@ def check_norm(spec: Any) -> None:
         object.__setattr__(spec, "norm_eps", 1e-6)
     elif spec.fp8:
         raise SpecError(
-            f"{spec.family}: norm={spec.norm!r} makes x of other values than its fp8 scale was "
-            "calibrated for; make the norm before the kernel, or use dtype bfloat16"
+            f"{spec.family}: norm={spec.norm!r} takes plain operands, and dtype is {spec.dtype}; "
+            "make the norm before the kernel, or use dtype bfloat16"
+        )
+    if getattr(spec, "tp_axis", "") and (spec.norm != "none" or spec.residual):
+        raise SpecError(
+            f"{spec.family}: norm and residual go with one rank, and tp_axis is {spec.tp_axis!r}; "
+            "make the norm before the kernel, and add the residual behind it"
         )
     if spec.norm_bias and spec.norm == "rms":
         raise SpecError(f"{spec.family}: an rms norm has no bias; drop norm_bias")

@@ -46,14 +46,6 @@ def check_ranks(spec: Any) -> None:
             f"lowrank: tp_axis {spec.tp_axis!r} sums the low-rank product alone, and a norm takes "
             f"whole sums; base is {spec.base}, inner_norm {spec.inner_norm}: use 'columns'"
         )
-    if (spec.norm != "none" and spec.tp_axis == "rows") or (
-        spec.residual and spec.tp_axis != "rows"
-    ):
-        raise SpecError(
-            f"lowrank: tp_axis {spec.tp_axis!r} with norm {spec.norm!r} and residual "
-            f"{spec.residual}: 'rows' cuts the features that a norm needs, and the other axes the "
-            "result; compute the norm before the kernel, add the residual after it"
-        )
     if spec.tp_axis == "rank" and spec.activation != "identity":
         raise SpecError(
             f"lowrank: tp_axis 'rank' sums y, and activation {spec.activation!r} of a sum is no "
