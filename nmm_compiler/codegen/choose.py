@@ -1,7 +1,8 @@
 """Chooses how a kernel runs: candidates -> legal -> closed-form cost -> simulated -> the least.
 
 `choose` returns the best legal schedules in order; `build_kernel` takes the first. There is no
-table of sizes: a family yields candidates, and the target decides which are legal.
+table of sizes: a family yields candidates, and the target decides which are legal. Of a small
+kernel, one size of the best schedule is then changed at a time, as long as that makes it faster.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ SIMULATED_CANDIDATES = 6
 SMALL_INSTRUCTIONS = 36_000
 SMALL_CANDIDATES = 24
 SHOWN = 12
+# Steps from the best candidate: only of kernels so small that several are timed in half a second.
+STEPPED_INSTRUCTIONS = 18_000
+STEPPED_SCHEDULES = 72
+# A step has to gain this share, and all of them together that of another schedule; a step that the
+# closed form prices so much higher is not timed.
+LEAST_GAIN = 0.003
+GAIN_OF_ANOTHER = 0.02
+PRICED_HIGHER = 1.25
 # A compiler that keeps program order may cost a kernel a twentieth; what it costs more is charged.
 IN_ORDER_SHARE = 0.05
 # Two cores share an HBM stack. A twentieth of the DMA time is added to a schedule's cost, so that
@@ -87,14 +96,72 @@ def search(spec: KernelSpec, target: Target, budget: int, timing: Timing) -> tup
         if tried and spent + choice.instructions > limit:
             break
         spent += choice.instructions
-        if len(ranked) > 1:
+        if len(ranked) > 1 or choice.instructions < STEPPED_INSTRUCTIONS:
             latency, count, in_order = timing(spec, choice.schedule, target)
             choice = dataclasses.replace(
                 choice, simulated_us=latency, in_order_us=in_order, instructions=count
             )
         tried.append(choice)
     tried.sort(key=functools.partial(preference, budget=budget))
+    if tried[0].simulated_us is not None:
+        better = _stepped(spec, target, budget, tried, timing)
+        return tuple(better + tried + ranked[len(tried) : SHOWN - len(better)])
     return tuple(tried + ranked[len(tried) : SHOWN])
+
+
+def _stepped(
+    spec: KernelSpec, target: Target, budget: int, tried: list[Choice], timing: Timing
+) -> list[Choice]:
+    """Return what changing one field at a time of the best schedule leads to; empty if nothing.
+
+    A field that improves is changed on; it ends when no field does, or enough were timed. Program
+    order may cost what it may cost a kernel.
+    """
+    first = tried[0]
+    if not isinstance(first.schedule, KernelSchedule):
+        return []
+    best, seen = first, {choice.schedule for choice in tried}
+    part = spec.share(best.schedule.split)
+    room = min(STEPPED_SCHEDULES, STEPPED_INSTRUCTIONS // max(1, best.instructions))
+    moved = room >= STEPPED_SCHEDULES // 6
+    while moved:
+        moved = False
+        for name in best.schedule.fields_to_vary(part):
+            for schedule in best.schedule.steps(name, part):
+                choice = _legal_step(spec, schedule, target, budget, seen)
+                if not room or choice is None or choice.cost_us > PRICED_HIGHER * best.cost_us:
+                    continue
+                room -= 1
+                free, count, kept = timing(spec, choice.schedule, target)
+                choice = dataclasses.replace(
+                    choice, simulated_us=free, in_order_us=kept, instructions=count
+                )
+                ordered = kept <= (1.0 + IN_ORDER_SHARE) * free
+                if ordered and _gains(choice, best, LEAST_GAIN, budget):
+                    best, moved = choice, True
+    return [best] if _gains(best, first, GAIN_OF_ANOTHER, budget) else []
+
+
+def _gains(choice: Choice, other: Choice, share: float, budget: int) -> bool:
+    """Return whether a schedule that was timed costs so much less than another."""
+    late, least = preference(other, budget)[:2]
+    return preference(choice, budget)[:2] < (late, (1.0 - share) * least)
+
+
+def _legal_step(
+    spec: KernelSpec, schedule: Any, target: Target, budget: int, seen: set[Any]
+) -> Choice | None:
+    """Return a schedule that was not seen before with its price; None if it is illegal."""
+    schedule = schedule.ordered(spec, target)
+    if schedule in seen:
+        return None
+    seen.add(schedule)
+    try:
+        schedule.check(spec, target)
+    except (CapacityError, SpecError):
+        return None
+    choice = priced(spec, schedule, target)
+    return choice if choice.instructions <= budget else None
 
 
 def preference(choice: Choice, budget: int) -> tuple[bool, float, float]:

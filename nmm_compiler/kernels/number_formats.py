@@ -67,6 +67,12 @@ def pitch(free: int, aligned: bool) -> int:
     return 16 * tiles(free, 16) if aligned else free
 
 
+def x_pitch(tokens: int, double_row: bool, load: str) -> int:
+    """Return elements of x in SBUF for each tile, with a copy of what arrives packed."""
+    packed = tokens if double_row and tokens < 16 else 0
+    return pitch(tokens, double_row or load == "dma") + packed
+
+
 def passes(rows: int, chunk: int, double_row: bool) -> int:
     """Return TensorE passes over a contraction of `rows`, loaded `chunk` rows at a time."""
     if not double_row:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Self, cast
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.number_formats import check_double_row
-from nmm_compiler.kernels.tiling import LOADED, LOADS, ORDERS, turned_loads
+from nmm_compiler.kernels.tiling import LOADED, LOADS, ORDERS, tiles, turned_loads
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
@@ -179,6 +179,40 @@ class KernelSchedule(Record):
         made = {f"{name}.load": spec.layout_of(name) == "row" for name in weights}
         return {"x.load": spec.x_layout == "col", **made}
 
+    def fields_to_vary(self, spec: Any) -> tuple[str, ...]:
+        """Return the fields whose values `steps` varies, those that matter most first."""
+        sizes = list(self.sizes(spec))
+        chunks = [name for name in sizes if name.endswith("chunk")]
+        others = [name for name in sizes if name not in chunks]
+        weights = [name for name in self.operands() if name != "x"] if spec.m > 128 else []
+        residents = [f"{name}.resident" for name in weights]
+        return (*chunks, *others, *self.psum_banks(spec), *residents)
+
+    def steps(self, name: str, spec: Any) -> Iterator[Self]:
+        """Yield schedules in which one field is somewhat smaller or larger, legal or not.
+
+        Sizes are halved, doubled, and changed by half. Loads of x hold whole loads of weights.
+        """
+        now, sizes = attrgetter(name)(self), self.sizes(spec)
+        if isinstance(now, bool):
+            yield self.changed({name: not now})
+            return
+        if name not in sizes:  # tiles that are summed together
+            yield from (self.changed({name: now + by}) for by in (-1, 1) if now + by)
+            return
+        whole = tiles(sizes[name], 128)
+        count = min(tiles(now, 128), whole)
+        for other in sorted({count // 2, 3 * count // 4, 3 * count // 2, 2 * count}):
+            value = 128 * min(other, whole)
+            if value in (0, now):
+                continue
+            changes = {name: value}
+            if name.endswith("chunk") and name != "x.chunk":
+                if self.x.chunk == now:  # both operands arrive alike
+                    yield self.changed({name: value, "x.chunk": value})
+                changes["x.chunk"] = value * tiles(self.x.chunk, value)
+            yield self.changed(changes)
+
     def check(self, spec: Any, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         spec = spec.share(self.split)
@@ -335,9 +369,11 @@ class LoopedSchedule(KernelSchedule):
         """Return the schedule as the kernel of `spec` reads it.
 
         In a loop on the device the address of x is known at run time, and its DMA transposes take
-        16 rows: "dma16".
+        16 rows: "dma16". Double rows are 16 elements apart: fewer tokens arrive "packed".
         """
         made = super().settled(spec).changed({"k_segment": self.segment(spec)})
+        if self.double_row and spec.m < 16 and self.x.load == "rows":
+            return made.changed({"x.load": "packed"})
         return made.changed({"x.load": "dma16"} if self.m_loop and self.x.load == "dma" else {})
 
     def check_own(self, spec: Any, target: Target) -> None:

@@ -73,10 +73,10 @@ def turned_loads(dtype: str, target: Target) -> list[str]:
 
 
 def x_loads(m: int, layout: str, dtype: str, target: Target) -> list[str]:
-    """Return the ways to load x; few tokens come in short runs without a transpose."""
+    """Return the ways to load x; few tokens may come in short runs, without a transpose."""
     if layout == "col":
         return ["rows"]
-    if m <= 4:
+    if m == 1:
         return ["strided"]
     return (["strided"] if m <= 32 else []) + turned_loads(dtype, target)
 
@@ -125,7 +125,14 @@ def result_tiles(m: int, n: int, *, rows: bool, panel: int = 512) -> tuple[int, 
     if rows:
         columns = min(512, n, panel)
         return tiles(m, 128) * tiles(n, columns), columns
-    return tiles(n, 128) * tiles(m, 512), min(512, m)
+    count, columns = moves(m)
+    return tiles(n, 128) * count, columns
+
+
+def moves(m: int) -> tuple[int, int]:
+    """Return (how often, columns): tokens move past stationary weights in about equal parts."""
+    count = tiles(m, 512)
+    return count, min(m, 16 * tiles(tiles(m, count), 16))
 
 
 def normed_bytes(spec: Any, tokens: int, panel: int, size: int) -> dict[str, int]:

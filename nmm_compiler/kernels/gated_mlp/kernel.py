@@ -25,6 +25,7 @@ from ..pieces.loads_and_stores import (
     times,
 )
 from ..pieces.norms import feature_columns, load_normed
+from ..pieces.packed_loads import load_packed
 from ..pieces.product_in_sbuf import project, project_segment
 from ..pieces.product_to_hbm import expand_columns, expand_rows
 from ..pieces.records import (
@@ -36,6 +37,7 @@ from ..pieces.records import (
     Kept,
     Norm,
     Panels,
+    Part,
     Product,
     Projection,
     Result,
@@ -303,7 +305,12 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule, core):
     pitch = (at.tokens + 15) // 16 * 16 if double_row or turned else at.tokens
     kept_pitch = (at.tokens + 15) // 16 * 16 if kept_row else at.tokens
     x_sb = nl.ndarray((128, (k + 127) // 128, pitch), dtype=x.dtype, buffer=nl.sbuf)
-    load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, order, mlp.norm)
+    if schedule.x.load == "packed":
+        for k0 in range(0, k, schedule.x.chunk):
+            part = Part(x, k0, min(schedule.x.chunk, k - k0), at.m0, at.tokens)
+            load_packed(x_sb, k0 // 128, part, order, k)
+    else:
+        load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, order, mlp.norm)
     gate_tiles = (spec.gate_r + 127) // 128
     up_tiles = (spec.up_r + 127) // 128
     unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)

@@ -16,6 +16,7 @@ from nmm_compiler.kernels.number_formats import (
     pitch,
     row_modes,
     scale_bytes,
+    x_pitch,
 )
 from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
@@ -28,6 +29,7 @@ from nmm_compiler.kernels.tiling import (
     flat_bytes,
     free_banks,
     item_bytes,
+    moves,
     normed_bytes,
     result_elements,
     result_tiles,
@@ -106,7 +108,7 @@ class GatedMLPSchedule(LoopedSchedule):
         rows = spec.out_layout == "row"
         k_segment, n_segment = self.segments(spec)
         turned = self.v.load == "dma"
-        x_row = pitch(tokens, pairs or self.x.load == "dma") * item_bytes(spec.x_format)
+        x_row = x_pitch(tokens, pairs, self.x.load) * item_bytes(spec.x_format)
         held = {"x": k_tiles * x_row, "active": 4 * 512}
         if spec.down or not rows:
             held["active"] = result_elements(panel, tokens, rows=False) * 4
@@ -178,9 +180,10 @@ class GatedMLPSchedule(LoopedSchedule):
         held = self.sbuf_bytes(spec)
         kept = ("h",) if self.segments(spec)[1] == spec.n else ("h", "h")
         twice = ("v", "down", "active", "sum")
+        dense = () if (spec.rank("gate") and spec.rank("up")) or spec.m > self.m_block else ("x",)
         times = (
             ("x", "u", "u", "p", "parts", "norm"),
-            ("p", "p_down", "parts_down", *kept, *twice, *twice),
+            (*dense, "p", "p_down", "parts_down", *kept, *twice, *twice),
             ("h", "p_down", "out", "out", "residual", "residual"),
         )
         last = 2 if spec.down else 1
@@ -213,6 +216,10 @@ class GatedMLPSchedule(LoopedSchedule):
         super().check_own(spec, target)
         if len({self.u.load, self.v.load, self.down.load, self.out.load}) > 1:
             raise SpecError("schedule: all weights of a gated MLP are loaded alike")
+        if any(operand.resident for operand in self.operands().values()):
+            raise SpecError(
+                "schedule: a gated MLP loads its weights for each block of tokens; drop resident"
+            )
         if spec.intermediates():
             check_widened("v.load", self.v.load, spec)
         self._check_segments(spec)
@@ -389,7 +396,7 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
     size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
     x_size = item_bytes(spec.x_format)
     pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
-    m, moving = spec.m, min(512, spec.m)
+    m, moving = spec.m, moves(spec.m)[1]
     m_blocks, m_moves = tiles(m, schedule.m_block), tiles(m, 512)
     tokens = min(schedule.m_block, m)
     tally = Tally()

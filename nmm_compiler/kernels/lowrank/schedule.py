@@ -17,6 +17,7 @@ from nmm_compiler.kernels.number_formats import (
     row_modes,
     scale_bytes,
     sum_bytes,
+    x_pitch,
 )
 from nmm_compiler.kernels.over_ranks import exchanged_dtype
 from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
@@ -30,6 +31,7 @@ from nmm_compiler.kernels.tiling import (
     flat_bytes,
     free_banks,
     item_bytes,
+    moves,
     normed_bytes,
     result_elements,
     result_tiles,
@@ -106,7 +108,7 @@ class LowRankSchedule(LoopedSchedule):
         u_tiles = tiles(self.u.chunk, 128) if self.u.stream else segment_tiles
         rows = spec.out_layout == "row"
         held = {
-            "x": x_tiles * pitch(tokens, pairs or self.x.load == "dma") * x_size,
+            "x": x_tiles * x_pitch(tokens, pairs, self.x.load) * x_size,
             "u": u_tiles * pitch(u_columns, pairs or self.u.load == "dma") * size,
             "p": r_tiles * pitch(tokens, second) * p_size,
             "v": r_tiles * pitch(v_columns, second or self.v.load == "dma") * v_size,
@@ -388,7 +390,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     tally, few = Tally(), m_blocks == 1
     rows = spec.out_layout == "row"
     tally.matmuls.append(
-        (passes(k, schedule.u.chunk, pairs) * r_tiles * tiles(m, 512), min(512, m))
+        (passes(k, schedule.u.chunk, pairs) * r_tiles * tiles(m, 512), moves(m)[1])
     )
     # sums that are added in SBUF leave PSUM through VectorE alone
     tally.evictions.append((r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m)))
@@ -424,7 +426,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     x_at_once = tiles(min(schedule.x.chunk, k), 128) if long_runs else 1
     x_run = tokens * x_size * (x_at_once if tokens == m else 1)
     if schedule.x.load == "strided":
-        x_run = x_at_once * x_size
+        x_run = x_at_once * x_size if m == 1 else x_size  # in SBUF the tokens are side by side
     loads = [
         (schedule.x.load, m * k * x_size, tiles(k, schedule.x.chunk) * m_blocks, x_run, m, 1,
          x_size),

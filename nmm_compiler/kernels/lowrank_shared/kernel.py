@@ -310,13 +310,14 @@ def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled):
     """Add a tile of the contraction to the sums of one u's columns; the last one rounds them."""
     # t0: the first tile of the strip that the sums become
     m_tiles = (tokens + 511) // 512
+    m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
     at = part.p_tile - t0
     for c in range(0, part.columns, 128):
         rp = min(128, part.columns - c)
         first = part.first + c
         for mt in range(m_tiles):
-            ms = 512 * mt
-            mw = min(512, tokens - ms)
+            ms = m_step * mt
+            mw = min(m_step, tokens - ms)
             nisa.nc_matmul(
                 dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
                 stationary=part.u_sb[0 : part.rows, part.u_tile, first : first + rp],
@@ -327,8 +328,8 @@ def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled):
         for c in range(0, part.columns, 128):
             rp = min(128, part.columns - c)
             for mt in range(m_tiles):
-                ms = 512 * mt
-                mw = min(512, tokens - ms)
+                ms = m_step * mt
+                mw = min(m_step, tokens - ms)
                 s = (at + c // 128) * m_tiles + mt
                 evict(p_sb[0:rp, part.p_tile + c // 128, ms : ms + mw], sums[s][0:rp, 0:mw], s)
 

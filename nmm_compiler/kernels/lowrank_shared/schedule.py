@@ -29,6 +29,7 @@ from nmm_compiler.kernels.tiling import (
     flat_bytes,
     free_banks,
     item_bytes,
+    moves,
     normed_bytes,
     result_elements,
     result_tiles,
@@ -353,13 +354,13 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
     if spec.wide and schedule.v.load == "rows":
         v_size = 4  # the load widens it
     pairs, kept = schedule.double_row, schedule.double_row and spec.requantized
-    m, k, moves = spec.m, spec.k, tiles(spec.m, 512)
-    moving, tokens = min(512, m), min(schedule.m_block, m)
+    m, k, tokens = spec.m, spec.k, min(schedule.m_block, spec.m)
+    times_moved, moving = moves(m)
     m_blocks = tiles(m, schedule.m_block)
     r_tiles = sum(tiles(r, 128) for r in spec.ranks)
     tally = Tally()
-    tally.matmuls.append((passes(k, schedule.k_chunk, pairs) * r_tiles * moves, moving))
-    tally.evictions.append((r_tiles * moves, moving))
+    tally.matmuls.append((passes(k, schedule.k_chunk, pairs) * r_tiles * times_moved, moving))
+    tally.evictions.append((r_tiles * times_moved, moving))
     second: list[tuple[int, int]] = []
     tally_normed(tally, spec, tokens, m_blocks, (0, 0))
 
@@ -375,7 +376,7 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
     x_deep = tiles(schedule.x.chunk, 128) if long_runs else 1
     x_run = tokens * x_size * (x_deep if tokens == m else 1)
     if schedule.x.load == "strided":
-        x_run = x_deep * x_size
+        x_run = x_deep * x_size if m == 1 else x_size  # in SBUF the tokens are side by side
     load(schedule.x.load, k, m, schedule.x.chunk, tokens, x_run, 1, x_size)
     for r, rows in zip(spec.ranks, schedule.chunks_of(spec), strict=True):
         at_once = tiles(rows, 128) if long_runs else 1

@@ -27,6 +27,7 @@ from ..pieces.loads_and_stores import (
     store_rows,
 )
 from ..pieces.norms import feature_columns, load_normed
+from ..pieces.packed_loads import load_packed
 from ..pieces.records import (
     Block,
     Chunks,
@@ -352,7 +353,10 @@ def load_chunk(tile, operand: Chunks, k0, run: Contraction):
     """Load a chunk of an operand, from row k0 of the run."""
     rows = min(operand.plan.chunk, run.depth - k0)
     part = Part(operand.source, run.first + k0, rows, operand.column, operand.columns)
-    load(tile, 0, part, operand.plan.load, run.order, run.total)
+    if operand.plan.load == "packed":
+        load_packed(tile, 0, part, run.order, run.total)
+    else:
+        load(tile, 0, part, operand.plan.load, run.order, run.total)
 
 
 def add_up(totals, sums, patch: Patch, begin):

@@ -16,6 +16,7 @@ from nmm_compiler.kernels.number_formats import (
     row_modes,
     scale_bytes,
     sum_bytes,
+    x_pitch,
 )
 from nmm_compiler.kernels.schedule import SHORT_TAIL, LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
@@ -110,7 +111,7 @@ class MatmulSchedule(LoopedSchedule):
         w_tiles = tiles(min(self.w.chunk, spec.k), 128) if self.one_pass(spec) else k_tiles
         w_columns = spec.n if self.w.resident else panel
         held = {
-            "x": k_tiles * pitch(tokens, self.double_row or self.x.load == "dma") * x_size,
+            "x": k_tiles * x_pitch(tokens, self.double_row, self.x.load) * x_size,
             "w": w_tiles * pitch(w_columns, self.double_row or self.w.load == "dma") * size,
             "y": result_elements(patch_outputs, patch_tokens, rows=rows) * y_size,
         }
@@ -292,7 +293,8 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     ):  # fmt: skip
         rows = min(schedule.w.chunk, k) * each
         turned = k_tiles * tiles(free, 128), k_chunks * tiles(free, 128), rows
-        run = at_once * each if how == "strided" else run
+        if how == "strided":  # in SBUF the tokens are side by side
+            run = at_once * each if m == 1 else each
         tally.load(how, k * free * each, count, run, turned)
     first = min(schedule.w.chunk, k)
     last = passes(first, first, schedule.double_row) * in_patch

@@ -46,6 +46,7 @@ def gate_columns(
 ):
     """Compute rows of h^T: weights stationary, tokens moving."""
     m_tiles = (at.tokens + 511) // 512
+    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
     gate_panels = []
     up_panels = []
     for n0 in range(
@@ -82,8 +83,8 @@ def gate_columns(
                 nw = min(128, columns - 128 * (n1 + i))
                 nt = n0 // 128 + n1 + i
                 for mt in range(m_tiles):
-                    ms = 512 * mt
-                    mw = min(512, at.tokens - ms)
+                    ms = m_step * mt
+                    mw = min(m_step, at.tokens - ms)
                     gate_sum = gates[i * m_tiles + mt][0:nw, 0:mw]
                     finish_columns(
                         active_sb[0:nw, n1 + i, ms : ms + mw], gate_sum, gate.epilogue, nt, 1
@@ -98,8 +99,8 @@ def gate_columns(
                 nw = min(128, columns - 128 * (n1 + i))
                 nt = n0 // 128 + n1 + i
                 for mt in range(m_tiles):
-                    ms = 512 * mt
-                    mw = min(512, at.tokens - ms)
+                    ms = m_step * mt
+                    mw = min(m_step, at.tokens - ms)
                     active = active_sb[0:nw, n1 + i, ms : ms + mw]
                     y_tile = y_sb[0:nw, n1 + i, ms : ms + mw]
                     if kept.keep and kept.requantize:
@@ -147,6 +148,7 @@ def multiply(dst, up_sum, active, epilogue: Epilogue, tile):
 def sum_columns(sums, w_sb, branch: Branch, plan: Operand, group: Group, tokens):
     """Sum (s w)^T into a group of PSUM tiles, outputs on the partitions."""
     m_tiles = (tokens + 511) // 512
+    m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16
     for k0 in range(0, branch.product.k, plan.chunk):
         rows = min(plan.chunk, branch.product.k - k0)
         pairs = rows // 256 if branch.product.double_row else 0
@@ -156,8 +158,8 @@ def sum_columns(sums, w_sb, branch: Branch, plan: Operand, group: Group, tokens)
                 ns = 128 * (group.first + i)
                 nw = min(128, group.columns - ns)
                 for mt in range(m_tiles):
-                    ms = 512 * mt
-                    mw = min(512, tokens - ms)
+                    ms = m_step * mt
+                    mw = min(m_step, tokens - ms)
                     nisa.nc_matmul(
                         dst=sums[i * m_tiles + mt][0:nw, 0:mw],
                         stationary=w_sb[0:128, kt : kt + 2, ns : ns + nw],
@@ -171,8 +173,8 @@ def sum_columns(sums, w_sb, branch: Branch, plan: Operand, group: Group, tokens)
                 ns = 128 * (group.first + i)
                 nw = min(128, group.columns - ns)
                 for mt in range(m_tiles):
-                    ms = 512 * mt
-                    mw = min(512, tokens - ms)
+                    ms = m_step * mt
+                    mw = min(m_step, tokens - ms)
                     nisa.nc_matmul(
                         dst=sums[i * m_tiles + mt][0:nw, 0:mw],
                         stationary=w_sb[0:kp, kt, ns : ns + nw],

@@ -9,12 +9,20 @@ import nki.language as nl
 
 from .loads_and_stores import evict, finish_columns, load, round_to
 from .norms import add_squares
+from .packed_loads import load_packed
 from .records import Block, Epilogue, Part, Product, Rounding, Segment, Strip, Weight
 
 
 def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, rounding: Rounding):
     """Compute p^T of a block of tokens, rounded once."""
     several = product.segment < product.k
+    plain = not rounding.scales and rounding.factor == 1.0 and not rounding.norm
+    unshaped = not rounding.has_bias and rounding.activation == "identity"
+    one_tile = product.n <= 128 and not right.plan.resident and not right.plan.stream
+    few = at.tokens <= 128 and product.k >= 1024 and not several and not product.double_row
+    if one_tile and few and plain and unshaped:
+        project_in_turns(p_sb, left, right, at, product)
+        return
     if several:
         # sums of the segments in fp32, so that s and w are read once however large PSUM is
         r_tiles = (product.n + 127) // 128
@@ -38,6 +46,43 @@ def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, round
         )  # fmt: skip
 
 
+def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Product):
+    """Compute p^T of one tile for few tokens in four sums, which take turns.
+
+    A pass of few columns takes less time than the pass before it, whose sum it would wait for.
+    """
+    w_type = nl.float32 if product.widen else right.weight.dtype
+    k_tiles = (product.k + 127) // 128
+    pitch = (product.n + 15) // 16 * 16 if right.plan.load == "dma" else product.n
+    w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
+    sums = []
+    for _ in range(4):
+        sums.append(nl.ndarray((product.n, at.tokens), dtype=nl.float32, buffer=nl.psum))
+    for k0 in range(0, product.k, right.plan.chunk):
+        rows = min(right.plan.chunk, product.k - k0)
+        panel = Part(right.weight, k0, rows, 0, product.n)
+        load(w_sb, k0 // 128, panel, right.plan.load, product.order, product.k)
+        if left.plan.load != "none" and k0 % left.plan.chunk == 0:
+            s_rows = min(left.plan.chunk, product.k - k0)
+            part = Part(left.source, k0, s_rows, at.m0, at.tokens)
+            load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
+        for kt in range(k0 // 128, (k0 + rows + 127) // 128):
+            kp = min(128, product.k - 128 * kt)
+            nisa.nc_matmul(
+                dst=sums[kt % 4],
+                stationary=w_sb[0:kp, kt, 0 : product.n],
+                moving=left.strip[0:kp, kt, 0 : at.tokens],
+                accumulate=kt > 3,
+            )
+    halves = []
+    for i in range(2):
+        halves.append(nl.ndarray((product.n, at.tokens), dtype=nl.float32, buffer=nl.sbuf))
+        evict(halves[i], sums[i], i)
+        nisa.tensor_tensor(dst=halves[i], data1=halves[i], data2=sums[i + 2], op=nl.add)
+    p_tile = p_sb[0 : product.n, 0, 0 : at.tokens]
+    nisa.tensor_tensor(dst=p_tile, data1=halves[0], data2=halves[1], op=nl.add)
+
+
 def project_segment(
     p_sb,
     left: Strip,
@@ -50,6 +95,7 @@ def project_segment(
     """Sum (s w)^T of a block of tokens over a segment of the contraction."""
     w_type = nl.float32 if product.widen else right.weight.dtype
     m_tiles = (at.tokens + 511) // 512
+    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
     k_tiles = (product.k + 127) // 128
     scaled = rounding.scales or rounding.factor != 1.0
     shaped = rounding.has_bias or rounding.activation != "identity"
@@ -85,10 +131,11 @@ def project_segment(
                 if left.plan.load != "none" and r0 == 0 and r1 == 0 and k0 % left.plan.chunk == 0:
                     s_rows = min(left.plan.chunk, product.k - k0)
                     s_tile = k0 // 128 - s_first
-                    load(
-                        left.strip, s_tile, Part(left.source, k0, s_rows, at.m0, at.tokens),
-                        left.plan.load, product.order, product.k,
-                    )  # fmt: skip
+                    s_part = Part(left.source, k0, s_rows, at.m0, at.tokens)
+                    if left.plan.load == "packed":
+                        load_packed(left.strip, s_tile, s_part, product.order, product.k)
+                    else:
+                        load(left.strip, s_tile, s_part, left.plan.load, product.order, product.k)
                 pairs = rows // 256 if product.double_row else 0
                 for pair in range(pairs):
                     kt = k0 // 128 + 2 * pair
@@ -98,8 +145,8 @@ def project_segment(
                         rs = r1 + 128 * i
                         rp = min(128, columns - rs)
                         for mt in range(m_tiles):
-                            ms = 512 * mt
-                            mw = min(512, at.tokens - ms)
+                            ms = m_step * mt
+                            mw = min(m_step, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:rp, 0:mw],
                                 stationary=w_sb[0:128, wt : wt + 2, rs : rs + rp],
@@ -113,8 +160,8 @@ def project_segment(
                         rs = r1 + 128 * i
                         rp = min(128, columns - rs)
                         for mt in range(m_tiles):
-                            ms = 512 * mt
-                            mw = min(512, at.tokens - ms)
+                            ms = m_step * mt
+                            mw = min(m_step, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:rp, 0:mw],
                                 stationary=w_sb[0:kp, kt - w_first, rs : rs + rp],
@@ -126,8 +173,8 @@ def project_segment(
                 rp = min(128, columns - rs)
                 rt = (r0 + rs) // 128
                 for mt in range(m_tiles):
-                    ms = 512 * mt
-                    mw = min(512, at.tokens - ms)
+                    ms = m_step * mt
+                    mw = min(m_step, at.tokens - ms)
                     p_tile = p_sb[0:rp, rt, ms : ms + mw]
                     p_sum = sums[i * m_tiles + mt][0:rp, 0:mw]
                     at_scale = rt if rounding.scales == "channel" else 0

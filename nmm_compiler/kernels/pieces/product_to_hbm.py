@@ -230,6 +230,7 @@ def expand_columns(
         if not right.plan.stream and (n0 > 0 or not right.loaded):
             w_panels.append(load_panel(right, at, product, n0))
     m_tiles = (at.tokens + 511) // 512
+    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
     own = Epilogue(
         epilogue.scale, epilogue.bias, None if epilogue.scales == "token" else epilogue.scales,
         epilogue.has_bias, epilogue.activation,
@@ -274,8 +275,8 @@ def expand_columns(
                         else:
                             stationary = base_sb[0:kp, kt, ns : ns + nw]
                         for mt in range(m_tiles):
-                            ms = 512 * mt
-                            mw = min(512, at.tokens - ms)
+                            ms = m_step * mt
+                            mw = min(m_step, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:nw, 0:mw],
                                 stationary=stationary,
@@ -305,8 +306,8 @@ def expand_columns(
                         else:
                             stationary = w_sb[0:128, wt : wt + 2, ns : ns + nw]
                         for mt in range(m_tiles):
-                            ms = 512 * mt
-                            mw = min(512, at.tokens - ms)
+                            ms = m_step * mt
+                            mw = min(m_step, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:nw, 0:mw],
                                 stationary=stationary,
@@ -325,8 +326,8 @@ def expand_columns(
                         else:
                             stationary = w_sb[0:kp, wt, ns : ns + nw]
                         for mt in range(m_tiles):
-                            ms = 512 * mt
-                            mw = min(512, at.tokens - ms)
+                            ms = m_step * mt
+                            mw = min(m_step, at.tokens - ms)
                             nisa.nc_matmul(
                                 dst=sums[i * m_tiles + mt][0:nw, 0:mw],
                                 stationary=stationary,
@@ -337,8 +338,8 @@ def expand_columns(
                 ns = 128 * (n1 + i)
                 nw = min(128, columns - ns)
                 for mt in range(m_tiles):
-                    ms = 512 * mt
-                    mw = min(512, at.tokens - ms)
+                    ms = m_step * mt
+                    mw = min(m_step, at.tokens - ms)
                     if result.as_rows:
                         y_tile = y_sb[0:nw, ms : ms + mw, n1 + i]
                     else:

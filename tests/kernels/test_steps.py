@@ -1,0 +1,90 @@
+"""The best candidate of a small kernel is improved size by size, and stays legal and right."""
+
+import pytest
+
+from nmm_compiler.codegen import choose as chooser
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import prove
+from nmm_compiler.codegen.choose import choose, rank, search, simulated
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.options import INSTRUCTION_BUDGET, Options
+from nmm_compiler.targets import get
+
+TRN2 = get("trn2")
+FP8 = {"dtype": "float8_e4m3", "scales": "channel"}
+
+
+def test_steps_find_what_no_candidate_has(monkeypatch):
+    spec = LowRankSpec(m=333, k=2048, r=256, n=2048, x_layout="col")
+    stepped = search(spec, TRN2, INSTRUCTION_BUDGET, simulated)[0]
+    assert stepped.schedule not in {choice.schedule for choice in rank(spec, TRN2)}
+    monkeypatch.setattr(chooser, "STEPPED_INSTRUCTIONS", 0)
+    plain = search(spec, TRN2, INSTRUCTION_BUDGET, simulated)[0]
+    assert stepped.simulated_us < 0.85 * plain.simulated_us
+
+
+def test_an_odd_shape_has_more_than_two_candidates():
+    timed: list[object] = []
+
+    def timing(spec, schedule, target):
+        timed.append(schedule)
+        return simulated(spec, schedule, target)
+
+    spec = LowRankSpec(m=17, k=1021, r=61, n=509, x_layout="col")
+    search(spec, TRN2, INSTRUCTION_BUDGET, timing)
+    assert len(set(timed)) == len(timed) > 8
+
+
+def test_steps_of_a_schedule_differ_in_one_size():
+    spec = LowRankSpec(m=512, k=2048, r=256, n=2048, x_layout="col")
+    schedule = rank(spec, TRN2)[0].schedule
+    blocks = [step.v.block for step in schedule.steps("v.block", spec)]
+    assert len(blocks) > 1
+    assert schedule.v.block not in blocks
+    for step in schedule.steps("u.chunk", spec):
+        assert not step.x.chunk % step.u.chunk
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LowRankSpec(m=5, k=1100, r=17, n=256, x_layout="col"),  # four sums take turns
+        LowRankSpec(m=77, k=1024, r=96, n=200, x_layout="col", u_layout="col"),
+        LowRankSpec(m=530, k=256, r=96, n=128, x_layout="col", out_layout="col"),  # two parts
+        MatmulSpec(m=3, k=700, n=640, x_layout="col", **FP8),  # x arrives packed
+        LowRankSpec(m=3, k=600, r=256, n=384, x_layout="col", **FP8),
+        GatedMLPSpec(m=3, k=512, n=512, r=128, x_layout="col", **FP8),
+        GatedMLPUpSpec(m=520, k=256, n=256, r=128, x_layout="col", out_layout="col"),
+    ],
+    ids=lambda spec: spec.short(),
+)
+def test_chosen_kernels_are_right(spec):
+    assert prove(build_kernel(spec, "trn2", options=Options(cache="off"))).passed
+
+
+def test_few_tokens_by_rows_are_not_loaded_an_element_at_a_time():
+    one, two = (choose(LowRankSpec(m=m, k=2048, r=512, n=2048), TRN2)[0] for m in (1, 2))
+    assert two.simulated_us < 1.1 * one.simulated_us
+
+
+def test_one_token_more_than_a_bank_is_moved_in_two_even_parts():
+    def us(m):
+        spec = GatedMLPUpSpec(m=m, k=1024, n=1024, r=256, x_layout="col", out_layout="col")
+        return choose(spec, TRN2)[0].simulated_us
+
+    assert us(513) < 1.1 * us(512)
+
+
+def test_a_gated_mlp_keeps_no_weight_resident():
+    spec = GatedMLPUpSpec(m=256, k=256, n=256, r=128, x_layout="col")
+    schedule = rank(spec, TRN2)[0].schedule.changed({"m_block": 128, "v.resident": True})
+    with pytest.raises(SpecError, match="drop resident"):
+        schedule.check(spec, TRN2)
+
+
+def test_a_dense_gate_counts_x_beside_its_panels():
+    spec = GatedMLPUpSpec(m=512, k=4096, n=2048, x_layout="col", out_layout="col")
+    assert build_kernel(spec, "trn2", options=Options(cache="off")).profile().latency_us > 0
