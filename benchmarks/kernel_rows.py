@@ -12,8 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kernel_timings import digest, rooms, templates, timings_of
+
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.choose import choose
+from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.options import Options
@@ -147,6 +150,25 @@ def spec_of(job: Job, x_layout: str = "col") -> Any:
     if job.part == "gated":
         return GatedMLPUpSpec(**common, x_layout=x_layout, out_layout="col")
     return GatedMLPSpec(**common, x_layout=x_layout)
+
+
+def measured(path: Path, job: Job) -> Row:
+    """Return the row of a job from the file, if nothing that decides it changed, else measured.
+
+    These are the templates, the simulator, the schedules chosen for both layouts of x, and the
+    other kernels.
+    """
+    timings = timings_of(path)
+    specs = [spec_of(job), spec_of(job, "row")]
+    chosen = [timings.choose(spec, job.target).schedule.to_dict() for spec in specs]
+    texts = [Path(one.partition(":")[0]).read_text(encoding="utf-8") for one in (DENSE, NEURONMM)]
+    folder = FAMILIES[specs[0].family].folder
+    parts = rooms(), templates(folder), templates("lowrank"), chosen, texts, get(job.target)
+    held = timings.of(
+        digest("row", dataclasses.asdict(job), [spec.to_dict() for spec in specs], *parts),
+        lambda: dataclasses.asdict(measure(job)),
+    )
+    return Row(**{**held, "job": Job(**held["job"])})
 
 
 def measure(job: Job) -> Row:

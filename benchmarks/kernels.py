@@ -19,9 +19,14 @@ With --against CHECKOUT: each kernel beside that of another version (kernels_aga
 With --families shared: q, k and v of one x as one kernel, against three (kernels_shared.py).
 Two physical cores against one are `make bench-cores` (kernels_two_cores.py).
 
-Usage: python benchmarks/kernels.py [--targets trn2,trn3] [--models Llama-3.2-1B] [--m 1,512]
-       [--parts up,down,gated,mlp] [--workers 2] [--json FILE] [--dtype float8_e4m3]
-       [--against CHECKOUT]
+Beside these rows, `mlp`, there are others, each with bars: `dense`, `small`, `fp8`, `gated` and
+`search` (kernel_parts.py) and `cliffs` (kernel_cliffs.py). --rows names those to run, by default
+all of them. Times and rows are kept under a digest of what decides them (kernel_timings.py): a run
+that was interrupted goes on, and a second one takes what did not change.
+
+Usage: python benchmarks/kernels.py [--rows mlp,dense,small,fp8,gated,search,cliffs]
+       [--targets trn2,trn3] [--models Llama-3.2-1B] [--m 1,512] [--parts up,down,gated,mlp]
+       [--workers 2] [--json FILE] [--timings FILE] [--dtype float8_e4m3] [--against CHECKOUT]
 """
 
 from __future__ import annotations
@@ -32,9 +37,12 @@ import multiprocessing
 import os
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+from kernel_cliffs import SHAPES, run_cliffs
 from kernel_formats import main_formats
+from kernel_parts import SPECS, run_parts
 from kernel_rows import (
     BUILD_BAR,
     BYTES_BAR,
@@ -46,8 +54,9 @@ from kernel_rows import (
     TOKENS,
     Job,
     Row,
-    measure,
+    measured,
 )
+from kernel_timings import FILE
 from kernels_against import main_against
 from kernels_shared import main_shared
 from rich.console import Console
@@ -156,14 +165,14 @@ def summary(console: Console, rows: list[Row]) -> bool:
     return good
 
 
-def run(jobs: list[Job], workers: int, console: Console) -> list[Row]:
+def run(jobs: list[Job], workers: int, console: Console, path: Path) -> list[Row]:
     """Measure the jobs in several processes, the longest first; return the rows in order."""
     largest_first = sorted(jobs, key=lambda job: -job.m * MODELS[job.model][0])
     context = multiprocessing.get_context("spawn")
     rows: list[Row] = []
     with Progress(console=console) as progress, context.Pool(workers) as pool:
         task = progress.add_task("kernels", total=len(jobs))
-        for row in pool.imap_unordered(measure, largest_first):
+        for row in pool.imap_unordered(partial(measured, path), largest_first):
             rows.append(row)
             progress.advance(task)
             if not console.is_terminal and len(rows) % 20 == 0:
@@ -173,7 +182,9 @@ def run(jobs: list[Job], workers: int, console: Console) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--targets", help="trn1,trn2,trn3 unless --dtype is fp8")
+    names = ("mlp", *SPECS, "cliffs")
+    parser.add_argument("--rows", default=",".join(names))
+    parser.add_argument("--targets", help="trn2,trn3; mlp rows take trn1 too, without bars")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--m", default=",".join(map(str, TOKENS)))
     parser.add_argument("--parts", default=",".join((*LOWRANK, *GATED)))
@@ -182,7 +193,12 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float8_e4m3"), default="bfloat16")
     parser.add_argument("--families", choices=("lowrank", "shared"), default="lowrank")
     parser.add_argument("--against", help="a checkout of another version")
+    parser.add_argument("--timings", type=Path, default=FILE)
     given = parser.parse_args()
+    if unknown := set(given.rows.split(",")) - set(names):
+        parser.error(
+            f"no rows are named {', '.join(sorted(unknown))}; there are {', '.join(names)}"
+        )
     console = Console(width=None if sys.stdout.isatty() else 190)
     if given.against:
         return main_against(console, given)
@@ -190,7 +206,23 @@ def main() -> int:
         return main_shared(console, given)
     if given.dtype == "float8_e4m3":
         return main_formats(console, given)
-    targets = (given.targets or "trn1,trn2,trn3").split(",")
+    targets = (given.targets or "trn2,trn3").split(",")
+    wanted = given.rows.split(",")
+    good = True
+    if "mlp" in wanted:
+        good &= main_mlp(console, given, targets)
+    lines = [name for name in SPECS if name in wanted]
+    if lines:
+        good &= run_parts(console, lines, targets, given.workers, given.timings)
+    if "cliffs" in wanted:
+        good &= run_cliffs(
+            console, list(SHAPES), targets, every=False, workers=given.workers, path=given.timings
+        )
+    return 0 if good else 1
+
+
+def main_mlp(console: Console, given: argparse.Namespace, targets: list[str]) -> bool:
+    """Print the tables of the models' MLPs; return whether the bars hold."""
     parts, sizes = given.parts.split(","), [int(m) for m in given.m.split(",")]
     jobs = [
         Job(target, model, part, m)
@@ -199,7 +231,7 @@ def main() -> int:
         for part in parts
         for m in sizes
     ]
-    rows = run(jobs, given.workers, console)
+    rows = run(jobs, given.workers, console, given.timings)
     for target in targets:
         mine = [row for row in rows if row.job.target == target]
         lowrank = [row for row in mine if row.job.part in LOWRANK]
@@ -209,10 +241,9 @@ def main() -> int:
             show(console, lowrank, target, heads)
         if gated:
             show(console, gated, target, {"separate": "separate"})
-    good = summary(console, rows)
     if given.json:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return 0 if good else 1
+    return summary(console, rows)
 
 
 if __name__ == "__main__":

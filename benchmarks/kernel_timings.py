@@ -1,0 +1,123 @@
+"""Simulated times of kernels in a file of JSON lines, so that a run continues where one ended.
+
+A time is kept under a digest of everything that decides it: the templates that the family's text
+is made of, the spec and the schedule as the template reads it, the target's numbers, and the
+simulator. A change of candidates or of the search times only schedules that are new; a change of
+documentation or of the passes times none. Several processes may append to one file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nmm_compiler
+from nmm_compiler.codegen.choose import Choice, search, simulated
+from nmm_compiler.codegen.code_digests import code_digests
+from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.options import INSTRUCTION_BUDGET
+from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.targets import Target, get
+
+FILE = Path("out/kernel_timings.jsonl")
+TIMING_ROOMS = ("nki_api", "simulator", "targets")
+_KERNELS = Path(nmm_compiler.__file__).parent / "kernels"
+
+
+def digest(*parts: Any) -> str:
+    """Return a short digest of JSON data."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@functools.cache
+def rooms() -> str:
+    """Return the digest of what times a kernel: simulator, targets and the language's rules."""
+    found = code_digests()
+    return digest({room: found[room] for room in TIMING_ROOMS})
+
+
+@functools.cache
+def templates(folder: str) -> str:
+    """Return the digest of the NKI function of a family and of the pieces that it may use."""
+    files = [_KERNELS / folder / "kernel.py", *sorted((_KERNELS / "pieces").glob("*.py"))]
+    return digest({path.name: path.read_text(encoding="utf-8") for path in files})
+
+
+class Timings:
+    """The times in a file, and those that this process adds to it.
+
+    computed: how many were not in the file.
+    """
+
+    def __init__(self, path: Path = FILE) -> None:
+        self.path = path
+        self.held: dict[str, Any] = {}
+        self.computed = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                key, value = json.loads(line)
+                self.held[key] = value
+
+    def of(self, key: str, compute: Callable[[], Any]) -> Any:
+        """Return the value of a key, computed and kept if the file has none."""
+        if key not in self.held:
+            self.held[key] = value = compute()
+            self.computed += 1
+            line = json.dumps([key, value]) + "\n"
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(file, line.encode())  # one write: lines of several processes do not mix
+            finally:
+                os.close(file)
+        return self.held[key]
+
+    def timed(self, spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
+        """Return what `choose.simulated` returns."""
+        part = spec.share(schedule.split)
+        read = schedule.settled(part).to_dict() | {"split": schedule.split}
+        folder = FAMILIES[spec.family].folder
+        key = digest(rooms(), templates(folder), spec.family, spec.to_dict(), read, target)
+        latency, count, in_order = self.of(key, lambda: simulated(spec, schedule, target))
+        return latency, count, in_order
+
+    def choose(self, spec: KernelSpec, target: str, budget: int = INSTRUCTION_BUDGET) -> Choice:
+        """Return the schedule that `build_kernel` takes, timed."""
+        return search(spec, get(target), budget, self.timed)[0]
+
+    def us(self, spec: KernelSpec, target: str) -> float:
+        """Return the simulated microseconds of the kernel that `build_kernel` makes."""
+        best = self.choose(spec, target)
+        if best.simulated_us is not None:
+            return best.simulated_us
+        return self.timed(spec, best.schedule, get(target))[0]
+
+    def file_us(
+        self, path: Path, name: str, target: str, shapes: list[tuple[int, int]], **values: int
+    ) -> float:
+        """Return the simulated microseconds of a bfloat16 kernel in a file."""
+        text = path.read_text(encoding="utf-8")
+
+        def run() -> float:
+            arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
+            ran = simulate(
+                f"{path}:{name}", *arrays, target=target, mode="timing", strict=False, **values
+            )
+            assert ran.profile is not None
+            return float(ran.profile.latency_us)
+
+        key = digest(rooms(), text, name, get(target), shapes, values)
+        return float(self.of(key, run))
+
+
+@functools.cache
+def timings_of(path: Path) -> Timings:
+    """Return the times of a file, read once in a process."""
+    return Timings(path)
