@@ -238,8 +238,9 @@ def gated_mlp(x, spec, schedule, **others):
     if spec.norm_bias:
         norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
     norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
-    )
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
+        schedule.k_order,
+    )  # fmt: skip
     mlp = MLP(
         Projection(
             gate_u_part, gate_v_part, gate_w_part,
@@ -255,6 +256,7 @@ def gated_mlp(x, spec, schedule, **others):
         ),
         h_inverse,
         norm,
+        core,
     )  # fmt: skip
 
     first = 0
@@ -276,17 +278,17 @@ def gated_mlp(x, spec, schedule, **others):
             if spec.residual:
                 residual_part = residual_blocks.select(out_dim, at)
             block = Block(0, m_block)
-            gated_block(out_part, residual_part, x_part, mlp, block, spec, schedule, core)
+            gated_block(out_part, residual_part, x_part, mlp, block, spec, schedule)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         at = Block(m0, min(m_block, m - m0))
-        gated_block(part, whole_residual, x, mlp, at, spec, schedule, core)
+        gated_block(part, whole_residual, x, mlp, at, spec, schedule)
     return out
 
 
-def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule, core):
+def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
     """Compute a block of tokens."""
     k = spec.k
     n = spec.n
@@ -310,7 +312,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule, core):
             part = Part(x, k0, min(schedule.x.chunk, k - k0), at.m0, at.tokens)
             load_packed(x_sb, k0 // 128, part, order, k)
     else:
-        load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, order, mlp.norm)
+        load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, mlp.norm)
     gate_tiles = (spec.gate_r + 127) // 128
     up_tiles = (spec.up_r + 127) // 128
     unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)
@@ -367,7 +369,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule, core):
         up_sb = x_sb
         up = mlp.up.w
     if weights:
-        exchange(theirs, mine, core)
+        exchange(theirs, mine, mlp.core)
         add_halves(
             gate_sb, gate_mine, theirs[0:128, 0:gate_tiles, 0 : at.tokens],
             spec.gate_r, at.tokens, gate_rounding,
@@ -412,7 +414,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule, core):
         if spec.down and outputs:
             # both halves of h; this core makes its own
             h_all = nl.ndarray((128, 2 * h_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
-            h_sb = h_all[0:128, core * h_tiles : core * h_tiles + h_tiles, 0:kept_pitch]
+            h_sb = h_all[0:128, mlp.core * h_tiles : mlp.core * h_tiles + h_tiles, 0:kept_pitch]
         elif spec.down:
             h_sb = nl.ndarray((128, h_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         else:
@@ -467,13 +469,14 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule, core):
             # the weights begin to arrive while the cores exchange what they have made
             w_sb = start_panel(panels, at, product, sooner)
         if outputs:
-            theirs_at = h_tiles - core * h_tiles
+            theirs_at = h_tiles - mlp.core * h_tiles
             exchange(
                 h_all[0:128, theirs_at : theirs_at + h_tiles, 0 : at.tokens],
-                h_all[0:128, core * h_tiles : core * h_tiles + h_tiles, 0 : at.tokens], core,
-            )  # fmt: skip
+                h_all[0:128, mlp.core * h_tiles : mlp.core * h_tiles + h_tiles, 0 : at.tokens],
+                mlp.core,
+            )
         elif weights:
-            exchange(down_theirs, down_mine, core)
+            exchange(down_theirs, down_mine, mlp.core)
         if early:
             load_panel_rows(w_sb, panels, at, product, sooner, last_k)
         if weights:

@@ -151,9 +151,12 @@ def lowrank(x, u, v, spec, schedule, **others):
     if spec.norm_bias:
         norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
     norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
+        schedule.k_order,
+    )  # fmt: skip
+    held = Held(
+        u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb, norm, core
     )
-    held = Held(u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb, norm)
 
     first = 0
     if schedule.m_loop:
@@ -174,19 +177,19 @@ def lowrank(x, u, v, spec, schedule, **others):
             if spec.residual:
                 residual_part = residual_blocks.select(out_dim, at)
             block = Block(0, m_block)
-            lowrank_block(out_part, residual_part, x_part, held, block, spec, schedule, core)
+            lowrank_block(out_part, residual_part, x_part, held, block, spec, schedule)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
     for m0 in range(first, m, m_block):
         at = Block(m0, min(m_block, m - m0))
-        lowrank_block(part, whole_residual, x, held, at, spec, schedule, core)
+        lowrank_block(part, whole_residual, x, held, at, spec, schedule)
     if spec.tp_axis == "rank":
         sum_results(y, part, spec.tp)
     return out
 
 
-def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule, core):
+def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
     """Compute a block of tokens."""
     base_k = spec.k if spec.base else 0
     r_tiles = (spec.r + 127) // 128
@@ -218,9 +221,7 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule, core)
     product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide)
     v_panels = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
     if spec.norm != "none":
-        load_normed(
-            x_sb, x, schedule.x.load, schedule.x.chunk, at, spec.k, schedule.k_order, held.norm
-        )
+        load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, spec.k, held.norm)
     x_strip = Strip(x_sb, x, schedule.kept if spec.norm != "none" else schedule.x)
     u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, False, None)
     over_ranks = spec.tp_axis == "rows"
@@ -236,7 +237,7 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule, core)
         sooner = min(2 * schedule.v.chunk, spec.r)
         if early:
             v_sb = start_panel(v_panels, at, product, sooner)
-        exchange(theirs, mine, core)
+        exchange(theirs, mine, held.core)
         if early:
             load_panel_rows(v_sb, v_panels, at, product, sooner, spec.r)
         if over_ranks:

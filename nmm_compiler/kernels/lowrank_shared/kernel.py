@@ -154,8 +154,9 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
     if spec.norm_bias:
         norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
     norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
-    )
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
+        schedule.k_order,
+    )  # fmt: skip
 
     for m0 in range(0, m, m_block):
         tokens = min(m_block, m - m0)
@@ -167,7 +168,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
         x_sb = nl.ndarray((128, k_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
         if spec.norm != "none":
             at = Block(m0, tokens)
-            load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, schedule.k_order, norm)
+            load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, k, norm)
         p_sb = nl.ndarray((128, starts[len(ranks)], p_pitch), dtype=p_dtype, buffer=nl.sbuf)
         made_sb = p_sb
         if schedule.split == "weights":

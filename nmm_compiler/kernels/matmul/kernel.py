@@ -32,6 +32,7 @@ from ..pieces.records import (
     Block,
     Chunks,
     Contraction,
+    Ends,
     Epilogue,
     Norm,
     Part,
@@ -110,8 +111,10 @@ def matmul(x, w, spec, schedule, **others):
     if spec.norm_bias:
         norm_bias_sb = feature_columns(others.get("norm_bias"), spec.k, schedule.k_order, 0.0)
     norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias
-    )
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
+        schedule.k_order,
+    )  # fmt: skip
+    ends = Ends(norm, epilogue)
 
     first = 0
     if schedule.m_loop:
@@ -134,7 +137,7 @@ def matmul(x, w, spec, schedule, **others):
             result = Result(
                 out_part, False, schedule.own_queue, schedule.tail, residual_part, spec.residual
             )
-            matmul_block(result, x_part, weight, epilogue, norm, Block(0, m_block), spec, schedule)
+            matmul_block(result, x_part, weight, ends, Block(0, m_block), spec, schedule)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(spec.m // m_block), body)
@@ -143,7 +146,7 @@ def matmul(x, w, spec, schedule, **others):
         result = Result(
             part, False, schedule.own_queue, schedule.tail, whole_residual, spec.residual
         )
-        matmul_block(result, x, weight, epilogue, norm, at, spec, schedule)
+        matmul_block(result, x, weight, ends, at, spec, schedule)
     return out
 
 
@@ -151,8 +154,7 @@ def matmul_block(
     result: Result,
     x,
     weight: Weight,
-    epilogue: Epilogue,
-    norm: Norm,
+    ends: Ends,
     at: Block,
     spec,
     schedule,
@@ -209,7 +211,7 @@ def matmul_block(
                     step = spec.k if spec.m <= 128 else schedule.w.chunk
                     load_normed(
                         x_sb, x, schedule.x.load, step, Block(at.m0 + m1, tokens), spec.k,
-                        schedule.k_order, norm,
+                        ends.norm,
                     )  # fmt: skip
                 for n1 in range(0, columns, n_wide):
                     width = min(n_wide, columns - n1)
@@ -247,9 +249,9 @@ def matmul_block(
                         if several:
                             sums = totals_of(totals, sums, patch)
                         if as_rows:
-                            finish_patch_rows(result, sums, left, right, epilogue, more)
+                            finish_patch_rows(result, sums, left, right, ends.epilogue, more)
                         else:
-                            finish_patch_columns(result, sums, left, right, epilogue, more)
+                            finish_patch_columns(result, sums, left, right, ends.epilogue, more)
 
 
 def panel_tiles(weight: Weight, columns, depth, schedule):

@@ -116,11 +116,11 @@ def feature_columns(vector, size, order, offset):
     return columns
 
 
-def load_normed(x_sb, x, how, step, at: Block, size, order, norm: Norm):
+def load_normed(x_sb, x, how, step, at: Block, size, norm: Norm):
     """Load a block of tokens, so many features at a time; put its norm, if any, in its place."""
     for k0 in range(0, size, step):
         part = Part(x, k0, min(step, size - k0), at.m0, at.tokens)
-        load(x_sb, k0 // 128, part, how, order, size)
+        load(x_sb, k0 // 128, part, how, norm.order, size)
     if norm.kind != "none":
         normalize(x_sb, size, at.tokens, norm)
 

@@ -94,7 +94,8 @@ def expand_rows(
                 more = None
                 if result.has_residual:
                     more = result.residual[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns]
-                expand_tail(rows, s_sb, w_sb, columns, product, epilogue, more, result.has_residual)
+                of_tail = Result(rows, False, result.own_queue, 0, more, result.has_residual)
+                expand_tail(of_tail, s_sb, w_sb, columns, product, epilogue)
                 continue
             y_sb = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
             for n1 in range(0, columns, 512 * right.plan.group):
@@ -173,18 +174,16 @@ def expand_rows(
             )
 
 
-def expand_tail(
-    rows, s_sb, w_sb, columns, product: Product, epilogue: Epilogue, residual, has_residual
-):
+def expand_tail(result: Result, s_sb, w_sb, columns, product: Product, epilogue: Epilogue):
     """Store a panel of y for a few tokens: weights stationary, which costs half of a whole tile."""
     tokens = s_sb.shape[2]
     k_tiles = (product.k + 127) // 128
     n_tiles = columns // 128
-    y_sb = nl.ndarray((128, tokens, n_tiles), dtype=rows.dtype, buffer=nl.sbuf)
-    if has_residual:
+    y_sb = nl.ndarray((128, tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
+    if result.has_residual:
         # as y lies: neighbouring outputs of each token on a partition
-        more = nl.ndarray((128, tokens, n_tiles), dtype=rows.dtype, buffer=nl.sbuf)
-        of_tail = residual[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
+        more = nl.ndarray((128, tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
+        of_tail = result.residual[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
         load_apart(more, of_tail.permute((1, 0, 2)))
     for n1 in range(0, n_tiles, 512 // tokens):
         group = min(512 // tokens, n_tiles - n1)
@@ -200,9 +199,9 @@ def expand_tail(
                 )
         y_part = y_sb[0:128, 0:tokens, n1 : n1 + group].permute((0, 2, 1))
         activate(y_part, sums, epilogue.activation, 0)
-    if has_residual:
+    if result.has_residual:
         nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
-    view = rows[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
+    view = result.out[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
     store(view.permute((1, 0, 2)), y_sb, True)
 
 

@@ -222,7 +222,10 @@ class Result(nl.NKIObject):
 
 @dataclass
 class Norm(nl.NKIObject):
-    """The norm of x before the first products; gain and bias: fp32 [128, tiles], as the strip."""
+    """The norm of x before the first products; gain and bias: fp32 [128, tiles], as the strip.
+
+    order: the order of the features in the strip.
+    """
 
     kind: str  # "none", "rms", "layer"
     eps: float
@@ -230,6 +233,15 @@ class Norm(nl.NKIObject):
     bias: object
     has_gain: bool
     has_bias: bool
+    order: str
+
+
+@dataclass
+class Ends(nl.NKIObject):
+    """What stands before a dense product, and what while its sums leave PSUM."""
+
+    norm: Norm
+    epilogue: Epilogue
 
 
 @dataclass
@@ -258,7 +270,10 @@ class Kept(nl.NKIObject):
 
 @dataclass
 class Held(nl.NKIObject):
-    """The weights of a low-rank product in HBM, and its operands in SBUF for all tokens."""
+    """The weights of a low-rank product in HBM, and its operands in SBUF for all tokens.
+
+    core: which of the physical cores computes it.
+    """
 
     u: object
     v: object
@@ -270,6 +285,7 @@ class Held(nl.NKIObject):
     p_scale_sb: object
     y_scale_sb: object
     norm: Norm
+    core: int
 
 
 @dataclass
@@ -286,10 +302,14 @@ class Projection(nl.NKIObject):
 
 @dataclass
 class MLP(nl.NKIObject):
-    """The projections of a gated MLP; h_inverse is one over the scale of h, where it is fp8."""
+    """The projections of a gated MLP; h_inverse is one over the scale of h, where it is fp8.
+
+    core: which of the physical cores computes it.
+    """
 
     gate: Projection
     up: Projection
     down: Projection
     h_inverse: object
     norm: Norm
+    core: int
