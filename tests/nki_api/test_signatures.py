@@ -68,7 +68,8 @@ def test_members_of_enumerations_agree():
 def test_targets_lack_only_instructions_of_the_table():
     for name in names():
         for instruction in get(name).absent_instructions:
-            assert f"nki.isa.{instruction}" in TABLE
+            full = instruction if "." in instruction else f"nki.isa.{instruction}"
+            assert full in api().functions
 
 
 def test_tensor_copy_takes_no_dtype(tmp_path):

@@ -255,6 +255,11 @@ ELSEWHERE = {
     "set Options(reassociate=True), or ": "test_multiplied_back",
     "store it": "test_own_rules", "change the model or the rule's `where`": "test_own_rules",
     "write what is there into a pattern": "test_own_rules",
+    "normalize the last dimension": "test_norm_rules",
+    "let only low-rank calls read it": "test_norm_rules",
+    "add the residual to the result as it is": "test_norm_rules",
+    "add tensors of one shape and dtype": "test_norm_rules",
+    "let only the sum read it": "test_norm_rules",
 }  # fmt: skip
 """Remedies of refusals that ask for several processes, graphs or a user's rule: their tests."""
 BELOW = {

@@ -302,7 +302,7 @@ def test_a_limit_of_time_ends_a_grid():
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-    assert time.process_time() - start < 1.5  # seconds of CPU; all barriers take five times as long
+    assert time.process_time() - start < 4  # seconds of CPU; all barriers take about 8
     for thread in threading.enumerate():
         if thread.name.startswith("nki-program"):
             thread.join(60)
