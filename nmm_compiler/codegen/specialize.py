@@ -27,6 +27,7 @@ from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import ShortCalls, without_aliases
 from nmm_compiler.codegen.trees import Editor
 from nmm_compiler.codegen.unused import names_used, remove_unused
+from nmm_compiler.codegen.write_out_helpers import write_out_helpers
 from nmm_compiler.kernels.base import Tensors
 
 
@@ -53,7 +54,7 @@ def _neighbours(path: Path) -> list[Path]:
 def functions_of(path: Path) -> dict[str, cst.FunctionDef]:
     """Return the functions of a template file and of its neighbours, with records written out."""
     found, classes = _definitions(path)
-    return flatten_records(found, classes)
+    return flatten_records(write_out_helpers(found, classes), classes)
 
 
 def _definitions(path: Path) -> tuple[dict[str, cst.FunctionDef], dict[str, Any]]:

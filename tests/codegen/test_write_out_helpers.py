@@ -1,0 +1,109 @@
+"""Helpers that return a record or call a parameter: written out where they are called."""
+
+import textwrap
+
+import libcst as cst
+import pytest
+
+from nmm_compiler.codegen.flatten_records import record_classes
+from nmm_compiler.codegen.write_out_helpers import write_out_helpers
+from nmm_compiler.errors import TemplateError
+
+HELPERS = '''
+class Norm:
+    kind: str
+    gain: object
+
+def norm_of_x(gain, size) -> Norm:
+    """Return the norm."""
+    gain_sb = None
+    if size > 0:
+        # as it lies
+        gain_sb = columns(gain, size)
+    return Norm("rms", gain_sb)
+
+def twice(compute, x, size):
+    """Compute both."""
+    def body(i):
+        compute(x.select(0, i))
+
+    x = half(x)
+    loop(size, body)
+    inner = norm_of_x(x, 1)
+    compute(inner)
+
+def columns(gain, size):
+    """Stay as it is."""
+    return gain
+'''
+
+
+def written_out(text):
+    """Return the functions of a template as text, without the helpers that are written out."""
+    module = cst.parse_module(HELPERS + textwrap.dedent(text))
+    functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
+    made = write_out_helpers(functions, record_classes(module))
+    return {name: cst.Module([node]).code.strip() for name, node in made.items()}
+
+
+def test_a_helper_that_returns_a_record_becomes_its_statements():
+    made = written_out(
+        """
+        def outer(x, gains):
+            if x:
+                # before all
+                norm = norm_of_x(gains.get("gain"), 4)
+            return norm
+        """
+    )
+    assert set(made) == {"columns", "outer"}
+    assert made["outer"] == textwrap.dedent(
+        """\
+        def outer(x, gains):
+            if x:
+                # before all
+                gain_sb = None
+                if 4 > 0:
+                    # as it lies
+                    gain_sb = columns(gains.get("gain"), 4)
+                norm = Norm("rms", gain_sb)
+            return norm"""
+    )
+
+
+def test_a_helper_that_calls_a_parameter_calls_the_function_that_it_gets():
+    made = written_out(
+        """
+        def outer(mine):
+            twice(columns, mine, 3)
+        """
+    )
+    assert made["outer"] == textwrap.dedent(
+        """\
+        def outer(mine):
+            def body(i):
+                columns(mine.select(0, i))
+
+            mine = half(mine)
+            loop(3, body)
+            gain_sb = None
+            if 1 > 0:
+                # as it lies
+                gain_sb = columns(mine, 1)
+            inner = Norm("rms", gain_sb)
+            columns(inner)"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("gain_sb = x\n    norm = norm_of_x(x, 1)", "has names that norm_of_x assigns.*gain_sb"),
+        ("norm = norm_of_x(x, size=1)", "calls norm_of_x with 2 arguments; pass all 2 by"),
+        ("norm = norm_of_x(x)", "calls norm_of_x with 1 arguments; pass all 2 by position"),
+        ("twice(columns, x.part, 1)", "twice assigns x; pass it a name from outer"),
+    ],
+)
+def test_calls_that_cannot_be_written_out(call, message):
+    with pytest.raises(TemplateError, match=message):
+        written_out(f"def outer(x):\n    {call}\n")
