@@ -10,21 +10,18 @@ the operands' dtype, in bfloat16 or fp32, or quantized to fp8 by scales of their
 """
 
 import nki
-import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.gated_product import gate_columns, gate_rows
 from ..pieces.loads_and_stores import (
     bias_columns,
     load_scale,
-    position,
     product_scales,
     reciprocal_of,
-    split,
     spread_bias,
     times,
 )
-from ..pieces.norms import feature_columns, load_normed
+from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.packed_loads import load_packed
 from ..pieces.product_in_sbuf import project, project_segment
 from ..pieces.product_to_hbm import expand_columns, expand_rows
@@ -35,7 +32,6 @@ from ..pieces.records import (
     Branch,
     Epilogue,
     Kept,
-    Norm,
     Panels,
     Part,
     Product,
@@ -44,8 +40,10 @@ from ..pieces.records import (
     Rounding,
     Segment,
     Strip,
+    Tokens,
     Weight,
 )
+from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import (
     add_halves,
     clear_tail,
@@ -230,16 +228,8 @@ def gated_mlp(x, spec, schedule, **others):
                 down_scale_sb = product_scales(
                     down_w_scale_part, of_h, k_out, spec.scales, y_down, spec.requantized
                 )
-    norm_gain_sb = None
-    norm_bias_sb = None
-    if spec.norm_gain:
-        gain = others.get("norm_gain")
-        norm_gain_sb = feature_columns(gain, k, schedule.k_order, spec.norm_offset)
-    if spec.norm_bias:
-        norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
-    norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
-        schedule.k_order,
+    norm = norm_of_x(
+        others.get("norm_gain"), others.get("norm_bias"), k, spec, schedule
     )  # fmt: skip
     mlp = MLP(
         Projection(
@@ -258,33 +248,9 @@ def gated_mlp(x, spec, schedule, **others):
         norm,
         core,
     )  # fmt: skip
+    tokens = Tokens(part, whole_residual, x, m, m_block)
 
-    first = 0
-    if schedule.m_loop:
-        # on the device: the compiled program holds one block, whatever the number of tokens
-        first = m - m % m_block
-        x_dim = 1 if spec.x_layout == "col" else 0
-        out_dim = 0 if spec.out_layout == "row" else 1
-        x_blocks = split(x, x_dim, m // m_block, m_block)
-        out_blocks = split(part, out_dim, m // m_block, m_block)
-        if spec.residual:
-            residual_blocks = split(whole_residual, out_dim, m // m_block, m_block)
-
-        def body(i):
-            at = position(i)
-            x_part = x_blocks.select(x_dim, at)
-            out_part = out_blocks.select(out_dim, at)
-            residual_part = None
-            if spec.residual:
-                residual_part = residual_blocks.select(out_dim, at)
-            block = Block(0, m_block)
-            gated_block(out_part, residual_part, x_part, mlp, block, spec, schedule)
-
-        # the loop variable is a register because its bound is one
-        nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
-    for m0 in range(first, m, m_block):
-        at = Block(m0, min(m_block, m - m0))
-        gated_block(part, whole_residual, x, mlp, at, spec, schedule)
+    over_blocks(gated_block, tokens, mlp, spec, schedule)
     return out
 
 

@@ -12,7 +12,6 @@ operands' dtype, in bfloat16 or fp32, or quantized to fp8 by p_scale.
 """
 
 import nki
-import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.between_ranks import rank_sums, sum_results, sum_strips
@@ -20,14 +19,12 @@ from ..pieces.loads_and_stores import (
     bias_columns,
     load_scale,
     panel_scales,
-    position,
     product_scales,
     reciprocal_of,
-    split,
     spread_bias,
     times,
 )
-from ..pieces.norms import add_squares, feature_columns, inverse_roots, load_normed, new_squares
+from ..pieces.norms import add_squares, inverse_roots, load_normed, new_squares, norm_of_x
 from ..pieces.product_in_sbuf import project
 from ..pieces.product_to_hbm import expand_columns, expand_rows
 from ..pieces.records import (
@@ -35,13 +32,14 @@ from ..pieces.records import (
     Block,
     Epilogue,
     Held,
-    Norm,
     Product,
     Result,
     Rounding,
     Strip,
+    Tokens,
     Weight,
 )
+from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import (
     add_halves,
     add_up_halves,
@@ -143,47 +141,15 @@ def lowrank(x, u, v, spec, schedule, **others):
         inner_bias_sb = bias_columns(others.get("inner_bias"), r)
     if spec.inner_norm:
         p_scale_sb = bias_columns(others.get("inner_gain"), r)
-    norm_gain_sb = None
-    norm_bias_sb = None
-    if spec.norm_gain:
-        gain = others.get("norm_gain")
-        norm_gain_sb = feature_columns(gain, k, schedule.k_order, spec.norm_offset)
-    if spec.norm_bias:
-        norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
-    norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
-        schedule.k_order,
+    norm = norm_of_x(
+        others.get("norm_gain"), others.get("norm_bias"), k, spec, schedule
     )  # fmt: skip
     held = Held(
         u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb, norm, core
     )
+    tokens = Tokens(part, whole_residual, x, m, m_block)
 
-    first = 0
-    if schedule.m_loop:
-        # on the device: the compiled program holds one block, whatever the number of tokens
-        first = m - m % m_block
-        x_dim = 1 if spec.x_layout == "col" else 0
-        out_dim = 0 if spec.out_layout == "row" else 1
-        x_blocks = split(x, x_dim, m // m_block, m_block)
-        out_blocks = split(part, out_dim, m // m_block, m_block)
-        if spec.residual:
-            residual_blocks = split(whole_residual, out_dim, m // m_block, m_block)
-
-        def body(i):
-            at = position(i)
-            x_part = x_blocks.select(x_dim, at)
-            out_part = out_blocks.select(out_dim, at)
-            residual_part = None
-            if spec.residual:
-                residual_part = residual_blocks.select(out_dim, at)
-            block = Block(0, m_block)
-            lowrank_block(out_part, residual_part, x_part, held, block, spec, schedule)
-
-        # the loop variable is a register because its bound is one
-        nl.fori_loop(0, nisa.register_alloc(m // m_block), body)
-    for m0 in range(first, m, m_block):
-        at = Block(m0, min(m_block, m - m0))
-        lowrank_block(part, whole_residual, x, held, at, spec, schedule)
+    over_blocks(lowrank_block, tokens, held, spec, schedule)
     if spec.tp_axis == "rank":
         sum_results(y, part, spec.tp)
     return out

@@ -21,13 +21,12 @@ from ..pieces.loads_and_stores import (
     spread_bias,
     times,
 )
-from ..pieces.norms import feature_columns, load_normed
+from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.product_to_hbm import expand_columns, expand_rows, load_panel
 from ..pieces.records import (
     Base,
     Block,
     Epilogue,
-    Norm,
     Part,
     Product,
     Result,
@@ -146,16 +145,8 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             if spec.requantized:
                 times(p_scale_sb, reciprocal_of(load_scale(scales[of_p0 + i])))
             p_scale_sbs.append(p_scale_sb)
-    norm_gain_sb = None
-    norm_bias_sb = None
-    if spec.norm_gain:
-        gain = others.get("norm_gain")
-        norm_gain_sb = feature_columns(gain, k, schedule.k_order, spec.norm_offset)
-    if spec.norm_bias:
-        norm_bias_sb = feature_columns(others.get("norm_bias"), k, schedule.k_order, 0.0)
-    norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
-        schedule.k_order,
+    norm = norm_of_x(
+        others.get("norm_gain"), others.get("norm_bias"), k, spec, schedule
     )  # fmt: skip
 
     for m0 in range(0, m, m_block):

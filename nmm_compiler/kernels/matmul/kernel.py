@@ -19,28 +19,27 @@ from ..pieces.loads_and_stores import (
     finish_columns,
     finish_rows,
     load,
-    position,
     product_scales,
-    split,
     spread_bias,
     store,
     store_rows,
 )
-from ..pieces.norms import feature_columns, load_normed
+from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.packed_loads import load_packed
 from ..pieces.records import (
     Block,
     Chunks,
     Contraction,
-    Ends,
+    Dense,
     Epilogue,
-    Norm,
     Part,
     Patch,
     Result,
+    Tokens,
     Weight,
 )
 from ..pieces.residuals import add_tiles, load_apart, load_tiles
+from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import half, half_row
 
 
@@ -103,63 +102,19 @@ def matmul(x, w, spec, schedule, **others):
                 resident.append(nl.ndarray((128, k_tiles, pitch), dtype=w.dtype, buffer=nl.sbuf))
     weight = Weight(w, resident, schedule.w, 0, False, None)
     epilogue = Epilogue(scale_sb, bias_sb, spec.scales, spec.bias, spec.activation)
-    norm_gain_sb = None
-    norm_bias_sb = None
-    if spec.norm_gain:
-        gain = others.get("norm_gain")
-        norm_gain_sb = feature_columns(gain, spec.k, schedule.k_order, spec.norm_offset)
-    if spec.norm_bias:
-        norm_bias_sb = feature_columns(others.get("norm_bias"), spec.k, schedule.k_order, 0.0)
-    norm = Norm(
-        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
-        schedule.k_order,
+    norm = norm_of_x(
+        others.get("norm_gain"), others.get("norm_bias"), spec.k, spec, schedule
     )  # fmt: skip
-    ends = Ends(norm, epilogue)
+    dense = Dense(weight, norm, epilogue)
+    tokens = Tokens(part, whole_residual, x, spec.m, m_block)
 
-    first = 0
-    if schedule.m_loop:
-        # on the device: the compiled program holds one block, whatever the number of tokens
-        first = spec.m - spec.m % m_block
-        x_dim = 1 if spec.x_layout == "col" else 0
-        out_dim = 0 if as_rows else 1
-        x_blocks = split(x, x_dim, spec.m // m_block, m_block)
-        out_blocks = split(part, out_dim, spec.m // m_block, m_block)
-        if spec.residual:
-            residual_blocks = split(whole_residual, out_dim, spec.m // m_block, m_block)
-
-        def body(i):
-            at = position(i)
-            x_part = x_blocks.select(x_dim, at)
-            out_part = out_blocks.select(out_dim, at)
-            residual_part = None
-            if spec.residual:
-                residual_part = residual_blocks.select(out_dim, at)
-            result = Result(
-                out_part, False, schedule.own_queue, schedule.tail, residual_part, spec.residual
-            )
-            matmul_block(result, x_part, weight, ends, Block(0, m_block), spec, schedule)
-
-        # the loop variable is a register because its bound is one
-        nl.fori_loop(0, nisa.register_alloc(spec.m // m_block), body)
-    for m0 in range(first, spec.m, m_block):
-        at = Block(m0, min(m_block, spec.m - m0))
-        result = Result(
-            part, False, schedule.own_queue, schedule.tail, whole_residual, spec.residual
-        )
-        matmul_block(result, x, weight, ends, at, spec, schedule)
+    over_blocks(matmul_block, tokens, dense, spec, schedule)
     return out
 
 
-def matmul_block(
-    result: Result,
-    x,
-    weight: Weight,
-    ends: Ends,
-    at: Block,
-    spec,
-    schedule,
-):
+def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
     """Compute a block of tokens."""
+    result = Result(out, False, schedule.own_queue, schedule.tail, residual, spec.residual)
     as_rows = spec.out_layout == "row"
     m_wide = schedule.x.group * (128 if as_rows else 512)
     n_wide = schedule.w.group * (512 if as_rows else 128)
@@ -189,11 +144,11 @@ def matmul_block(
             )
             # a tile for each chunk, so that the last read of a chunk frees its memory
             if schedule.w.resident:
-                w_tiles = weight.whole
+                w_tiles = dense.weight.whole
             elif early and n0 > 0:
                 w_tiles = w_next
             else:
-                w_tiles = panel_tiles(weight, columns, depth, schedule)
+                w_tiles = panel_tiles(dense.weight, columns, depth, schedule)
             if several:
                 x_tiles = []
             for m1 in range(0, at.tokens, m_wide):
@@ -211,7 +166,7 @@ def matmul_block(
                     step = spec.k if spec.m <= 128 else schedule.w.chunk
                     load_normed(
                         x_sb, x, schedule.x.load, step, Block(at.m0 + m1, tokens), spec.k,
-                        ends.norm,
+                        dense.norm,
                     )  # fmt: skip
                 for n1 in range(0, columns, n_wide):
                     width = min(n_wide, columns - n1)
@@ -221,7 +176,7 @@ def matmul_block(
                     )  # fmt: skip
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
-                        weight.weight, schedule.w, n0, columns, n1, width,
+                        dense.weight.weight, schedule.w, n0, columns, n1, width,
                         m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
                         and not (early and n0 > 0),
                     )  # fmt: skip
@@ -237,8 +192,10 @@ def matmul_block(
                     last = m1 + m_wide >= at.tokens and n1 + n_wide >= columns
                     if early and last and n2 < spec.n:
                         # the load of the next panel starts before this one is stored
-                        w_next = panel_tiles(weight, min(columns, spec.n - n2), depth, schedule)
-                        load_ahead(w_next, weight, n2, min(columns, spec.n - n2), run)
+                        w_next = panel_tiles(
+                            dense.weight, min(columns, spec.n - n2), depth, schedule
+                        )
+                        load_ahead(w_next, dense.weight, n2, min(columns, spec.n - n2), run)
                     patch = Patch(
                         (m1 if as_rows else n1) // 128, n1 if as_rows else m1,
                         tokens if as_rows else width, width if as_rows else tokens,
@@ -249,9 +206,9 @@ def matmul_block(
                         if several:
                             sums = totals_of(totals, sums, patch)
                         if as_rows:
-                            finish_patch_rows(result, sums, left, right, ends.epilogue, more)
+                            finish_patch_rows(result, sums, left, right, dense.epilogue, more)
                         else:
-                            finish_patch_columns(result, sums, left, right, ends.epilogue, more)
+                            finish_patch_columns(result, sums, left, right, dense.epilogue, more)
 
 
 def panel_tiles(weight: Weight, columns, depth, schedule):

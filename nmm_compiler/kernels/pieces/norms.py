@@ -116,6 +116,20 @@ def feature_columns(vector, size, order, offset):
     return columns
 
 
+def norm_of_x(gain, bias, size, spec, schedule) -> Norm:
+    """Return the norm of x, its gain and bias loaded where there are any."""
+    norm_gain_sb = None
+    norm_bias_sb = None
+    if spec.norm_gain:
+        norm_gain_sb = feature_columns(gain, size, schedule.k_order, spec.norm_offset)
+    if spec.norm_bias:
+        norm_bias_sb = feature_columns(bias, size, schedule.k_order, 0.0)
+    return Norm(
+        spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
+        schedule.k_order,
+    )  # fmt: skip
+
+
 def load_normed(x_sb, x, how, step, at: Block, size, norm: Norm):
     """Load a block of tokens, so many features at a time; put its norm, if any, in its place."""
     for k0 in range(0, size, step):

@@ -41,6 +41,17 @@ class Block(nl.NKIObject):
 
 
 @dataclass
+class Tokens(nl.NKIObject):
+    """All tokens of a kernel: its matrices in HBM that have them, m tokens, m_block in a block."""
+
+    out: object
+    residual: object
+    x: object
+    m: int
+    m_block: int
+
+
+@dataclass
 class Strip(nl.NKIObject):
     """A left factor: its strip, and the matrix in HBM that is loaded into it on its first use."""
 
@@ -237,9 +248,10 @@ class Norm(nl.NKIObject):
 
 
 @dataclass
-class Ends(nl.NKIObject):
-    """What stands before a dense product, and what while its sums leave PSUM."""
+class Dense(nl.NKIObject):
+    """A dense product: its weight, the norm before it, and what its sums leave PSUM through."""
 
+    weight: Weight
     norm: Norm
     epilogue: Epilogue
 
