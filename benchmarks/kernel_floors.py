@@ -27,8 +27,7 @@ def phases_us(spec: ProductSpec, target: str) -> dict[str, float]:
     """Return the microseconds of each phase; their sum is the floor."""
     chip = get(target)
     rate = chip.memory_bytes_per_second / _US
-    m: int = spec.m  # type: ignore[attr-defined]
-    dtype = str(spec.dtype)  # type: ignore[attr-defined]
+    m, dtype = spec.m, spec.dtype
     begin = (chip.dma_start_latency_seconds + chip.semaphore_seconds) * _US
     read = sum(tensor.bytes for tensor in spec.inputs()) / rate
     written = sum(tensor.bytes for tensor in spec.outputs()) / rate

@@ -55,7 +55,7 @@ def _estimate_us(spec: KernelSpec, chip: Target) -> float:
         )
     if spec.lnc > 1:
         return min(_estimate_us(spec.share(split), chip) for split in spec.splits())
-    m, size = spec.m, item_bytes(spec.dtype)  # type: ignore[attr-defined]
+    m, size = spec.m, item_bytes(spec.dtype)
     x_bytes, y_bytes = m * spec.k * size, sum(result.bytes for result in spec.outputs())
     at_once, rereads = _blocks(spec, size, chip)
     by_rows = spec.result_layouts()[0] == "row"
@@ -92,7 +92,7 @@ def _estimate_us(spec: KernelSpec, chip: Target) -> float:
         early_bytes=early if one_block else 0,
         late_matmuls=tuple(late) if one_block else (),
     )
-    return closed_form_us(work, str(spec.dtype), chip)  # type: ignore[attr-defined]
+    return closed_form_us(work, spec.dtype, chip)
 
 
 def _blocks(spec: ProductSpec, size: int, chip: Target) -> tuple[int, int]:

@@ -190,4 +190,4 @@ def _simulate(spec: KernelSpec, chip: Target) -> float:
 
 
 def _with_tokens(spec: KernelSpec, tokens: int) -> KernelSpec:
-    return dataclasses.replace(spec, m=tokens)  # type: ignore[call-arg]
+    return dataclasses.replace(spec, m=tokens)

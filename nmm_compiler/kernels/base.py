@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -76,6 +76,10 @@ class KernelSpec(Record):
 
     lnc: int = CORES
 
+    if TYPE_CHECKING:  # fields of every family, among its own in their order
+        m: int
+        dtype: str
+
     family: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")  # the fields that must be positive
     # Whether each token's result depends on that token alone: then a launch may pad or split them.
@@ -114,7 +118,7 @@ class KernelSpec(Record):
         if self.lnc == 1:
             return turns
         m, share, some = (getattr(spec, "m", 1) for spec in (self, part, turns))
-        return dataclasses.replace(self, m=some * m // share)  # type: ignore[call-arg]
+        return dataclasses.replace(self, m=some * m // share)
 
     def half_of(self, split: str) -> dict[str, Any]:
         """Return the sizes of a core's share, where the cores share the weights: field -> value."""

@@ -77,13 +77,12 @@ def prices_of(spec: KernelSpec, chip: Target, price: str, lnc: int = 1) -> Predi
 
     one = price_on(price, lnc)
     ways = ways_us(spec, chip, one)
-    tokens: int = spec.m  # type: ignore[attr-defined]
     adapters = getattr(spec, "base", False) or getattr(spec, "inner", False)
     even: int | None = 0
     if not adapters and ways.dense < _NEAR * min(ways.fused, ways.separate):
         even = pays_from(spec, chip, one)
     dense = None if adapters else ways.dense
-    return Predicted(ways.fused, ways.separate, dense, tokens, chip.name, price, even)
+    return Predicted(ways.fused, ways.separate, dense, spec.m, chip.name, price, even)
 
 
 def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | None:
