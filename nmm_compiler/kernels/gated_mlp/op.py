@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -176,19 +177,22 @@ def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
     return [*found[:3], grad_down, *found[3:], grad_bias][: len(args)]
 
 
-def _launches(
+def _lower(
     rows: Tensor,
-    projections: dict[str, Sequence[Tensor]],
-    biases: dict[str, Tensor | None],
+    args: Sequence[Any],
     kw: dict[str, Any],
     m: int,
     transpose: Transpose | None,
+    *,
+    names: Sequence[str],
 ) -> list[Launch]:
-    """Return the launch of a gated MLP: its weights in order, then its biases in the same order."""
+    """Return the launch of projections: their weights in order, then their biases in that order."""
+    given: list[Any] = [*args[1:], *[None] * len(names)]
+    biases = dict(zip(names, given[len(names) :], strict=False))
     stored = kw.get("weight_layout", "row")
     weights: dict[str, list[Tensor]] = {}
     layout = stored
-    for name, projection in projections.items():
+    for name, projection in zip(names, given, strict=False):
         laid = [weight(w, stored, transpose) for w in projection]
         weights[name] = [w for w, _ in laid]
         layout = laid[0][1]
@@ -209,25 +213,8 @@ def _launches(
         raise SpecError("gated_mlp: a kernel's down projection returns to the input's features")
     spec = GatedMLPSpec(**fields) if "down" in weights else GatedMLPUpSpec(**fields)
     flat = [w for ws in weights.values() for w in ws]
-    given = [b for b in biases.values() if b is not None]
-    return [Launch(spec, (rows, *flat, *given))]
-
-
-def _lower_up(
-    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
-) -> list[Launch]:
-    _, gate, up, gate_bias, up_bias = (*args, None, None)[:5]
-    biases = {"gate": gate_bias, "up": up_bias}
-    return _launches(rows, {"gate": gate, "up": up}, biases, kw, m, transpose)
-
-
-def _lower(
-    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
-) -> list[Launch]:
-    _, gate, up, down, gate_bias, up_bias, down_bias = (*args, None, None, None)[:7]
-    projections = {"gate": gate, "up": up, "down": down}
-    biases = {"gate": gate_bias, "up": up_bias, "down": down_bias}
-    return _launches(rows, projections, biases, kw, m, transpose)
+    operands = (rows, *flat, *biases.values())
+    return [Launch(spec, tuple(t for t in operands if t is not None))]
 
 
 def _placements_up(
@@ -321,7 +308,7 @@ GATED_MLP_UP, WHOLE_MLP = (
         reference=gated_mlp_up,
         fake=_fake_up,
         gradient=_gradient_up,
-        lower=_lower_up,
+        lower=functools.partial(_lower, names=("gate", "up")),
         sharding=_placements_up,
     ),
     Op(
@@ -330,7 +317,7 @@ GATED_MLP_UP, WHOLE_MLP = (
         reference=gated_mlp,
         fake=_fake,
         gradient=_gradient,
-        lower=_lower,
+        lower=functools.partial(_lower, names=("gate", "up", "down")),
         sharding=_placements,
     ),
 )
