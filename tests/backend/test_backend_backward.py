@@ -5,12 +5,11 @@ import copy
 import pytest
 import torch
 from backend.small_models import FactorPair, factorize
+from runtime.simulator_launches import noted_launches
 from torch import nn
 
 from nmm_compiler.backend import compile_graph as backend
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
-from nmm_compiler.ops import registration
-from nmm_compiler.runtime import executor
 from nmm_compiler.runtime.kernels import KERNELS
 
 SIZE, RANK = 64, 8
@@ -19,15 +18,7 @@ SIZE, RANK = 64, 8
 @pytest.fixture
 def launched(monkeypatch):
     """Return the specs that the simulator runs, in order."""
-    seen = []
-    real = executor._launch_in_simulator
-
-    def spy(kernel, operands):
-        seen.append(kernel.spec)
-        return real(kernel, operands)
-
-    monkeypatch.setattr(registration.EXECUTORS["simulator"], "launcher", spy)
-    return seen
+    return noted_launches(monkeypatch, lambda kernel: kernel.spec)
 
 
 def compiled(model, **more):

@@ -3,23 +3,15 @@
 import pytest
 import torch
 from backend.small_models import small_llama
+from runtime.simulator_launches import noted_launches
 
 from nmm_compiler.backend import compile_graph as backend
-from nmm_compiler.runtime import executor
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """Return the kernels that the simulator runs, in order."""
-    seen = []
-    real = executor._launch_in_simulator
-
-    def spy(kernel, operands):
-        seen.append(kernel)
-        return real(kernel, operands)
-
-    monkeypatch.setattr(executor.registration.EXECUTORS["simulator"], "launcher", spy)
-    return seen
+    return noted_launches(monkeypatch)
 
 
 def test_q_k_and_v_are_one_launch(launched):

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from runtime.simulator_launches import noted_launches, with_empty_tables
 
 from nmm_compiler.errors import NoKernelError
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, gamma
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
-from nmm_compiler.runtime import executor
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS
 
@@ -19,26 +19,13 @@ M, K, R, N = 8, 96, 40, 144
 
 @pytest.fixture(autouse=True)
 def empty_tables():
-    torch.manual_seed(0)
-    KERNELS.clear()
-    PACKS.clear()
-    yield
-    KERNELS.clear()
-    PACKS.clear()
+    yield from with_empty_tables()
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """Return the specs that the simulator runs, in order."""
-    seen = []
-    real = executor._launch_in_simulator
-
-    def spy(kernel, operands):
-        seen.append(kernel.spec)
-        return real(kernel, operands)
-
-    monkeypatch.setattr(registration.EXECUTORS["simulator"], "launcher", spy)
-    return seen
+    return noted_launches(monkeypatch, lambda kernel: kernel.spec)
 
 
 def weight(inputs, outputs, layout="row", dtype=torch.float32, grad=True):

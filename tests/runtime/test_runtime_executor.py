@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from runtime.simulator_launches import noted_launches, with_empty_tables
 from torch import nn
 
 from nmm_compiler.cache import store
@@ -16,7 +17,6 @@ from nmm_compiler.ops.lower import lower
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor
 from nmm_compiler.runtime.kernels import KERNELS
-from nmm_compiler.runtime.weights import PACKS
 
 NMM = torch.ops.nmm
 K, R, N = 96, 40, 144
@@ -24,26 +24,13 @@ K, R, N = 96, 40, 144
 
 @pytest.fixture(autouse=True)
 def empty_tables():
-    torch.manual_seed(0)
-    KERNELS.clear()
-    PACKS.clear()
-    yield
-    KERNELS.clear()
-    PACKS.clear()
+    yield from with_empty_tables()
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """Return the kernels that the simulator runs, in order."""
-    seen = []
-    real = executor._launch_in_simulator
-
-    def spy(kernel, operands):
-        seen.append(kernel)
-        return real(kernel, operands)
-
-    monkeypatch.setattr(executor.registration.EXECUTORS["simulator"], "launcher", spy)
-    return seen
+    return noted_launches(monkeypatch)
 
 
 def weight(inputs, outputs, layout="row", dtype=torch.bfloat16):
