@@ -177,9 +177,8 @@ def test_the_backend_runs_and_trains_it():
     for f in (model, compiled):
         y = f(x)
         grads.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])])
-    families = [k.spec.family for k in reports[0].built]  # one forward, the others backward
-    assert families[0] == "gated_mlp"
-    assert set(families[1:]) <= {"matmul", "gated_mlp_up", "lowrank"}
+    # backward: gate and up are recomputed by 2 + 1 products; then down takes 5, gate 4, up 2
+    assert [k.spec.family for k in reports[0].built] == ["gated_mlp", *["matmul"] * 14]
     for want, got in zip(*([t.detach() for t in g] for g in grads), strict=True):
         # bf16 rounds at each of the seven products, its gradients as often again
         bound = 2.0**-8 * 14 * float(want.abs().max())
