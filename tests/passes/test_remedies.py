@@ -230,6 +230,41 @@ PAIRS = [
 ]
 
 
+def normed(x):
+    return F.layer_norm(x, (64,))
+
+
+# Remedy: (the rule, refused, mended), of rules that have to be asked for.
+ENDS = {
+    "normalize the last dimension": (
+        "norm", lambda p, x: chain(p, F.layer_norm(x.mT, (6,)).mT),
+        lambda p, x: chain(p, normed(x))),
+    "let only low-rank calls read it": (
+        "norm", lambda p, x: (lambda h: (chain(p, h), h.sum()))(normed(x)),
+        lambda p, x: (chain(p, normed(x)), x.sum())),
+    "add the residual to the result as it is": (
+        "residual", lambda p, x: chain(p, x).transpose(0, 1) + 2 * x[..., :48].transpose(0, 1),
+        lambda p, x: (chain(p, x) + 2 * x[..., :48]).transpose(0, 1)),
+    "add tensors of one shape and dtype": (
+        "residual", lambda p, x: chain(p, x) + 2 * x[:, :1, :48],
+        lambda p, x: chain(p, x) + (2 * x[:, :1, :48]).repeat(1, 6, 1)),
+    "let only the sum read it": (
+        "residual", lambda p, x: (lambda y: (y + 2 * x[..., :48], y.sum()))(chain(p, x)),
+        lambda p, x: (chain(p, x) + 2 * x[..., :48], x.sum())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_a_norm_or_a_residual_goes_into_the_call(text):
+    rule, refused, mended = ENDS[text]
+    options = {**VERIFIED, "norms": True}
+    before, after = (rewrite(Model(f), (X,), options=options) for f in (refused, mended))
+    assert [d.remedy for d in before.declined if d.rule == rule] == [text]
+    assert rule not in [m.kind for m in before.rewritten]
+    assert rule in [m.kind for m in after.rewritten]
+    assert not [d for d in after.declined if d.rule == rule]
+
+
 def traced(function, x):
     return rewrite(Model(function), (x,), options=VERIFIED)
 
@@ -255,11 +290,6 @@ ELSEWHERE = {
     "set Options(reassociate=True), or ": "test_multiplied_back",
     "store it": "test_own_rules", "change the model or the rule's `where`": "test_own_rules",
     "write what is there into a pattern": "test_own_rules",
-    "normalize the last dimension": "test_norm_rules",
-    "let only low-rank calls read it": "test_norm_rules",
-    "add the residual to the result as it is": "test_norm_rules",
-    "add tensors of one shape and dtype": "test_norm_rules",
-    "let only the sum read it": "test_norm_rules",
 }  # fmt: skip
 """Remedies of refusals that ask for several processes, graphs or a user's rule: their tests."""
 BELOW = {
@@ -282,7 +312,7 @@ def test_every_remedy_that_names_a_change_is_applied():
     """A text that names no change begins with "nothing"."""
     changes = {text for text in remedies() if text and not text.startswith("nothing: ")}
     assert len(changes) > 50
-    assert changes <= {*APPLIED, *ELSEWHERE, *BELOW}
+    assert changes <= {*APPLIED, *ENDS, *ELSEWHERE, *BELOW}
     assert {text for text in APPLIED if not text.startswith("nothing")} <= changes
 
 
