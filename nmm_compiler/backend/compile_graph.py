@@ -271,7 +271,8 @@ def _predicted(match: Any) -> str:
     if found is None:
         return ""
     dense = "" if found["dense"] is None else f", dense {found['dense']:,.1f}"
-    products = f"products {found['products']:,.1f}{dense}"
+    apart = f"products and a sum over {found['tp']} devices" if found["tp"] > 1 else "products"
+    products = f"{apart} {found['products']:,.1f}{dense}"
     return f", {found['call']:,.1f} us predicted ({products}, {found['price']})"
 
 

@@ -42,6 +42,11 @@ class RankWay(Record):
         """The time of the faster of both."""
         return min(self.inside_us, self.apart_us)
 
+    @property
+    def pays(self) -> bool:
+        """Whether one kernel with the sum inside is no slower than kernels and a collective."""
+        return math.isfinite(self.inside_us) and self.inside_us <= self.apart_us
+
 
 def rank_ways(
     whole: Any, tp: int, target: str | Target = "trn2", price: Price = simulated_us
@@ -59,7 +64,7 @@ def rank_ways(
         except (ShapeError, SpecError) as error:
             refused = str(error)
             continue
-        found.append(_priced(spec, chip, price))
+        found.append(rank_way(spec, chip, price))
     if not found:
         raise SpecError(f"no way to share {whole.short()} between {tp} ranks: {refused}")
     return tuple(sorted(found, key=lambda way: way.best_us))
@@ -71,8 +76,14 @@ def shared_best(whole: Any, tp: int, target: str | Target = "trn2") -> Any:
     return whole.sharded(tp, min(ways, key=lambda way: way.inside_us).axis)
 
 
-def _priced(spec: Any, chip: Target, price: Price) -> RankWay:
-    inside = calls_us((spec,), chip, price)
+def rank_way(spec: Any, target: str | Target = "trn2", price: Price = simulated_us) -> RankWay:
+    """Return the times of one way; spec: the LowRankSpec of one rank."""
+    chip = machine_target(target)
+    try:
+        spec.check(chip)
+        inside = calls_us((spec,), chip, price)
+    except SpecError:  # no collectives there
+        inside = math.inf
     size = spec.exchanged_bytes()
     sums = collective_alone_us(size, spec.tp, chip) if size else 0.0
     alone = dataclasses.replace(spec, tp=1, tp_axis="")

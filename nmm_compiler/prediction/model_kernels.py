@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nmm_compiler.codegen.latency import PRICES
+from nmm_compiler.codegen.rank_ways import rank_way
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.compress.tensor_parallel import SPLITS, linear_roles
@@ -21,7 +23,7 @@ from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.ops.lower import fitting, lower, op_name
 from nmm_compiler.ops.lower import tokens as tokens_of
-from nmm_compiler.options import LARGEST_BUCKET
+from nmm_compiler.options import LARGEST_BUCKET, Options
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import rewrite
@@ -120,13 +122,20 @@ def _shares(
     for name, layer in layers.items():
         role = roles.get(name)
         sizes = (layer.in_features, layer.rank, layer.out_features, role == "rowwise")
-        if role is None or sizes in seen or (split == "row" and role == "rowwise"):
-            continue  # rows are summed between the products, which stay two
+        if role is None or sizes in seen:
+            continue
         seen.add(sizes)
+        summed = split == "row" and role == "rowwise"
         field, size = ("r", layer.rank) if split == "rank" else ("n", layer.out_features)
+        if summed:
+            field, size = "k", layer.in_features
         if size % tp:
             raise PredictionError(f"{name} has {field} {size}, which does not divide by {tp} cores")
         x = torch.empty(1, m, layer.in_features, dtype=layer.up.weight.dtype, device="meta")
         for spec, target in _launched(layer, (x,), {}, targets):
-            if isinstance(spec, LowRankSpec):
+            if not isinstance(spec, LowRankSpec):
+                continue
+            if not summed:
                 yield LowRankSpec.from_dict({**spec.to_dict(), field: size // tp}), target
+            elif rank_way(spec.sharded(tp, "rows"), target, PRICES[Options().price]).pays:
+                yield spec.sharded(tp, "rows"), target  # else two products and a collective

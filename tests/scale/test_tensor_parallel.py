@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,9 +15,12 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import nmm_compiler as nmm
+from nmm_compiler.codegen.estimate import estimate_us
+from nmm_compiler.codegen.rank_ways import rank_way
 from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.tensor_parallel import SPLITS, linear_roles
 from nmm_compiler.errors import OptionTypeError, ShapeError, UnknownNameError
+from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.prediction.model_kernels import model_kernels
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is missing")
@@ -65,9 +69,8 @@ def check(mesh, split, compiled):
     bound = 6 * 96 * 2.0**-24 * float(want.abs().max())
     assert float((got - want).abs().max()) <= bound, split
     if compiled:
-        # "row" sums between the two products of `down`.
-        assert nmm.last_report().chains == {"row": 2, "rank": 3}[split], str(nmm.last_report())
-        return
+        # "row" sums between the two products of `down`, inside of its call.
+        assert nmm.last_report().chains == 3, str(nmm.last_report())
     want.square().sum().backward()
     got.square().sum().backward()
     for name, parameter in alone.named_parameters():
@@ -121,6 +124,48 @@ def test_a_mesh_of_one_gives_the_values_and_gradients_of_the_model(split):
         check(init_device_mesh("cpu", (1,)), split, False)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_of_four():
+    """The first of four ranks, alone: the others are not there, and sums are what it has."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        yield init_device_mesh("cpu", (4,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_sum_of_rows_is_inside_of_the_call_where_it_pays(one_of_four):
+    """The report has both figures; where there are no collectives, two products stay."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model = Block()
+    parallelize_module(model, one_of_four, nmm.tensor_parallel_plan(model, one_of_four))
+
+    def compiled(**more):
+        torch._dynamo.reset()
+        options = {"inner": "eager", "strict": True, "cache": "off", "kernels": "lazy", **more}
+        torch.compile(model, backend="nmm", options=options)(torch.zeros(2, 5, 64))
+        return nmm.last_report()
+
+    inside = compiled()
+    assert inside.chains == 3
+    (line,) = (one for one in inside.matches if one.endswith("at down"))
+    found = re.search(r"([\d.]+) us predicted \(products and a sum over 4 devices ([\d.]+),", line)
+    way = rank_way(LowRankSpec(m=10, k=24, r=24, n=64, dtype="float32", tp=4, tp_axis="rows"),
+                   "trn2", estimate_us)  # fmt: skip
+    assert list(map(float, found.groups())) == [round(way.inside_us, 1), round(way.apart_us, 1)]
+    assert way.pays
+    apart = compiled(target="trn1")
+    assert apart.chains == 2
+    (refused,) = (one.reason for one in apart.declined)
+    assert "no kernel of this size on trn1, its products one by one and a sum over 4" in refused
+    alone = compiled(executor="simulator")
+    assert "executor 'simulator' runs one process" in str(alone.declined)
 
 
 @pytest.mark.long

@@ -34,7 +34,8 @@ class Predicted:
 
     price: of `codegen.latency.PRICES`. pays_from: tokens from which low rank is faster than dense,
     of a chain near break-even; 0 for any other chain, None where low rank is faster at no count.
-    dense is None for adapters on a dense weight: merged, they are a dense product.
+    dense is None for adapters on a dense weight: merged, they are a dense product; and for a chain
+    that `tp` devices share, whose products have the sum over the devices between them.
     """
 
     call: float
@@ -44,6 +45,7 @@ class Predicted:
     target: str
     price: str
     pays_from: int | None = 0
+    tp: int = 1
 
     def info(self) -> dict[str, Any]:
         """Return plain JSON data for `Match.info`."""
@@ -54,9 +56,10 @@ class Predicted:
         if self.call <= self.products:
             return None
         one = f"{self.call:,.1f} us" if math.isfinite(self.call) else "no kernel of this size"
+        between = f" and a sum over {self.tp} devices" if self.tp > 1 else ""
         reason = (
             f"one call for {_counted(self.tokens)}: {one} on {self.target}, its products one by "
-            f"one {self.products:,.1f} us (predicted, {self.price})"
+            f"one{between} {self.products:,.1f} us (predicted, {self.price})"
         )
         return Refusal("slower", reason, node, "nothing: the products run as they are written")
 
@@ -74,8 +77,14 @@ def tokens_to_judge(count: Any) -> int:
 def prices_of(spec: KernelSpec, chip: Target, price: str, lnc: int = 1) -> Predicted:
     """Return the predicted times of a spec on so many physical cores of a target."""
     from nmm_compiler.codegen.latency import pays_from, price_on, ways_us
+    from nmm_compiler.codegen.rank_ways import rank_way
 
     one = price_on(price, lnc)
+    ranks = getattr(spec, "tp", 1)
+    if ranks > 1:
+        way = rank_way(spec, chip, one)
+        tokens = spec.m  # type: ignore[attr-defined]
+        return Predicted(way.inside_us, way.apart_us, None, tokens, chip.name, price, 0, ranks)
     ways = ways_us(spec, chip, one)
     adapters = getattr(spec, "base", False) or getattr(spec, "inner", False)
     even: int | None = 0

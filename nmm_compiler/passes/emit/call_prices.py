@@ -12,6 +12,7 @@ from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.passes.chains.linear_map import Weight
 from nmm_compiler.passes.chains.prices import Predicted, prices_of, tokens_to_judge
 from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
+from nmm_compiler.passes.emit.ranks_call import RowsCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.distributed import is_distributed, local_part
 
@@ -40,6 +41,8 @@ def _spec(c: Canonical, call: Call, dtype: str) -> KernelSpec:
             has |= {"inner_norm": True, "inner_eps": chain.inner.eps}
         elif chain.inner is not None:
             has |= {"inner_activation": chain.inner.activation, "inner_bias": bool(chain.middle)}
+        if isinstance(call, RowsCall):
+            has |= {"tp": call.tp, "tp_axis": "rows"}
         return LowRankSpec(**common, r=r, n=_sizes(c, chain.v)[1], **has)
     if isinstance(call, SharedCall):
         chains = [member.chain for member in call.members if member.chain is not None]

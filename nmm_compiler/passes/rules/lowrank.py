@@ -1,6 +1,8 @@
 """Rule `lowrank`: y = (x u) v, with foldable steps before, between and after, as one call.
 
 h = linear(x, A); y = linear(h, B, bias)   ->   nmm.lowrank_matmul(x, A, B, bias, "col", "col")
+
+DTensors that are cut by rows are summed between the products: the call has tp and tp_axis then.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
 from nmm_compiler.passes.chains.near_misses import WORTH_ASKING, near_miss
+from nmm_compiler.passes.chains.over_ranks import read_summed_chain
 from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.safety import refuse, unsafe
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
+from nmm_compiler.passes.emit.ranks_call import RowsCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
     Key,
@@ -27,6 +31,9 @@ from nmm_compiler.passes.graph.canonical_forms import (
     owner_of,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
+
+ONE_PROCESS = ("simulator", "nki_simulate")
+"""Executors that run no kernel of several ranks."""
 
 
 def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
@@ -104,10 +111,33 @@ class LowRank(KernelRule):
         """Read the chain and check whether it may move to its end."""
         key, form = candidate
         chain = read_chain(graph, key, form) if isinstance(form, Product) else None
+        if isinstance(chain, Refusal) and chain.code == "sharded":
+            return self._over_ranks(graph, key, form) or chain
         if chain is None or (isinstance(chain, Refusal) and chain.code == "opaque"):
             return near_miss(graph, key, form) or chain
         found = chain if isinstance(chain, Refusal) else check_chain(graph, chain)
         if isinstance(found, Refusal):
             return found
         call = LowRankCall.of(graph, found)
+        return self.matched(graph, owner_of(found.out), found.nodes, call)
+
+    def _over_ranks(self, graph: Canonical, key: Key, form: Product) -> Match | Refusal | None:
+        """Return the match of a chain that sums over devices; None where no call has the sum."""
+        chain = read_summed_chain(graph, key, form)
+        if chain is None:
+            return None
+        if graph.options.executor in ONE_PROCESS:
+            return Refusal(
+                "one_rank",
+                f"executor {graph.options.executor!r} runs one process, and the devices sum "
+                "between the products",
+                key,
+                "use executor 'auto', or the products as they are",
+            )
+        found = check_chain(graph, chain)
+        if isinstance(found, Refusal):
+            return found
+        call = RowsCall.over(graph, found)
+        if call.kept.stored:
+            return None
         return self.matched(graph, owner_of(found.out), found.nodes, call)

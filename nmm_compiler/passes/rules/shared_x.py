@@ -18,6 +18,7 @@ from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.safety import crossed, refuse
 from nmm_compiler.passes.emit.call_prices import predicted
 from nmm_compiler.passes.emit.fused_calls import LowRankCall, SharedCall
+from nmm_compiler.passes.emit.ranks_call import RowsCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -91,6 +92,8 @@ class SharedX(KernelRule):
         for match in matches:
             call = match.data
             if not isinstance(call, LowRankCall) or call.chain is None:
+                continue
+            if isinstance(call, RowsCall):  # no kernel of several chains sums over devices
                 continue
             plain = only_bias(call.chain) and len(call.source.dims) > 1
             single = all(len(dim) <= 1 for dim in call.source.dims)
