@@ -29,10 +29,10 @@ def collective_us(kind: str, size: int, ranks: int, target: Target) -> float:
         return 0.0
     moved = size if kind == "all_reduce" else size / 2
     alone = collective_alone_us(max(moved, 1.0), ranks, target)
-    return alone + _wait_us(ranks, target)
+    return alone + wait_us(ranks, target)
 
 
-def _wait_us(ranks: int, target: Target) -> float:
+def wait_us(ranks: int, target: Target) -> float:
     """Return how long a core waits for the others: it grows with the steps of a tree of ranks."""
     steps = math.log2(ranks) / math.log2(WAIT_RANKS)
     return (WAIT_FACTOR - 1.0) * steps * collective_alone_us(1.0, ranks, target)

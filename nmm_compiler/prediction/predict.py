@@ -31,7 +31,7 @@ from nmm_compiler.prediction.meta_models import (
     saved_ranks,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.prices import BANDS, Machine, price, stored_bytes
+from nmm_compiler.prediction.prices import BANDS, Machine, fastest, stored_bytes
 from nmm_compiler.prediction.tensor_parallel import SPLITS, shard
 from nmm_compiler.prediction.walk import Piece, walk
 
@@ -229,7 +229,7 @@ def _walked(model: MetaModel, inputs: Callable[[], Any], target: str) -> list[Pi
 
 
 _KEPT: OrderedDict[Any, Any] = OrderedDict()
-_KEPT_MOST = 64
+_KEPT_MOST = 512  # a plan of 64 settings, traced before its kernels are simulated
 
 
 def _kept(key: Any, make: Callable[[], Any]) -> Any:
@@ -361,8 +361,7 @@ def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str) 
 def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int) -> Phase:
     lines: list[Line] = []
     launches = 0
-    for piece in pieces:
-        found = price(piece, machine)
+    for piece, found in (pair for one in pieces for pair in fastest(one, machine)):
         launches += piece.count * found.launches
         below, above, _ = BANDS[found.source]
         lines.append(

@@ -7,6 +7,8 @@
     pointwise    bound: HBM bytes of the region, or its engine operations
     copy         bound: bytes
     collective   published law (`collectives.py`)
+    one of many  a kernel that sums over the cores between its products: simulated or estimated,
+                 with the published law of the sum and of the wait for the other cores
 
 A logical core is one physical core, as our kernels are launched (`kernels.base.CORES`), unless two
 are asked for, as published systems on trn2 run. Then it is our kernel of two cores, with the
@@ -20,16 +22,18 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nmm_compiler.codegen.latency import PRICES
+from nmm_compiler.codegen.latency import LAUNCH_GAP_US, PRICES
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
 from nmm_compiler.prediction.collectives import (
     PAIR_BARRIER_US,
     PAIR_EXCHANGE_US,
     collective_us,
+    wait_us,
 )
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
@@ -40,6 +44,9 @@ from nmm_compiler.targets import Target
 BANDS = {
     "simulated": (0.15, 0.15, "the timing model against published kernels (docs/timing.md)"),
     "estimated": (0.25, 0.8, "the closed form is 0.65 to 1.15 of what the simulator says"),
+    # Such kernels wait for their sum for about half of their time: half of both bands.
+    "simulated + law": (0.38, 1.1, "a kernel of ours, with the published law of its sum"),
+    "estimated + law": (0.43, 1.4, "its closed form, with the published law of its sum"),
     "bound": (0.1, 1.0, "a bound: real kernels are slower"),
     "published law": (0.6, 2.0, "spread of the published measurements"),
     "fitted": (0.6, 2.0, "one constant, chosen on the published runs marked calibrate"),
@@ -85,6 +92,27 @@ class Price:
     launches: int = 1
 
 
+_NOTED: list[dict[KernelSpec, None]] = []
+
+
+@contextlib.contextmanager
+def noted_kernels() -> Iterator[dict[KernelSpec, None]]:
+    """Yield the kernels whose prices are asked for in the block, each once, in order."""
+    noted: dict[KernelSpec, None] = {}
+    _NOTED.append(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.pop()
+
+
+def kernel_us(spec: KernelSpec, machine: Machine) -> float:
+    """Return the microseconds of one kernel by the machine's price."""
+    for noted in _NOTED:
+        noted[spec] = None
+    return PRICES[machine.price](spec, machine.target)
+
+
 def price(piece: Piece, machine: Machine) -> Price:
     """Return the price of one piece, computed once."""
     if piece.kind == "kernel":
@@ -99,6 +127,23 @@ def price(piece: Piece, machine: Machine) -> Price:
     return _bytes_and_flops(piece, machine)
 
 
+def fastest(piece: Piece, machine: Machine) -> list[tuple[Piece, Price]]:
+    """Return a piece with its price, or what computes it apart where that takes less, launches
+    included."""
+    whole = price(piece, machine)
+    if not piece.apart:
+        return [(piece, whole)]
+    parts = [(one, price(one, machine)) for one in piece.apart]
+    inside, apart = (
+        sum(p.us + p.launches * LAUNCH_GAP_US for p in prices)
+        for prices in ([whole], [p for _, p in parts])
+    )
+    if not inside < apart:
+        return parts
+    said = f"{whole.how}; {apart:.1f} us as two products and a collective"
+    return [(piece, dataclasses.replace(whole, how=said))]
+
+
 def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
     prices = [kernel_price(spec, machine) for spec in specs]
     sources = {p.source for p in prices}
@@ -110,15 +155,19 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     """Return the price of a kernel on one logical core, in the best split over its physical cores.
 
-    Prices are kept, but for "tuned", which depends on what the cache holds now.
+    Prices are kept, but for "tuned", which depends on what the cache holds now, and while kernels
+    are noted.
     """
-    find = _kernel_price.__wrapped__ if machine.price == "tuned" else _kernel_price
+    fresh = machine.price == "tuned" or _NOTED
+    find = _kernel_price.__wrapped__ if fresh else _kernel_price
     return find(spec, machine)
 
 
 @functools.lru_cache(maxsize=8192)
 def _kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     stored = with_weights(spec, machine.weights)
+    if getattr(stored, "tp", 1) > 1:
+        return _one_of_many(stored, machine)
     if machine.lnc == 1:
         us, source = _one_core(stored, machine)
         return Price(us, source, stored.short())
@@ -133,6 +182,24 @@ def _kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     return Price(best.us, best.source, stored.short())
 
 
+def _one_of_many(stored: Any, machine: Machine) -> Price:
+    """Return the price of a kernel that sums over the cores of a group; infinite without one.
+
+    Simulated ranks arrive together, so the wait for the others is added.
+    """
+    ways = [(stored, 0.0)]
+    if machine.lnc > 1:
+        ways = [(one, PAIR_BARRIER_US + n * PAIR_EXCHANGE_US) for one, n in halves(stored)]
+    try:
+        stored.check(machine.target)
+        found = [kernel_us(one, machine) + more for one, more in ways]
+    except (CapacityError, SpecError, ShapeError):
+        found = [math.inf]
+    wait, size = wait_us(stored.tp, machine.target), stored.exchanged_bytes()
+    how = f"{stored.short()} on {stored.tp} cores, the sum of {size:,} B inside"
+    return Price(min(found) + wait, f"{_kernel_source(machine)} + law", how)
+
+
 def _pair_of_cores(stored: KernelSpec, machine: Machine) -> Price | None:
     """Return the price of our kernel of two cores; None where its family has none for the sizes.
 
@@ -145,7 +212,7 @@ def _pair_of_cores(stored: KernelSpec, machine: Machine) -> Price | None:
     if not spec.splits():
         return None
     try:
-        us = PRICES[machine.price](spec, machine.target)
+        us = kernel_us(spec, machine)
     except (CapacityError, SpecError, ShapeError):
         return None
     us += PAIR_BARRIER_US + exchanges_of(spec) * PAIR_EXCHANGE_US
@@ -162,13 +229,13 @@ def exchanges_of(spec: Any) -> int:
 
 
 def _one_core(spec: KernelSpec, machine: Machine) -> tuple[float, str]:
-    target, of, known = machine.target, PRICES[machine.price], _kernel_source(machine)
+    target, known = machine.target, _kernel_source(machine)
     try:
-        us, source = of(spec, target), known
+        us, source = kernel_us(spec, machine), known
     except (CapacityError, SpecError, ShapeError):
         parts = spec.parts()
         if parts:
-            us, source = sum(of(one, target) for one, _ in parts), known
+            us, source = sum(kernel_us(one, machine) for one, _ in parts), known
         else:
             us, source = spec.roofline_us(target), "bound"
     if machine.weights == "int8":  # no family here reads int8: half the bytes of bfloat16
@@ -216,7 +283,7 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     assert piece.attention is not None
     for (spec,) in piece.ways:
         with contextlib.suppress(CapacityError, SpecError):
-            us = PRICES[machine.price](_heads_of_one_core(spec, machine.lnc), machine.target)
+            us = kernel_us(_heads_of_one_core(spec, machine.lnc), machine)
             return Price(us, _kernel_source(machine), spec.short())
     batch, heads, _, queries, keys, features, causal = piece.attention
     target = machine.target

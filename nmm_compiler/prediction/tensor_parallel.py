@@ -5,12 +5,14 @@ by output features, "rowwise" ones (o, down) by input features, after which the 
 stay whole. A low-rank linear y = (x u) v has two ways:
 
     whole   colwise: u on every core, v cut by columns             nothing to exchange
-            rowwise: u cut by rows, v on every core                all-reduce of x u, r wide
+            rowwise: u cut by rows, v on every core                all-reduce of x u, r wide,
+                                                                   inside of one kernel
     split   colwise: u and v cut by columns                        all-gather of x u, r wide
             rowwise: u and v cut by rows        reduce-scatter of x u, all-reduce of y
 
 "whole" reads more weight, "split" exchanges more often. Collectives are ops of their own in the
-traced graph: they move nothing here and are priced by `collectives.py`.
+traced graph, but for the one inside of a kernel: they move nothing here and are priced by
+`collectives.py`. `prices.fastest` compares that kernel with two products and a collective.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from nmm_compiler.compress.meta_copies import MetaModel
 from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import PredictionError
+from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines torch.ops.nmm)
 
 SPLITS = ("whole", "split")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -67,9 +70,14 @@ class _ColumnsLowRank(LowRankLinear):
 class _RowsLowRank(LowRankLinear):
     """The first factor cut by rows; the second whole."""
 
+    tp = 1
+
     def forward(self, x: Tensor) -> Tensor:
-        """Sum x u over the cores, then multiply by the whole v."""
-        return self.up(torch.ops.nmm_prediction.all_reduce(self.down(x)))
+        """Sum x u over the cores inside of one call, and multiply by the whole v."""
+        factors = self.down.weight, self.up.weight, self.up.bias
+        return torch.ops.nmm.lowrank_matmul(
+            x, *factors, u_layout="col", v_layout="col", tp=self.tp, tp_axis="rows", group="cores"
+        )
 
 
 class _BothRowsLowRank(LowRankLinear):
@@ -153,6 +161,7 @@ def put_cut(
         else:
             kind = _RowsLowRank if split == "whole" else _BothRowsLowRank
             new = kind(part_k, r, n, bias, device="meta", dtype=dtype)
+            new.tp = tp
             if split != "whole":
                 new.up = nn.Linear(part_r, n, bias, device="meta", dtype=dtype)
     elif role == "rowwise":

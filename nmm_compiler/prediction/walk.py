@@ -47,6 +47,7 @@ class Piece:
     module: where, with equal layers as one. weights: names of the parameters that it multiplies by.
     ways: for kernels, alternatives that compute the same, each a row of specs.
     ways of an attention: our kernel, where there is one that computes it.
+    apart: pieces that compute the same one after the other: of a kernel with a collective inside.
     attention: (batch, query heads, key heads, queries, keys, features, causal).
     bytes: of HBM; elements: of the engines, one entry an operation; flops: of products.
     """
@@ -61,6 +62,7 @@ class Piece:
     elements: tuple[int, ...] = ()
     flops: int = 0
     dtype: str = "bfloat16"
+    apart: tuple[Piece, ...] = ()
 
 
 def walk(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any], target: str) -> list[Piece]:
@@ -191,6 +193,9 @@ class _Walk:
         lowered = lower(name, values, dict(kwargs), m, transpose=lambda w: w.t())
         specs = tuple(launch.spec for launch in lowered.launches)
         self._add("kernel", node, ways=(specs,), weights=self._weights(node))
+        (spec, *others) = specs
+        if getattr(spec, "exchanged_bytes", int)() and not others:
+            self.found[-1] = _with_sum_apart(self.found[-1], spec)
 
     def _collective(self, node: fx.Node, name: str) -> None:
         """Note a collective; those that follow products of the same x are one."""
@@ -410,6 +415,16 @@ def _attention_kernel(
         )  # fmt: skip
     except NmmError:
         return None
+
+
+def _with_sum_apart(piece: Piece, spec: Any) -> Piece:
+    """Return the piece of a kernel that sums over cores between its products, and these apart."""
+    alone = dataclasses.replace(spec, tp=1, tp_axis="")
+    first, second = (dataclasses.replace(piece, ways=((one,),)) for one in alone.as_products()[0])
+    summed = dataclasses.replace(
+        piece, kind="all_reduce", weights=(), ways=(), bytes=spec.exchanged_bytes()
+    )
+    return dataclasses.replace(piece, apart=(first, summed, second))
 
 
 def _common(names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from nmm_compiler.codegen.estimate import estimate_us
-from nmm_compiler.codegen.latency import simulated_us
+from nmm_compiler.codegen.latency import LAUNCH_GAP_US, simulated_us
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import CORES
@@ -18,6 +19,7 @@ from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
 from nmm_compiler.prediction import predict as predict_module
+from nmm_compiler.prediction.collectives import collective_us, wait_us
 from nmm_compiler.prediction.meta_models import meta_model, public_models
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
@@ -114,6 +116,35 @@ def test_one_core_exchanges_nothing_and_two_exchange_twice_a_layer():
     for phase in two.phases:
         assert sum(x.calls for x in phase.lines if x.kind == "all_reduce") == 2 * 3
     assert two.memory.weight_bytes < llama().memory.weight_bytes
+
+
+def test_rows_are_summed_inside_of_a_kernel_where_that_is_faster():
+    """Its simulated time and the wait for the other cores; a target without collectives has the
+    two products and the all-reduce."""
+    two = llama(tp=2, ratio=0.3, price="closed_form", context=512)
+    assert two.split == "whole"
+    for phase in two.phases:
+        lines = [x for x in phase.lines if x.source == "estimated + law"]
+        assert {x.module.rpartition(".")[2] for x in lines} == {"o_proj", "down_proj"}
+        assert sum(x.calls for x in lines) == 2 * 3
+        assert "all_reduce" not in phase.by("kind")
+        for line in lines:
+            k, r = (int(re.search(rf" {name}(\d+) ", line.what)[1]) for name in "kr")
+            m = 32 if phase.name == "prefill" else 1
+            spec = LowRankSpec(m=m, k=k, r=r, n=256, v_layout="row", tp=2, tp_axis="rows")
+            assert spec.short() in line.what
+            assert f"{2 * m * r:,} B inside" in line.what
+            inside = estimate_us(spec, "trn2") + wait_us(2, get("trn2"))
+            assert line.each_us == pytest.approx(inside)
+            alone = dataclasses.replace(spec, tp=1, tp_axis="")
+            apart = sum(estimate_us(one, "trn2") for one in alone.as_products()[0])
+            apart += collective_us("all_reduce", 2 * m * r, 2, get("trn2")) + 3 * LAUNCH_GAP_US
+            assert f"{apart:.1f} us as two products" in line.what
+            assert inside + LAUNCH_GAP_US < apart
+    one = predict(LLAMA, "trn1", **BASE, tp=2, ratio=0.3, price="closed_form")
+    for phase in one.phases:
+        assert not any("law" in x.source and x.kind == "kernel" for x in phase.lines)
+        assert sum(x.calls for x in phase.lines if x.kind == "all_reduce") == 2 * 3
 
 
 @pytest.mark.long
