@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, write_html
+from nmm_compiler.cli.wanted_kernels import Jobs
 from nmm_compiler.outputs import write_text
 
 
@@ -42,6 +42,7 @@ def plan(
         str,
         typer.Option(help="of a kernel: simulated, tuned (by nmm tune), closed_form (quick)"),
     ] = "simulated",
+    jobs: Jobs = None,
     html: Annotated[Path | None, values.output_option(help_="write one page here")] = None,
     json: Annotated[Path | None, values.output_option(help_="write every figure here")] = None,
 ) -> None:
@@ -57,7 +58,8 @@ def plan(
     def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    with Console(markup=False, stderr=True).status(Text(f"reading {config}")) as status:
+    with steps() as step:
+        step(f"reading {config}")
         made = run(
             config,
             targets=listed(target, str),
@@ -72,7 +74,8 @@ def plan(
             include=include,
             exclude=exclude,
             price=price,
-            progress=lambda name, done, of: status.update(Text(f"{done + 1} of {of}: {name}")),
+            jobs=jobs,
+            progress=step,
         )
     show(str(made))
     if html is not None:

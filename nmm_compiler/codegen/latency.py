@@ -119,16 +119,31 @@ def simulated_us(spec: KernelSpec, target: str | Target) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_us(spec: KernelSpec, chip: Target) -> float:
-    tokens, most = int(getattr(spec, "m", 0)), MOST_TOKENS * spec.lnc
-    if tokens > most and spec.splits_tokens:
-        blocks, rest = divmod(tokens, most)
-        each = _simulated_us(_with_tokens(spec, most), chip)
-        return blocks * each + (_simulated_us(_with_tokens(spec, rest), chip) if rest else 0.0)
+    launches = launches_of(spec)
+    if launches != {spec: 1}:
+        return sum(count * _simulated_us(one, chip) for one, count in launches.items())
     spec.check(chip)
     store = Store.for_kernels()
     if store.mode in ("off", "require"):
         return _simulate(spec, chip)
-    key = Key.make(
+    key = price_key(spec, chip)
+    entry = store.get_or_build(key, lambda: {_PRICE: repr(_simulate(spec, chip))})
+    return float(entry.files[_PRICE])
+
+
+def launches_of(spec: KernelSpec) -> dict[KernelSpec, int]:
+    """Return the kernels that `simulated_us` simulates for a call, and how often each runs."""
+    tokens, most = int(getattr(spec, "m", 0)), MOST_TOKENS * spec.lnc
+    if tokens <= most or not spec.splits_tokens:
+        return {spec: 1}
+    blocks, rest = divmod(tokens, most)
+    made = {_with_tokens(spec, most): blocks}
+    return made | ({_with_tokens(spec, rest): 1} if rest else {})
+
+
+def price_key(spec: KernelSpec, chip: Target) -> Key:
+    """Return the key in the kernel cache of the price that `simulated_us` gives one launch."""
+    return Key.make(
         {
             "price": "simulated_us",
             "spec": spec.digest(64),
@@ -137,8 +152,6 @@ def _simulated_us(spec: KernelSpec, chip: Target) -> float:
             **code_fields(),
         }
     )
-    entry = store.get_or_build(key, lambda: {_PRICE: repr(_simulate(spec, chip))})
-    return float(entry.files[_PRICE])
 
 
 def tuned_us(spec: KernelSpec, target: str | Target) -> float:

@@ -1,25 +1,29 @@
-"""`plan`: predictions of one model in many settings, and which ratio, layers and target pay."""
+"""`plan`: predictions of one model in many settings, and which ratio, layers and target pay.
+
+Every model is traced first, and each distinct kernel is then simulated once, in several processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nmm_compiler.codegen.price_many import price_many
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import NmmError, PredictionError
-from nmm_compiler.kernels.base import CORES
+from nmm_compiler.kernels.base import CORES, KernelSpec
 from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prediction.prices import noted_kernels
+from nmm_compiler.prediction.way_out import WORTH, WayOut, ways_out
+from nmm_compiler.prediction.way_out import step_gain as _gain
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, bars
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
-
-# A smaller gain cannot be told from none. Errors of two predictions of one model largely cancel;
-# those of the kernels that differ do not.
-WORTH = 1.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class Plan(Shown, Record):
     name: str
     predictions: tuple[ModelPrediction, ...]
     refused: tuple[Refused, ...] = ()
+    ways_out: tuple[WayOut, ...] = ()
 
     @property
     def best(self) -> ModelPrediction | None:
@@ -54,9 +59,11 @@ class Plan(Shown, Record):
             return ["no ratio was asked for: these are the dense times"]
         if best is None:
             nearest = max(low, key=_gain)
+            remedy = "" if self.ways_out else f"; {nearest.remedy()}"
             return [
-                f"no setting pays: the nearest is {_setting(nearest)} with {_gain(nearest):.2f}x; "
-                f"{nearest.remedy()}"
+                f"no setting pays: the nearest is {_setting(nearest)} with {_gain(nearest):.2f}x"
+                f"{remedy}",
+                *map(str, self.ways_out),
             ]
         said = [f"pays most: {_setting(best)}: {best.headline()}"]
         layers = layer_gains(best)
@@ -74,7 +81,7 @@ class Plan(Shown, Record):
         if any(_gain(p) < 1.0 for p in low):
             worst = min(low, key=_gain)
             said.append(f"slower than dense: {_setting(worst)}, {_gain(worst):.2f}x")
-        return said
+        return [*said, *map(str, self.ways_out)]
 
     def parts(self) -> Sequence[Part]:
         """Return the verdict, the table, and the lines of the best setting."""
@@ -132,37 +139,86 @@ def plan(
     include: Patterns = None,
     exclude: Patterns = None,
     price: str = "simulated",
+    jobs: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Return predictions of every combination, dense and at each ratio.
 
-    price: of a kernel, as in `predict`. progress: called with (setting, how many are done, how many
-    there are). A setting that cannot be predicted is in `refused`; raises PredictionError when none
-    can.
+    price: of a kernel, as in `predict`. jobs: processes that simulate kernels, by default one for
+    each core. progress: called with (what is done now, how many are done, how many there are), of
+    settings and then of kernels. A setting that cannot be predicted is in `refused`; raises
+    PredictionError when none can.
     """
     settings = list(itertools.product(targets, tps, batches, prompts, contexts))
-    steps = (None, *ratios)
-    made: list[ModelPrediction] = []
+    wanted = list(itertools.product(settings, (None, *ratios)))
+
+    def step(said: str, done: int, of: int) -> None:
+        if progress is not None:
+            progress(said, done, of)
+
+    def predicted(setting: tuple[Any, ...], ratio: float | None, **more: Any) -> ModelPrediction:
+        target, tp, batch, prompt, context = setting
+        cut = {} if ratio is None else {"include": include, "exclude": exclude}
+        fixed = {"tp": tp, "batch": batch, "prompt": prompt, "context": context, "lnc": lnc,
+                 "dtype": dtype, "weights": weights, "price": price}  # fmt: skip
+        given = {key: value for key, value in more.items() if key != "include" or value}
+        return predict(model, target, ratio=ratio, **{**fixed, **cut, **given})
+
+    if price == "simulated":
+        kernels: dict[tuple[KernelSpec, str], None] = {}
+        for i, (setting, ratio) in enumerate(wanted):
+            step(f"tracing {_named(*setting)}", i, len(wanted))
+            with contextlib.suppress(NmmError), noted_kernels() as noted:
+                predicted(setting, ratio, price="closed_form")
+            kernels |= {(spec, setting[0]): None for spec in noted}
+        price_many(kernels, jobs=jobs, progress=progress)
+    made: dict[tuple[Any, ...], ModelPrediction] = {}
     refused: list[Refused] = []
-    for i, (target, tp, batch, prompt, context) in enumerate(settings):
-        name = f"{target} tp {tp} batch {batch} prompt {prompt} context {context}"
-        for j, ratio in enumerate(steps):
-            if progress is not None:
-                progress(name, i * len(steps) + j, len(settings) * len(steps))
-            cut: dict[str, Any] = {} if ratio is None else {"include": include, "exclude": exclude}
-            try:
-                made.append(
-                    predict(
-                        model, target, prompt=prompt, context=context, batch=batch, tp=tp, lnc=lnc,
-                        dtype=dtype, weights=weights, ratio=ratio, price=price, **cut,
-                    )
-                )  # fmt: skip
-            except NmmError as error:
-                label = "dense" if ratio is None else f"ratio {ratio:g}"
-                refused.append(Refused(setting=f"{name} {label}", reason=str(error)))
+    for i, (setting, ratio) in enumerate(wanted):
+        step(_named(*setting), i, len(wanted))
+        try:
+            made[*setting, ratio] = predicted(setting, ratio)
+        except NmmError as error:
+            label = "dense" if ratio is None else f"ratio {ratio:g}"
+            reason = str(error)
+            refused.append(Refused(setting=f"{_named(*setting)} {label}", reason=reason))
     if not made:
         raise PredictionError(f"nothing could be predicted: {refused[0].reason}")
-    return Plan(name=made[0].name, predictions=tuple(made), refused=tuple(refused))
+
+    def out(target: str, tp: int) -> WayOut | None:
+        """Return what pays instead, where no setting on so many cores does."""
+        low = {key: p for key, p in made.items() if key[:2] == (target, tp) and p.gain}
+        if tp == 1 or not low:
+            return None
+        key, best = max(low.items(), key=lambda one: _gain(one[1]))
+        if _gain(best) >= WORTH:
+            return None
+
+        def again(**changes: Any) -> ModelPrediction:
+            return predicted(key[:-1], **changes)
+
+        fewer = [n for n in (1 << i for i in range(tp.bit_length())) if n < tp][::-1]
+        pays = ways_out(
+            best, again, layer_gains if include is None else lambda p: {}, fewer,
+            lambda said: step(f"what pays in place of tp {tp}: {said}", 0, 0),
+        )  # fmt: skip
+        setting = f"batch {best.batch}, prompt {best.prompt}, context {best.context}"
+        return WayOut(
+            target=target, tp=tp, setting=f"{setting}, ratio {best.ratio:g}", gain=_gain(best),
+            pays=pays,
+        )  # fmt: skip
+
+    found = (out(target, tp) for target, tp in dict.fromkeys((one[0], one[1]) for one in settings))
+    return Plan(
+        name=next(iter(made.values())).name,
+        predictions=tuple(made.values()),
+        refused=tuple(refused),
+        ways_out=tuple(one for one in found if one is not None),
+    )
+
+
+def _named(target: str, tp: int, batch: int, prompt: int, context: int) -> str:
+    return f"{target} tp {tp} batch {batch} prompt {prompt} context {context}"
 
 
 def layer_gains(prediction: ModelPrediction, phase: str | None = None) -> dict[str, float]:
@@ -186,11 +242,6 @@ def _by_layer(phase: Phase) -> dict[str, float]:
         if line.kind in ("kernel", "all_reduce", "all_gather", "reduce_scatter") and inner:
             made[inner] = made.get(inner, 0.0) + line.us
     return made
-
-
-def _gain(prediction: ModelPrediction) -> float:
-    """Return the gain of a token, or of the pass of a model that does not generate."""
-    return prediction.gain.get(prediction.phases[-1].name, 0.0)
 
 
 def _setting(p: ModelPrediction) -> str:

@@ -2,14 +2,19 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import pytest
 from typer.testing import CliRunner
 
+from nmm_compiler.cli import plan as plan_command
 from nmm_compiler.cli.commands import app
+from nmm_compiler.codegen import latency
 from nmm_compiler.errors import PredictionError
+from nmm_compiler.prediction import prices
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
+from nmm_compiler.prediction.way_out import WayOut, ways_out
 from nmm_compiler.targets import get
 
 pytest.importorskip("transformers")
@@ -66,6 +71,32 @@ def test_what_does_not_fit_is_never_the_best():
     assert Plan(name="toy", predictions=(DENSE, fast)).best is None
 
 
+def test_what_pays_on_several_cores_is_named_with_its_predicted_gain():
+    """A larger ratio of the layers that pay alone, then of all, then fewer cores; each is predicted
+    again by the plan's own price, and left out where that says no."""
+    asked = []
+
+    def again(ratio, tp=4, include=None, price="simulated"):
+        asked.append((ratio, tp, include, price))
+        if ratio == 0.7:
+            raise PredictionError("no such rank")
+        mlp = 100.0 if ratio < 0.5 else 80.0 if price == "closed_form" or include else 99.9
+        return made({"mlp": mlp, "self_attn": 50.0 if include else 60.0}, DENSE, tp=tp)
+
+    slow = made({"mlp": 110.0, "self_attn": 60.0}, DENSE, tp=4)
+    found = ways_out(slow, again, layer_gains, (2, 1))
+    assert found == ("ratio 0.5 of mlp alone (--include mlp), 1.15x",)
+    assert asked[:2] == [(0.3, 4, None, "closed_form"), (0.4, 4, None, "closed_form")]
+    assert (0.5, 4, None, "simulated") in asked  # by the closed form all of them would pay
+    assert (0.8, 4, None, "closed_form") not in asked  # behind a ratio that cannot be had
+    assert asked[-2:] == [(0.2, 2, None, "simulated"), (0.2, 1, None, "simulated")]
+    out = WayOut(target="trn2", tp=4, setting="batch 1", gain=0.8, pays=found)
+    text = "\n".join(Plan(name="toy", predictions=(DENSE, slow), ways_out=(out,)).verdict())
+    assert "tp 4 does not pay: 0.80x at best (batch 1); there pays: ratio 0.5 of mlp alone" in text
+    none = dataclasses.replace(out, pays=())
+    assert "nothing up to ratio 0.8" in str(none)
+
+
 def test_a_setting_that_cannot_be_had_is_named():
     shown = plan(TINY, ratios=(0.3,), prompts=(16,), contexts=(16,), tps=(1,), lnc=1,
                  targets=("trn2", "trn1"), weights="float8_e4m3")  # fmt: skip
@@ -77,16 +108,28 @@ def test_a_setting_that_cannot_be_had_is_named():
         plan(TINY, targets=("trn1",), weights="float8_e4m3")
 
 
-def test_the_command_writes_table_page_and_figures(tmp_path):
+def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
+    """And it simulates each kernel of all settings once, before it predicts."""
+    (tmp_path / "cache").mkdir(mode=0o700)
+    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
+    simulated, simulate = [], latency._simulate
+    monkeypatch.setattr(latency, "_simulate", lambda *one: simulated.append(one) or simulate(*one))
+    for held in (latency._simulated_us, prices._kernel_price):
+        held.cache_clear()
+    steps = []
+    monkeypatch.setattr(plan_command, "steps", lambda: nullcontext(lambda *one: steps.append(one)))
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
     done = CliRunner().invoke(
         app,
         ["plan", str(config), "--prompt", "16", "--context", "16,32", "--ratio", "0.3",
-         "--lnc", "1", "--html", str(page), "--json", str(figures)],
+         "--lnc", "1", "--jobs", "1", "--html", str(page), "--json", str(figures)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
+    assert len(simulated) == len(set(simulated)) > 4
+    counted = [step[1:] for step in steps if step[0].startswith("simulating")]
+    assert counted == [(i, len(simulated)) for i in range(len(simulated))]
     saved = Plan.from_json(figures.read_text())
     assert [(p.context, p.ratio) for p in saved.predictions] == [
         (16, None), (16, 0.3), (32, None), (32, 0.3),
@@ -102,12 +145,12 @@ def test_cores_that_share_a_model_have_two_physical_ones(tmp_path):
     config.write_text(json.dumps(TINY))
     done = CliRunner().invoke(
         app,
-        ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
+        ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.6",
          "--tp", "1,2,4", "--lnc", "2", "--price", "closed_form", "--json", str(figures)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     made = {(one.tp, one.ratio): one for one in Plan.from_json(figures.read_text()).predictions}
-    assert set(made) == {(tp, ratio) for tp in (1, 2, 4) for ratio in (None, 0.3)}
+    assert set(made) == {(tp, ratio) for tp in (1, 2, 4) for ratio in (None, 0.6)}
     for (tp, ratio), one in made.items():
         assert one.lnc == 2
         assert one.memory.capacity_bytes == 2 * get("trn2").hbm_bytes
