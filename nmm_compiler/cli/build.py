@@ -51,7 +51,7 @@ def build(
     from nmm_compiler.options import cache_dir
     from nmm_compiler.report.text import counted
 
-    with steps() as step:
+    with steps(f"reading {wanted}") as step:
         found = wanted_kernels(
             wanted, target, ratio=ratio, tokens=tokens, tp=tp, progress=step,
             split=split, dtype=dtype, include=include, exclude=exclude,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.help_text import WrappedHelp
+from nmm_compiler.cli.help_text import PlainCommand, WrappedHelp
 from nmm_compiler.cli.show import show as say
 from nmm_compiler.cli.show import show_json
 from nmm_compiler.report.parts import Grid, Line, Part
@@ -40,7 +40,7 @@ Directory = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
-@app.command("list", epilog="Example: nmm cache list --json | jq '.[].digest'")
+@app.command("list", cls=PlainCommand, epilog="Example: nmm cache list --json | jq '.[].digest'")
 def list_(
     directory: Directory = None,
     prices: Annotated[bool, typer.Option("--prices", help="also list predicted times")] = False,
@@ -79,7 +79,7 @@ def list_(
     say([*parts, Line(f"{many}, {_size(total)} of {_size(store.max_bytes)}")])
 
 
-@app.command(epilog="Example: nmm cache show 3fa9c1 --source > kernel.py")
+@app.command(cls=PlainCommand, epilog="Example: nmm cache show 3fa9c1 --source > kernel.py")
 def show(
     entry: Annotated[
         str,
@@ -125,7 +125,8 @@ def show(
 
 
 @app.command(
-    epilog="Example: nmm cache explain 3fa9c1\n\nExample: nmm cache explain --key wanted.json"
+    cls=PlainCommand,
+    epilog="Example: nmm cache explain 3fa9c1\n\nExample: nmm cache explain --key wanted.json",
 )
 def explain(
     entry: Annotated[
@@ -186,7 +187,9 @@ def explain(
         ])  # fmt: skip
 
 
-@app.command(epilog="Example: nmm cache verify\n\nExample: nmm cache verify --quick")
+@app.command(
+    cls=PlainCommand, epilog="Example: nmm cache verify\n\nExample: nmm cache verify --quick"
+)
 def verify(
     directory: Directory = None,
     quick: Annotated[bool, typer.Option("--quick", help="sha256 only, build nothing")] = False,
@@ -199,7 +202,10 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: nmm cache prune\n\nExample: nmm cache prune --max-bytes 100000000")
+@app.command(
+    cls=PlainCommand,
+    epilog="Example: nmm cache prune\n\nExample: nmm cache prune --max-bytes 100000000",
+)
 def prune(
     directory: Directory = None,
     max_bytes: Annotated[
@@ -214,7 +220,7 @@ def prune(
     say(f"{many} deleted ({_size(freed)}), {len(store.list())} left")
 
 
-@app.command(epilog="Example: nmm cache clear --yes")
+@app.command(cls=PlainCommand, epilog="Example: nmm cache clear --yes")
 def clear(
     directory: Directory = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
@@ -226,7 +232,10 @@ def clear(
     say(f"{counted(store.clear(), 'entry', 'entries')} deleted")
 
 
-@app.command(epilog="Example: nmm cache export kernels.tar.gz\n\nExample: nmm cache export --push")
+@app.command(
+    cls=PlainCommand,
+    epilog="Example: nmm cache export kernels.tar.gz\n\nExample: nmm cache export --push",
+)
 def export(
     path: Annotated[
         Path | None, values.output_argument("the archive to write, .tar or .tar.gz")
@@ -259,7 +268,7 @@ def export(
     say(said)
 
 
-@app.command("import", epilog="Example: nmm cache import kernels.tar.gz")
+@app.command("import", cls=PlainCommand, epilog="Example: nmm cache import kernels.tar.gz")
 def import_(
     path: Annotated[Path, typer.Argument(help="an archive that `nmm cache export` wrote")],
     key: Annotated[

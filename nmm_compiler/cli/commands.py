@@ -25,7 +25,7 @@ from nmm_compiler.cli import (
     tune,
     values,
 )
-from nmm_compiler.cli.help_text import WrappedHelp
+from nmm_compiler.cli.help_text import PlainCommand, WrappedHelp
 from nmm_compiler.version import VERSION
 
 UsageError: Any = typer.BadParameter.__base__
@@ -65,22 +65,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(demo.demo)
+app.command(cls=PlainCommand)(demo.demo)
 app.command(cls=kernel.KernelCommand)(kernel.kernel)
-app.command()(explain.explain)
-app.command()(plan.plan)
-app.command()(build.build)
-app.command()(tune.tune)
-app.command()(report.report)
-app.command()(simulate.simulate)
-app.command()(profile.profile)
-app.command()(profile.compare)
-app.command()(lint.lint)
-app.command()(compress.compress)
-app.command("eval")(evaluate.evaluate)
-app.command()(export.export)
-app.command()(doctor.doctor)
-app.command()(calibrate.calibrate)
+app.command(cls=PlainCommand)(explain.explain)
+app.command(cls=PlainCommand)(plan.plan)
+app.command(cls=PlainCommand)(build.build)
+app.command(cls=PlainCommand)(tune.tune)
+app.command(cls=PlainCommand)(report.report)
+app.command(cls=PlainCommand)(simulate.simulate)
+app.command(cls=PlainCommand)(profile.profile)
+app.command(cls=PlainCommand)(profile.compare)
+app.command(cls=PlainCommand)(lint.lint)
+app.command(cls=PlainCommand)(compress.compress)
+app.command("eval", cls=PlainCommand)(evaluate.evaluate)
+app.command(cls=PlainCommand)(export.export)
+app.command(cls=PlainCommand)(doctor.doctor)
+app.command(cls=PlainCommand)(calibrate.calibrate)
 app.add_typer(cache.app, name="cache")
 
 

@@ -103,14 +103,14 @@ def compress(
         )
     if out_dir.exists() and not out_dir.is_dir():
         raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
+    if recover_steps and text is None:
+        raise CalibrationError("--recover needs text to train on; pass --text FILE")
     transformers = models.require_transformers("nmm compress")
     with Console(markup=False, stderr=True).status(Text(f"loading {model_dir}")):
         model, tokenizer = _load(model_dir)
     batches = None
     if text is not None:
         batches = read_batches(text, tokenizer, model, length, batch)
-    elif recover_steps:
-        raise CalibrationError("--recover needs text to train on; pass --text FILE")
     original = remember(model, batches) if recover_steps else None
     transformers.logging.disable_progress_bar()
     dense = copy.deepcopy(model.config)

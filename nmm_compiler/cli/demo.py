@@ -65,11 +65,10 @@ def demo(
     beside = concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), initializer=quiet_libraries
     )
-    with steps() as step, beside:
+    with steps(f"loading {model}") as step, beside:
         try:
             planned = sorted({*ratios, *_PLANNED})
             plan = beside.submit(_plan, kind.plan_next, planned, target) if kind.plan_next else None
-            step(f"loading {model}")
             subject = kind()
             runs = [_one_ratio(step, subject, value, target, beside.submit) for value in ratios]
             if plan is not None:

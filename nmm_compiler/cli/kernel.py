@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand
+from typer.core import TyperArgument
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.help_text import PlainCommand
 from nmm_compiler.cli.show import show, show_json, write_html
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.outputs import write_text
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from nmm_compiler.kernels.base import KernelSpec
 
 
-class KernelCommand(TyperCommand):
+class KernelCommand(PlainCommand):
     """The command `kernel`: its help lists the kernel families."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

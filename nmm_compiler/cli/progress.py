@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -17,6 +18,16 @@ from rich.progress import (
 from rich.text import Text
 
 Step = Callable[..., None]
+_BAR = 20
+_COUNT_AND_TIME = len(" 1,000/1,000 0:00:00 ")
+
+
+class _Bar(BarColumn):
+    """A bar for tasks of known length, and nothing for the others: a full bar would look done."""
+
+    def render(self, task: Task) -> Any:
+        """Return the bar."""
+        return super().render(task) if task.total else Text()
 
 
 class _Counted(MofNCompleteColumn):
@@ -28,19 +39,22 @@ class _Counted(MofNCompleteColumn):
 
 
 @contextlib.contextmanager
-def steps() -> Iterator[Step]:
+def steps(first: str, console: Console | None = None) -> Iterator[Step]:
     """Yield a function step(words, done, total), which shows the current step and its progress.
 
-    The function writes to standard error, and nothing if that is no terminal.
+    first: the words until it is called. It writes to standard error or the console, and nothing
+    if that is no terminal.
     """
-    console = Console(stderr=True, markup=False)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Counted(),
+    console = console or Console(stderr=True, markup=False)
+    room = max(10, console.width - _BAR - _COUNT_AND_TIME)
+    columns = (TextColumn("{task.description}", markup=False), _Bar(bar_width=_BAR), _Counted(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True,
                   disable=not console.is_terminal) as progress:  # fmt: skip
-        task = progress.add_task("", total=None)
+        task = progress.add_task(first, total=None)
 
         def step(words: str, done: int = 0, total: int | None = None) -> None:
-            progress.update(task, description=words, completed=done, total=total)
+            cut = words if len(words) <= room else f"{words[: room - 1]}…"
+            progress.update(task, description=cut, completed=done, total=total)
 
         yield step

@@ -49,8 +49,7 @@ def report(
 
     reports: list[CompileReport] = []
     first: list[Part] = []
-    with steps() as step:
-        step(f"loading {model}")
+    with steps(f"loading {model}") as step:
         loaded, inputs = models.load(model, tokens)
         step("predicting the whole model")
         try:

@@ -49,7 +49,7 @@ def tune(
     from nmm_compiler.codegen.tune import tune as run
     from nmm_compiler.report.parts import Grid
 
-    with steps() as step, _executor(on, jobs) as executor:
+    with steps(f"reading {wanted}") as step, _executor(on, jobs) as executor:
         found = wanted_kernels(wanted, target, ratio=ratio, tokens=tokens, tp=tp, progress=step)
         made = run(found, search=search, trials=trials, executor=executor, jobs=jobs, progress=step)
         filled = fill(found, jobs=jobs, progress=step)

@@ -134,18 +134,26 @@ def fill(
         raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
     whole = len(_keys(requests, made))
     missing = _missing(requests, made)
-    present = whole - len(missing)
+    present = there = whole - len(missing)
 
     def step(said: str, done: int) -> None:
+        nonlocal there
+        there = present + done
         if progress is not None:
-            progress(said, present + done, whole)
+            progress(said, there, whole)
 
     step("in the cache", 0)
     with contextlib.ExitStack() as started:
         where = executor
         if where is None:
             where = started.enter_context(on_processes(min(len(missing), jobs or cores())))
-        done = _run(where, missing, made, step)
+        try:
+            done = _run(where, missing, made, step)
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(
+                f"build: {there} of {counted(whole, 'kernel')} done; the same call goes on there"
+            )
+            raise
     failed = tuple(
         Failed(kernel=missing[i][0].short(), target=missing[i][1], reason=one["failed"])
         for i, one in sorted(done.items())

@@ -50,6 +50,7 @@ from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import Options
 from nmm_compiler.records import Record
+from nmm_compiler.report.text import counted
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.this_machine import differences
 
@@ -126,7 +127,13 @@ def tune(
             waiting = [threads.submit(work.tuned, *one) for one in dict.fromkeys(requests)]
             try:
                 found = [one.result() for one in waiting]
-            except BaseException:  # Ctrl-C too; raised again
+            except BaseException as error:  # Ctrl-C too; raised again
+                if isinstance(error, KeyboardInterrupt):
+                    done = sum(one.done() and one.exception() is None for one in waiting)
+                    error.add_note(
+                        f"tune: {done} of {counted(len(waiting), 'kernel')} done; times that were "
+                        "taken are kept, and the same call goes on there"
+                    )
                 for one in waiting:
                     one.cancel()
                 if executor is None:
@@ -166,12 +173,12 @@ class _Work:
     def tuned(self, spec: KernelSpec, target: str) -> Tuned:
         """Return the outcome for one kernel, from the cache when it is there."""
         chip, budget = machine_target(target, self.options), self.options.instruction_budget
-        counted = [0]
+        added = [0]
 
         def build() -> dict[str, str]:
             with Journal(self.store, spec, chip, budget) as journal:
                 rows = self._timed(spec, target, chip, journal)
-                counted[0] = journal.added
+                added[0] = journal.added
                 timed = [c for c in rows.values() if c.simulated_us is not None]
                 if not timed:
                     raise CapacityError(f"{spec.short()}: no schedule could be timed on {target}")
@@ -190,7 +197,7 @@ class _Work:
             kernel=spec.short(),
             target=target,
             candidates=len(rows),
-            simulated=counted[0],
+            simulated=added[0],
             best_us=best.simulated_us,
             default_us=default,
             schedule=best.schedule.short(),

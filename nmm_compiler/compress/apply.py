@@ -373,11 +373,10 @@ class _Work:
                 way_on = (
                     f"the same call continues from {self.journal.directory}"
                     if self.journal
-                    else "pass resume=DIRECTORY to be able to continue"
+                    else "resume=DIRECTORY makes a run that can be continued"
                 )
                 interrupt.add_note(
-                    f"compress: {len(reports)} of {len(plan.decisions)} layers are done, the model "
-                    f"works as it is; {way_on}"
+                    f"compress: {len(reports)} of {len(plan.decisions)} layers are done; {way_on}"
                 )
                 raise
         return tuple(reports[decision.name] for decision in plan.decisions)

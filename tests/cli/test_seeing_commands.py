@@ -1,15 +1,18 @@
 """nmm profile, compare, report and what simulate shows; help and tables that fit 80 columns."""
 
+import io
 import json
 import re
 
 import numpy as np
 import pytest
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli.commands import app
 from nmm_compiler.cli.main import main
+from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.values import families
 from nmm_compiler.kernels import FAMILIES
 
@@ -184,3 +187,29 @@ def test_help_names_the_families_and_defaults(nmm):
     assert families() == list(FAMILIES)
     assert "row [m, k] or col [k, m]" in words
     assert "[default: trn2]" in words
+
+
+@pytest.mark.parametrize("words", [(), ("kernel",), ("lint",), ("cache", "verify"), ("cache",)])
+def test_help_shows_no_type_beside_a_switch(nmm, words):
+    code, out, _ = nmm(*words, "--help")
+    assert code == 0
+    assert "--help" in out
+    assert "bool" not in out
+
+
+def test_a_bar_stands_only_for_what_is_counted():
+    """A bar without a count is drawn full, which looks as if the step were done."""
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=60, color_system=None)
+    with steps("reading", terminal) as step:
+        assert bar_lines(shown) == []
+        step("building " + "lowrank " * 20, 1, 4)
+        step("building " + "lowrank " * 20, 2, 4)
+    (last, *_) = reversed(bar_lines(shown))
+    assert "2/4" in last
+    assert "…" in last, "the words are cut, not the count"
+
+
+def bar_lines(shown):
+    """Return what was drawn with a bar."""
+    return [line for line in re.split(r"[\r\n]", shown.getvalue()) if "━" in line]

@@ -1,7 +1,12 @@
 """Kernels built in several processes are those that one process builds."""
 
+from concurrent.futures import Future
+
+import pytest
+
 from nmm_compiler.codegen import build, workers
-from nmm_compiler.codegen.build_many import build_many, fill_cache
+from nmm_compiler.codegen.build_many import build_many, fill, fill_cache
+from nmm_compiler.codegen.tune import tune
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
@@ -34,3 +39,29 @@ def test_a_worker_that_ends_leaves_its_kernels_to_the_caller(tmp_path, monkeypat
 
 def test_without_a_cache_nothing_is_started():
     assert fill_cache(SPECS, options=Options(cache="off"), jobs=2) == 0
+
+
+def test_an_interrupt_says_what_is_done(tmp_path):
+    tmp_path.chmod(0o700)
+    options = Options(cache_dir=str(tmp_path / "cache"))
+
+    def after_one(said, done, whole):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as ended:
+        fill([(spec, "trn2") for spec in SPECS], options=options, executor=Here(),
+             progress=after_one)  # fmt: skip
+    assert ended.value.__notes__ == ["build: 1 of 3 kernels done; the same call goes on there"]
+    with pytest.raises(KeyboardInterrupt) as ended:
+        tune(SPECS[:1], options=options, executor=Here(), progress=after_one)
+    assert ended.value.__notes__[0].startswith("tune: 0 of 1 kernel done; times that were taken")
+
+
+class Here:
+    """An executor that does each task when it is submitted."""
+
+    def submit(self, function, text):
+        done = Future()
+        done.set_result(function(text))
+        return done
