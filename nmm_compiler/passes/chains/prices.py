@@ -83,8 +83,7 @@ def prices_of(spec: KernelSpec, chip: Target, price: str, lnc: int = 1) -> Predi
     ranks = getattr(spec, "tp", 1)
     if ranks > 1:
         way = rank_way(spec, chip, one)
-        tokens = spec.m  # type: ignore[attr-defined]
-        return Predicted(way.inside_us, way.apart_us, None, tokens, chip.name, price, 0, ranks)
+        return Predicted(way.inside_us, way.apart_us, None, spec.m, chip.name, price, 0, ranks)
     ways = ways_us(spec, chip, one)
     adapters = getattr(spec, "base", False) or getattr(spec, "inner", False)
     even: int | None = 0
