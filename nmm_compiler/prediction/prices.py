@@ -116,7 +116,7 @@ def kernel_us(spec: KernelSpec, machine: Machine) -> float:
 def price(piece: Piece, machine: Machine) -> Price:
     """Return the price of one piece, computed once."""
     if piece.kind == "kernel":
-        return min((_row(way, machine) for way in piece.ways), key=lambda p: p.us)
+        return min((_row(way, machine) for way in piece.ways), key=_with_gaps)
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
         return Price(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
@@ -134,14 +134,15 @@ def fastest(piece: Piece, machine: Machine) -> list[tuple[Piece, Price]]:
     if not piece.apart:
         return [(piece, whole)]
     parts = [(one, price(one, machine)) for one in piece.apart]
-    inside, apart = (
-        sum(p.us + p.launches * LAUNCH_GAP_US for p in prices)
-        for prices in ([whole], [p for _, p in parts])
-    )
+    inside, apart = _with_gaps(whole), sum(_with_gaps(p) for _, p in parts)
     if not inside < apart:
         return parts
     said = f"{whole.how}; {apart:.1f} us as two products and a collective"
     return [(piece, dataclasses.replace(whole, how=said))]
+
+
+def _with_gaps(price: Price) -> float:
+    return price.us + price.launches * LAUNCH_GAP_US
 
 
 def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
@@ -172,14 +173,13 @@ def _kernel_price(spec: KernelSpec, machine: Machine) -> Price:
         us, source = _one_core(stored, machine)
         return Price(us, source, stored.short())
     pair = _pair_of_cores(stored, machine)
-    if pair is not None:
-        return pair
-    ways = []
-    for part, exchanges in halves(stored):
+    ways = [] if pair is None else [pair]
+    # what one core takes bounds what both do: a short kernel gains less than its barrier costs
+    for part, exchanges in ((stored, 0), *halves(stored)):
         us, source = _one_core(part, machine)
-        ways.append(Price(us + PAIR_BARRIER_US + exchanges * PAIR_EXCHANGE_US, source))
-    best = min(ways, key=lambda way: way.us)
-    return Price(best.us, best.source, stored.short())
+        us += PAIR_BARRIER_US + exchanges * PAIR_EXCHANGE_US
+        ways.append(Price(us, source, stored.short()))
+    return min(ways, key=lambda way: way.us)
 
 
 def _one_of_many(stored: Any, machine: Machine) -> Price:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -192,8 +192,11 @@ class _Walk:
         m = int(tokens(values[0], dict(kwargs)))
         lowered = lower(name, values, dict(kwargs), m, transpose=lambda w: w.t())
         specs = tuple(launch.spec for launch in lowered.launches)
-        self._add("kernel", node, ways=(specs,), weights=self._weights(node))
         (spec, *others) = specs
+        ways: tuple[Row, ...] = (specs,)
+        if isinstance(spec, GatedMLPSpec) and not any(map(spec.rank, spec.branches)) and not others:
+            ways += _apart(spec, spec.k)
+        self._add("kernel", node, ways=ways, weights=self._weights(node))
         if getattr(spec, "exchanged_bytes", int)() and not others:
             self.found[-1] = _with_sum_apart(self.found[-1], spec)
 
@@ -286,16 +289,7 @@ class _Walk:
             (gate, up), nodes, spec = gated
             covered |= nodes
             taken |= {gate.node, up.node, last.node}
-            half = GatedMLPUpSpec(
-                m=spec.m, k=spec.k, n=spec.n, dtype=spec.dtype, activation=spec.activation,
-                out_layout="col",
-            )  # fmt: skip
-            tail = MatmulSpec(m=spec.m, k=spec.n, n=last.spec.n, dtype=spec.dtype, x_layout="col")
-            pair: Row = (half, tail)
-            # The product of the branches is left out of this one, which favours the dense model.
-            turned = [dataclasses.replace(one.spec, out_layout="col") for one in (gate, up)]
-            apart: Row = (*turned, tail)
-            ways: tuple[Row, ...] = (pair, apart)
+            ways = _apart(spec, last.spec.n)
             if last.spec.n == spec.k:
                 ways = ((spec,), *ways)
             names = tuple(one.weight for one in (gate, up, last))
@@ -415,6 +409,22 @@ def _attention_kernel(
         )  # fmt: skip
     except NmmError:
         return None
+
+
+def _apart(spec: GatedMLPSpec, outputs: int) -> tuple[Row, ...]:
+    """Return the kernels of a dense gated MLP: two with the product of the branches inside, a
+    kernel for each weight, and gate and up as one weight.
+
+    The product of the branches is left out of the last two, which favours the dense model.
+    """
+    gate, up, down = cast("tuple[MatmulSpec, ...]", spec.as_products()[1])
+    half = GatedMLPUpSpec(
+        m=spec.m, k=spec.k, n=spec.n, dtype=spec.dtype, activation=spec.activation,
+        out_layout=down.x_layout,
+    )  # fmt: skip
+    down = dataclasses.replace(down, n=outputs)
+    joined = dataclasses.replace(gate, n=2 * spec.n, activation="identity", bias=False)
+    return (half, down), (gate, up, down), (joined, down)
 
 
 def _with_sum_apart(piece: Piece, spec: Any) -> Piece:

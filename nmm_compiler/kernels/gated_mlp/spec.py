@@ -135,12 +135,13 @@ class GatedMLPUpSpec(ProductSpec):
         """
         separate: list[KernelSpec] = []
         dense: list[KernelSpec] = []
+        turned = "row" if self.m == 1 else "col"  # one token lies alike by rows and by columns
         for branch in self.branches:
             rank, (first, last) = self.rank(branch), self.ends(branch)
             down = branch == "down"
             ends: dict[str, Any] = {
-                "x_layout": "col" if down else self.x_layout,
-                "out_layout": self.out_layout if down or not self.down else "col",
+                "x_layout": turned if down else self.x_layout,
+                "out_layout": self.out_layout if down or not self.down else turned,
                 "activation": self.activation if branch == "gate" else "identity",
                 "bias": getattr(self, f"{branch}_bias"),
             }
