@@ -310,7 +310,12 @@ def _check_alignment(machine: Machine, dst: NkiTensor) -> None:
 
 def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect: bool) -> None:
     allowed = ("unknown", "swdge") if indirect else ("unknown", "hwdge")
-    if mode not in allowed:
+    if mode == "none" and src.indirection is None:
+        machine.warn(
+            "nisa.dma_transpose: dge_mode none; its reference lets a direct transpose take unknown "
+            "or hwdge, the guide of DMA descriptors (nki-dge) and nki-library none too"
+        )
+    elif mode not in allowed:
         raise machine.error(
             EngineRuleError,
             f"nisa.dma_transpose: dge_mode {mode}; {'indirect' if indirect else 'direct'} "
