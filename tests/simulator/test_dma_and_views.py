@@ -272,3 +272,24 @@ def test_bad_views_are_refused(text, kind):
         run(f"x = load(a)\nv = {text}\nreturn out(x)", values((8, 4, 8)))
     assert caught.value.line > 0
     assert caught.value.file.endswith(".py")
+
+
+@pytest.mark.parametrize("key", ["0:0", "nl.ds(8, 0)", "3:3, 0:4", "2, 4:4"])
+def test_a_part_of_hbm_without_elements_may_be_made_but_not_used(key):
+    """As the share of a core that has no rows to do."""
+    body = f"part = a[{key}]\nx = load(a)\n{{}}\nreturn out(x)"
+    run(body.format(""), values((8, 8)))
+    for use in (
+        "nisa.dma_copy(dst=x[0:1], src=part)", "nisa.dma_copy(dst=part, src=x[0:1])",
+        "part.shape", "part[0:1]", "part.reshape((1, 1))", "part.ap([[1, 1], [1, 1]])",
+        "repr(part)", "len(part)", "nl.load(part)", "return part",
+    ):  # fmt: skip
+        with pytest.raises(OutOfBoundsError, match="is empty or leaves it") as caught:
+            run(body.format(use), values((8, 8)))
+        assert caught.value.line > 0 or use == "return part"
+
+
+@pytest.mark.parametrize("text", ["a[3:2]", "a[9:9]", "a[nl.ds(0, -1)]", "a.slice(0, 3, 3)"])
+def test_a_part_that_leaves_its_tensor_may_not_be_made(text):
+    with pytest.raises(OutOfBoundsError, match="is empty or leaves it"):
+        run(f"part = {text}\nreturn out(load(a))", values((8, 8)))

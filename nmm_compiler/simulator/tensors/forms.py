@@ -20,7 +20,6 @@ from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.trace import Access
 
 NkiTensor = Any  # its file knows this one
-Strides = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 _FIXED = frozenset({int, type(None), type, bool})
 """The classes of what a key may consist of, if its part is to be kept."""
@@ -143,15 +142,25 @@ def remember_part(view: NkiTensor, at: tuple[Any, ...], part: NkiTensor) -> bool
     return True
 
 
-def whole_of(kind: Callable[..., NkiTensor], storage: Storage, strides: Strides) -> NkiTensor:
-    """Return the view of a whole storage; strides: gives those of a shape."""
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return element strides of a dense tensor."""
+    if len(shape) == 2:
+        return (shape[1], 1)
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return tuple(strides)
+
+
+def whole_of(kind: Callable[..., NkiTensor], storage: Storage) -> NkiTensor:
+    """Return the view of a whole storage."""
     if storage.address is not None:
-        return kind(storage, storage.shape, strides(storage.shape), 0, storage.dtype)
+        return kind(storage, storage.shape, row_major(storage.shape), 0, storage.dtype)
     key = (storage.memory, storage.shape, storage.dtype, storage.constant)
     known = _WHOLE.get(key)
     if known is not None:
         return known.of(kind, storage, 0)
-    view = kind(storage, storage.shape, strides(storage.shape), 0, storage.dtype)
+    view = kind(storage, storage.shape, row_major(storage.shape), 0, storage.dtype)
     if len(_WHOLE) >= _KEPT:
         _WHOLE.clear()
     _WHOLE[key] = Part(view, 0)

@@ -153,14 +153,8 @@ class NkiTensor(TensorData):
     def _like(
         self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
     ) -> NkiTensor:
-        return NkiTensor(
-            self.storage,
-            shape,
-            strides,
-            self.offset if offset is None else offset,
-            self.dtype,
-            self.indirection,
-        )
+        start = self.offset if offset is None else offset
+        return NkiTensor(self.storage, shape, strides, start, self.dtype, self.indirection)
 
     def __getitem__(self, key: Any) -> NkiTensor:
         """Return the view that a key selects; the same view for the same numbers."""
@@ -186,7 +180,7 @@ class NkiTensor(TensorData):
                 part = part_of(self, at)
                 if part is None:
                     part = self._view(key)
-                    if not remember_part(self, at, part):
+                    if part.__class__ is EmptyView or not remember_part(self, at, part):
                         return part
                 parts[at] = part
             return part
@@ -242,7 +236,7 @@ class NkiTensor(TensorData):
                 elif step.__class__ is not int:
                     step = self._number(step)
                 if start < 0 or stop > size or start >= stop or step < 1:
-                    self._bad_slice(d, k)
+                    return self._bad_slice(d, k, start == stop and 0 <= start <= size)
                 if step == 1:
                     new_shape.append(stop - start)
                     new_strides.append(stride)
@@ -263,7 +257,8 @@ class NkiTensor(TensorData):
                 if count.__class__ is not int:
                     count = self._number(count)
                 if start < 0 or count < 1 or start + count > size:
-                    self._bad_slice(d, slice(start, start + count))
+                    empty = count == 0 and 0 <= start <= size
+                    return self._bad_slice(d, slice(start, start + count), empty)
                 new_shape.append(count)
                 new_strides.append(stride)
                 offset += start * stride
@@ -324,13 +319,15 @@ class NkiTensor(TensorData):
                 "a slice, ..., nl.ds(start, size) or a register",
             ) from None
 
-    def _bad_slice(self, d: int, k: slice) -> None:
-        raise fail(
-            OutOfBoundsError,
+    def _bad_slice(self, d: int, k: slice, empty: bool) -> EmptyView:
+        text = (
             f"slice {k.start}:{k.stop}{'' if k.step in (None, 1) else f':{k.step}'} of dimension "
             f"{d} of tensor {self.name!r} {self.shape} is empty or leaves it; stay inside "
-            f"0:{self.shape[d]} (clip an edge tile with min())",
+            f"0:{self.shape[d]} (clip an edge tile with min())"
         )
+        if empty and self.storage.memory == "hbm":
+            return EmptyView(self.storage.machine, text)
+        raise fail(OutOfBoundsError, text)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         current().assign(self, key, value)
@@ -338,6 +335,8 @@ class NkiTensor(TensorData):
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Return elements start..end of dimension `dim`."""
         dim = self._dimension(dim)
+        if self._number(start) >= self._number(end):
+            self._bad_slice(dim, slice(start, end, step), False)
         return self[(slice(None),) * dim + (slice(start, end, step),)]
 
     def select(self, dim: int, index: Any) -> NkiTensor:
@@ -457,12 +456,9 @@ class NkiTensor(TensorData):
                 f"divide into {new} B elements",
             )
         return NkiTensor(
-            self.storage,
-            (*self.shape[:-1], total // new),
-            (*(s // new for s in outer), 1),
-            start // new,
-            kind,
-        )
+            self.storage, (*self.shape[:-1], total // new), (*(s // new for s in outer), 1),
+            start // new, kind,
+        )  # fmt: skip
 
     reinterpret_cast = view
 
@@ -482,16 +478,22 @@ class NkiTensor(TensorData):
         )  # fmt: skip
 
 
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return element strides of a dense tensor."""
-    if len(shape) == 2:
-        return (shape[1], 1)
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * shape[d + 1]
-    return tuple(strides)
+class EmptyView(NkiTensor):
+    """A part of a tensor in HBM without elements, which may be made but not used.
+
+    NkiTensor.__getitem__ slices as NumPy does. A kernel of AWS that splits its rows over two cores
+    makes such a part on a core without rows.
+    """
+
+    __slots__ = ("machine", "refusal")
+
+    def __init__(self, machine: Any, refusal: str) -> None:
+        self.machine, self.refusal = machine, refusal
+
+    def __getattr__(self, name: str) -> Any:  # no other attribute is set
+        raise self.machine.error(OutOfBoundsError, self.refusal)
 
 
 def make_tensor(storage: Storage) -> NkiTensor:
     """Return the view of a whole storage."""
-    return whole_of(NkiTensor, storage, row_major)
+    return whole_of(NkiTensor, storage)
