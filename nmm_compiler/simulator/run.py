@@ -169,9 +169,9 @@ def simulate(
     reorder: whether the compiler's scheduler may move independent instructions and DMAs across each
         other, as AWS documents outside of nl.no_reorder (the default), or keeps program order.
     strict: False turns broken rules into warnings where a result exists. uninitialized: "poison"
-    lets a kernel read unwritten elements, and refuses it when they reach an output, an index or a
-    comparison; "error" refuses the read. Raises SimulationError and its subclasses, each with the
-    kernel's own file and line.
+    lets a kernel read unwritten elements, and refuses it when they reach an output, an index, a
+    predicate or a branch; "error" refuses the read. Raises SimulationError and its subclasses, each
+    with the kernel's own file and line.
     """
     options = _Options(
         target, grid, mode, strict, uninitialized, max_instructions, loads, reorder, one_of_ranks

@@ -1,4 +1,4 @@
-"""Unwritten memory may be read; what depends on it reaches no output, index or comparison."""
+"""Unwritten memory may be read, but reaches no output, index, predicate or branch."""
 
 import random
 from pathlib import Path
@@ -57,9 +57,8 @@ def test_writing_over_it_ends_it():
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        ("nisa.tensor_tensor(dst=r, data1=t, data2=r, op=nl.less)", "a comparison, nl.less"),
-        ("nisa.tensor_scalar(dst=r, data=t, op0=nl.add, operand0=1.0, op1=nl.equal, operand1=0)",
-         "a comparison, nl.equal"),
+        ("nisa.sequence_bounds(dst=nl.ndarray((1, 2, 8), nl.float32), segment_ids=t[0:1])",
+         "a comparison, nisa.sequence_bounds"),
         ("p = nl.ndarray((8, 8), nl.uint8)\n"
          "nisa.tensor_copy_predicated(dst=r, src=0.0, predicate=p)", "predicate"),
         ("i = nl.ndarray((8, 8), nl.uint32)\nnisa.nc_n_gather(dst=r, data=r, indices=i)",
@@ -74,9 +73,30 @@ def test_writing_over_it_ends_it():
          "a runtime address"),
     ],
 )  # fmt: skip
-def test_an_index_a_comparison_and_a_branch_are_refused(body, what):
+def test_an_index_a_predicate_and_a_branch_are_refused(body, what):
     with pytest.raises(errors.UninitializedReadError, match=what):
         half(body + "\nreturn a")
+
+
+@pytest.mark.parametrize(
+    "compare",
+    [
+        "nisa.tensor_tensor(dst=r, data1=t, data2=r, op=nl.less)",
+        "nisa.tensor_scalar(dst=r, data=t, op0=nl.add, operand0=1.0, op1=nl.equal, operand1=0)",
+        "nisa.tensor_scalar(dst=r, data=t, op0=nl.logical_and, operand0=0.0)",
+    ],
+)
+def test_a_comparison_is_known_where_its_inputs_are(compare):
+    assert (half(compare + "\nreturn out(r[:, 0:4])").output == 0).all()
+    with pytest.raises(errors.UninitializedReadError, match="32 of 64 elements of output"):
+        half(compare + "\nreturn out(r)")
+    predicate = "\np = nl.zeros((8, 8), nl.uint8)\nnisa.tensor_copy(dst=p, src=r)\n"
+    predicate += (
+        "nisa.tensor_copy_predicated(dst=r[:, {0}], src=1.0, predicate=p[:, {0}])\nreturn a"
+    )
+    half(compare + predicate.format("0:4"))
+    with pytest.raises(errors.UninitializedReadError, match="predicate"):
+        half(compare + predicate.format("3:5"))
 
 
 def test_a_product_spoils_rows_and_columns_only():

@@ -247,7 +247,8 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = N
     result = np.zeros((2, count), F32)
     for i, value in enumerate(ids):
         same = np.flatnonzero(ids == value)
-        result[:, i] = (count, -1) if value == 0 else (same[0], same[-1] + 1)
+        none = value == 0 or not len(same)  # NaN is no segment's number
+        result[:, i] = (count, -1) if none else (same[0], same[-1] + 1)
     write(dst, result)
 
 

@@ -3,9 +3,10 @@
 The tensor records a read of such elements with their mask (`TensorData.load`). After the
 instruction has computed, `spread` marks the dependent elements of its results: exactly for
 elementwise work, copies, transposes, products and reductions; by whole partitions where an
-instruction mixes a partition's elements; all of them where it mixes partitions. A comparison, a
-predicate and an index need known values: the kernel is refused there, and where a marked element
-reaches an output.
+instruction mixes a partition's elements; all of them where it mixes partitions. A predicate and an
+index need known values: the kernel is refused there, and where a marked element reaches an output.
+A comparison is elementwise work as any other: AWS's kernels compare whole tiles of which they
+filled some rows and use the results of those rows only, so its results are marked.
 """
 
 from __future__ import annotations
@@ -23,12 +24,6 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 Arguments = dict[str, Any]
 Flow = Callable[[Arguments, Any, np.ndarray, NkiTensor], np.ndarray]
 
-_COMPARISONS = frozenset(
-    {
-        "equal", "not_equal", "less", "less_equal", "greater", "greater_equal",
-        "logical_and", "logical_or", "logical_xor", "logical_not",
-    }
-)  # fmt: skip
 _NEED_VALUES = frozenset({"nonzero_with_count", "sequence_bounds"})
 
 
@@ -134,10 +129,6 @@ def _needs_values(op: str, arguments: Arguments, view: Any) -> str:
     for role in ("predicate", "indices", "index", "src_seeds"):
         if view is not None and arguments.get(role) is view:
             return f"{role} of nisa.{op}"
-    for role in ("op", "op0", "op1"):
-        found = getattr(arguments.get(role), "nki_op", None)
-        if found is not None and found.name in _COMPARISONS:
-            return f"a comparison, nl.{found.name} of nisa.{op}"
     return ""
 
 
