@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from row_file import read_rows
+
+import nmm_compiler
 from nmm_compiler.errors import KernelFailedError, NmmError, UnsupportedInstructionError
+
+STOPPED = "too slow", "the process ended while the case ran, by its limit of time or memory"
+"""Outcome and text of a case that ends its process."""
 
 # (what a case's row or error says, why the case is not right, whether NKI 0.3 or newer can run it)
 EXPLAINED = (
@@ -44,6 +53,7 @@ EXPLAINED = (
      "NkiTensor.slice: start < end; one token leaves an empty slice to the first of two cores",
      True),
     ("TooSlowError", "ran longer than --seconds", True),
+    (STOPPED[1], "its process ended at --file-seconds or --gib", True),
 )  # fmt: skip
 # The same for NKI Beta 1: the rule of SDK 2.26's documentation that refuses the case.
 EXPLAINED_BETA_1 = (
@@ -55,6 +65,47 @@ EXPLAINED_BETA_1 = (
      "example fills a tile number by number"),
     ("name 'warnings' is not defined", "the test's own code: it does not import warnings"),
 )  # fmt: skip
+
+
+class OutcomeFile:
+    """Outcomes of cases in a file of JSON lines, each written as soon as it is known."""
+
+    def __init__(self, path: Path | None, again: bool) -> None:
+        """Read what the file holds. again: what was not right counts as unknown."""
+        self.path = path
+        self.code = simulator_digest()
+        self.rows = {(r["name"], r["case"]): r for r in (read_rows(path) if path else [])}
+        if again:
+            good = ("pass", "skipped")
+            self.rows = {key: row for key, row in self.rows.items() if row["outcome"] in good}
+
+    def known(self, name: str, case: str, seconds: float) -> tuple[str, str] | None:
+        """Return (outcome, text) of a case, or None if it is to be run within `seconds`."""
+        row = self.rows.get((name, case))
+        if row is None or (row["outcome"] == "too slow" and row["seconds"] < seconds):
+            return None
+        return row["outcome"], row["text"]
+
+    def add(self, name: str, case: str, found: tuple[str, str, float]) -> None:
+        """Keep (outcome, text, limit of CPU seconds); of a case's rows the last one counts."""
+        if self.path:
+            keys = ("outcome", "text", "seconds")
+            row = {"name": name, "case": case, **dict(zip(keys, found, strict=True))}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**row, "code": self.code}) + "\n")
+
+    def origin(self) -> str:
+        """Return a line that says how many outcomes the present simulator has found."""
+        own = sum(row["code"] == self.code for row in self.rows.values())
+        return f"{self.path}: {own} of {len(self.rows)} outcomes are of this simulator's text"
+
+
+def simulator_digest() -> str:
+    """Return a digest of the files of the simulator."""
+    found = hashlib.sha256()
+    for path in sorted((Path(nmm_compiler.__file__).parent / "simulator").rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 class TooSlowError(BaseException):
