@@ -53,7 +53,16 @@ from public_library import (
     library_modules,
     without_rules,
 )
-from public_outcomes import EXPLAINED, EXPLAINED_BETA_1, STOPPED, OutcomeFile, classify, timed
+from public_outcomes import (
+    EXPLAINED,
+    EXPLAINED_BETA_1,
+    LARGE_IN_A_SIMULATOR,
+    LEFT_OUT_IN_A_SIMULATOR,
+    STOPPED,
+    OutcomeFile,
+    classify,
+    timed,
+)
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -209,6 +218,8 @@ def explain(console: Console, rows: list[Row]) -> int:
             if outcome in ("skipped", "too large"):
                 continue
             found = [e[1:] for e in EXPLAINED if e[0] in f"{row.name} {case} {text}"]
+            if outcome == "too slow" and any(size in case for size in LARGE_IN_A_SIMULATOR):
+                found = [LEFT_OUT_IN_A_SIMULATOR]
             reason, runs = found[0] if found else (f"NOT EXPLAINED: {text}", True)
             unexplained += not found
             counted, runnable = counted + 1, runnable + runs
