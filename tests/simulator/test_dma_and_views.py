@@ -260,7 +260,7 @@ def test_rearrange_without_merge_and_hbm_views():
         ("x.broadcast(1, 2)", TensorShapeError),
         ("x.squeeze_dim(1)", TensorShapeError),
         ("x.flatten_dims(0, 1)", TensorShapeError),
-        ("x.ap([[32, 8], [1, 33]])", OutOfBoundsError),
+        ("x.ap([[32, 8], [1, 33]]).shape", OutOfBoundsError),
         ("x.ap([[64, 4], [1, 32]])", TensorShapeError),
         ("x.view(nl.float32)[:, :, 0:9]", OutOfBoundsError),
         ("x[:, :, 0:3].view(nl.uint8)[:, :, 0:1].view(nl.float32)", TensorShapeError),
@@ -287,6 +287,19 @@ def test_a_part_of_hbm_without_elements_may_be_made_but_not_used(key):
         with pytest.raises(OutOfBoundsError, match="is empty or leaves it") as caught:
             run(body.format(use), values((8, 8)))
         assert caught.value.line > 0 or use == "return part"
+
+
+@pytest.mark.parametrize("memory", ["a", "x"])
+def test_a_pattern_that_leaves_its_tensor_may_be_made_but_not_used(memory):
+    """As one for a tile behind the last, which the kernel then leaves out."""
+    body = f"x = load(a)\npart = {memory}.ap([[8, 8], [1, 8]], offset=1)\n{{}}\nreturn out(x)"
+    run(body.format(""), values((8, 8)))
+    for use in ("nisa.tensor_copy(dst=nl.zeros((8, 8), nl.float32), src=part)", "part[0:1]",
+                "nisa.dma_copy(dst=nl.zeros((8, 8), nl.float32), src=part)"):  # fmt: skip
+        for mode in ("functional", "timing"):
+            with pytest.raises(OutOfBoundsError, match=r"at offset 1 leaves tensor") as caught:
+                run(body.format(use), values((8, 8)), mode=mode)
+            assert caught.value.line > 0
 
 
 @pytest.mark.parametrize("text", ["a[3:2]", "a[9:9]", "a[nl.ds(0, -1)]", "a.slice(0, 3, 3)"])

@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from nmm_compiler.errors import OutOfBoundsError, UninitializedReadError
+from nmm_compiler.errors import UninitializedReadError
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage
-from nmm_compiler.simulator.tensors.reshaping import Reshaping, fail
+from nmm_compiler.simulator.tensors.reshaping import Reshaping
 from nmm_compiler.simulator.trace import Access
 
 _PATTERNS: dict[tuple[Any, ...], tuple[tuple[tuple[int, int], ...], int]] = {}
@@ -110,8 +110,8 @@ class TensorData(Reshaping):
         """Return [[stride, count], ...] of all dimensions."""
         return [list(pair) for pair in zip(self.strides, self.shape, strict=True)]
 
-    def check_bounds(self) -> None:
-        """Raise when some element of the view is outside its storage, or its partition."""
+    def leaves(self) -> str:
+        """Say that some element of the view is outside its storage, or its partition, or ""."""
         storage = self.storage
         item = self.dtype.item_bytes
         whole = storage.bytes_per_partition
@@ -126,12 +126,11 @@ class TensorData(Reshaping):
                     low += (size - 1) * stride * item
             partitions = self.offset * item // whole + self.shape[0]
             if low < 0 or high > whole or partitions > storage.shape[0] or self.offset < 0:
-                raise fail(
-                    OutOfBoundsError,
+                return (
                     f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor "
-                    f"{self.name!r} {storage.shape} {storage.dtype}",
+                    f"{self.name!r} {storage.shape} {storage.dtype}"
                 )
-            return
+            return ""
         low = self.offset * item
         high = low + item
         for size, stride in zip(self.shape, self.strides, strict=True):
@@ -140,11 +139,11 @@ class TensorData(Reshaping):
             else:
                 low += (size - 1) * stride * item
         if low < 0 or high > whole:
-            raise fail(
-                OutOfBoundsError,
+            return (
                 f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor "
-                f"{self.name!r} {storage.shape} {storage.dtype} ({whole} B)",
+                f"{self.name!r} {storage.shape} {storage.dtype} ({whole} B)"
             )
+        return ""
 
     def access(self) -> Access:
         """Return the record of the region for the trace."""

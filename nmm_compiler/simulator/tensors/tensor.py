@@ -180,7 +180,7 @@ class NkiTensor(TensorData):
                 part = part_of(self, at)
                 if part is None:
                     part = self._view(key)
-                    if part.__class__ is EmptyView or not remember_part(self, at, part):
+                    if part.__class__ is UnusableView or not remember_part(self, at, part):
                         return part
                 parts[at] = part
             return part
@@ -319,14 +319,14 @@ class NkiTensor(TensorData):
                 "a slice, ..., nl.ds(start, size) or a register",
             ) from None
 
-    def _bad_slice(self, d: int, k: slice, empty: bool) -> EmptyView:
+    def _bad_slice(self, d: int, k: slice, empty: bool) -> UnusableView:
         text = (
             f"slice {k.start}:{k.stop}{'' if k.step in (None, 1) else f':{k.step}'} of dimension "
             f"{d} of tensor {self.name!r} {self.shape} is empty or leaves it; stay inside "
             f"0:{self.shape[d]} (clip an edge tile with min())"
         )
         if empty and self.storage.memory == "hbm":
-            return EmptyView(self.storage.machine, text)
+            return UnusableView(self.storage.machine, text)
         raise fail(OutOfBoundsError, text)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -425,9 +425,8 @@ class NkiTensor(TensorData):
             step = step * self.dtype.item_bytes // kind.item_bytes
             indirection = Indirection("scalar", indirect_dim, scalar_offset, step)
         view = NkiTensor(storage, counts, steps, start, kind, indirection)
-        if indirection is None:
-            view.check_bounds()
-        return view
+        problem = "" if indirection is not None else view.leaves()
+        return UnusableView(storage.machine, problem) if problem else view
 
     def view(self, dtype: Any) -> NkiTensor:
         """Reinterpret the bits as another dtype; the last dimension is rescaled."""
@@ -478,11 +477,11 @@ class NkiTensor(TensorData):
         )  # fmt: skip
 
 
-class EmptyView(NkiTensor):
-    """A part of a tensor in HBM without elements, which may be made but not used.
+class UnusableView(NkiTensor):
+    """A view that a kernel may make but not use: without elements, or one that leaves its tensor.
 
-    NkiTensor.__getitem__ slices as NumPy does. A kernel of AWS that splits its rows over two cores
-    makes such a part on a core without rows.
+    NkiTensor.__getitem__ slices as NumPy does, and no document says that ap() looks at the tensor's
+    end. AWS's kernels make such views before they see that there is nothing to do.
     """
 
     __slots__ = ("machine", "refusal")
