@@ -29,6 +29,7 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import gc
 import io
 import itertools
 import logging
@@ -113,6 +114,7 @@ def run_cases(
         if known is None:
             kept.add(name, label, (*STOPPED, seconds))  # counts if the case ends the process
             yield row((label, *STOPPED))
+            gc.collect()  # tracebacks hold the arrays of cases that failed
             known = run_case(label, run, seconds)
             kept.add(name, label, (*known, seconds))
         outcome, text = known
