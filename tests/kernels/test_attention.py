@@ -37,13 +37,22 @@ DECODES = {
     "capped and rotated": {"m": 2, "context": 300, "d": 256, "soft_cap": 5.0, "rope": "q"},
     "fp32": {"m": 5, "context": 150, "heads": 2, "d": 80, "dtype": "float32", "causal": False},
     "less than a tile": {"m": 1, "context": 9, "d": 16, "batch": 2},
+    "packs of two and a rest": {"m": 2, "context": 3 * 128 + 20, "heads": 2, "d": 64, "rope": "q"},
+    "packs of four, single tiles": {"m": 1, "context": 6 * 128 + 5, "d": 32, "soft_cap": 4.0},
 }
 
 
 FIELDS = {**PREFILLS, **DECODES}
 EVERY = pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 # The rest of them take as long again; random specs of the quick tests are like them.
-QUICK = ("grouped queries", "sections", "rotated", "one token", "capped and rotated")
+QUICK = (
+    "grouped queries",
+    "sections",
+    "rotated",
+    "one token",
+    "capped and rotated",
+    "packs of two and a rest",
+)
 EMITTED = pytest.mark.parametrize(
     "fields",
     [
@@ -183,3 +192,29 @@ def test_predicted_times(fields, most_us):
     kernel = build_kernel(spec, "trn2")
     assert kernel.profile().latency_us < most_us
     assert rank(spec, get("trn2"))
+
+
+@pytest.mark.parametrize(("d", "pack", "tiles"), [(64, 2, 3), (32, 4, 6), (128, 1, 3)])
+def test_small_heads_share_passes_over_the_cache(d, pack, tiles):
+    """One pass transposes, scores or weighs `pack` tiles; what fills no pack is taken singly."""
+    spec = AttentionSpec(m=1, context=128 * tiles, heads=2, kv_heads=1, d=d)
+    schedule = rank(spec, get("trn2"))[0].schedule
+    assert schedule.pack == pack
+    run = build_kernel(spec, "trn2", schedule).simulate(*random_arrays(spec, 0))
+    over_keys = tiles // pack + tiles % pack
+    made = run.profile.instructions["tensor"]
+    others = {"nc_transpose": 1 + 1 + pack, "nc_matmul": 2}  # q, maxima, y; spread, sum of weights
+    assert made["nc_transpose"] - others["nc_transpose"] == over_keys
+    assert made["nc_matmul"] - others["nc_matmul"] == 2 * over_keys
+
+
+def test_a_pack_that_cannot_be_is_refused():
+    """The tiles of a pack fill the partitions, and each chunk holds whole packs."""
+    spec = AttentionSpec(m=1, context=1024, d=64)
+    schedule = dataclasses.replace(rank(spec, get("trn2"))[0].schedule, chunk=256, pack=2)
+    schedule.check(spec, get("trn2"))
+    for wrong in ({"pack": 4}, {"chunk": 384}, {"k_load": "dma"}):
+        with pytest.raises((SpecError, UnknownNameError)):
+            dataclasses.replace(schedule, **wrong).check(spec, get("trn2"))
+    with pytest.raises(SpecError, match="take 1"):
+        schedule.check(dataclasses.replace(spec, d=80), get("trn2"))

@@ -18,6 +18,7 @@ from nmm_compiler.targets import Target
 _BANK = 512  # fp32 columns of a PSUM bank
 _SECTIONS = (512, 1024)
 _CHUNKS = (1024, 2048, 4096)
+_PACKED = (32, 64)  # head sizes at which a block of partitions may start
 _DECODE_TOKENS = 16  # of a sequence: more of them fill the partitions of a prefill kernel
 _0 = (0, 0, 0)
 
@@ -35,6 +36,9 @@ class AttentionSchedule(Record):
     loop: the groups of heads are a loop on the device.
     split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
+    pack: tiles of keys that one pass of a decode kernel takes, whose heads are 1 / pack of
+        TensorE's rows.
+    bank_tiles: follows from the dtype (`settled`): tiles of 128 x 128 that a PSUM bank holds.
     """
 
     q_load: str = "tensor"
@@ -47,6 +51,7 @@ class AttentionSchedule(Record):
     loop: bool = False
     own_queue: bool = False
     bank_tiles: int = 8
+    pack: int = 1
     split: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +109,7 @@ class AttentionSchedule(Record):
                 "v": chunk * spec.d * size,
                 "scores": keys * spec.columns * 4,
                 "weights": keys * spec.columns * size,
-                "q": (2 * spec.d + parts * spec.columns) * size + 512 + 256,
+                "q": self._query_bytes(spec),
                 "y": 4 * 4 * spec.d,
             }
         section = min(self.section, 128 * keys)
@@ -115,6 +120,12 @@ class AttentionSchedule(Record):
             "weights": 4 * section * size + (2 * 4 * section if spec.soft_cap else 0),
             "y": 4 * 4 * (spec.d + 1),
         }
+
+    def _query_bytes(self, spec: AttentionSpec) -> int:
+        """Return bytes per partition of the queries of a decode kernel, of ones and identity."""
+        pack, parts = self.pack, tiles(spec.d, 128)
+        held = (1 + pack if pack > 1 else 2) * spec.d + parts * pack * spec.columns
+        return held * item_bytes(spec.dtype) + 512 + 256
 
     def psum_banks(self, spec: AttentionSpec) -> dict[str, int]:
         """Return the PSUM banks of scores, of turned weights and of sums, two of each."""
@@ -147,6 +158,7 @@ class AttentionSchedule(Record):
             )
         if self.decode and (self.chunk % 128 or self.chunk < 128):
             raise SpecError(f"schedule: chunk is {self.chunk}; pass a multiple of 128")
+        self._check_pack(spec)
         if self.section not in _SECTIONS:
             raise SpecError(f"schedule: section is {self.section}; pass one of {_SECTIONS}")
         banks = self.psum_banks(spec)
@@ -164,6 +176,21 @@ class AttentionSchedule(Record):
                 "split the context"
             )
 
+    def _check_pack(self, spec: AttentionSpec) -> None:
+        """Raise SpecError unless tiles of keys can lie below each other, `pack` in each chunk."""
+        if self.pack == 1:
+            return
+        if not self.decode or self.k_load != "tensor" or self.pack != packed(spec.d):
+            raise SpecError(
+                f"schedule: pack is {self.pack}, with k_load {self.k_load!r} and d {spec.d}; "
+                f"decode kernels that load keys by 'tensor' take {packed(spec.d)}"
+            )
+        if self.chunk // 128 % self.pack:
+            raise SpecError(
+                f"schedule: chunk is {self.chunk}, and pack {self.pack}; pass a multiple of "
+                f"{128 * self.pack}"
+            )
+
     def loads(self, spec: AttentionSpec, target: Target) -> dict[str, tuple[str, ...]]:
         """Return the ways in which q and k can be loaded."""
         turned = tuple(turned_loads(spec.dtype, target))
@@ -178,8 +205,14 @@ class AttentionSchedule(Record):
         loop = " loop" if self.loop else ""
         loop += f" {self.split}-split" if self.split else ""
         if self.decode:
-            return f"decode c{self.chunk} k-{self.k_load}{loop}"
+            pack = f" pack{self.pack}" if self.pack > 1 else ""
+            return f"decode c{self.chunk} k-{self.k_load}{pack}{loop}"
         return f"s{self.section} v{self.vector_eighths} q-{self.q_load} k-{self.k_load}{loop}"
+
+
+def packed(d: int) -> int:
+    """Return how many tiles of keys of heads of d fill TensorE's rows."""
+    return 128 // d if d in _PACKED else 1
 
 
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
@@ -187,8 +220,12 @@ def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedul
     decode = AttentionSchedule(decode=True)
     if spec.columns <= 128 and spec.m <= _DECODE_TOKENS and spec.rope != "qk":
         for k_load in decode.loads(spec, target)["k_load"]:
-            for chunk in sorted({min(most, 128 * spec.cache_tiles) for most in _CHUNKS}):
-                yield dataclasses.replace(decode, k_load=k_load, chunk=chunk)
+            # the one dialect of targets without generated descriptors has no views for packs
+            packs = k_load == "tensor" and target.dma_generates_descriptors
+            pack = packed(spec.d) if packs else 1
+            whole = 128 * pack * tiles(spec.cache_tiles, pack)
+            for chunk in sorted({min(most, whole) for most in _CHUNKS}):
+                yield dataclasses.replace(decode, k_load=k_load, chunk=chunk, pack=pack)
         return
     loads = AttentionSchedule().loads(spec, target)
     for section, q_load, k_load, eighths in itertools.product(
@@ -227,15 +264,16 @@ def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     chunk = min(schedule.chunk, 128 * keys)
     loads, per_chunk = groups * tiles(128 * keys, chunk), chunk * spec.d * size
     tally = Tally()
-    tally.matmuls.append((2 * groups * keys * parts, spec.columns))
+    passes = tiles(keys, schedule.pack)
+    tally.matmuls.append((2 * groups * passes * parts, schedule.pack * spec.columns))
     tally.evictions.append((groups * tiles(keys * spec.columns, _BANK) * 4, _BANK))
     tally.evictions.append((groups * 18, 64))  # maxima, sums, the result
     rows = chunk // 128 * spec.d * size
     for layout in (spec.k_layout, "row"):
         tally.load("rows", loads * per_chunk, loads, rows if layout == "row" else chunk * size, _0)
     if schedule.k_load == "tensor":
-        tally.matmuls.append((groups * keys * parts, 128))
-        tally.evictions.append((groups * parts * tiles(keys, 8), _BANK))
+        tally.matmuls.append((groups * passes * parts, 128))
+        tally.evictions.append((groups * parts * tiles(passes, 8), _BANK))
     each = spec.columns * spec.d * size
     for _ in range(2):
         tally.store(groups * each, groups, spec.d * size)

@@ -4,6 +4,11 @@ Keys lie on the partitions, 128 at a time, and the queries of all heads of the g
 of a product: each tile of the cache is stationary once. Partition p holds neighbouring keys of a
 chunk, so that keys [context, d] and values arrive in long runs; keys [d, context] are read with a
 stride to the same order. Scores of the whole context stay in SBUF: the maximum is exact.
+
+Heads of 64 or 32 fill half or a quarter of TensorE's rows, so one pass takes 2 or 4 tiles of the
+cache, a pack: their keys are transposed together, q^T stands on the diagonal of zeros once for each
+tile, and of the weighted values the blocks on the diagonal are added up. Tiles that fill no pack
+are taken singly, after the packs.
 """
 
 import nki.isa as nisa
@@ -38,13 +43,13 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
         g = step[0]
         if step[1]:
             if step[2] == spec.first_key:
-                sums.append(make_sums(spec))
-            weigh_cache(sums[g], weights[g], loaded[t], step, spec)
+                sums.append(make_sums(spec, schedule))
+            weigh_cache(sums[g], weights[g], loaded[t], step, spec, schedule)
             if step[6]:
                 finish_group(outs[g], sums[g], sum_weights(weights[g], spec), spec, schedule)
         else:
             if step[2] == spec.first_key:
-                queries.append(turn_columns(fetched[g], angles, spec))
+                queries.append(turn_columns(fetched[g], angles, spec, schedule))
                 scores.append(make_scores(spec))
             score_chunk(scores[g], loaded[t], queries[g], step, spec, schedule)
         if step[6] and len(weights) < len(scores):
@@ -97,13 +102,37 @@ def make_scores(spec):
     return scores
 
 
-def make_sums(spec):
-    """Return room for sums of weighted values, up to four: [128, parts of d, columns]."""
+def single_tiles(spec, schedule):
+    """Return how many tiles fill no pack: some whole ones, and the last if it has fewer keys."""
+    keys = spec.context - spec.first_key
+    return keys // 128 % schedule.pack + (keys % 128 + 127) // 128 if schedule.pack > 1 else 0
+
+
+def list_passes(step, schedule):
+    """Return (first tile, tiles) of each pass over a chunk: packs, then single tiles."""
+    whole = step[3] // schedule.pack * schedule.pack if step[5] == 128 else 0
+    passes = []
+    for first in range(0, whole, schedule.pack):
+        passes.append((first, schedule.pack))
+    for first in range(whole, step[3]):
+        passes.append((first, 1))
+    return passes
+
+
+def make_sums(spec, schedule):
+    """Return room for sums of weighted values, up to four: [128, parts of d, columns].
+
+    Those of packs have the columns of each tile; the last is of single tiles, where there are some.
+    """
+    single = single_tiles(spec, schedule)
+    packs = (spec.cache_tiles - single) // schedule.pack
+    parts = (spec.d + 127) // 128
     sums = []
-    for _ in range(min(4, spec.cache_tiles)):
-        sums.append(
-            nl.ndarray((128, (spec.d + 127) // 128, spec.columns), dtype=nl.float32, buffer=nl.psum)
-        )
+    for _ in range(min(3 if single > 0 else 4, packs)):
+        room = (128, parts, schedule.pack * spec.columns)
+        sums.append(nl.ndarray(room, dtype=nl.float32, buffer=nl.psum))
+    if single > 0:
+        sums.append(nl.ndarray((128, parts, spec.columns), dtype=nl.float32, buffer=nl.psum))
     return sums
 
 
@@ -126,8 +155,8 @@ def fetch_columns(q, spec):
     return natural
 
 
-def turn_columns(natural, angles, spec):
-    """Return q^T [128, parts of d, columns], rotated."""
+def turn_columns(natural, angles, spec, schedule):
+    """Return q^T [128, parts of d, columns], rotated; for packs as `spread_queries` says."""
     columns = spec.columns
     half = spec.d // 2
     turned = natural
@@ -139,6 +168,8 @@ def turn_columns(natural, angles, spec):
         b = natural[0:columns, 0:1, half : 2 * half]
         rotate_half(turned[0:columns, 0:1, 0:half], a, b, cos, sin, True)
         rotate_half(turned[0:columns, 0:1, half : 2 * half], b, a, cos, sin, False)
+    if schedule.pack > 1:
+        return spread_queries(turned, spec, schedule)
     q_t = nl.ndarray((128, (spec.d + 127) // 128, columns), dtype=natural.dtype, buffer=nl.sbuf)
     for part in range((spec.d + 127) // 128):
         deep = min(128, spec.d - 128 * part)
@@ -149,6 +180,24 @@ def turn_columns(natural, angles, spec):
             engine=nisa.engine.tensor,
         )
         evict(q_t[0:deep, part, 0:columns], flipped[0:deep, 0:columns], part)
+    return q_t
+
+
+def spread_queries(natural, spec, schedule):
+    """Return q^T on the diagonal of [pack d, 1, pack columns], once for each tile of a pack."""
+    columns = spec.columns
+    pack = schedule.pack
+    copies = nl.ndarray((columns, pack * spec.d), dtype=natural.dtype, buffer=nl.sbuf)
+    for i in range(pack):
+        copy = copies[0:columns, spec.d * i : spec.d * (i + 1)]
+        nisa.tensor_copy(dst=copy, src=natural[0:columns, 0, 0 : spec.d])
+    flipped = nl.ndarray((pack * spec.d, columns), dtype=natural.dtype, buffer=nl.psum)
+    nisa.nc_transpose(dst=flipped, data=copies, engine=nisa.engine.tensor)
+    q_t = nl.ndarray((pack * spec.d, 1, pack * columns), dtype=natural.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=q_t, value=0.0)
+    for i in range(pack):
+        block = q_t[spec.d * i : spec.d * (i + 1), 0, columns * i : columns * (i + 1)]
+        evict(block, flipped[spec.d * i : spec.d * (i + 1), 0:columns], i)
     return q_t
 
 
@@ -179,27 +228,44 @@ def load_keys_of(k, step, schedule):
 
 
 def turn_keys(natural, step, spec, schedule):
-    """Return keys of a chunk with the head size on the partitions, [128, parts, tiles, 128]."""
-    tiles = step[3]
-    wide = step[5]
-    k_t = nl.ndarray((128, (spec.d + 127) // 128, tiles, 128), dtype=natural.dtype, buffer=nl.sbuf)
+    """Return keys of a chunk with the head size on the partitions, [128, parts, passes, 128].
+
+    The tiles of a pack are below each other.
+    """
+    passes = list_passes(step, schedule)
+    k_t = nl.ndarray(
+        (128, (spec.d + 127) // 128, len(passes), 128), dtype=natural.dtype, buffer=nl.sbuf
+    )
+    packs = step[3] // schedule.pack if step[5] == 128 else 0
     for part in range((spec.d + 127) // 128):
-        deep = min(128, spec.d - 128 * part)
-        for first in range(0, tiles, schedule.bank_tiles):
-            count = min(schedule.bank_tiles, tiles - first)
-            turned = nl.ndarray((128, count, 128), dtype=natural.dtype, buffer=nl.psum)
-            for i in range(count):
-                nisa.nc_transpose(
-                    dst=turned[0:deep, i, 0:wide],
-                    data=natural[0:wide, first + i, 128 * part : 128 * part + deep],
-                    engine=nisa.engine.tensor,
-                )
-            evict(
-                k_t[0:deep, part, first : first + count, 0:wide],
-                turned[0:deep, 0:count, 0:wide],
-                first // schedule.bank_tiles,
-            )
+        for first in range(0, packs, schedule.bank_tiles):
+            stop = min(first + schedule.bank_tiles, packs)
+            turn_passes(k_t, natural, part, passes[first:stop], first, step, spec, schedule)
+        if packs < len(passes):
+            turn_passes(k_t, natural, part, passes[packs:], packs, step, spec, schedule)
     return k_t
+
+
+def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
+    """Transpose the tiles of some passes of equal height, the first of which is at `place`."""
+    wide = step[5]
+    deep = min(128, spec.d - 128 * part)
+    height = passes[0][1] * deep
+    count = len(passes)
+    turned = nl.ndarray((128, count, 128), dtype=natural.dtype, buffer=nl.psum)
+    for i in range(count):
+        first = passes[i][0]
+        if schedule.pack > 1:
+            tiles = natural[0:wide, first : first + passes[i][1], 0 : spec.d]
+            tiles = tiles.reshape((wide, height))
+        else:
+            tiles = natural[0:wide, first, 128 * part : 128 * part + deep]
+        nisa.nc_transpose(dst=turned[0:height, i, 0:wide], data=tiles, engine=nisa.engine.tensor)
+    evict(
+        k_t[0:height, part, place : place + count, 0:wide],
+        turned[0:height, 0:count, 0:wide],
+        place // schedule.bank_tiles,
+    )
 
 
 def score_chunk(scores, loaded, q_t, step, spec, schedule):
@@ -208,27 +274,39 @@ def score_chunk(scores, loaded, q_t, step, spec, schedule):
     wide = step[5]
     columns = spec.columns
     k_t = loaded if schedule.k_load == "rows" else turn_keys(loaded, step, spec, schedule)
-    at_once = 512 // columns
-    for first in range(0, tiles, at_once):
-        count = min(at_once, tiles - first)
+    passes = list_passes(step, schedule)
+    at_once = 512 // columns // schedule.pack
+    for first in range(0, len(passes), at_once):
+        some = passes[first : first + at_once]
+        begin = some[0][0]
+        count = some[len(some) - 1][0] + some[len(some) - 1][1] - begin
         sums = nl.ndarray((128, count, columns), dtype=nl.float32, buffer=nl.psum)
-        for i in range(count):
-            tile = first + i
+        for i in range(len(some)):
+            left = some[i][0] - begin
+            width = some[i][1] * columns
+            if schedule.pack > 1:
+                into = sums[0:wide, left : left + some[i][1], 0:columns].reshape((wide, width))
+            else:
+                into = sums[0:wide, left, 0:columns]
             for part in range((spec.d + 127) // 128):
-                deep = min(128, spec.d - 128 * part)
+                height = some[i][1] * min(128, spec.d - 128 * part)
                 if schedule.k_load == "rows":
-                    keys = k_t[0:deep, part, 0 : wide * tiles]
-                    keys = keys.reshape_dim(1, (wide, tiles)).select(2, tile)
+                    keys = k_t[0:height, part, 0 : wide * tiles]
+                    keys = keys.reshape_dim(1, (wide, tiles)).select(2, some[i][0])
                 else:
-                    keys = k_t[0:deep, part, tile, 0:wide]
+                    keys = k_t[0:height, part, first + i, 0:wide]
                 nisa.nc_matmul(
-                    dst=sums[0:wide, i, 0:columns],
+                    dst=into,
                     stationary=keys,
-                    moving=q_t[0:deep, part, 0:columns],
+                    moving=q_t[0:height, part, 0:width],
                     accumulate=part > 0,
                 )
-        place = step[4] + first
-        evict(scores[0:wide, place : place + count, 0:columns], sums[0:wide, 0:count, 0:columns], 1)
+        place = step[4] + begin
+        evict(
+            scores[0:wide, place : place + count, 0:columns],
+            sums[0:wide, 0:count, 0:columns],
+            1,
+        )
 
 
 def hide_chunk(scores, step, spec):
@@ -310,18 +388,39 @@ def soften(scores, identity, dtype, spec):
     return weights
 
 
-def weigh_cache(sums, weights, v_sb, step, spec):
-    """Add the weighted values of a chunk, [d, columns]; four sums in turn, as each one waits."""
+def weigh_cache(sums, weights, v_sb, step, spec, schedule):
+    """Add the weighted values of a chunk, [d, columns]; the sums in turn, as each one waits."""
     wide = step[5]
-    for i in range(step[3]):
-        tile = step[4] + i
+    single = single_tiles(spec, schedule)
+    turns = len(sums) - 1 if single > 0 else len(sums)
+    passes = list_passes(step, schedule)
+    for i in range(len(passes)):
+        first = passes[i][0]
+        count = passes[i][1]
+        tile = step[4] + first
+        # the places of this pass among those of the group, packs or single tiles
+        if count == schedule.pack:
+            place = tile // schedule.pack
+            into = sums[place % turns]
+            more = place >= turns
+        else:
+            into = sums[turns]
+            more = tile > spec.cache_tiles - single
         for part in range((spec.d + 127) // 128):
             deep = min(128, spec.d - 128 * part)
+            if schedule.pack > 1:
+                values = v_sb[0:wide, first : first + count, 0 : spec.d]
+                values = values.reshape((wide, count * deep))
+                moving = weights[0:wide, tile : tile + count, 0 : spec.columns]
+                moving = moving.reshape((wide, count * spec.columns))
+            else:
+                values = v_sb[0:wide, first, 128 * part : 128 * part + deep]
+                moving = weights[0:wide, tile, 0 : spec.columns]
             nisa.nc_matmul(
-                dst=sums[tile % 4][0:deep, part, 0 : spec.columns],
-                stationary=v_sb[0:wide, i, 128 * part : 128 * part + deep],
-                moving=weights[0:wide, tile, 0 : spec.columns],
-                accumulate=tile >= 4,
+                dst=into[0 : count * deep, part, 0 : count * spec.columns],
+                stationary=values,
+                moving=moving,
+                accumulate=more,
             )
 
 
@@ -340,30 +439,44 @@ def sum_weights(weights, spec):
 def finish_group(out, sums, total, spec, schedule):
     """Add up the sums, turn them, divide by those of the weights, and store y of a group."""
     columns = spec.columns
+    single = single_tiles(spec, schedule) > 0
+    turns = len(sums) - 1 if single else len(sums)
+    blocks = schedule.pack if turns > 0 else 1
     inverse = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.reciprocal(dst=inverse, data=total)
     y_sb = nl.ndarray((columns, spec.d), dtype=out.dtype, buffer=nl.sbuf)
     for part in range((spec.d + 127) // 128):
         deep = min(128, spec.d - 128 * part)
-        whole = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
-        evict(whole[0:deep, 0:columns], sums[0][0:deep, part, 0:columns], 0)
-        for i in range(1, len(sums)):
-            nisa.tensor_tensor(
-                dst=whole[0:deep, 0:columns],
-                data1=whole[0:deep, 0:columns],
-                data2=sums[i][0:deep, part, 0:columns],
-                op=nl.add,
+        height = blocks * deep
+        whole = nl.ndarray((128, blocks * columns), dtype=nl.float32, buffer=nl.sbuf)
+        each = whole[0:height, 0 : blocks * columns]
+        evict(each, sums[0][0:height, part, 0 : blocks * columns], 0)
+        for i in range(1, turns):
+            more = sums[i][0:height, part, 0 : blocks * columns]
+            nisa.tensor_tensor(dst=each, data1=each, data2=more, op=nl.add)
+        if single and turns > 0:
+            first = whole[0:deep, 0:columns]
+            more = sums[turns][0:deep, part, 0:columns]
+            nisa.tensor_tensor(dst=first, data1=first, data2=more, op=nl.add)
+        made = None
+        for i in range(blocks):
+            turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
+            nisa.nc_transpose(
+                dst=turned[0:columns, 0:height],
+                data=whole[0:height, columns * i : columns * (i + 1)],
+                engine=nisa.engine.tensor,
             )
-        turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_transpose(
-            dst=turned[0:columns, 0:deep],
-            data=whole[0:deep, 0:columns],
-            engine=nisa.engine.tensor,
-        )
-        nisa.tensor_scalar(
-            dst=y_sb[0:columns, 128 * part : 128 * part + deep],
-            data=turned[0:columns, 0:deep],
-            op0=nl.multiply,
-            operand0=inverse,
-        )
+            block = turned[0:columns, deep * i : deep * (i + 1)]
+            if i == blocks - 1:
+                result = y_sb[0:columns, 128 * part : 128 * part + deep]
+            else:
+                result = nl.ndarray((columns, deep), dtype=nl.float32, buffer=nl.sbuf)
+            if i == 0:
+                nisa.tensor_scalar(dst=result, data=block, op0=nl.multiply, operand0=inverse)
+            else:
+                nisa.scalar_tensor_tensor(
+                    dst=result, data=block, op0=nl.multiply, operand0=inverse, op1=nl.add,
+                    operand1=made,
+                )  # fmt: skip
+            made = result
     store(out[0:columns, 0 : spec.d], y_sb, schedule.own_queue)
