@@ -218,3 +218,14 @@ def test_a_pack_that_cannot_be_is_refused():
             dataclasses.replace(schedule, **wrong).check(spec, get("trn2"))
     with pytest.raises(SpecError, match="take 1"):
         schedule.check(dataclasses.replace(spec, d=80), get("trn2"))
+
+
+def test_the_reference_of_a_long_context_holds_some_scores_at_a_time(monkeypatch):
+    """Queries in blocks give the same numbers as all of them at once."""
+    spec = AttentionSpec(m=33, context=70, d=16, heads=2, kv_heads=1, window=20, rope="q")
+    arrays = random_arrays(spec, 1)
+    whole = spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays)
+    monkeypatch.setattr("nmm_compiler.kernels.attention.spec._REFERENCE_SCORES", 70 * 8)
+    blocks = spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays)
+    for one, other in zip(whole, blocks, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)

@@ -41,6 +41,7 @@ from nmm_compiler.targets import Target
 ROPES = ("none", "q", "qk")
 MOST_CONTEXT = 131_072
 MOST_HEAD_SIZE = 256
+_REFERENCE_SCORES = 1 << 22  # that the reference holds at a time, 32 MB each of a few arrays
 # fp32 roundings of a score beyond its product: the scale, the cap, the maximum and what is carried.
 _SCORE_ROUNDINGS = 8
 # ScalarE evaluates exp and tanh in fp32, to a few roundings.
@@ -267,30 +268,42 @@ class AttentionSpec(KernelSpec):
         each = self._estimates(arrays, typical)
         return np.stack([rounded(made, self.dtype, typical)[1] for made in each])
 
-    def seen(self) -> Array:
-        """Return [m, context]: whether a query sees a key."""
+    def seen(self, first: int = 0, stop: int | None = None) -> Array:
+        """Return [queries, context]: whether a query, from `first` to `stop`, sees a key."""
+        rows = np.arange(first, self.m if stop is None else stop)
         if not self.causal:
-            return np.ones((self.m, self.context), dtype=bool)
-        back = np.arange(self.context - self.m, self.context)[:, None] - np.arange(self.context)
+            return np.ones((len(rows), self.context), dtype=bool)
+        back = (rows + self.context - self.m)[:, None] - np.arange(self.context)
         return np.asarray((back >= 0) & (back < (self.window or self.context)))
 
     def _estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterator[Estimate]:
         """Yield y of each head and its error before it is stored."""
         check_arrays(self, arrays)
-        q, k, v, *angles = (np.asarray(array, dtype=np.float64) for array in arrays)
-        if self.k_layout == "col":
-            k = k.transpose(0, 2, 1)
-        seen = self.seen()
-        for head in range(self.batch * self.heads):
-            kv = head // self.group
-            left: Estimate = q[head], 0.0
-            right: Estimate = k[kv], 0.0
-            if self.rope != "none":
-                left = self._rotated(q[head], angles[0][:, -self.m :], typical)
+        q, k, v, *angles = arrays
+        rope = np.asarray(angles[0], dtype=np.float64) if angles else np.empty(0)
+        for kv in range(self.batch * self.kv_heads):
+            keys = np.asarray(k[kv], dtype=np.float64)
+            right: Estimate = (keys.T if self.k_layout == "col" else keys), 0.0
             if self.rope == "qk":
-                right = self._rotated(k[kv], angles[0], typical)
-            scores = self._scores(left, right, typical)
-            yield self._weighted(scores, v[kv], seen, typical)
+                right = self._rotated(right[0], rope, typical)
+            values = np.asarray(v[kv], dtype=np.float64)
+            for head in range(kv * self.group, (kv + 1) * self.group):
+                left: Estimate = np.asarray(q[head], dtype=np.float64), 0.0
+                if self.rope != "none":
+                    left = self._rotated(left[0], rope[:, -self.m :], typical)
+                yield self._of_a_head(left, right, values, typical)
+
+    def _of_a_head(self, q: Estimate, k: Estimate, v: Array, typical: bool) -> Estimate:
+        """Return y of a head and its error; the scores of some queries are held at a time."""
+        rows = max(1, _REFERENCE_SCORES // self.context)
+        made = []
+        for first in range(0, self.m, rows):
+            stop = min(first + rows, self.m)
+            error = q[1][first:stop] if np.ndim(q[1]) else q[1]
+            scores = self._scores((q[0][first:stop], error), k, typical)
+            made.append(self._weighted(scores, v, self.seen(first, stop), typical))
+        y, errors = zip(*made, strict=True)
+        return np.concatenate(y), np.concatenate(errors)
 
     def _rotated(self, x: Array, angles: Array, typical: bool) -> Estimate:
         """Return x [tokens, d] rotated by cos and sin [2, tokens, d / 2], rounded once."""
