@@ -107,3 +107,135 @@ def test_a_compiled_call_runs_in_the_simulator():
     with torch.no_grad():
         got = torch.compile(model, backend="nmm", options=options)(x)
         torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
+
+
+def _masked(values):
+    """Return a call whose mask the graph makes: values [m, context] as a function of indices."""
+
+    def call(q, k):
+        m, context = q.shape[2], k.shape[2]
+        rows = torch.arange(m)[:, None] + (context - m)
+        return F.scaled_dot_product_attention(
+            q, k, k, attn_mask=values(rows, torch.arange(context))
+        )
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        (lambda i, j: j <= i, (True, 0)),
+        (lambda i, j: (j <= i) & (j > i - 4), (True, 4)),
+        (lambda i, j: (j <= i) & (j > i - 1), (True, 1)),
+        (lambda i, j: j < 100 + 0 * i, (False, 0)),
+        (lambda i, j: torch.where(j <= i, 0.0, float("-inf")), (True, 0)),
+        (lambda i, j: torch.where((j <= i) & (j > i - 3), 0.0, -3.4e38), (True, 3)),
+    ],
+)
+@pytest.mark.parametrize("context", [6, 9])
+def test_masks_made_of_sizes_are_read(values, read, context):
+    """Causal, sliding windows, no mask; as bool and as numbers that are added; more keys, too."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 4, context, 8)
+    result = nmm.rewrite(_masked(values), (q, k), options=ON)
+    (match,) = result.matches
+    assert (match.info["causal"], match.info["window"]) == read
+    got = result.graph_module(q, k)
+    got = got[0] if isinstance(got, (tuple, list)) else got
+    torch.testing.assert_close(got, _masked(values)(q, k))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (lambda i, j: torch.where(j <= i, 0.1 * (j - i), float("-inf")), "adds numbers to scores"),
+        (lambda i, j: (j <= i)[None, None] & (torch.arange(4)[None, :, None, None] < 3), "differs"),
+        (lambda i, j: (j <= i) | (j == 5), "neither causal nor a sliding window"),
+        (lambda i, j: j < i, "neither causal nor a sliding window"),
+        (lambda i, j: (j <= i) & (torch.rand(()) < 2), "unknown values, because of rand"),
+    ],
+)
+def test_other_masks_are_told(values, words):
+    q = torch.randn(2, 4, 6, 8)
+    result = nmm.rewrite(_masked(values), (q, q), options=ON)
+    assert names(result) == []
+    (declined,) = [d for d in result.declined if d.rule == "attention"]
+    assert declined.code == "attention_mask"
+    assert words in declined.reason
+
+
+def _turn(x):
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-b, a), dim=-1)
+
+
+def _angles(tokens, d, joined=True):
+    angles = torch.arange(tokens)[:, None] * torch.logspace(0, -1, d // 2)
+    both = torch.cat((angles, angles if joined else 2 * angles), -1)[None, None]
+    return both.cos(), both.sin()
+
+
+@pytest.mark.parametrize(
+    ("joined", "kept", "groups", "rope"),
+    [
+        (True, False, "expand", "qk"),
+        (True, False, "interleave", "qk"),
+        (True, True, "enable_gqa", "q"),
+        (False, False, "expand", "none"),
+    ],
+)
+def test_rotation_and_shared_heads_move_into_the_call(joined, kept, groups, rope):
+    """A rotated key that is kept for a cache stays, and so do angles of unequal halves."""
+
+    def call(q, k, v):
+        cos, sin = _angles(6, 8, joined)
+        q, k = q * cos + _turn(q) * sin, k * cos + _turn(k) * sin
+        more = {}
+        cached = k if kept else v
+        if groups == "expand":
+            k, v = (t[:, :, None].expand(2, 2, 3, 6, 8).reshape(2, 6, 6, 8) for t in (k, v))
+        elif groups == "interleave":
+            k, v = (t.repeat_interleave(3, dim=1) for t in (k, v))
+        else:
+            more = {"enable_gqa": True}
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **more), cached
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    result = nmm.rewrite(call, (q, k, v), options=ON)
+    (match,) = result.matches
+    assert (match.info["rope"], match.info["kv_heads"]) == (rope, 2)
+    for got, want in zip(result.graph_module(q, k, v), call(q, k, v), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("scores", "fields"),
+    [
+        (lambda s: s * 0.5, (0.5, 0.0)),
+        (lambda s: s / 4, (0.25, 0.0)),
+        (lambda s: torch.tanh(s * 0.5 / 3.0) * 3.0, (0.5, 3.0)),
+        (lambda s: s.relu(), "scores below the softmax"),
+    ],
+)
+def test_spelled_out_attention(scores, fields):
+    def call(q, k, v):
+        seen = torch.where(torch.ones(6, 6, dtype=torch.bool).tril(), 0.0, float("-inf"))
+        weights = torch.softmax(scores(q @ k.transpose(-1, -2)) + seen, -1, dtype=torch.float32)
+        return F.dropout(weights.to(q.dtype), 0.1, training=False) @ v
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 6, 8) for _ in range(3))
+    result = nmm.rewrite(call, (q, k, v), options=ON)
+    if isinstance(fields, str):
+        (declined,) = [d for d in result.declined if d.rule == "attention"]
+        assert declined.code == "attention_spelled"
+        assert fields in declined.reason
+        return
+    (node,) = [n for n in result.graph_module.graph.nodes if "nmm.attention" in str(n.target)]
+    got_fields = node.kwargs["scale"], node.kwargs.get("soft_cap", 0.0)
+    assert got_fields == pytest.approx(fields)
+    got = result.graph_module(q, k, v)
+    got = got[0] if isinstance(got, (tuple, list)) else got
+    torch.testing.assert_close(got, call(q, k, v))

@@ -466,7 +466,8 @@ def test_attention_as_the_remedies_say():
     grouped = torch.randn(1, 2, 5, 8)
     mask = torch.ones(5, 5).tril().bool()
     for remedy, (refused, inputs), (mended, others) in (
-        ("pass is_causal=True", (call(attn_mask=mask), (q, q, q)),
+        ("pass is_causal=True, or a mask made of static sizes alone, without padding",
+         (call(attn_mask=mask), (q, q, q)),
          (call(is_causal=True), (q, q, q))),
         ("use eval mode", (call(dropout_p=0.5), (q, q, q)), (call(), (q, q, q))),
         ("pass as many queries as keys", (call(is_causal=True), (q, k, k)),

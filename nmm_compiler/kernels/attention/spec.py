@@ -299,7 +299,7 @@ class AttentionSpec(KernelSpec):
         made = []
         for first in range(0, self.m, rows):
             stop = min(first + rows, self.m)
-            error = q[1][first:stop] if np.ndim(q[1]) else q[1]
+            error = q[1][first:stop] if isinstance(q[1], np.ndarray) else q[1]
             scores = self._scores((q[0][first:stop], error), k, typical)
             made.append(self._weighted(scores, v, self.seen(first, stop), typical))
         y, errors = zip(*made, strict=True)

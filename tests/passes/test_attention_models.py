@@ -1,0 +1,92 @@
+"""Rule `attention` on transformers' models: masks, shared heads, RoPE, soft caps, against eager."""
+
+import pytest
+import torch
+
+import nmm_compiler as nmm
+
+transformers = pytest.importorskip("transformers")
+
+ON = {"attention": True, "inner": "aot_eager"}
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 16,
+    "use_cache": False,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+# Queries and keys are normed in Qwen3 and Gemma 3. A window of 7 keys is less than 20 tokens.
+CONFIGURATIONS = {
+    "Llama": ({}, (0, 0), 0.0),
+    "Qwen3": ({}, (0, 0), 0.0),
+    "Mistral": ({"sliding_window": 7}, (7, 7), 0.0),
+    "Gemma2": ({"sliding_window": 7, "layer_types": LAYERS, "attn_logit_softcapping": 2.0},
+               (7, 0), 2.0),
+    "Gemma3": ({"sliding_window": 7, "layer_types": LAYERS}, (7, 0), 0.0),
+}  # fmt: skip
+IDS = torch.arange(40).reshape(2, 20) * 7 % 100
+
+
+def made(name, how=None):
+    """Return a tiny model; its second part is what its layers are to be read as."""
+    more, windows, cap = CONFIGURATIONS[name]
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    # larger weights: attention that is not near uniform shows a wrong mask or angle
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(8.0)
+    model.set_attn_implementation(how or ("eager" if cap else "sdpa"))
+    return model, windows, cap
+
+
+def ops(graph_module):
+    return [n for n in graph_module.graph.nodes if "nmm.attention" in str(n.target)]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_layers_of_models_become_the_op(name):
+    """Masks are read, keys are those of the heads of keys, and RoPE is inside."""
+    model, windows, cap = made(name)
+    result = nmm.rewrite(model, (IDS,), options=ON)
+    assert [(m.kind, m.info["window"], m.info["rope"]) for m in result.matches] == [
+        ("attention", window, "qk") for window in windows
+    ]
+    assert [d for d in result.declined if d.rule == "attention"] == []
+    calls = ops(result.graph_module)
+    assert [call.kwargs.get("soft_cap", 0.0) for call in calls] == [cap, cap]
+    left = {str(n.target) for n in result.graph_module.graph.nodes}
+    assert not {t for t in left if "softmax" in t or "scaled_dot" in t or "aten.cat" in t}
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        got, want = result.graph_module(IDS), model(IDS).logits
+    got = got.logits if hasattr(got, "logits") else got[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert want.abs().max() > 1.0
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_a_compiled_model_is_that_of_eager(name):
+    """Dynamo's graph spells the same otherwise: methods, indices, operators."""
+    model, windows, _ = made(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="nmm", options=ON)
+    with torch.no_grad():
+        got = compiled(IDS).logits
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(got, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    found = [m for m in nmm.last_report().to_dict()["matches"] if m["rule"] == "attention"]
+    assert [(m["window"], m["rope"]) for m in found] == [(window, "qk") for window in windows]
+
+
+def test_a_padding_mask_stays_with_pytorch_and_is_told():
+    model, _, _ = made("Llama")
+    padding = torch.ones_like(IDS)
+    padding[0, :3] = 0
+    result = nmm.rewrite(model, (IDS, padding), options=ON)
+    assert ops(result.graph_module) == []
+    declined = [d for d in result.declined if d.rule == "attention"]
+    assert [d.code for d in declined] == ["attention_mask"] * 2
+    assert all("without padding" in d.remedy and "unknown values" in d.reason for d in declined)
