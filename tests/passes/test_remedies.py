@@ -302,7 +302,9 @@ BELOW = {
     "make the factor a parameter or a buffer (beside a stored base, adapters may be inputs)",
     "store one dense weight", "hand the sizes over, or reshape after the chain",
     "pass [batch, heads, tokens, d] with static sizes", "pass as many queries as keys",
-    "pass is_causal=True", "set enable_gqa", "use eval mode",
+    "pass is_causal=True, or a mask made of static sizes alone, without padding",
+    "call scaled_dot_product_attention: attn_implementation='sdpa' in transformers",
+    "set enable_gqa", "use eval mode",
     "set Options(reassociate=True): the factors in a row become two",
 }  # fmt: skip
 """Remedies with a test of their own in this file."""
@@ -463,7 +465,6 @@ def test_attention_as_the_remedies_say():
 
     on = {"attention": True}
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 9, 8)
-    grouped = torch.randn(1, 2, 5, 8)
     mask = torch.ones(5, 5).tril().bool()
     for remedy, (refused, inputs), (mended, others) in (
         ("pass is_causal=True, or a mask made of static sizes alone, without padding",
@@ -477,5 +478,22 @@ def test_attention_as_the_remedies_say():
     ):  # fmt: skip
         assert remedy in [d.remedy for d in rewrite(refused, inputs, options=on).declined]
         assert rewrite(mended, others, options=on).rewritten
+
+
+def test_spelled_out_attention_as_the_remedy_says():
+    def spelled(q, k, v):
+        return torch.softmax((q @ k.transpose(-1, -2)).relu(), -1) @ v
+
+    q = torch.randn(1, 4, 5, 8)
+    (refused,) = rewrite(spelled, (q, q, q), options={"attention": True}).declined
+    assert refused.remedy.startswith("call scaled_dot_product_attention")
+    assert rewrite(F.scaled_dot_product_attention, (q, q, q), options={"attention": True}).rewritten
+
+
+def test_attention_of_groups_of_heads():
+    def call(**more):
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **more)
+
+    q, grouped, on = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), {"attention": True}
     graph = torch.fx.symbolic_trace(call(enable_gqa=True))
     assert run(graph, (q, grouped, grouped), on).rewritten

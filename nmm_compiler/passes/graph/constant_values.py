@@ -20,13 +20,13 @@ LARGEST_ELEMENTS = 1 << 26  # of a value that is computed to be read: 8192 queri
 # Functions of their arguments alone: nothing random, nothing that writes, no memory as it is.
 _PURE = frozenset(
     {
-        "__and__", "__or__", "_to_copy", "_unsafe_view", "add", "alias", "all", "and_", "any",
-        "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "broadcast_to", "cat",
+        "add", "alias", "all", "any",
+        "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "cat",
         "chunk", "clamp", "clone", "constant_pad_nd", "contiguous", "cumsum", "detach", "diff",
         "eq", "expand", "expand_as", "flatten", "float", "full", "full_like", "ge", "getitem",
-        "gt", "index", "int", "invert", "le", "lift_fresh", "lift_fresh_copy", "logical_and",
+        "gt", "index", "int", "le", "logical_and",
         "logical_not", "logical_or", "long", "lt", "masked_fill", "maximum", "minimum", "mul",
-        "ne", "neg", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "or_", "permute",
+        "ne", "neg", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "permute",
         "repeat", "reshape", "rsub", "scalar_tensor", "select", "slice", "squeeze", "stack",
         "sub", "t", "to", "transpose", "tril", "triu", "type", "unsqueeze", "view", "where",
         "zeros", "zeros_like",

@@ -34,6 +34,18 @@ _OPERATORS: dict[Any, str] = {
     operator.pow: "pow",
     operator.setitem: "setitem_",
     operator.getitem: "getitem",
+    # `and_` and `or_` end like in-place names, and write nothing
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.iand: "bitwise_and_",
+    operator.ior: "bitwise_or_",
+    operator.invert: "bitwise_not",
+    operator.eq: "eq",
+    operator.ne: "ne",
+    operator.le: "le",
+    operator.lt: "lt",
+    operator.ge: "ge",
+    operator.gt: "gt",
     builtins.getattr: "getattr",
 }
 _MODULES = frozenset(
@@ -69,6 +81,8 @@ _SYNONYMS = {
     "__itruediv__": "div_",
     "__setitem__": "setitem_",
     "__getitem__": "getitem",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
     "linalg_matmul": "matmul",
     "linalg_multi_dot": "multi_dot",
     "_unsafe_view": "view",
