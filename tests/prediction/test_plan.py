@@ -11,6 +11,7 @@ from nmm_compiler.cli import plan as plan_command
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen import latency
 from nmm_compiler.errors import PredictionError
+from nmm_compiler.prediction import plan as plan_module
 from nmm_compiler.prediction import prices
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
@@ -139,18 +140,26 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
     assert dataclasses.asdict(saved)["name"] == saved.name
 
 
-def test_cores_that_share_a_model_have_two_physical_ones(tmp_path):
-    """--tp 1,2,4 --lnc 2: each degree holds less; a logical core has the memory of two."""
+def test_cores_that_share_a_model_have_two_physical_ones(tmp_path, monkeypatch):
+    """--tp 1,2,4 --lnc 2: each degree holds less; a logical core has the memory of two.
+
+    What would pay is asked for at two and four cores.
+    """
+    monkeypatch.setattr(plan_module, "ways_out", lambda best, *_: (f"less than {best.tp}",))
     config, figures = tmp_path / "config.json", tmp_path / "plan.json"
     config.write_text(json.dumps(TINY))
     done = CliRunner().invoke(
         app,
-        ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.6",
+        ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
          "--tp", "1,2,4", "--lnc", "2", "--price", "closed_form", "--json", str(figures)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     made = {(one.tp, one.ratio): one for one in Plan.from_json(figures.read_text()).predictions}
-    assert set(made) == {(tp, ratio) for tp in (1, 2, 4) for ratio in (None, 0.6)}
+    for tp in (2, 4):
+        assert f"trn2, tp {tp} does not pay" in done.output
+        assert f"there pays: less than {tp}" in " ".join(done.output.split())
+    assert "less than 1" not in done.output
+    assert set(made) == {(tp, ratio) for tp in (1, 2, 4) for ratio in (None, 0.3)}
     for (tp, ratio), one in made.items():
         assert one.lnc == 2
         assert one.memory.capacity_bytes == 2 * get("trn2").hbm_bytes
