@@ -111,6 +111,26 @@ def _cut(array: Any, dim: int, parts: int, place: int) -> Any:
     return array[at] if dim == 0 else array[:, at]
 
 
+def joined(spec: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the operands of the whole product, of which every rank has these.
+
+    What a rank alone adds to a sum, a bias of "rank", is what all of them add.
+    """
+    made = []
+    for tensor, array in zip(spec.inputs(), arrays, strict=True):
+        name = tensor.name
+        side = _CUTS[spec.tp_axis].get(name)
+        if name == "bias" and spec.tp_axis == "rank":
+            array = (array.astype(np.float64) * spec.tp).astype(array.dtype)
+        elif side is not None and (not name.endswith("_scale") or spec.scales == "channel"):
+            dim = 0
+            if array.ndim > 1:
+                dim = int((side == "out") ^ (spec.layout_of(name) == "col"))
+            array = np.concatenate([array] * spec.tp, dim)
+        made.append(array)
+    return tuple(made)
+
+
 def result_of(spec: Any, rank: int, result: Any) -> Any:
     """Return the part of the whole result, [m, n] as it is laid out, that a rank has."""
     if spec.tp_axis != "columns":

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from nmm_compiler import LowRankSpec, build_kernel
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
@@ -13,6 +15,7 @@ from nmm_compiler.codegen.latency import simulated_us
 from nmm_compiler.codegen.rank_ways import rank_ways, shared_best
 from nmm_compiler.errors import DialectError, KernelArgumentError, ShapeError, SpecError
 from nmm_compiler.kernels.over_ranks import AXES
+from nmm_compiler.runtime import first_run
 from nmm_compiler.simulator.run import simulate_ranks
 from nmm_compiler.targets import get
 from nmm_compiler.targets.collective_time import collective_alone_us
@@ -180,3 +183,20 @@ def test_a_way_that_does_not_divide_is_left_out():
     assert {way.axis for way in rank_ways(odd, 4, "trn2", estimate_us)} == {"columns", "rows"}
     with pytest.raises(SpecError, match="no way to share"):
         rank_ways(dataclasses.replace(WHOLE, k=510, r=250, n=250), 4, "trn2", estimate_us)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_first_run_of_a_rank_is_compared_with_the_product_of_all(axis):
+    """Every process has the same operands, so that each knows what the others add."""
+    spec = LowRankSpec(m=20, k=256, r=64, n=128, bias=True, v_layout="col").sharded(2, axis)
+    kernel = build_kernel(spec)
+
+    def launch(built, tensors, part=1.0):
+        arrays = [t.float().numpy().astype(ml_dtypes.bfloat16) for t in tensors]
+        ranks = simulate_ranks(built, [arrays, arrays], target="trn2", mode="functional")
+        return (torch.from_numpy(ranks[1].outputs[0].astype(np.float32)) * part,)
+
+    cpu = torch.device("cpu")
+    assert first_run.fault(kernel, cpu, launch) is None
+    wrong = first_run.fault(kernel, cpu, lambda *given: launch(*given, part=0.5))
+    assert "differs from the float64 reference" in wrong

@@ -119,6 +119,10 @@ class LowRankSpec(ProductSpec):
         """Return the operands of each rank, from those of the whole."""
         return over_ranks.shards(self, arrays) if self.tp > 1 else (arrays,)
 
+    def joined(self, *arrays: Any) -> tuple[Any, ...]:
+        """Return the operands of the whole, of which every rank has `arrays`."""
+        return over_ranks.joined(self, arrays) if self.tp > 1 else arrays
+
     def result_of(self, rank: int, result: Any) -> Any:
         """Return what a rank has of an array as large as the whole result."""
         return over_ranks.result_of(self, rank, result)
