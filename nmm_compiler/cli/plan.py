@@ -58,8 +58,7 @@ def plan(
     def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    with steps() as step:
-        step(f"reading {config}")
+    with steps(f"reading {config}") as step:
         made = run(
             config,
             targets=listed(target, str),

@@ -118,7 +118,8 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
     for held in (latency._simulated_us, prices._kernel_price):
         held.cache_clear()
     steps = []
-    monkeypatch.setattr(plan_command, "steps", lambda: nullcontext(lambda *one: steps.append(one)))
+    noted = nullcontext(lambda *one: steps.append(one))
+    monkeypatch.setattr(plan_command, "steps", lambda first: noted)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
