@@ -16,7 +16,7 @@ import nmm_compiler as nmm
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen import workers as module
 from nmm_compiler.codegen.build_many import build_one, fill
-from nmm_compiler.codegen.workers import Workers, on_processes, run
+from nmm_compiler.codegen.workers import on_processes, run
 from nmm_compiler.errors import CacheError, WorkerError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.options import Options
@@ -74,8 +74,8 @@ def test_a_read_only_cache_is_refused(cache):
         fill(REQUESTS, options=Options(cache="ro"))
 
 
-def kill_and_fill(count, requests, at):
-    """Fill with `count` workers, of which one is killed after each number of kernels in `at`."""
+def kill_and_fill(workers, requests, at):
+    """Fill with workers, of which one is killed after each number of kernels in `at`."""
     killed = []
 
     def kill(said, done, of):
@@ -83,8 +83,7 @@ def kill_and_fill(count, requests, at):
             killed.append(workers.processes()[-1])
             os.kill(killed[-1], signal.SIGKILL)
 
-    with on_processes(count) as workers:
-        filled = fill(requests, executor=workers, progress=kill)
+    filled = fill(requests, executor=workers, progress=kill)
     assert len(killed) == len(at)
     assert filled.failed == ()
     # A worker may die after it has published and before it answers: then nobody builds again.
@@ -95,12 +94,24 @@ def kill_and_fill(count, requests, at):
 
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_built_twice(cache):
-    kill_and_fill(1, REQUESTS[:2], at=(1,))
+    """And leaving early ends the one that took its place, with the calls that wait for it."""
+    with on_processes(1) as workers:
+        kill_and_fill(workers, REQUESTS[:2], at=(1,))
+        future = workers.submit(build_one, "{}")
+        waits = [workers.submit(build_one, "{}") for _ in range(50)]
+        with pytest.raises(WorkerError, match="SpecError"):  # what the call raised
+            future.result()
+        started = time.monotonic()
+        workers.shutdown(cancel_futures=True)
+        assert time.monotonic() - started < 10
+        assert workers.processes() == []
+        assert all(one.done() for one in waits)
 
 
 @pytest.mark.long
 def test_killed_workers_of_several(cache):
-    kill_and_fill(2, REQUESTS, at=(1, 3))
+    with on_processes(2) as workers:
+        kill_and_fill(workers, REQUESTS, at=(1, 3))
 
 
 def test_a_call_that_kills_every_worker_is_an_error_and_the_others_go_on(monkeypatch):
@@ -143,19 +154,6 @@ def test_a_call_that_an_executor_loses_is_begun_again():
     assert executor.calls == 3
     (lost,) = run(Losing(), build_one, ["a"], attempts=1)
     assert isinstance(lost[1], ConnectionError)
-
-
-def test_leaving_early_ends_the_workers():
-    workers = Workers(1)
-    future = workers.submit(build_one, "{}")
-    waits = [workers.submit(build_one, "{}") for _ in range(50)]
-    with pytest.raises(WorkerError, match="SpecError"):  # what the call raised
-        future.result()
-    started = time.monotonic()
-    workers.shutdown(cancel_futures=True)
-    assert time.monotonic() - started < 10
-    assert workers.processes() == []
-    assert all(one.done() for one in waits)
 
 
 @pytest.mark.long
