@@ -33,7 +33,7 @@ def nmm(*arguments):
     return CliRunner().invoke(app, [str(one) for one in arguments])
 
 
-def test_a_file_of_specs_is_built_once(cache, specs):
+def test_a_file_of_specs_is_built_once(cache, specs, here):
     specs.write_text(LINES[0] + "\n\n")
     first = nmm("build", specs, "--jobs", 1, "--json")
     assert first.exit_code == 0, first.output

@@ -46,14 +46,14 @@ def test_build_many_is_at_the_door(cache):
     assert len(Store.open().list()) == 1
 
 
-def test_fill_counts_what_was_there_and_what_failed(cache):
+def test_fill_counts_what_was_there_and_what_failed(cache, here):
     steps = []
     twice = [*REQUESTS[:3], REQUESTS[0]]
-    first = fill(twice, executor=Here(), progress=lambda *step: steps.append(step))
+    first = fill(twice, executor=here, progress=lambda *step: steps.append(step))
     assert (first.kernels, first.present, first.built, first.failed) == (3, 0, 3, ())
     assert [(done, of) for _, done, of in steps] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert steps[-1][0].startswith("built lowrank")
-    again = fill([*REQUESTS[:4], (TOO_WIDE, "trn1")], executor=Here())
+    again = fill([*REQUESTS[:4], (TOO_WIDE, "trn1")], executor=here)
     assert (again.kernels, again.present, again.built) == (5, 3, 1)
     (failed,) = again.failed
     assert failed.target == "trn1"
@@ -121,15 +121,6 @@ def test_a_call_that_kills_every_worker_is_an_error_and_the_others_go_on(monkeyp
     assert sorted(answers) == [0, 1, 2]
     assert all(isinstance(one, WorkerError) for one in answers.values())
     assert "short of memory" in str(answers[0])
-
-
-class Here:
-    """An executor that runs each call at once, in this process."""
-
-    def submit(self, function, text, /):
-        future = Future()
-        future.set_result(function(text))
-        return future
 
 
 class Losing:
