@@ -102,11 +102,12 @@ def watched(jobs: int, kills: int, run: Callable[[Any, Watch], Any]) -> tuple[An
 
 
 def speed_up(alone: dict[str, Any], many: dict[str, Any], jobs: int) -> dict[str, float]:
-    """Return the speed-up by wall time and by CPU time."""
+    """Return the speed-up by wall time and by CPU time, and what more CPU several workers take."""
     longest = max(many["busiest worker CPU s"], many["all CPU s"] / jobs)
     return {
         "by wall time": round(alone["wall s"] / many["wall s"], 2),
         "by CPU time": round(alone["all CPU s"] / longest, 2),
+        "CPU over one worker's": round(many["all CPU s"] / alone["all CPU s"], 2),
     }
 
 
