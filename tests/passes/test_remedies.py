@@ -282,6 +282,7 @@ def test_the_remedy_helps(text, refused, mended):
 
 
 ELSEWHERE = {
+    "use executor 'auto'": "test_tensor_parallel",
     "cut the factors along the rank, or the second one by its outputs": "test_distributed",
     "parallelize both factors, or none": "test_distributed",
     "keep both products inside of what the operator runs, or outside of it": "test_two_graphs",

@@ -132,7 +132,7 @@ class LowRank(KernelRule):
                 f"executor {graph.options.executor!r} runs one process, and the devices sum "
                 "between the products",
                 key,
-                "use executor 'auto', or the products as they are",
+                "use executor 'auto'",
             )
         found = check_chain(graph, chain)
         if isinstance(found, Refusal):
