@@ -59,7 +59,8 @@ class Plan(Shown, Record):
             return ["no ratio was asked for: these are the dense times"]
         if best is None:
             nearest = max(low, key=_gain)
-            remedy = "" if self.ways_out else f"; {nearest.remedy()}"
+            told = {(one.target, one.tp) for one in self.ways_out}
+            remedy = "" if (nearest.target, nearest.tp) in told else f"; {nearest.remedy()}"
             return [
                 f"no setting pays: the nearest is {_setting(nearest)} with {_gain(nearest):.2f}x"
                 f"{remedy}",
