@@ -111,7 +111,9 @@ def test_the_cache_grows_with_context_and_batch():
 
 
 def test_one_core_exchanges_nothing_and_two_exchange_twice_a_layer():
-    assert not kinds(llama()) & COLLECTIVES
+    for one in (llama(), llama(ratio=0.3)):
+        assert not kinds(one) & COLLECTIVES
+        assert not any("+ law" in line.source for line in one.lines)
     two = llama(tp=2)
     for phase in two.phases:
         assert sum(x.calls for x in phase.lines if x.kind == "all_reduce") == 2 * 3
@@ -167,6 +169,8 @@ def test_memory_is_the_bytes_of_the_parameters():
     assert llama().memory.weight_bytes == stored
     assert llama().parameters == sum(p.numel() for p in model.parameters())
     assert llama().memory.fits
+    low = llama(ratio=0.3)
+    assert low.memory.weight_bytes == 2 * low.parameters < stored
 
 
 def test_weights_of_one_byte_halve_the_matrices_and_their_time():
