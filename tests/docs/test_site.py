@@ -1,5 +1,6 @@
 """The site: every page is in its navigation, and it builds with warnings as errors."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -34,6 +35,17 @@ def test_the_reference_has_every_name_of_the_door():
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^::: \S+?(\w+)$", page, re.MULTILINE))
     assert set(nmm_compiler.__all__) - {"__version__", "NmmError"} <= shown
+
+
+def test_the_table_of_options_has_every_option():
+    from nmm_compiler import Options
+
+    page = (ROOT / "docs" / "backend.md").read_text(encoding="utf-8")
+    rows = page.split("## Options")[1].split("\n## ")[0]
+    heads = [line.split("|")[1] for line in rows.splitlines() if line.startswith("| `")]
+    assert {name for head in heads for name in re.findall(r"`(\w+)`", head)} == {
+        field.name for field in dataclasses.fields(Options)
+    }
 
 
 def test_each_figure_is_whole_and_is_shown_by_a_page():
