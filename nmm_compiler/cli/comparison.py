@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Mapping
 from pathlib import Path
 
 from nmm_compiler.report.charts import Bar, bars
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.simulator.timing.profile import Profile
-from nmm_compiler.simulator.timing.profile_parts import roofline_drawing, timeline_drawing
+from nmm_compiler.simulator.timing.profile_parts import (
+    roofline_drawing,
+    statement,
+    timeline_drawing,
+)
 from nmm_compiler.simulator.timing.shares import by_instruction, by_line
 
 
@@ -63,7 +66,7 @@ def _lines(found: Mapping[str, Profile], most: int | None) -> Grid:
     for name, profile in found.items():
         seen: dict[str, int] = {}
         for share in sorted(by_line(profile.timeline), key=lambda one: (one.file, one.line)):
-            text = linecache.getline(share.file, share.line).strip() or share.name
+            text = statement(share.file, share.line) or share.name
             seen[text] = seen.get(text, 0) + 1  # two lines with the same text stay apart
             row = table.setdefault((text, seen[text]), {})
             row[name] = share.path_us

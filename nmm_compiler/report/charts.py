@@ -124,11 +124,13 @@ def roofline(
 
 def bars(rows: Sequence[Bar], keys: Sequence[str], unit: str, text: str) -> Drawing:
     """Return stacked horizontal bars, one a row. keys: the names of each bar's parts."""
-    most = max((sum(row.values) for row in rows), default=0.0)
+    sums = [sum(row.values) for row in rows]
+    totals = [f"{f'{total:,.0f}' if total >= 1e4 else f'{total:.4g}'} {unit}" for total in sums]
     left = 10 + 7 * max((len(row.name) for row in rows), default=0)
-    axis = Axis(0.0, most or 1.0, left, WIDTH - 90)
+    right = 12 + 7 * max(map(len, totals), default=0)
+    axis = Axis(0.0, max(sums, default=0.0) or 1.0, left, max(WIDTH - right, left + 60))
     body, top = _legend(keys, 4)
-    for row in rows:
+    for row, total in zip(rows, totals, strict=True):
         body.append(label(left - 6, top + 14, row.name, "end"))
         start = 0.0
         for key, value, colour in zip(keys, row.values, colours(len(keys)), strict=True):
@@ -139,7 +141,7 @@ def bars(rows: Sequence[Bar], keys: Sequence[str], unit: str, text: str) -> Draw
                 f'fill="var({colour})">{said}</rect>'
             )
             start += value
-        body.append(label(axis.at(start) + 6, top + 14, f"{start:.4g} {unit}"))
+        body.append(label(axis.at(start) + 6, top + 14, total))
         top += 26
     return Drawing(svg(body, top + 10, text), text)
 

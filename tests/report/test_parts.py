@@ -146,6 +146,21 @@ def test_bars_are_as_wide_as_their_values():
     assert widths[2] == pytest.approx(2 * (widths[0] + widths[1]), rel=0.01)
 
 
+def test_what_stands_beside_a_bar_is_inside_of_the_picture():
+    rows = [
+        charts.Bar("model.layers.0.mlp.down_proj", (12_345_678.0, 1.0)),
+        charts.Bar("q", (4.0, 2.0)),
+    ]
+    tree, _ = _parsed(charts.bars(rows, ("kept", "removed"), "parameters", "t"))
+    labels = {
+        e.text: float(e.get("x"))
+        for e in tree.iter()
+        if e.tag.endswith("text") and e.text.endswith("parameters")
+    }
+    assert set(labels) == {"12,345,679 parameters", "6 parameters"}
+    assert all(x + 6.5 * len(text) <= charts.WIDTH for text, x in labels.items())
+
+
 def test_a_timeline_joins_what_is_too_thin_to_see():
     thin = tuple(Slice(i * 0.001, i * 0.001 + 0.0005, "copy") for i in range(5000))
     long = Slice(10.0, 1000.0, "matmul", "k.py:3")

@@ -130,11 +130,22 @@ def _figures(share: Share) -> tuple[str, ...]:
     return f"{share.path_us:.2f}", f"{share.engine_us:.2f}", moved
 
 
+def statement(file: str, line: int) -> str:
+    """Return the statement on a line of a file, of several lines too, cut at 100 characters."""
+    text = ""
+    for part in linecache.getlines(file)[line - 1 : line + 11]:
+        text = f"{text} {part.strip()}".replace("( ", "(").strip()
+        if text.count("(") + text.count("[") <= text.count(")") + text.count("]"):
+            break
+    text = text.replace(", )", ")").replace(" )", ")")
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
 def line_table(found: Timeline) -> Grid:
     """Return the source lines with the largest parts of the critical path."""
     rows = []
     for share in by_line(found)[:_LINES_IN_TEXT]:
-        text = linecache.getline(share.file, share.line).strip() or share.name
+        text = statement(share.file, share.line) or share.name
         place = f"{Path(share.file).name}:{share.line}"
         rows.append((place, f"{share.path_us:.2f}", f"{share.engine_us:.2f}", share.engine, text))
     head = ("line", "critical us", "engine us", "on", "source")
@@ -212,10 +223,12 @@ def roofline_drawing(
     said = "; ".join(
         f"{name} at {rate / 1e12:.1f} TFLOP/s, {at:.0f} FLOPs per byte, "
         f"{'compute' if at >= ridge else 'memory'} side"
+        if rate > 0
+        else f"{name} multiplies no matrices"
         for name, at, rate in points
     )
     text = f"roofline of {target_name}, {peak / 1e12:.0f} TFLOP/s, bf16 (simulated): {said}"
-    return roofline(points, peak, bytes_rate, text)
+    return roofline([point for point in points if point[2] > 0], peak, bytes_rate, text)
 
 
 def timeline_parts(found: Timeline, advice: Sequence[Advice] | None = None) -> list[Part]:
