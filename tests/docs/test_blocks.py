@@ -114,6 +114,13 @@ def test_no_command_hides_in_an_indented_block():
     assert not found
 
 
+def test_no_block_has_a_language_that_the_runner_passes_over():
+    """`bash` would be printed as `sh` is, and never run."""
+    for page in PAGES:
+        found = re.findall(r"^```(\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(found) <= {*RUN, "text", "mlir"}, page.name
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))  # code has no links
