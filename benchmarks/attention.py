@@ -91,8 +91,8 @@ def prefill_us(library: PrivateModules, spec: AttentionSpec, target: str) -> flo
         "v": (spec.kv_heads, spec.context, spec.d),
     }
     more: dict[str, Any] = {"scale": spec.scale, "causal_mask": spec.causal}
-    if spec.window:
-        more["sliding_window"] = spec.window
+    if spec.window:  # which takes queries that are scaled already
+        more |= {"sliding_window": spec.window, "scale": 1.0}
     return library_us(module.attention_cte, target, shapes, **more)
 
 
