@@ -13,14 +13,6 @@ import nki
 import nki.language as nl
 
 from ..pieces.gated_product import gate_columns, gate_rows
-from ..pieces.loads_and_stores import (
-    bias_columns,
-    load_scale,
-    product_scales,
-    reciprocal_of,
-    spread_bias,
-    times,
-)
 from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.packed_loads import load_packed
 from ..pieces.product_in_sbuf import project, project_segment
@@ -43,6 +35,14 @@ from ..pieces.records import (
     Tokens,
     Weight,
 )
+from ..pieces.scales_and_biases import (
+    bias_columns,
+    load_scale,
+    product_scales,
+    reciprocal_of,
+    spread_bias,
+    times,
+)
 from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import (
     add_halves,
@@ -63,6 +63,7 @@ def gated_mlp(x, spec, schedule, **others):
     k = spec.k  # features
     n = spec.n  # intermediate size
     m_block = schedule.m_block
+    aside = schedule.own_queue
     outputs = schedule.split == "outputs"
     weights = schedule.split == "weights"
     halved = outputs or weights
@@ -153,19 +154,19 @@ def gated_mlp(x, spec, schedule, **others):
     columns_out = spec.down or spec.out_layout == "col"
     if spec.gate_bias:
         if columns_out:
-            gate_bias_sb = bias_columns(gate_bias_part, n)
+            gate_bias_sb = bias_columns(gate_bias_part, n, aside)
         else:
-            gate_bias_sb = spread_bias(gate_bias_part, n)
+            gate_bias_sb = spread_bias(gate_bias_part, n, aside)
     if spec.up_bias:
         if columns_out:
-            up_bias_sb = bias_columns(up_bias_part, n)
+            up_bias_sb = bias_columns(up_bias_part, n, aside)
         else:
-            up_bias_sb = spread_bias(up_bias_part, n)
+            up_bias_sb = spread_bias(up_bias_part, n, aside)
     if spec.down_bias:
         if spec.out_layout == "row":
-            down_bias_sb = spread_bias(down_bias_part, k_out)
+            down_bias_sb = spread_bias(down_bias_part, k_out, aside)
         else:
-            down_bias_sb = bias_columns(down_bias_part, k_out)
+            down_bias_sb = bias_columns(down_bias_part, k_out, aside)
 
     gate_p_scale_sb = None
     gate_scale_sb = None
@@ -179,36 +180,36 @@ def gated_mlp(x, spec, schedule, **others):
         if spec.gate_r > 0:
             gate_p = others.get("gate_p_scale")
             gate_p_scale_sb = product_scales(
-                others.get("gate_u_scale"), of_x, spec.gate_r, spec.scales, True, spec.fp8_x
+                others.get("gate_u_scale"), of_x, spec.gate_r, spec.scales, True, spec.fp8_x, aside
             )
             if spec.requantized:
-                times(gate_p_scale_sb, reciprocal_of(load_scale(gate_p)))
+                times(gate_p_scale_sb, reciprocal_of(load_scale(gate_p, aside)))
             gate_scale_sb = product_scales(
-                gate_v_scale_part, gate_p, n, spec.scales, columns_out, spec.requantized
+                gate_v_scale_part, gate_p, n, spec.scales, columns_out, spec.requantized, aside
             )
         else:
             gate_scale_sb = product_scales(
-                gate_w_scale_part, of_x, n, spec.scales, columns_out, spec.fp8_x
+                gate_w_scale_part, of_x, n, spec.scales, columns_out, spec.fp8_x, aside
             )
         if spec.up_r > 0:
             up_p = others.get("up_p_scale")
             up_p_scale_sb = product_scales(
-                others.get("up_u_scale"), of_x, spec.up_r, spec.scales, True, spec.fp8_x
+                others.get("up_u_scale"), of_x, spec.up_r, spec.scales, True, spec.fp8_x, aside
             )
             if spec.requantized:
-                times(up_p_scale_sb, reciprocal_of(load_scale(up_p)))
+                times(up_p_scale_sb, reciprocal_of(load_scale(up_p, aside)))
             up_scale_sb = product_scales(
-                up_v_scale_part, up_p, n, spec.scales, columns_out, spec.requantized
+                up_v_scale_part, up_p, n, spec.scales, columns_out, spec.requantized, aside
             )
         else:
             up_scale_sb = product_scales(
-                up_w_scale_part, of_x, n, spec.scales, columns_out, spec.fp8_x
+                up_w_scale_part, of_x, n, spec.scales, columns_out, spec.fp8_x, aside
             )
         if spec.down:
             of_h = others.get("h_scale")
             y_down = spec.out_layout == "col"
             if spec.requantized:
-                h_inverse = reciprocal_of(load_scale(of_h))
+                h_inverse = reciprocal_of(load_scale(of_h, aside))
             if spec.down_r > 0:
                 down_p = others.get("down_p_scale")
                 down_p_scale_sb = product_scales(
@@ -218,15 +219,16 @@ def gated_mlp(x, spec, schedule, **others):
                     spec.scales,
                     True,
                     spec.requantized,
+                    aside,
                 )
                 if spec.requantized:
-                    times(down_p_scale_sb, reciprocal_of(load_scale(down_p)))
+                    times(down_p_scale_sb, reciprocal_of(load_scale(down_p, aside)))
                 down_scale_sb = product_scales(
-                    down_v_scale_part, down_p, k_out, spec.scales, y_down, spec.requantized
+                    down_v_scale_part, down_p, k_out, spec.scales, y_down, spec.requantized, aside
                 )
             else:
                 down_scale_sb = product_scales(
-                    down_w_scale_part, of_h, k_out, spec.scales, y_down, spec.requantized
+                    down_w_scale_part, of_h, k_out, spec.scales, y_down, spec.requantized, aside
                 )
     norm = norm_of_x(
         others.get("norm_gain"), others.get("norm_bias"), k, spec, schedule

@@ -15,15 +15,7 @@ import nki
 import nki.language as nl
 
 from ..pieces.between_ranks import rank_sums, sum_results, sum_strips
-from ..pieces.loads_and_stores import (
-    bias_columns,
-    load_scale,
-    panel_scales,
-    product_scales,
-    reciprocal_of,
-    spread_bias,
-    times,
-)
+from ..pieces.few_tokens import expand_few, load_few, start_weights
 from ..pieces.norms import add_squares, inverse_roots, load_normed, new_squares, norm_of_x
 from ..pieces.product_in_sbuf import project
 from ..pieces.product_to_hbm import expand_columns, expand_rows
@@ -38,6 +30,15 @@ from ..pieces.records import (
     Strip,
     Tokens,
     Weight,
+)
+from ..pieces.scales_and_biases import (
+    bias_columns,
+    load_scale,
+    panel_scales,
+    product_scales,
+    reciprocal_of,
+    spread_bias,
+    times,
 )
 from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import (
@@ -61,6 +62,7 @@ def lowrank(x, u, v, spec, schedule, **others):
     r = spec.r  # rank
     n = spec.n  # output features
     m_block = schedule.m_block
+    aside = schedule.own_queue
     k_tiles = (k + 127) // 128
     r_tiles = (r + 127) // 128
     w_part = others.get("w")
@@ -108,27 +110,43 @@ def lowrank(x, u, v, spec, schedule, **others):
     if spec.tp_axis == "rank":
         # what this rank adds to y
         part = nl.ndarray(part.shape, dtype=y_dtype, buffer=nl.private_hbm)
+    x_first = None
+    u_first = None
+    if schedule.starts:
+        # the first weights come before the scales, which only the first sums need
+        turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
+        x_first = load_few(
+            x, schedule.x.load, k, schedule.k_order, Block(0, m), schedule.double_row or turned
+        )
+        product = Product(
+            k, r, schedule.k_order, schedule.k_segment, schedule.double_row, False
+        )  # fmt: skip
+        u_first = start_weights(
+            Weight(u, None, schedule.u, 0, False, None), product, schedule.k_segment
+        )
     if spec.bias:
         if spec.out_layout == "row":
-            bias_sb = spread_bias(bias_part, n)
+            bias_sb = spread_bias(bias_part, n, aside)
         else:
-            bias_sb = bias_columns(bias_part, n)
+            bias_sb = bias_columns(bias_part, n, aside)
     if spec.fp8:
         kept_scale = others.get("p_scale")
         p_scale_sb = product_scales(
-            others.get("u_scale"), others.get("x_scale"), r, spec.scales, True, spec.fp8_x
+            others.get("u_scale"), others.get("x_scale"), r, spec.scales, True, spec.fp8_x, aside
         )
         if spec.scale != 1.0:
             times(p_scale_sb, spec.scale)
         if spec.requantized:
-            times(p_scale_sb, reciprocal_of(load_scale(kept_scale)))
+            times(p_scale_sb, reciprocal_of(load_scale(kept_scale, aside)))
         if schedule.v_stationary and spec.out_layout == "row" and spec.scales == "channel":
-            y_scale_sb = panel_scales(of_v, n, schedule.v.block)
-            if spec.requantized:
-                times(y_scale_sb, load_scale(kept_scale))
+            y_scale_sb = panel_scales(
+                of_v, kept_scale, n, schedule.v.block, spec.requantized, aside
+            )
         else:
             down = schedule.v_stationary or spec.out_layout == "col"
-            y_scale_sb = product_scales(of_v, kept_scale, n, spec.scales, down, spec.requantized)
+            y_scale_sb = product_scales(
+                of_v, kept_scale, n, spec.scales, down, spec.requantized, aside
+            )
     if schedule.u.resident:
         aligned = schedule.double_row or schedule.u.load == "dma"
         u_pitch = (r + 15) // 16 * 16 if aligned else r
@@ -138,15 +156,16 @@ def lowrank(x, u, v, spec, schedule, **others):
         v_dtype = nl.float32 if spec.wide else v.dtype
         v_all = nl.ndarray((128, r_tiles, v_pitch), dtype=v_dtype, buffer=nl.sbuf)
     if spec.inner_bias:
-        inner_bias_sb = bias_columns(others.get("inner_bias"), r)
+        inner_bias_sb = bias_columns(others.get("inner_bias"), r, aside)
     if spec.inner_norm:
-        p_scale_sb = bias_columns(others.get("inner_gain"), r)
+        p_scale_sb = bias_columns(others.get("inner_gain"), r, aside)
     norm = norm_of_x(
         others.get("norm_gain"), others.get("norm_bias"), k, spec, schedule
     )  # fmt: skip
     held = Held(
-        u, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb, y_scale_sb, norm, core
-    )
+        x_first, u, u_first, v, w_part, u_all, v_all, inner_bias_sb, bias_sb, p_scale_sb,
+        y_scale_sb, norm, core,
+    )  # fmt: skip
     tokens = Tokens(part, whole_residual, x, m, m_block)
 
     over_blocks(lowrank_block, tokens, held, spec, schedule)
@@ -169,7 +188,9 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
     p_pitch = (at.tokens + 15) // 16 * 16 if second_row else at.tokens
 
     # Stage 1: p^T = (x u)^T, summed in PSUM, rounded once on the way out.
-    if schedule.x.stream:
+    if schedule.starts:
+        x_sb = held.x_first
+    elif schedule.x.stream:
         x_sb = None
     else:
         k_tiles = (spec.k + 127) // 128
@@ -188,8 +209,9 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
     v_panels = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
     if spec.norm != "none":
         load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, spec.k, held.norm)
-    x_strip = Strip(x_sb, x, schedule.kept if spec.norm != "none" else schedule.x)
-    u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, False, None)
+    loaded = spec.norm != "none" or schedule.starts
+    x_strip = Strip(x_sb, x, schedule.kept if loaded else schedule.x)
+    u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, schedule.starts, held.u_first)
     over_ranks = spec.tp_axis == "rows"
     early = (schedule.split == "weights" or over_ranks) and schedule.ahead > 0
     v_sb = None
@@ -242,7 +264,11 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
     y_scales = "token" if spec.inner_norm else spec.scales
     epilogue = Epilogue(y_scale, held.bias_sb, y_scales, spec.bias, spec.activation)
     # Stage 2: contracts over the rank, panel by panel of v.
-    if as_rows:
+    if schedule.v_added:
+        as_rows = spec.out_layout == "row"
+        result = Result(out, as_rows, schedule.own_queue, 0, None, False)
+        expand_few(result, left, right, at, product, epilogue)
+    elif as_rows:
         whole = spec.n % 128 == 0 and not spec.bias and not spec.base and not spec.inner_norm
         tail = schedule.tail if whole else 0
         result = Result(out, False, schedule.own_queue, tail, residual, spec.residual)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import WEIGHTS, Family
+from nmm_compiler.kernels.few_tokens import FEW, check_few, with_added_products
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
 from nmm_compiler.kernels.number_formats import (
     check_widened,
@@ -56,12 +57,18 @@ class LowRankSchedule(LoopedSchedule):
     k_segment: with several segments x and u are read once for any number of tokens and rank tiles.
         x.stream: x stays in SBUF for one segment only.
     v_stationary: stage 2 holds v stationary for a "row" result too, which is faster for few tokens.
+    v_added: with it, the products of each 128 rows of v are added in SBUF (pieces/few_tokens.py),
+        so that panels of v may be wide.
+    starts: x of few tokens and the first load of u come before those of scales and biases, x on a
+        queue of its own; `settled` decides.
     """
 
     u: Operand
     v: Operand
     w_load: str = "rows"
     v_stationary: bool = False
+    v_added: bool = False
+    starts: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "u": "u.block", "p": "m_block", "v": "v.block", "w": "v.block",
@@ -85,13 +92,19 @@ class LowRankSchedule(LoopedSchedule):
 
     def kind(self) -> tuple[Any, ...]:
         """Return the token block, the blocks of u and v, and how stage 2 runs."""
-        return (self.m_block, self.u.block, self.v.block, self.v_stationary)
+        return (self.m_block, self.u.block, self.v.block, self.v_stationary + self.v_added)
 
     def settled(self, spec: Any) -> LowRankSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
         made = super().settled(spec)
         turned = spec.fp8 and made.w_load == "tensor"
-        return dataclasses.replace(made, w_load="tensor16") if turned else made
+        again = self.m_loop or self.u.resident or self.u.stream or self.x.stream
+        few = spec.m <= FEW and spec.norm == "none" and self.split != WEIGHTS
+        return dataclasses.replace(
+            made,
+            w_load="tensor16" if turned else made.w_load,
+            starts=few and self.own_queue and not again,
+        )
 
     def sbuf_bytes(self, spec: LowRankSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
@@ -122,6 +135,10 @@ class LowRankSchedule(LoopedSchedule):
             shaped = spec.fp8 or spec.inner or spec.scale != 1.0
             exchanged = item_bytes(exchanged_dtype(spec))
             held["rank_sums"] = (2 if shaped else 1) * r_tiles * tokens * exchanged
+        if self.v_added:
+            held["v"] = 4 * tiles(self.v.chunk, 128) * pitch(v_columns, second) * v_size
+            held["y"] = tiles(panel, 128) * tokens * y_size
+            held["total"] = tiles(panel, 128) * tokens * 4
         if spec.base:
             held["w"] = k_tiles * pitch(panel, self.w_load == "dma") * size
         if spec.bias:
@@ -180,6 +197,11 @@ class LowRankSchedule(LoopedSchedule):
         self.check_multiple("x.chunk", "u.chunk", spec.k)
         self._check_segment(spec)
         self._check_stream()
+        if self.v_added:
+            apart = spec.base or spec.inner_norm or spec.residual or spec.tp_axis or self.m_loop
+            once = spec.m <= self.m_block and self.split != WEIGHTS and not self.v.resident
+            alone = self.v_stationary and once and not apart
+            check_few("v_added", spec, self.v.block, target, alone=alone)
         if self.split == WEIGHTS and self.m_loop:
             raise SpecError(
                 "schedule: split 'weights' exchanges sums between the cores, which no loop on the "
@@ -233,6 +255,7 @@ class LowRankSchedule(LoopedSchedule):
         loop = " loop" if self.m_loop else ""
         segment = f" s{self.k_segment}{'x' if self.x.stream else ''}" if self.k_segment else ""
         how = " v-stationary" if self.v_stationary else ""
+        how += " v-added" if self.v_added else ""
         how += " double-row" if self.double_row else ""
         how += f" {self.split}-split" if self.split else ""
         return (
@@ -351,8 +374,9 @@ def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
 
 def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     """Yield schedules that may be legal, in no order."""
-    yield from _plain(spec, target)
-    yield from _segmented(spec, target)
+    for made in (list(_plain(spec, target)), list(_segmented(spec, target))):
+        yield from made
+        yield from with_added_products(spec, target, made)
 
 
 def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
@@ -408,7 +432,11 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         contraction -= r_tiles
     late = contraction * out_tiles, out_columns
     tally.matmuls.append(late)
-    tally.evictions.append((out_tiles, out_columns))
+    if schedule.v_added:
+        adds = passes(r, schedule.v.chunk, second) + 1
+        tally.evictions.append((2 * adds * tiles(n, panel), m * tiles(panel, 128)))
+    else:
+        tally.evictions.append((out_tiles, out_columns))
     if spec.inner_norm:  # squares, their sum
         tally.evictions.append((2 * r_tiles * tiles(m, 512), min(512, m)))
     tally.store(m * n * y_size, stores, store_run)
@@ -445,6 +473,8 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
         squares = tiles(inner, 128) * tiles(free, 128) * times
         turned = squares, count * tiles(free, 128), min(schedule.u.chunk, inner) * each
         tally.load(how, total, count, run, turned)
+    if schedule.v_added and n > panel:
+        panel = n % panel or panel
     panel_tiles = tiles(panel, 128 if schedule.v_stationary else 512)
     rest = tiles(schedule.segment(spec), 128) * max(0, r_tiles - schedule.u.group), min(512, m)
     return tally.work(

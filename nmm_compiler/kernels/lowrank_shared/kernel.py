@@ -10,16 +10,9 @@ import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.loads_and_stores import (
-    bias_columns,
     evict,
     load,
-    load_scale,
-    panel_scales,
-    product_scales,
-    reciprocal_of,
     round_to,
-    spread_bias,
-    times,
 )
 from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.product_to_hbm import expand_columns, expand_rows, load_panel
@@ -34,6 +27,15 @@ from ..pieces.records import (
     Strip,
     Tile,
     Weight,
+)
+from ..pieces.scales_and_biases import (
+    bias_columns,
+    load_scale,
+    panel_scales,
+    product_scales,
+    reciprocal_of,
+    spread_bias,
+    times,
 )
 from ..pieces.two_cores import (
     add_up_halves,
@@ -61,6 +63,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
     turns = schedule.turns
     u_chunks = schedule.u_chunks  # contraction rows per load of each u
     m_block = schedule.m_block
+    aside = schedule.own_queue
     k_chunk = schedule.k_chunk
     x_chunk = schedule.x.chunk
     r_group = schedule.u.group
@@ -108,21 +111,21 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             if n_times == 2:
                 bias = half_row(bias, core)
             if out_layouts[j] == "row":
-                bias_sbs.append(spread_bias(bias, ns[j]))
+                bias_sbs.append(spread_bias(bias, ns[j], aside))
             else:
-                bias_sbs.append(bias_columns(bias, ns[j]))
+                bias_sbs.append(bias_columns(bias, ns[j], aside))
         if spec.fp8:
             of_v = scales[len(ranks) + j]
             if n_times == 2 and spec.scales == "channel":
                 of_v = half_row(of_v, core)
             of_p = scales[of_p0 + pair_of[j]] if spec.requantized else None
             if stationary[j] and out_layouts[j] == "row" and spec.scales == "channel":
-                y_scale_sb = panel_scales(of_v, ns[j], schedule.v.block)
-                if spec.requantized:
-                    times(y_scale_sb, load_scale(of_p))
+                y_scale_sb = panel_scales(
+                    of_v, of_p, ns[j], schedule.v.block, spec.requantized, aside
+                )
             else:
                 y_scale_sb = product_scales(
-                    of_v, of_p, ns[j], spec.scales, stationary[j], spec.requantized
+                    of_v, of_p, ns[j], spec.scales, stationary[j], spec.requantized, aside
                 )
             y_scale_sbs.append(y_scale_sb)
         if schedule.v.resident:
@@ -140,10 +143,10 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             u_sbs.append(None)
         if spec.fp8:
             p_scale_sb = product_scales(
-                scales[i], others.get("x_scale"), ranks[i], spec.scales, True, spec.fp8_x
+                scales[i], others.get("x_scale"), ranks[i], spec.scales, True, spec.fp8_x, aside
             )
             if spec.requantized:
-                times(p_scale_sb, reciprocal_of(load_scale(scales[of_p0 + i])))
+                times(p_scale_sb, reciprocal_of(load_scale(scales[of_p0 + i], aside)))
             p_scale_sbs.append(p_scale_sb)
     norm = norm_of_x(
         others.get("norm_gain"), others.get("norm_bias"), k, spec, schedule

@@ -5,22 +5,21 @@ moves; for y^T tiles of w are stationary and the tokens move. A patch of the res
 each way, is summed in PSUM at a time: each chunk of x and w that arrives has work for all of them.
 One tile takes all of a chunk, then the next does, so that the first leaves PSUM before the last is
 done. The contraction may be cut into segments, whose sums are added in fp32 in SBUF. A last tile of
-a few tokens of y moves past stationary w, in one pass with the others.
+a few tokens of y moves past stationary w, in one pass with the others. Few tokens may move past
+stationary w altogether (`w_stationary`), whose products are added in SBUF.
 """
 
 import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from ..pieces.few_tokens import expand_few, load_few, start_weights
 from ..pieces.loads_and_stores import (
     activate,
-    bias_columns,
     evict,
     finish_columns,
     finish_rows,
     load,
-    product_scales,
-    spread_bias,
     store,
     store_rows,
 )
@@ -34,11 +33,14 @@ from ..pieces.records import (
     Epilogue,
     Part,
     Patch,
+    Product,
     Result,
+    Strip,
     Tokens,
     Weight,
 )
 from ..pieces.residuals import add_tiles, load_apart, load_tiles
+from ..pieces.scales_and_biases import bias_columns, panel_scales, product_scales, spread_bias
 from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import half, half_row
 
@@ -48,6 +50,7 @@ def matmul(x, w, spec, schedule, **others):
     """Return y."""
     as_rows = spec.out_layout == "row"
     m_block = schedule.m_block
+    aside = schedule.own_queue
     y_dtype = x.dtype if spec.result_dtype == spec.dtype else getattr(nl, spec.result_dtype)
     m_halves = 2 if schedule.split == "tokens" else 1
     n_halves = 2 if schedule.split == "outputs" else 1
@@ -79,15 +82,31 @@ def matmul(x, w, spec, schedule, **others):
             bias_part = half_row(bias_part, core)
         if spec.scales == "channel":
             scale_part = half_row(scale_part, core)
+    few = Product(spec.k, spec.n, schedule.k_order, spec.k, schedule.double_row, False)
+    x_few = None
+    started = None
+    if schedule.w_stationary:
+        turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
+        aligned = schedule.double_row or turned
+        x_few = load_few(x, schedule.x.load, spec.k, schedule.k_order, Block(0, spec.m), aligned)
+        # the first weights come before the scales and biases, which only the first result needs
+        started = start_weights(
+            Weight(w, None, schedule.w, 0, False, None), few, min(schedule.w.chunk, spec.k)
+        )
     if not spec.bias:
         bias_sb = None
     elif as_rows:
-        bias_sb = spread_bias(bias_part, spec.n)
+        bias_sb = spread_bias(bias_part, spec.n, aside)
     else:
-        bias_sb = bias_columns(bias_part, spec.n)
-    if spec.fp8:
+        bias_sb = bias_columns(bias_part, spec.n, aside)
+    if spec.fp8 and schedule.w_stationary and as_rows and spec.scales == "channel":
+        scale_sb = panel_scales(
+            scale_part, others.get("x_scale"), spec.n, schedule.w.block, spec.fp8_x, aside
+        )
+    elif spec.fp8:
+        down = schedule.w_stationary or not as_rows
         scale_sb = product_scales(
-            scale_part, others.get("x_scale"), spec.n, spec.scales, not as_rows, spec.fp8_x
+            scale_part, others.get("x_scale"), spec.n, spec.scales, down, spec.fp8_x, aside
         )
     else:
         scale_sb = None
@@ -108,7 +127,13 @@ def matmul(x, w, spec, schedule, **others):
     dense = Dense(weight, norm, epilogue)
     tokens = Tokens(part, whole_residual, x, spec.m, m_block)
 
-    over_blocks(matmul_block, tokens, dense, spec, schedule)
+    if schedule.w_stationary:
+        result = Result(part, as_rows, schedule.own_queue, 0, None, False)
+        panels = Weight(w, None, schedule.w, 0, True, started)
+        left = Strip(x_few, None, schedule.x)
+        expand_few(result, left, panels, Block(0, spec.m), few, epilogue)
+    else:
+        over_blocks(matmul_block, tokens, dense, spec, schedule)
     return out
 
 

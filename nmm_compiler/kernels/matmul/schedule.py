@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import Family
+from nmm_compiler.kernels.few_tokens import check_few, panels
 from nmm_compiler.kernels.matmul.spec import MatmulSpec
 from nmm_compiler.kernels.number_formats import (
     passes,
@@ -49,9 +50,11 @@ class MatmulSchedule(LoopedSchedule):
     x, w: how these arrive. A patch of x.group by w.group tiles of the result is summed in PSUM at a
         time: tiles of 128 tokens by 512 outputs, for y^T of 512 tokens by 128 outputs.
     k_segment: of several segments, x and w are in SBUF for one at a time.
+    w_stationary: few tokens move past stationary w, and its products are added in SBUF.
     """
 
     w: Operand
+    w_stationary: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "w": "w.block", "flat": "w.chunk", "total": "w.block",
@@ -67,16 +70,19 @@ class MatmulSchedule(LoopedSchedule):
 
     def kind(self) -> tuple[Any, ...]:
         """Return the token block and the shape of a patch."""
-        return (self.m_block, self.x.group, self.w.block)
+        return (self.m_block, self.x.group, self.w.block, self.w_stationary)
 
     def settled(self, spec: Any) -> MatmulSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
         made = dataclasses.replace(super().settled(spec), tail=self.moved(spec))
-        whole = {"x.chunk": 128 * tiles(spec.k, 128)} if spec.norm != "none" else {}
+        at_once = spec.norm != "none" or self.w_stationary
+        whole = {"x.chunk": 128 * tiles(spec.k, 128)} if at_once else {}
         return made.changed(whole)
 
     def moved(self, spec: MatmulSpec) -> int:
         """Return the most tokens of a last tile that moves past stationary weights."""
+        if self.w_stationary:
+            return 0
         whole = spec.out_layout == "row" and spec.n % 128 == 0 and not spec.bias
         return self.tail if whole and self.segment(spec) == spec.k else 0
 
@@ -84,12 +90,16 @@ class MatmulSchedule(LoopedSchedule):
         """Return 1 if a panel of w fits beside the one in use; more have no use."""
         if self.w.resident or self.w.block >= spec.n or self.segment(spec) < spec.k:
             return 0
+        if self.w_stationary:
+            return 0  # a chunk of w is a tile of its own, and stores have another queue
         panel = tiles(spec.k, 128) * min(self.w.block, spec.n) * item_bytes(spec.dtype)
         held = sum(self.sbuf_bytes(spec).values()) + panel * (2 if self.one_pass(spec) else 1)
         return int(held <= target.sbuf_usable_bytes_per_partition)
 
     def patch(self, spec: MatmulSpec) -> tuple[int, int]:
         """Return the tokens and the outputs that are summed at a time."""
+        if self.w_stationary:
+            return spec.m, min(self.w.block, spec.n)
         tile = (128, 512) if spec.out_layout == "row" else (512, 128)
         tokens = min(tile[0] * self.x.group, self.m_block, spec.m)
         return tokens, min(tile[1] * self.w.group, self.w.block, spec.n)
@@ -122,7 +132,11 @@ class MatmulSchedule(LoopedSchedule):
         if spec.bias:
             held["bias"] = bias_bytes(spec.n, y_size, rows=rows)
         if spec.fp8:
-            held["scale"] = scale_bytes(spec.n, spec.scales, down=not rows)
+            down = self.w_stationary or not rows
+            held["scale"] = scale_bytes(spec.n, spec.scales, down=down)
+        if self.w_stationary:
+            held["y"] = tiles(panel, 128) * tokens * y_size
+            held["total"] = tiles(panel, 128) * tokens * 4
         held |= sum_bytes(spec) | normed_bytes(spec, patch_tokens, patch_outputs, y_size)
         if by_tensor(self.x.load, self.w.load):
             flat = flat_bytes(spec.x_format, self.x.load)
@@ -149,6 +163,8 @@ class MatmulSchedule(LoopedSchedule):
 
     def psum_banks(self, spec: MatmulSpec) -> dict[str, int]:
         """Return PSUM banks in use while a patch is summed."""
+        if self.w_stationary:
+            return {"w.group": 2 + turning(self.x.load, self.w.load)}
         tile = (128, 512) if spec.out_layout == "row" else (512, 128)
         tokens, outputs = self.patch(spec)
         banks = tiles(tokens, tile[0]) * tiles(outputs, tile[1])
@@ -161,6 +177,10 @@ class MatmulSchedule(LoopedSchedule):
             raise SpecError(f"schedule: tail is {self.tail}; pass at most {SHORT_TAIL}")
         self.check_multiple("x.chunk", "w.chunk", spec.k)
         segment = self.segment(spec)
+        if self.w_stationary:
+            apart = spec.norm != "none" or spec.residual or self.m_loop or self.w.resident
+            alone = segment == spec.k and spec.m <= self.m_block and not apart
+            check_few("w_stationary", spec, self.w.block, target, alone=alone)
         if segment < spec.k and (self.w.resident or segment % self.x.chunk):
             raise SpecError(
                 f"schedule: a k_segment of {self.k_segment} holds whole loads and reads w again; "
@@ -176,6 +196,7 @@ class MatmulSchedule(LoopedSchedule):
         loop = " loop" if self.m_loop else ""
         double = " double-row" if self.double_row else ""
         double += f" {self.split}-split" if self.split else ""
+        double += " w-stationary" if self.w_stationary else ""
         segment = f" s{self.k_segment}" if self.k_segment else ""
         patch = f"{self.x.group}x{self.w.group}"
         blocks = f"n{self.w.block} k{self.w.chunk}{segment} {patch}"
@@ -188,6 +209,7 @@ _SEGMENT = 2048
 
 def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
     """Yield schedules that may be legal, in no order."""
+    yield from _stationary(spec, target)
     w_loads = ["rows"] if spec.w_layout == "row" else turned_loads(spec.dtype, target)
     loads = x_loads(spec.m, spec.x_layout, spec.x_format, target)
     m_blocks = blocks(spec.m, (128, 256, 512, 1024, 2048))
@@ -213,6 +235,29 @@ def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
                         m_block=m_block,
                         double_row=double_row,
                     )  # fmt: skip
+
+
+def _stationary(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
+    """Yield schedules in which few tokens move past stationary w."""
+    if spec.norm != "none" or spec.residual:
+        return
+    w_loads = ["rows"] if spec.w_layout == "row" else turned_loads(spec.dtype, target)
+    loads = x_loads(spec.m, spec.x_layout, spec.x_format, target)
+    for x_load, w_load in itertools.product(loads, w_loads):
+        for n_block in panels(spec, target):
+            for chunk in {
+                chunk_rows(spec.k, min(n_block, spec.n) * item_bytes(spec.dtype), wanted)
+                for wanted in (2048, 4096, 8192)
+            }:
+                for double_row in row_modes(spec.x_format, target):
+                    yield MatmulSchedule(
+                        x=Operand(load=x_load, chunk=128 * tiles(spec.k, 128)),
+                        w=Operand(load=w_load, block=n_block, chunk=chunk),
+                        k_order=chunk_order(spec.k, (x_load, w_load)),
+                        m_block=128,
+                        double_row=double_row,
+                        w_stationary=True,
+                    )
 
 
 def _patches(spec: MatmulSpec, m_block: int, banks: int) -> Iterator[tuple[int, int, int]]:
@@ -244,10 +289,12 @@ def _chunks(spec: MatmulSpec, n_block: int) -> Iterator[tuple[int, int]]:
 
 def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
-    row = spec.out_layout == "row"
+    row = spec.out_layout == "row" and not schedule.w_stationary
     moves = "x^T stationary, w moving" if row else "w stationary, x^T moving"
     tokens, outputs = schedule.patch(spec)
     rows = "all of" if schedule.segment(spec) == spec.k else f"{schedule.k_segment} rows of"
+    if schedule.w_stationary:
+        rows = "128 rows of"
     return (
         f"x: {LOADED[schedule.x.load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
         f"w: {schedule.w.arrives(spec.n)}.",
@@ -264,6 +311,8 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     k_tiles, m_blocks = tiles(k, 128), tiles(m, schedule.m_block)
     panel, segments = min(schedule.w.block, n), tiles(k, schedule.segment(spec))
     tokens, outputs = schedule.patch(spec)
+    if schedule.w_stationary:
+        return _stationary_work(spec, schedule)
     if spec.out_layout == "row":
         out_tiles, columns = tiles(m, 128) * tiles(n, min(512, outputs)), min(512, outputs)
         store_run, stores = outputs * y_size, tiles(m, 128) * tiles(n, outputs)
@@ -302,6 +351,33 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
         lead_bytes=min(schedule.x.chunk, k) * tokens * x_size + first * panel * size,
         tail_matmuls=(last, columns),
         tail_bytes=min(m, 128) * outputs * y_size,
+    )
+
+
+def _stationary_work(spec: MatmulSpec, schedule: MatmulSchedule) -> Work:
+    """Count the work of few tokens that move past stationary w."""
+    size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
+    m, k, n = spec.m, spec.k, spec.n
+    x_bytes = m * k * item_bytes(spec.x_format)
+    panel, n_tiles = min(schedule.w.block, n), tiles(n, 128)
+    steps = passes(k, schedule.w.chunk, schedule.double_row)
+    tally = Tally()
+    tally.matmuls.append((steps * n_tiles, 64))
+    tally.evictions.append((2 * (steps + 1) * tiles(n, panel), m * tiles(panel, 128)))
+    run = tiles(panel, 128) * y_size if spec.out_layout == "row" else m * y_size
+    tally.store(m * n * y_size, tiles(n, panel), run)
+    at_once = schedule.w.chunk // 128 if schedule.k_order == "consecutive_rows" else 1
+    tally.load(schedule.x.load, x_bytes, 1, x_bytes // min(k, 128), (0, 1, 0))
+    count = tiles(k, schedule.w.chunk) * tiles(n, panel)
+    w_run = panel * size * (at_once if panel == n else 1)
+    turned = tiles(k, 128) * n_tiles, tiles(k, schedule.w.chunk) * n_tiles, schedule.w.chunk * size
+    tally.load(schedule.w.load, k * n * size, count, w_run, turned)
+    first = min(schedule.w.chunk, k)
+    last = (n % panel or panel) if n > panel else n
+    return tally.work(
+        lead_bytes=first * panel * size,
+        tail_matmuls=(passes(first, first, schedule.double_row) * tiles(last, 128), 64),
+        tail_bytes=m * last * y_size,
     )
 
 

@@ -54,14 +54,18 @@ def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Produ
     w_type = nl.float32 if product.widen else right.weight.dtype
     k_tiles = (product.k + 127) // 128
     pitch = (product.n + 15) // 16 * 16 if right.plan.load == "dma" else product.n
-    w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
+    if right.loaded:
+        w_sb = right.first
+    else:
+        w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
     sums = []
     for _ in range(4):
         sums.append(nl.ndarray((product.n, at.tokens), dtype=nl.float32, buffer=nl.psum))
     for k0 in range(0, product.k, right.plan.chunk):
         rows = min(right.plan.chunk, product.k - k0)
-        panel = Part(right.weight, k0, rows, 0, product.n)
-        load(w_sb, k0 // 128, panel, right.plan.load, product.order, product.k)
+        if k0 > 0 or not right.loaded:
+            panel = Part(right.weight, k0, rows, 0, product.n)
+            load(w_sb, k0 // 128, panel, right.plan.load, product.order, product.k)
         if left.plan.load != "none" and k0 % left.plan.chunk == 0:
             s_rows = min(left.plan.chunk, product.k - k0)
             part = Part(left.source, k0, s_rows, at.m0, at.tokens)
@@ -106,6 +110,8 @@ def project_segment(
         pitch = (columns + 15) // 16 * 16 if aligned else columns
         if right.plan.resident:
             w_sb = right.whole[0:128, 0:k_tiles, r0 : r0 + columns]
+        elif right.loaded and r0 == 0 and segment.first == 0:
+            w_sb = right.first
         elif not right.plan.stream:
             w_sb = nl.ndarray((128, segment_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
         for r1 in range(0, columns, 128 * right.plan.group):
@@ -123,7 +129,9 @@ def project_segment(
                     w_sb = nl.ndarray(
                         (128, (rows + 127) // 128, pitch), dtype=w_type, buffer=nl.sbuf
                     )
-                if right.plan.stream or (r1 == 0 and (at.m0 == 0 or not right.plan.resident)):
+                begun = right.loaded and r0 == 0 and k0 == 0
+                due = r1 == 0 and (at.m0 == 0 or not right.plan.resident) and not begun
+                if right.plan.stream or due:
                     panel = Part(right.weight, k0, rows, r0, columns)
                     load(
                         w_sb, k0 // 128 - w_first, panel, right.plan.load, product.order, product.k

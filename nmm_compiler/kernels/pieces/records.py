@@ -64,8 +64,8 @@ class Strip(nl.NKIObject):
 class Weight(nl.NKIObject):
     """A right factor in HBM, the whole of it in SBUF if it is resident, and how it arrives.
 
-    ahead: how many panels are loaded before the results of the current one are stored. first: the
-    first panel, if it is loaded already.
+    ahead: how many panels are loaded before the results of the current one are stored. loaded: the
+    first panel, `first`, is there already; of `project` and `expand_few` its first load is.
     """
 
     weight: object
@@ -284,10 +284,13 @@ class Kept(nl.NKIObject):
 class Held(nl.NKIObject):
     """The weights of a low-rank product in HBM, and its operands in SBUF for all tokens.
 
-    core: which of the physical cores computes it.
+    x_first, u_first: x, and the first panel of u, if their first loads are under way. core: which
+    of the physical cores computes it.
     """
 
+    x_first: object
     u: object
+    u_first: object
     v: object
     w: object
     u_all: object
