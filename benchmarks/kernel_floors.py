@@ -3,10 +3,16 @@
     start     the first DMA begins, and its semaphore wakes the first product
     operands  every operand crosses HBM; or the first ones do, and TensorE makes all its passes
     between   of two products in a row: the last sum of the first leaves PSUM
+    results   of two products, x as k x m: the results of the tokens that come last are made, leave
+              PSUM and cross HBM
     end       the last sum is there, leaves PSUM, and is stored
 
 Every number is one of the target's. A pass takes the cycles that are documented for its columns, at
 least 64, or 128 in fp32, whatever the rank: a product of rank 16 takes as long as one of rank 128.
+
+x as k x m arrives in rows of all its tokens, so that no token is summed before the last row is in,
+and no result leaves while x comes. Tokens that come in blocks have shorter rows, of which each
+costs a DMA engine a descriptor: the floor is that of the block that makes it least.
 """
 
 from __future__ import annotations
@@ -42,12 +48,67 @@ def phases_us(spec: ProductSpec, target: str) -> dict[str, float]:
     # results cross HBM after the operands; only the last store's start cannot be used for that
     moved = read + written - between - evicted - begin
     operands = max(read, moved, first + tensor + min(ramp, tensor))
+    results = 0.0
+    cut = spec.family.startswith("lowrank") and spec.x_layout == "col"
+    if two and cut and not getattr(spec, "base", False):
+        tensor += min(ramp, tensor)
+        operands, results = min(
+            (
+                _last_tokens(spec, last, read, written, moved, first + tensor, chip)
+                for last in range(m, 0, -1)
+            ),
+            key=sum,
+        )
     return {
         "start": begin,
         "operands": operands,
         "between": between,
+        "results": results,
         "end": evicted + begin,
     }
+
+
+def _last_tokens(
+    spec: ProductSpec,
+    last: int,
+    read: float,
+    written: float,
+    moved: float,
+    products: float,
+    chip: Target,
+) -> tuple[float, float]:
+    """Return the operands' time, and that of results, if so many tokens of x come last.
+
+    products: until TensorE is done with all of them, where nothing else holds it up.
+    """
+    m, dtype = spec.m, str(spec.dtype)
+    weights = spec.weights()
+    second = {name: size for name, size in weights.items() if spec.multiplies_kept(name)}
+    made = sum(_product_us(last, k, n, 1, dtype, chip) for k, n in second.values())
+    outputs = sum(math.prod(tensor.shape) for tensor in spec.outputs()) / m
+    rate = (chip.vector_clock_hz + chip.scalar_clock_hz + chip.gpsimd_clock_hz) / _US
+    leave = outputs * last / chip.partitions / rate
+    cross = written * last / m
+    results = max(made, leave, cross)
+    late = sum(k * n for k, n in second.values()) * item_bytes(dtype)
+    late_us = late / chip.memory_bytes_per_second * _US
+    more = _cut_rows_us(spec, last, chip)
+    begun = max(read + more - late_us, products - made)
+    whole = max(moved + more, read + more, products)
+    return begun + max(0.0, whole - begun - results), results
+
+
+def _cut_rows_us(spec: ProductSpec, last: int, chip: Target) -> float:
+    """Return what descriptors add to the time of x if its rows are cut before the last tokens."""
+    if last == spec.m:
+        return 0.0
+    size = item_bytes(str(spec.x_format))
+    rate = chip.memory_bytes_per_second / chip.dma_engines
+    each = sum(
+        max(chip.dma_descriptor_min_seconds, chip.dma_descriptor_seconds + size * tokens / rate)
+        for tokens in (last, spec.m - last)
+    )
+    return spec.k * (each - size * spec.m / rate) / chip.dma_engines * _US
 
 
 def floor_us(spec: ProductSpec, target: str) -> float:

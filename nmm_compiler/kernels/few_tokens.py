@@ -11,11 +11,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import WEIGHTS
 from nmm_compiler.kernels.tiling import chunk_rows, item_bytes, tiles
 from nmm_compiler.targets import Target
 
 FEW = 16
 """Tokens for which such candidates are made: TensorE's passes take no longer than the weights."""
+
+# Bytes of u that arrive in less time than the first DMA takes to start.
+_ASIDE_BYTES = 2**18
 
 
 def panels(spec: Any, target: Target) -> list[int]:
@@ -54,6 +58,23 @@ def check_few(name: str, spec: Any, block: int, target: Target, *, alone: bool) 
             f"{_products(target)} products of 128 rows of a weight, and no base, norm, residual or "
             f"bias of rows; m is {spec.m}, n {spec.n}, the panel {panel}"
         )
+
+
+def starts_early(schedule: Any, spec: Any) -> bool:
+    """Return whether x of few tokens, and the first load of u, come before all else."""
+    again = schedule.m_loop or schedule.u.resident or schedule.u.stream or schedule.x.stream
+    few = spec.m <= FEW and spec.norm == "none" and schedule.split != WEIGHTS
+    return bool(few and schedule.own_queue and not again)
+
+
+def loads_u_aside(schedule: Any, spec: Any) -> bool:
+    """Return whether one load on the sync engine's queue brings u, for several beside x."""
+    size = spec.k * spec.r * item_bytes(spec.dtype)
+    small = spec.r <= schedule.u.block and size <= _ASIDE_BYTES and schedule.u.chunk < spec.k
+    again = schedule.m_loop or schedule.u.resident or starts_early(schedule, spec)
+    plain = spec.norm == "none" and schedule.u.load == "rows" and spec.k % 128 == 0
+    alone = schedule.own_queue and schedule.split != WEIGHTS
+    return bool(small and alone and plain and not again)
 
 
 def with_added_products(spec: Any, target: Target, plain: Iterable[Any]) -> Iterator[Any]:

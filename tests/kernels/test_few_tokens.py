@@ -92,6 +92,32 @@ def test_one_token_in_fp8_is_near_its_roofline():
         assert spec.roofline_us(get("trn2")) / best.simulated_us >= 0.85
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LowRankSpec(m=100, k=512, r=16, n=640, x_layout="col"),
+        LowRankSpec(m=140, k=256, r=130, n=200, out_layout="col", bias=True),
+        LowRankSpec(m=33, k=512, r=20, n=256, x_layout="col", **FP8),
+        LowRankSpec(m=70, k=256, r=1, n=300, base=True),
+    ],
+)
+@pytest.mark.parametrize("k_segment", [0, 128])
+def test_a_small_u_comes_at_once_on_the_queue_of_results(spec, k_segment):
+    best = next(c.schedule for c in rank(spec, get("trn2")) if not c.schedule.k_segment)
+    best = best.changed({"u.chunk": 128, "x.chunk": 128, "u.stream": False, "u.group": 1})
+    if k_segment and not spec.base:
+        best = best.changed({"k_segment": k_segment})
+    assert best.settled(spec).u_aside
+    kernel = build_kernel(spec, "trn2", best)
+    of_u = [
+        t.queue
+        for t in kernel.profile().timeline.transfers
+        if t.hbm_read_bytes == spec.k * spec.r * (1 if spec.fp8 else 2)
+    ]
+    assert "hwdge-sync" in of_u
+    assert prove(kernel).passed
+
+
 def test_what_few_tokens_refuse():
     spec = MATMUL["rows"]
     schedule = few(spec, "w_stationary")

@@ -124,6 +124,8 @@ def lowrank(x, u, v, spec, schedule, **others):
         u_first = start_weights(
             Weight(u, None, schedule.u, 0, False, None), product, schedule.k_segment
         )
+    elif schedule.u_aside:
+        u_first = load_few(u, "rows", k, schedule.k_order, Block(0, r), schedule.double_row)
     if spec.bias:
         if spec.out_layout == "row":
             bias_sb = spread_bias(bias_part, n, aside)
@@ -211,7 +213,8 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
         load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, spec.k, held.norm)
     loaded = spec.norm != "none" or schedule.starts
     x_strip = Strip(x_sb, x, schedule.kept if loaded else schedule.x)
-    u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, schedule.starts, held.u_first)
+    begun = schedule.starts or schedule.u_aside
+    u_panels = Weight(held.u, held.u_all, schedule.u, schedule.ahead, begun, held.u_first)
     over_ranks = spec.tp_axis == "rows"
     early = (schedule.split == "weights" or over_ranks) and schedule.ahead > 0
     v_sb = None

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels import few_tokens
 from nmm_compiler.kernels.base import WEIGHTS, Family
-from nmm_compiler.kernels.few_tokens import FEW, check_few, with_added_products
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
 from nmm_compiler.kernels.number_formats import (
     check_widened,
@@ -61,6 +61,7 @@ class LowRankSchedule(LoopedSchedule):
         so that panels of v may be wide.
     starts: x of few tokens and the first load of u come before those of scales and biases, x on a
         queue of its own; `settled` decides.
+    u_aside: so does a small u for more tokens, all of it at once; `settled` decides.
     """
 
     u: Operand
@@ -69,6 +70,7 @@ class LowRankSchedule(LoopedSchedule):
     v_stationary: bool = False
     v_added: bool = False
     starts: bool = False
+    u_aside: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "u": "u.block", "p": "m_block", "v": "v.block", "w": "v.block",
@@ -98,13 +100,13 @@ class LowRankSchedule(LoopedSchedule):
         """Return the schedule as the kernel of `spec` reads it."""
         made = super().settled(spec)
         turned = spec.fp8 and made.w_load == "tensor"
-        again = self.m_loop or self.u.resident or self.u.stream or self.x.stream
-        few = spec.m <= FEW and spec.norm == "none" and self.split != WEIGHTS
-        return dataclasses.replace(
+        made = dataclasses.replace(
             made,
             w_load="tensor16" if turned else made.w_load,
-            starts=few and self.own_queue and not again,
+            starts=few_tokens.starts_early(self, spec),
+            u_aside=few_tokens.loads_u_aside(self, spec),
         )
+        return made.changed({"u.load": "none", "u.stream": False}) if made.u_aside else made
 
     def sbuf_bytes(self, spec: LowRankSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
@@ -119,6 +121,7 @@ class LowRankSchedule(LoopedSchedule):
         panel, segment_tiles = min(self.v.block, spec.n), tiles(self.segment(spec), 128)
         x_tiles = segment_tiles if self.x.stream else k_tiles
         u_tiles = tiles(self.u.chunk, 128) if self.u.stream else segment_tiles
+        u_tiles = k_tiles if few_tokens.loads_u_aside(self, spec) else u_tiles
         rows = spec.out_layout == "row"
         held = {
             "x": x_tiles * x_pitch(tokens, pairs, self.x.load) * x_size,
@@ -201,7 +204,7 @@ class LowRankSchedule(LoopedSchedule):
             apart = spec.base or spec.inner_norm or spec.residual or spec.tp_axis or self.m_loop
             once = spec.m <= self.m_block and self.split != WEIGHTS and not self.v.resident
             alone = self.v_stationary and once and not apart
-            check_few("v_added", spec, self.v.block, target, alone=alone)
+            few_tokens.check_few("v_added", spec, self.v.block, target, alone=alone)
         if self.split == WEIGHTS and self.m_loop:
             raise SpecError(
                 "schedule: split 'weights' exchanges sums between the cores, which no loop on the "
@@ -376,7 +379,7 @@ def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     """Yield schedules that may be legal, in no order."""
     for made in (list(_plain(spec, target)), list(_segmented(spec, target))):
         yield from made
-        yield from with_added_products(spec, target, made)
+        yield from few_tokens.with_added_products(spec, target, made)
 
 
 def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:

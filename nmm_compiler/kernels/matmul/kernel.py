@@ -13,7 +13,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.few_tokens import expand_few, load_few, start_weights
+from ..pieces.few_tokens import expand_few, load_aside, load_few, start_weights
 from ..pieces.loads_and_stores import (
     activate,
     evict,
@@ -147,6 +147,9 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
     several = segment < spec.k
     x_turned = schedule.x.load == "dma" or schedule.x.load == "dma16"
     x_aligned = schedule.double_row or x_turned
+    # no result has left yet, so that x takes their queue beside the loads of w
+    aside = schedule.own_queue and at.m0 == 0 and not schedule.m_loop and not several
+    aside = aside and spec.k > schedule.w.chunk
     early = schedule.ahead > 0 and not several and not schedule.w.resident
     w_chunks = (spec.k + schedule.w.chunk - 1) // schedule.w.chunk
     x_tiles = []
@@ -197,13 +200,13 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                     width = min(n_wide, columns - n1)
                     left = Chunks(
                         x_tiles, m1 // m_wide * x_chunks, x, schedule.x, at.m0 + m1, tokens,
-                        0, tokens, (several or n0 == 0) and n1 == 0 and spec.norm == "none",
+                        0, tokens, (several or n0 == 0) and n1 == 0 and spec.norm == "none", aside,
                     )  # fmt: skip
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
                         dense.weight.weight, schedule.w, n0, columns, n1, width,
                         m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
-                        and not (early and n0 > 0),
+                        and not (early and n0 > 0), False,
                     )  # fmt: skip
                     if result.has_residual and k0 + depth == spec.k:
                         more = residual_patch(result, left, right, as_rows)
@@ -337,7 +340,9 @@ def load_chunk(tile, operand: Chunks, k0, run: Contraction):
     """Load a chunk of an operand, from row k0 of the run."""
     rows = min(operand.plan.chunk, run.depth - k0)
     part = Part(operand.source, run.first + k0, rows, operand.column, operand.columns)
-    if operand.plan.load == "packed":
+    if operand.aside and operand.plan.load == "rows" and run.total % 128 == 0:
+        load_aside(tile, 0, part, run.order, run.total)
+    elif operand.plan.load == "packed":
         load_packed(tile, 0, part, run.order, run.total)
     else:
         load(tile, 0, part, operand.plan.load, run.order, run.total)

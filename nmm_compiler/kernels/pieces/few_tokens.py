@@ -21,6 +21,24 @@ from .packed_loads import load_packed
 from .records import Block, Epilogue, Part, Product, Result, Strip, Weight
 
 
+def load_aside(dst, tile, part: Part, order, total):
+    """Load whole tiles of rows on the sync engine's queue, idle before the first result."""
+    tiles = part.rows // 128
+    if order == "consecutive_rows":
+        view = part.src[0:total, part.column : part.column + part.columns]
+        view = view.reshape_dim(0, (128, total // 128))
+        view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
+    else:
+        view = part.src[part.row : part.row + part.rows, part.column : part.column + part.columns]
+        view = view.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
+    nisa.dma_copy(
+        dst=dst[0:128, tile : tile + tiles, 0 : part.columns],
+        src=view,
+        dge_mode=nisa.dge_mode.hwdge,
+        engine=nisa.engine.sync,
+    )
+
+
 def load_few(x, how, size, order, at: Block, aligned):
     """Return x^T of a block of tokens in SBUF, loaded on the sync engine's queue if it can be."""
     pitch = (at.tokens + 15) // 16 * 16 if aligned else at.tokens
@@ -29,20 +47,10 @@ def load_few(x, how, size, order, at: Block, aligned):
     part = Part(x, 0, size, at.m0, at.tokens)
     if (how == "rows" or how == "packed") and size % 128 == 0:
         # the first load of the weights does not stand behind it
-        rows = x[0:size, at.m0 : at.m0 + at.tokens]
-        if order == "consecutive_rows":
-            rows = rows.reshape_dim(0, (128, tiles))
-        else:
-            rows = rows.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
-        place = x_sb[0:128, 0:tiles, 0 : at.tokens]
+        place = x_sb
         if how == "packed":
             place = nl.ndarray((128, tiles, at.tokens), dtype=x.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(
-            dst=place,
-            src=rows,
-            dge_mode=nisa.dge_mode.hwdge,
-            engine=nisa.engine.sync,
-        )
+        load_aside(place, 0, part, order, size)
         if how == "packed":  # now spaced for double rows
             nisa.tensor_copy(dst=x_sb[0:128, 0:tiles, 0 : at.tokens], src=place)
     elif how == "packed":

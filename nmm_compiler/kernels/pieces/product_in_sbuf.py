@@ -63,7 +63,7 @@ def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Produ
         sums.append(nl.ndarray((product.n, at.tokens), dtype=nl.float32, buffer=nl.psum))
     for k0 in range(0, product.k, right.plan.chunk):
         rows = min(right.plan.chunk, product.k - k0)
-        if k0 > 0 or not right.loaded:
+        if right.plan.load != "none" and (k0 > 0 or not right.loaded):
             panel = Part(right.weight, k0, rows, 0, product.n)
             load(w_sb, k0 // 128, panel, right.plan.load, product.order, product.k)
         if left.plan.load != "none" and k0 % left.plan.chunk == 0:
@@ -110,7 +110,7 @@ def project_segment(
         pitch = (columns + 15) // 16 * 16 if aligned else columns
         if right.plan.resident:
             w_sb = right.whole[0:128, 0:k_tiles, r0 : r0 + columns]
-        elif right.loaded and r0 == 0 and segment.first == 0:
+        elif right.plan.load == "none" or (right.loaded and r0 == 0 and segment.first == 0):
             w_sb = right.first
         elif not right.plan.stream:
             w_sb = nl.ndarray((128, segment_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
@@ -123,6 +123,8 @@ def project_segment(
             for k0 in range(segment.first, segment.stop, right.plan.chunk):
                 rows = min(right.plan.chunk, segment.stop - k0)
                 w_first = k0 // 128 if right.plan.stream else segment.first // 128
+                if right.plan.load == "none":
+                    w_first = 0
                 s_first = segment.first // 128 if left.plan.stream else 0
                 if right.plan.stream:
                     # one pass over k reads each chunk once, so no panel is kept
@@ -131,7 +133,7 @@ def project_segment(
                     )
                 begun = right.loaded and r0 == 0 and k0 == 0
                 due = r1 == 0 and (at.m0 == 0 or not right.plan.resident) and not begun
-                if right.plan.stream or due:
+                if right.plan.load != "none" and (right.plan.stream or due):
                     panel = Part(right.weight, k0, rows, r0, columns)
                     load(
                         w_sb, k0 // 128 - w_first, panel, right.plan.load, product.order, product.k

@@ -137,7 +137,7 @@ class Chunks(nl.NKIObject):
     """An operand of a patch of a result: tiles in SBUF from `tile` on, one a contraction chunk.
 
     They hold `columns` columns of the operand from `column` on. The patch takes `width` of these
-    from `first` on. new: they are loaded on this use, their first.
+    from `first` on. new: they are loaded on this use, their first. aside: on the queue of results.
     """
 
     tiles: object
@@ -149,6 +149,7 @@ class Chunks(nl.NKIObject):
     first: int
     width: int
     new: bool
+    aside: bool
 
 
 @dataclass
