@@ -42,26 +42,6 @@ DECODES = {
 }
 
 
-FIELDS = {**PREFILLS, **DECODES}
-EVERY = pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-# The rest of them take as long again; random specs of the quick tests are like them.
-QUICK = (
-    "grouped queries",
-    "sections",
-    "rotated",
-    "one token",
-    "capped and rotated",
-    "packs of two and a rest",
-)
-EMITTED = pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param(fields, id=name, marks=() if name in QUICK else pytest.mark.long)
-        for name, fields in FIELDS.items()
-    ],
-)
-
-
 def sharp(spec, factor, seed=0):
     """Return arrays whose queries are so many times as long: few keys get all of the weight."""
     q, *rest = random_arrays(spec, seed)
