@@ -240,23 +240,24 @@ def turn_keys(natural, step, spec, schedule):
     for part in range((spec.d + 127) // 128):
         for first in range(0, packs, schedule.bank_tiles):
             stop = min(first + schedule.bank_tiles, packs)
-            turn_passes(k_t, natural, part, passes[first:stop], first, step, spec, schedule)
+            turn_passes(k_t, natural, part, passes[first:stop], first, step, schedule)
         if packs < len(passes):
-            turn_passes(k_t, natural, part, passes[packs:], packs, step, spec, schedule)
+            turn_passes(k_t, natural, part, passes[packs:], packs, step, schedule)
     return k_t
 
 
-def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
+def turn_passes(k_t, natural, part, passes, place, step, schedule):
     """Transpose the tiles of some passes of equal height, the first of which is at `place`."""
     wide = step[5]
-    deep = min(128, spec.d - 128 * part)
+    d = natural.shape[2]
+    deep = min(128, d - 128 * part)
     height = passes[0][1] * deep
     count = len(passes)
     turned = nl.ndarray((128, count, 128), dtype=natural.dtype, buffer=nl.psum)
     for i in range(count):
         first = passes[i][0]
         if schedule.pack > 1:
-            tiles = natural[0:wide, first : first + passes[i][1], 0 : spec.d]
+            tiles = natural[0:wide, first : first + passes[i][1], 0:d]
             tiles = tiles.reshape((wide, height))
         else:
             tiles = natural[0:wide, first, 128 * part : 128 * part + deep]
