@@ -14,13 +14,12 @@ from typing import Any, ClassVar, Self, cast
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.moving_tokens import best, ways
 from nmm_compiler.kernels.number_formats import check_double_row
 from nmm_compiler.kernels.tiling import LOADED, LOADS, ORDERS, tiles, turned_loads
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
-# Tokens of a last tile that are stored in short runs, a run for each token and partition.
-SHORT_TAIL = 8
 # Panels of weights that are loaded ahead: their time covers the start of a DMA many times over.
 MOST_AHEAD = 8
 
@@ -69,8 +68,8 @@ class KernelSchedule(Record):
         that writes descriptors on the device can, and the chooser sets it there.
     ahead: so many panels of weights are loaded before the results of the one before them are
         stored; the chooser sets what SBUF holds.
-    tail: a last tile of at most so many tokens moves past stationary weights, where the results are
-        whole tiles of rows without a bias; the chooser sets it.
+    moving: tokens of the last block that move past stationary weights, though the result comes out
+        by rows: those beyond whole tiles, or 128 more; the chooser sets it.
     split: how two cores share the kernel: "tokens", "outputs" or "weights"; "" for one core. What
         the other fields count is what one core computes.
     """
@@ -80,7 +79,7 @@ class KernelSchedule(Record):
     m_block: int
     own_queue: bool = False
     ahead: int = 0
-    tail: int = 0
+    moving: int = 0
     split: str = ""
 
     remedies: ClassVar[Mapping[str, str]]  # SBUF buffer -> the field that decides its size
@@ -111,7 +110,7 @@ class KernelSchedule(Record):
 
         fp8 tiles are turned on TensorE as bfloat16: "tensor" is "tensor16".
         """
-        changes = {}
+        changes: dict[str, Any] = {}
         if str(spec.dtype).startswith("float8"):
             plain_x = spec.x_format != spec.dtype
             turned = [
@@ -119,7 +118,19 @@ class KernelSchedule(Record):
                 if operand.load == "tensor" and not (plain_x and name == "x")
             ]  # fmt: skip
             changes = {f"{name}.load": "tensor16" for name in turned}
+        if self.moving:
+            changes["moving"] = self.moving_tokens(spec)
         return self.changed(changes)
+
+    def moving_tokens(self, spec: Any) -> int:
+        """Return the tokens that move past stationary weights: at most those of the last block."""
+        block = min(self.m_block, spec.m)
+        last = spec.m - (tiles(spec.m, block) - 1) * block
+        return min(self.moving, last) if last % 128 and self.by_rows(spec) else 0
+
+    def by_rows(self, spec: Any) -> list[tuple[int, int]]:
+        """Return (contraction, outputs) of products by rows whose tokens may move instead."""
+        return []
 
     def ordered(self, spec: Any, target: Target) -> Self:
         """Return the schedule with its loads before its stores as far as the target allows it."""
@@ -128,7 +139,7 @@ class KernelSchedule(Record):
             self,
             own_queue=target.dma_generates_descriptors,
             ahead=self.most_ahead(spec, target),
-            tail=self.short_tail(spec, target),
+            moving=self.moving or best(spec.m, self.by_rows(spec), target),
         )
 
     def in_loop(self) -> Self | None:
@@ -186,7 +197,8 @@ class KernelSchedule(Record):
         others = [name for name in sizes if name not in chunks]
         weights = [name for name in self.operands() if name != "x"] if spec.m > 128 else []
         residents = [f"{name}.resident" for name in weights]
-        return (*chunks, *others, *self.psum_banks(spec), *residents)
+        moving = ["moving"] if self.by_rows(spec) and spec.m % 128 else []
+        return (*chunks, *others, *moving, *self.psum_banks(spec), *residents)
 
     def steps(self, name: str, spec: Any) -> Iterator[Self]:
         """Yield schedules in which one field is somewhat smaller or larger, legal or not.
@@ -196,6 +208,11 @@ class KernelSchedule(Record):
         now, sizes = attrgetter(name)(self), self.sizes(spec)
         if isinstance(now, bool):
             yield self.changed({name: not now})
+            return
+        if name == "moving":
+            yield from (
+                self.changed({name: count}) for count in ways(spec.m) if count not in (0, now)
+            )
             return
         if name not in sizes:  # tiles that are summed together
             yield from (self.changed({name: now + by}) for by in (-1, 1) if now + by)
@@ -231,10 +248,9 @@ class KernelSchedule(Record):
             dtype = spec.x_format if name == "x.load" else spec.dtype
             check_load(name, attrgetter(name)(self), lies_right, dtype, target)
         check_name("k_order", self.k_order, ORDERS)
-        if self.tail and (spec.fp8 or not target.dma_generates_descriptors):
+        if self.moving and self.moving not in ways(spec.m):
             raise SpecError(
-                "schedule: tail stores short runs by descriptors that the device writes, and takes "
-                f"no scales; drop tail for {spec.dtype} on {target.name}"
+                f"schedule: moving is {self.moving}; of {spec.m} tokens pass {ways(spec.m)}"
             )
         if self.own_queue and not target.dma_generates_descriptors:
             raise SpecError(
@@ -295,12 +311,6 @@ class KernelSchedule(Record):
             return 0
         panel = self.panel_bytes(spec)
         return MOST_AHEAD if not panel else min(MOST_AHEAD, 1 + room // panel)
-
-    def short_tail(self, spec: Any, target: Target) -> int:
-        """Return the tokens of a last tile that is worth holding the weights stationary for."""
-        left = spec.m % 128
-        short = spec.m > 128 and left <= SHORT_TAIL and not spec.fp8
-        return left if short and target.dma_generates_descriptors else 0
 
     def panel_bytes(self, spec: Any) -> int:
         """Return bytes per partition that one more panel of the last weights takes."""

@@ -264,8 +264,9 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
     weights = schedule.split == "weights"
     k_out = k // 2 if outputs else k
     order = schedule.k_order
-    tail = schedule.tail if k_out % 128 == 0 and not spec.down_bias else 0
-    result = Result(out, False, schedule.own_queue, tail, residual, spec.residual)
+    whole = k_out % 128 == 0 and not spec.down_bias
+    moving = schedule.moving if whole and at.tokens % 128 > 0 else 0
+    result = Result(out, False, schedule.own_queue, moving, residual, spec.residual)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
     p_dtype = (

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Family
 from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.moving_tokens import described, moving_bytes, tally_moving
 from nmm_compiler.kernels.number_formats import (
     check_widened,
     passes,
@@ -95,6 +96,13 @@ class GatedMLPSchedule(LoopedSchedule):
         """Return rows of u, and of down_u, summed in PSUM at a time."""
         return self.segment(spec), min(self.n_segment or spec.n, spec.n)
 
+    def by_rows(self, spec: GatedMLPUpSpec) -> list[tuple[int, int]]:
+        """Return (contraction, outputs) of the last product if its tokens may move instead."""
+        if not spec.down or spec.out_layout != "row" or spec.fp8 or spec.down_bias:
+            return []
+        features = spec.k // 2 if self.split == OUTPUTS else spec.k
+        return [(spec.rank("down") or spec.n, features)] if features % 128 == 0 else []
+
     def sbuf_bytes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
@@ -144,6 +152,7 @@ class GatedMLPSchedule(LoopedSchedule):
             strips = sum(tiles(spec.rank(branch), 128) for branch in spec.branches)
             held["halves"] = 2 * strips * tokens * 4
         held["y"] = result_elements(out_panel, tokens, rows=rows) * y_size
+        held |= moving_bytes(self.moving_tokens(spec), out_panel, y_size)
         held |= self._epilogue_bytes(spec, y_size) | normed_bytes(spec, tokens, out_panel, y_size)
         if by_tensor(self.x.load, self.v.load):
             chunks = (self.u.chunk, self.x.chunk, self.v.chunk, self.down.chunk, self.out.chunk)
@@ -388,7 +397,7 @@ def data_flow(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule) -> tuple[str, ..
         lines.append(f"down: {how}; y leaves PSUM {spec.out_layout}.")
     else:
         lines.append(f"h leaves for HBM {spec.out_layout}.")
-    return tuple(lines)
+    return (*lines, *described(schedule.moving_tokens(spec)))
 
 
 def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Work:
@@ -439,7 +448,9 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
         of_kept = into_out or bool(rank)
         weight(rank or first, last, v, of_kept)
         by_rows = rows and (into_out or not spec.down)
-        count, columns = result_tiles(m, last, rows=by_rows, panel=v.block)
+        moving = schedule.moving_tokens(spec) if by_rows else 0
+        tally_moving(tally, moving, tiles(rank or first, 128), last)
+        count, columns = result_tiles(m - moving, last, rows=by_rows, panel=v.block)
         # results by rows are summed one at a time; short passes wait for the sum
         product(rank or first, v.chunk, count, columns, of_kept, by_rows and columns < 512)
         tally.evictions.append((count, columns))

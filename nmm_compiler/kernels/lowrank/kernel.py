@@ -273,8 +273,8 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
         expand_few(result, left, right, at, product, epilogue)
     elif as_rows:
         whole = spec.n % 128 == 0 and not spec.bias and not spec.base and not spec.inner_norm
-        tail = schedule.tail if whole else 0
-        result = Result(out, False, schedule.own_queue, tail, residual, spec.residual)
+        moving = schedule.moving if whole and at.tokens % 128 > 0 else 0
+        result = Result(out, False, schedule.own_queue, moving, residual, spec.residual)
         expand_rows(result, left, right, base, at, product, epilogue)
     else:
         as_rows = spec.out_layout == "row"

@@ -11,6 +11,7 @@ from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels import few_tokens
 from nmm_compiler.kernels.base import WEIGHTS, Family
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
+from nmm_compiler.kernels.moving_tokens import described, moving_bytes, tally_moving
 from nmm_compiler.kernels.number_formats import (
     check_widened,
     passes,
@@ -108,6 +109,12 @@ class LowRankSchedule(LoopedSchedule):
         )
         return made.changed({"u.load": "none", "u.stream": False}) if made.u_aside else made
 
+    def by_rows(self, spec: LowRankSpec) -> list[tuple[int, int]]:
+        """Return (contraction, outputs) of stage 2 if its tokens may move instead."""
+        rows = spec.out_layout == "row" and not self.v_stationary
+        plain = not (spec.fp8 or spec.bias or spec.base or spec.inner_norm)
+        return [(spec.r, spec.n)] if rows and plain and spec.n % 128 == 0 else []
+
     def sbuf_bytes(self, spec: LowRankSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
@@ -158,6 +165,7 @@ class LowRankSchedule(LoopedSchedule):
             if spec.requantized:
                 held["quantized"] = 512 * 4
         held |= sum_bytes(spec) | normed_bytes(spec, tokens, panel, y_size)
+        held |= moving_bytes(self.moving_tokens(spec), panel, y_size)
         if by_tensor(self.x.load, self.u.load, self.w_load):
             flat = flat_bytes(spec.x_format, self.x.load)
             flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.u.load, self.w_load))
@@ -400,6 +408,7 @@ def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
         f"stage 1: u stationary, x^T moving; p^T = (x u)^T {summed}; kept in SBUF.",
         f"v: {schedule.v.arrives(spec.n)}.",
         f"stage 2: {second}; {base}epilogue {spec.activation} while leaving PSUM.{ranks}",
+        *described(schedule.moving_tokens(spec)),
     )
 
 
@@ -423,7 +432,9 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     tally.evictions.append((r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m)))
     contraction = passes(r, schedule.v.chunk, second) + (k_tiles if spec.base else 0)
     moving_v = rows and not schedule.v_stationary
-    out_tiles, out_columns = result_tiles(m, n, rows=moving_v)
+    moving = schedule.moving_tokens(spec)
+    out_tiles, out_columns = result_tiles(m - moving, n, rows=moving_v)
+    tally_moving(tally, moving, contraction, n)
     if moving_v:
         store_run, stores = panel * y_size, tiles(m, 128) * tiles(n, panel)
     else:

@@ -295,8 +295,9 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                 )
                 expand_columns(result, left, right, base, at, product, epilogue)
             else:
-                tail = schedule.tail if ns[j] % 128 == 0 and bias_of[j] < 0 else 0
-                result = Result(parts[j], False, schedule.own_queue, tail, None, False)
+                whole = ns[j] % 128 == 0 and bias_of[j] < 0
+                moving = schedule.moving if whole and tokens % 128 > 0 else 0
+                result = Result(parts[j], False, schedule.own_queue, moving, None, False)
                 expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import WEIGHTS, Family
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec, Output
+from nmm_compiler.kernels.moving_tokens import described, moving_bytes, tally_moving
 from nmm_compiler.kernels.number_formats import (
     check_double_row,
     check_widened,
@@ -122,6 +123,13 @@ class LowRankSharedSchedule(KernelSchedule):
         panel = min(self.v.block, y.n)
         return panel % 128 == 0 and y.n % panel % 128 == 0 and not y.bias
 
+    def by_rows(self, spec: LowRankSharedSpec) -> list[tuple[int, int]]:
+        """Return (contraction, outputs) of each product of stage 2 whose tokens may move."""
+        if spec.fp8:
+            return []
+        rows = [y for y in spec.results() if not self.holds_v(y) and not y.bias]
+        return [(y.r, y.n) for y in rows if y.n % 128 == 0]
+
     def sbuf_bytes(self, spec: LowRankSharedSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
         size, y_size = item_bytes(spec.dtype), item_bytes(spec.result_dtype)
@@ -156,6 +164,7 @@ class LowRankSharedSchedule(KernelSchedule):
             ),
         }  # fmt: skip
         held |= normed_bytes(spec, tokens, 0, size)
+        held |= moving_bytes(self.moving_tokens(spec), max(panels), y_size)
         if self.split == WEIGHTS:
             held["halves"] = 2 * sum(tiles(r, 128) for r in spec.ranks) * tokens * 4
         biased = [y for y in results if y.bias]
@@ -344,6 +353,7 @@ def data_flow(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule) -> tuple
         "at once, x^T moving; (x u)^T in SBUF.",
         f"every v: {schedule.v.arrives(schedule.v.block)}.",
         f"stage 2: {second}; bias and activation while leaving PSUM.",
+        *described(schedule.moving_tokens(spec)),
     )
 
 
@@ -395,7 +405,9 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
             run = (tiles(panel, 128) if y.layout == "row" else tokens) * y_size
         else:
             stores, run = tiles(m, 128) * tiles(y.n, panel), panel * y_size
-        count, columns = result_tiles(m, y.n, rows=not still)
+        moving = schedule.moving_tokens(spec) if (y.r, y.n) in schedule.by_rows(spec) else 0
+        tally_moving(tally, moving, tiles(y.r, 128), y.n)
+        count, columns = result_tiles(m - moving, y.n, rows=not still)
         second.append((passes(y.r, schedule.v.chunk, kept) * count, columns))
         tally.evictions.append((count, columns))
         tally.store(m * y.n * y_size, stores, run)

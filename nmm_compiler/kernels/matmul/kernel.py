@@ -15,7 +15,6 @@ import nki.language as nl
 
 from ..pieces.few_tokens import expand_few, load_aside, load_few, start_weights
 from ..pieces.loads_and_stores import (
-    activate,
     evict,
     finish_columns,
     finish_rows,
@@ -23,6 +22,7 @@ from ..pieces.loads_and_stores import (
     store,
     store_rows,
 )
+from ..pieces.moving_tokens import store_turned
 from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.packed_loads import load_packed
 from ..pieces.records import (
@@ -39,7 +39,7 @@ from ..pieces.records import (
     Tokens,
     Weight,
 )
-from ..pieces.residuals import add_tiles, load_apart, load_tiles
+from ..pieces.residuals import add_tiles, load_tiles
 from ..pieces.scales_and_biases import bias_columns, panel_scales, product_scales, spread_bias
 from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import half, half_row
@@ -139,7 +139,8 @@ def matmul(x, w, spec, schedule, **others):
 
 def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
     """Compute a block of tokens."""
-    result = Result(out, False, schedule.own_queue, schedule.tail, residual, spec.residual)
+    moving = schedule.moving if at.tokens % 128 > 0 else 0
+    result = Result(out, False, schedule.own_queue, moving, residual, spec.residual)
     as_rows = spec.out_layout == "row"
     m_wide = schedule.x.group * (128 if as_rows else 512)
     n_wide = schedule.w.group * (512 if as_rows else 128)
@@ -179,10 +180,15 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                 w_tiles = panel_tiles(dense.weight, columns, depth, schedule)
             if several:
                 x_tiles = []
-            for m1 in range(0, at.tokens, m_wide):
+            # tokens beyond whole tiles are the first of the first patch, or all of it
+            stop = at.tokens
+            if moving > 0:
+                stop = max(at.tokens, moving + 1)
+            for m1 in range(moving, stop, m_wide):
                 tokens = min(m_wide, at.tokens - m1)
+                first = moving if m1 == moving else 0  # of the patch in its tiles
                 if several or n0 == 0:
-                    pitch = (tokens + 15) // 16 * 16 if x_aligned else tokens
+                    pitch = (tokens + first + 15) // 16 * 16 if x_aligned else tokens + first
                     for k1 in range(0, depth, schedule.x.chunk):
                         k_tiles = (min(schedule.x.chunk, depth - k1) + 127) // 128
                         x_tiles.append(
@@ -190,30 +196,32 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                         )
                 if spec.norm != "none" and n0 == 0:
                     # the norm takes all of x: one tile, and no chunk is left to load
-                    x_sb = x_tiles[m1 // m_wide]
+                    x_sb = x_tiles[(m1 - moving) // m_wide]
                     step = spec.k if spec.m <= 128 else schedule.w.chunk
                     load_normed(
-                        x_sb, x, schedule.x.load, step, Block(at.m0 + m1, tokens), spec.k,
-                        dense.norm,
+                        x_sb, x, schedule.x.load, step,
+                        Block(at.m0 + m1 - first, tokens + first), spec.k, dense.norm,
                     )  # fmt: skip
                 for n1 in range(0, columns, n_wide):
                     width = min(n_wide, columns - n1)
                     left = Chunks(
-                        x_tiles, m1 // m_wide * x_chunks, x, schedule.x, at.m0 + m1, tokens,
-                        0, tokens, (several or n0 == 0) and n1 == 0 and spec.norm == "none", aside,
+                        x_tiles, (m1 - moving) // m_wide * x_chunks, x, schedule.x,
+                        at.m0 + m1 - first, tokens + first, first, tokens,
+                        (several or n0 == 0) and n1 == 0 and spec.norm == "none", aside,
                     )  # fmt: skip
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
                         dense.weight.weight, schedule.w, n0, columns, n1, width,
-                        m1 == 0 and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
+                        m1 == moving and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
                         and not (early and n0 > 0), False,
                     )  # fmt: skip
-                    if result.has_residual and k0 + depth == spec.k:
+                    alone = moving > 0 and moving == at.tokens
+                    if result.has_residual and k0 + depth == spec.k and not alone:
                         more = residual_patch(result, left, right, as_rows)
                     else:
                         more = None
                     if as_rows:
-                        sums = sum_patch(left, right, run, result.tail)
+                        sums = sum_patch(left, right, run, first)
                     else:
                         sums = sum_patch(right, left, run, 0)
                     n2 = n0 + schedule.w.block
@@ -233,6 +241,8 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                     else:
                         if several:
                             sums = totals_of(totals, sums, patch)
+                        if first > 0:
+                            turn_patch(result, sums, left, right, dense.epilogue)
                         if as_rows:
                             finish_patch_rows(result, sums, left, right, dense.epilogue, more)
                         else:
@@ -258,13 +268,11 @@ def load_ahead(tiles, weight: Weight, n0, columns, run: Contraction):
         load(tiles[k0 // weight.plan.chunk], 0, part, weight.plan.load, run.order, run.total)
 
 
-def sum_patch(left: Chunks, right: Chunks, run: Contraction, tail):
-    """Return the sums of a patch over a run of the contraction; loads what is new. Right moves.
-
-    tail: of a last tile of at most so many columns of left, which moves instead, the sums are last.
-    """
+def sum_patch(left: Chunks, right: Chunks, run: Contraction, first):
+    """Return the sums of a patch over a run of the contraction; loads what is new. Right moves."""
+    # the `first` columns of left move past right, for the last sums
     across = (right.width + 511) // 512
-    down = (left.width + 127 - tail) // 128
+    down = (left.width + 127) // 128
     sums = []
     for _ in range(down * across):
         sums.append(
@@ -274,14 +282,9 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction, tail):
                 buffer=nl.psum,
             )
         )
-    if tail > 0 and left.width > 128 * down:
-        sums.append(
-            nl.ndarray(
-                (128, right.width // 128, left.width - 128 * down),
-                dtype=nl.float32,
-                buffer=nl.psum,
-            )
-        )
+    if first > 0:
+        for _ in range(right.width // 128):
+            sums.append(nl.ndarray((128, first), dtype=nl.float32, buffer=nl.psum))
     for k0 in range(0, run.depth, run.step):
         stop = min(k0 + run.step, run.depth)
         l_sb = left.tiles[left.tile + k0 // left.plan.chunk]
@@ -317,20 +320,15 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction, tail):
                         moving=r_sb[0:kp, r_first + kt, m0 : m0 + mw],
                         accumulate=k0 + kt > 0,
                     )
-        if tail > 0 and left.width > 128 * down:
-            m0 = left.first + 128 * down
-            mw = left.width - 128 * down
-            n_tiles = right.width // 128
+        if first > 0:
             for kt in range((stop - k0 + 127) // 128):
                 kp = min(128, stop - k0 - 128 * kt)
-                for i in range(n_tiles):
-                    s0 = right.first + i
+                for i in range(right.width // 128):
+                    s0 = right.first + 128 * i
                     nisa.nc_matmul(
-                        dst=sums[down * across][0:128, i, 0:mw],
-                        stationary=r_sb[
-                            0:kp, r_first + kt, s0 : right.first + right.width : n_tiles
-                        ],
-                        moving=l_sb[0:kp, l_first + kt, m0 : m0 + mw],
+                        dst=sums[down * across + i],
+                        stationary=r_sb[0:kp, r_first + kt, s0 : s0 + 128],
+                        moving=l_sb[0:kp, l_first + kt, 0:first],
                         accumulate=k0 + kt > 0,
                     )
     return sums
@@ -388,7 +386,7 @@ def residual_patch(result: Result, tokens: Chunks, outputs: Chunks, as_rows):
     start = outputs.column + outputs.first
     part = Part(
         result.residual,
-        tokens.column if as_rows else start,
+        tokens.column + tokens.first if as_rows else start,
         tokens.width if as_rows else outputs.width,
         start if as_rows else tokens.column,
         outputs.width if as_rows else tokens.width,
@@ -402,11 +400,9 @@ def finish_patch_rows(
     """Store a patch of y: tokens on the partitions."""
     across = (outputs.width + 511) // 512
     start = outputs.column + outputs.first
-    down = (tokens.width + 127 - result.tail) // 128
-    if result.tail > 0 and tokens.width > 128 * down:
-        store_tail(result, sums[down * across], tokens, outputs, epilogue)
+    down = (tokens.width + 127) // 128
     for a in range(down):
-        m0 = tokens.column + 128 * a
+        m0 = tokens.column + tokens.first + 128 * a
         mw = min(128, tokens.width - 128 * a)
         y_sb = nl.ndarray((mw, outputs.width), dtype=result.out.dtype, buffer=nl.sbuf)
         for b in range(across):
@@ -421,22 +417,16 @@ def finish_patch_rows(
         store(rows, y_sb, result.own_queue)
 
 
-def store_tail(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):
-    """Store the last few tokens of a patch of y: partition p holds neighbouring outputs of each."""
+def turn_patch(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue):
+    """Store the moving tokens of a patch of y, whose sums are the last."""
     n_tiles = outputs.width // 128
-    mw = tokens.width % 128
-    m0 = tokens.column + tokens.width - mw
     start = outputs.column + outputs.first
-    y_sb = nl.ndarray((128, mw, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
-    if result.has_residual:
-        of_tail = result.residual[m0 : m0 + mw, start : start + outputs.width]
-        more = nl.ndarray((128, mw, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
-        load_apart(more, of_tail.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)))
-    activate(y_sb.permute((0, 2, 1)), sums, epilogue.activation, 0)
-    if result.has_residual:
-        nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
-    rows = result.out[m0 : m0 + mw, start : start + outputs.width]
-    store(rows.reshape_dim(1, (128, n_tiles)).permute((1, 0, 2)), y_sb, True)
+    before = (tokens.width + 127) // 128 * ((outputs.width + 511) // 512)
+    y_sb = nl.ndarray((128, n_tiles, tokens.first), dtype=result.out.dtype, buffer=nl.sbuf)
+    for i in range(n_tiles):
+        tile = y_sb[0:128, i, 0 : tokens.first]
+        finish_columns(tile, sums[before + i], epilogue, start // 128 + i, i)
+    store_turned(result, y_sb, Part(None, tokens.column, tokens.first, start, outputs.width))
 
 
 def finish_patch_columns(

@@ -11,6 +11,7 @@ from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import Family
 from nmm_compiler.kernels.few_tokens import check_few, panels
 from nmm_compiler.kernels.matmul.spec import MatmulSpec
+from nmm_compiler.kernels.moving_tokens import described, moving_bytes, tally_moving, ways
 from nmm_compiler.kernels.number_formats import (
     passes,
     pitch,
@@ -19,7 +20,7 @@ from nmm_compiler.kernels.number_formats import (
     sum_bytes,
     x_pitch,
 )
-from nmm_compiler.kernels.schedule import SHORT_TAIL, LoopedSchedule, Operand
+from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
     LOADED,
     bias_bytes,
@@ -74,17 +75,15 @@ class MatmulSchedule(LoopedSchedule):
 
     def settled(self, spec: Any) -> MatmulSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
-        made = dataclasses.replace(super().settled(spec), tail=self.moved(spec))
+        made = super().settled(spec)
         at_once = spec.norm != "none" or self.w_stationary
         whole = {"x.chunk": 128 * tiles(spec.k, 128)} if at_once else {}
         return made.changed(whole)
 
-    def moved(self, spec: MatmulSpec) -> int:
-        """Return the most tokens of a last tile that moves past stationary weights."""
-        if self.w_stationary:
-            return 0
-        whole = spec.out_layout == "row" and spec.n % 128 == 0 and not spec.bias
-        return self.tail if whole and self.segment(spec) == spec.k else 0
+    def by_rows(self, spec: MatmulSpec) -> list[tuple[int, int]]:
+        """Return (contraction, outputs) of the product if its tokens may move instead."""
+        may = _may_move(spec) and not self.w_stationary and self.segment(spec) == spec.k
+        return [(spec.k, spec.n)] if may else []
 
     def most_ahead(self, spec: MatmulSpec, target: Target) -> int:
         """Return 1 if a panel of w fits beside the one in use; more have no use."""
@@ -108,7 +107,8 @@ class MatmulSchedule(LoopedSchedule):
         """Return whether one patch takes a panel of w for all tokens of a block."""
         tokens, outputs = self.patch(spec)
         panel = min(self.w.block, spec.n)
-        return not self.w.resident and tokens >= min(self.m_block, spec.m) and outputs >= panel
+        whole = tokens + self.moving_tokens(spec) >= min(self.m_block, spec.m)
+        return not self.w.resident and whole and outputs >= panel
 
     def sbuf_bytes(self, spec: MatmulSpec) -> dict[str, int]:
         """Return bytes per partition of each buffer, one copy each."""
@@ -138,6 +138,7 @@ class MatmulSchedule(LoopedSchedule):
             held["y"] = tiles(panel, 128) * tokens * y_size
             held["total"] = tiles(panel, 128) * tokens * 4
         held |= sum_bytes(spec) | normed_bytes(spec, patch_tokens, patch_outputs, y_size)
+        held |= moving_bytes(self.moving_tokens(spec), panel, y_size)
         if by_tensor(self.x.load, self.w.load):
             flat = flat_bytes(spec.x_format, self.x.load)
             flat = max(flat, flat_bytes(spec.dtype, self.x.load, self.w.load))
@@ -167,14 +168,15 @@ class MatmulSchedule(LoopedSchedule):
             return {"w.group": 2 + turning(self.x.load, self.w.load)}
         tile = (128, 512) if spec.out_layout == "row" else (512, 128)
         tokens, outputs = self.patch(spec)
+        moving = self.moving_tokens(spec)
+        tokens = min(tokens, spec.m - moving)
         banks = tiles(tokens, tile[0]) * tiles(outputs, tile[1])
+        banks += tiles(outputs, 128) if moving else 0
         return {"w.group": banks + turning(self.x.load, self.w.load), "x.group": self.x.group}
 
     def check_own(self, spec: MatmulSpec, target: Target) -> None:
         """Raise SpecError for the rules that only matmul has."""
         super().check_own(spec, target)
-        if self.tail > SHORT_TAIL:
-            raise SpecError(f"schedule: tail is {self.tail}; pass at most {SHORT_TAIL}")
         self.check_multiple("x.chunk", "w.chunk", spec.k)
         segment = self.segment(spec)
         if self.w_stationary:
@@ -205,6 +207,12 @@ class MatmulSchedule(LoopedSchedule):
 
 _AHEAD = 2  # loads in flight beyond what is in use
 _SEGMENT = 2048
+
+
+def _may_move(spec: MatmulSpec) -> bool:
+    """Return whether tokens of a result by rows may move: whole tiles, no bias, no scales."""
+    whole = spec.n % 128 == 0 and not spec.bias and not spec.fp8
+    return spec.out_layout == "row" and whole
 
 
 def candidates(spec: MatmulSpec, target: Target) -> Iterator[MatmulSchedule]:
@@ -272,6 +280,8 @@ def _patches(spec: MatmulSpec, m_block: int, banks: int) -> Iterator[tuple[int, 
                 for panels in (1, 2):
                     n_block = n_tile * w_group * panels
                     yield x_group, w_group, min(n_block, 128 * tiles(spec.n, 128))
+        if len(ways(spec.m)) > 1 and _may_move(spec):  # which takes a bank for 128 outputs
+            yield x_group, 1, min(512, 128 * tiles(spec.n, 128))
         if spec.n <= 2048:  # little to do: narrow panels, which begin and end sooner
             for n_block in (128, 256):
                 yield x_group, tiles(n_block, n_tile), n_block
@@ -300,6 +310,7 @@ def data_flow(spec: MatmulSpec, schedule: MatmulSchedule) -> tuple[str, ...]:
         f"w: {schedule.w.arrives(spec.n)}.",
         f"product: {moves}; {tokens} x {outputs} summed in PSUM over {rows} k.",
         f"epilogue: {'bias, ' if spec.bias else ''}{spec.activation}, while leaving PSUM.",
+        *described(schedule.moving_tokens(spec)),
     )
 
 
@@ -313,19 +324,17 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
     tokens, outputs = schedule.patch(spec)
     if schedule.w_stationary:
         return _stationary_work(spec, schedule)
+    tally = Tally()
     if spec.out_layout == "row":
-        out_tiles, columns = tiles(m, 128) * tiles(n, min(512, outputs)), min(512, outputs)
+        moving = schedule.moving_tokens(spec)
+        out_tiles, columns = tiles(m - moving, 128) * tiles(n, min(512, outputs)), min(512, outputs)
+        tally_moving(tally, moving, k_tiles, n)
         store_run, stores = outputs * y_size, tiles(m, 128) * tiles(n, outputs)
         in_patch = tiles(tokens, 128) * tiles(outputs, 512)
     else:
         out_tiles, columns = tiles(n, 128) * tiles(m, min(512, tokens)), min(512, tokens)
         store_run, stores = tokens * y_size, tiles(m, tokens) * tiles(n, outputs)
         in_patch = tiles(outputs, 128) * tiles(tokens, 512)
-    tally = Tally()
-    if 0 < m % 128 <= schedule.moved(spec):  # TensorE takes 64 columns for fewer
-        out_tiles -= tiles(n, columns)
-        tally.matmuls.append((k_tiles * tiles(n, 128), 64))
-        tally.evictions.append((tiles(n, outputs), 64))
     tally.matmuls.append((passes(k, schedule.w.chunk, schedule.double_row) * out_tiles, columns))
     tally.evictions.append((out_tiles * (segments + (segments > 1)), columns))
     tally.store(m * n * y_size, stores, store_run)

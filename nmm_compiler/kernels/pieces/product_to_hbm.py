@@ -6,9 +6,10 @@ The left factor has its contraction index on the partitions. A weight is loaded 
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import activate, finish_columns, finish_rows, load, store, store_rows
+from .loads_and_stores import finish_columns, finish_rows, load, store, store_rows
+from .moving_tokens import expand_moving, store_turned
 from .records import Base, Block, Epilogue, Part, Product, Result, Strip, Weight
-from .residuals import add_tiles, load_apart, load_tiles, residual_columns
+from .residuals import add_tiles, load_tiles, residual_columns
 
 
 def load_panel(right: Weight, at: Block, product: Product, n0):
@@ -52,6 +53,7 @@ def expand_rows(
     epilogue: Epilogue,
 ):
     """Store y of a block of tokens: tokens stationary, weights moving."""
+    all_move = result.moving > 0 and result.moving == at.tokens
     w_type = nl.float32 if product.widen else right.weight.dtype
     base_panels = []
     w_panels = []
@@ -59,9 +61,11 @@ def expand_rows(
     if right.loaded:
         w_panels.append(right.first)
     for n0 in range(0, min(product.n, right.plan.block * right.ahead), right.plan.block):
-        if result.has_residual:
+        if result.has_residual and not all_move:
             columns = min(right.plan.block, product.n - n0)
-            part = Part(result.residual, at.m0, at.tokens, n0, columns)
+            part = Part(
+                result.residual, at.m0 + result.moving, at.tokens - result.moving, n0, columns
+            )
             residuals.append(load_tiles(part, result.out.dtype))
         if base.length > 0:
             base_panels.append(load_base_panel(base, right, product, n0))
@@ -73,9 +77,11 @@ def expand_rows(
         pitch = (columns + 15) // 16 * 16 if aligned else columns
         # loads of later panels start before this one is stored
         following = n0 + right.plan.block * right.ahead
-        if result.has_residual and following < product.n:
+        if result.has_residual and following < product.n and not all_move:
             width = min(right.plan.block, product.n - following)
-            part = Part(result.residual, at.m0, at.tokens, following, width)
+            part = Part(
+                result.residual, at.m0 + result.moving, at.tokens - result.moving, following, width
+            )
             residuals.append(load_tiles(part, result.out.dtype))
         if base.length > 0:
             if following < product.n:
@@ -85,18 +91,11 @@ def expand_rows(
             if following < product.n:
                 w_panels.append(load_panel(right, at, product, following))
             w_sb = w_panels[n0 // right.plan.block]
-        for mt in range((at.tokens + 127) // 128):
-            ms = 128 * mt
+        if result.moving > 0:
+            y_moved = expand_moving(result, left, w_sb, n0, columns, product, epilogue)
+        for mt in range((at.tokens - result.moving + 127) // 128):
+            ms = result.moving + 128 * mt
             mw = min(128, at.tokens - ms)
-            if mw <= result.tail and not right.plan.stream:
-                rows = result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns]
-                s_sb = left.strip[0:128, 0 : (product.k + 127) // 128, ms : ms + mw]
-                more = None
-                if result.has_residual:
-                    more = result.residual[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns]
-                of_tail = Result(rows, False, result.own_queue, 0, more, result.has_residual)
-                expand_tail(of_tail, s_sb, w_sb, columns, product, epilogue)
-                continue
             y_sb = nl.ndarray((mw, columns), dtype=result.out.dtype, buffer=nl.sbuf)
             for n1 in range(0, columns, 512 * right.plan.group):
                 group = (min(512 * right.plan.group, columns - n1) + 511) // 512
@@ -172,37 +171,8 @@ def expand_rows(
             store(
                 result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
             )
-
-
-def expand_tail(result: Result, s_sb, w_sb, columns, product: Product, epilogue: Epilogue):
-    """Store a panel of y for a few tokens: weights stationary, which costs half of a whole tile."""
-    tokens = s_sb.shape[2]
-    k_tiles = (product.k + 127) // 128
-    n_tiles = columns // 128
-    y_sb = nl.ndarray((128, tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
-    if result.has_residual:
-        # as y lies: neighbouring outputs of each token on a partition
-        more = nl.ndarray((128, tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
-        of_tail = result.residual[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
-        load_apart(more, of_tail.permute((1, 0, 2)))
-    for n1 in range(0, n_tiles, 512 // tokens):
-        group = min(512 // tokens, n_tiles - n1)
-        sums = nl.ndarray((128, group, tokens), dtype=nl.float32, buffer=nl.psum)
-        for kt in range(k_tiles):
-            kp = min(128, product.k - 128 * kt)
-            for i in range(group):
-                nisa.nc_matmul(
-                    dst=sums[0:128, i, 0:tokens],
-                    stationary=w_sb[0:kp, kt, n1 + i : columns : n_tiles],
-                    moving=s_sb[0:kp, kt, 0:tokens],
-                    accumulate=kt > 0,
-                )
-        y_part = y_sb[0:128, 0:tokens, n1 : n1 + group].permute((0, 2, 1))
-        activate(y_part, sums, epilogue.activation, 0)
-    if result.has_residual:
-        nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
-    view = result.out[0:tokens, 0:columns].reshape_dim(1, (128, n_tiles))
-    store(view.permute((1, 0, 2)), y_sb, True)
+        if result.moving > 0:
+            store_turned(result, y_moved, Part(None, at.m0, result.moving, n0, columns))
 
 
 def expand_columns(

@@ -220,14 +220,14 @@ class Result(nl.NKIObject):
     """A result in HBM.
 
     as_rows: tokens first, though the outputs are on the partitions. own_queue: stores have a queue
-    of their own. tail: a last tile of at most so many tokens moves past stationary weights.
+    of their own. moving: so many first tokens move past stationary weights.
     residual: a matrix in HBM, laid out as the result, that is added to it.
     """
 
     out: object
     as_rows: bool
     own_queue: bool
-    tail: int
+    moving: int
     residual: object
     has_residual: bool
 
