@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels import few_tokens
 from nmm_compiler.kernels.base import WEIGHTS, Family
+from nmm_compiler.kernels.lowrank.data_flow import data_flow
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
-from nmm_compiler.kernels.moving_tokens import described, moving_bytes, tally_moving
+from nmm_compiler.kernels.moving_tokens import moving_bytes, tally_moving
 from nmm_compiler.kernels.number_formats import (
     check_widened,
     passes,
@@ -24,7 +25,6 @@ from nmm_compiler.kernels.number_formats import (
 from nmm_compiler.kernels.over_ranks import exchanged_dtype
 from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
 from nmm_compiler.kernels.tiling import (
-    LOADED,
     bias_bytes,
     blocks,
     by_tensor,
@@ -388,28 +388,6 @@ def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     for made in (list(_plain(spec, target)), list(_segmented(spec, target))):
         yield from made
         yield from few_tokens.with_added_products(spec, target, made)
-
-
-def data_flow(spec: LowRankSpec, schedule: LowRankSchedule) -> tuple[str, ...]:
-    """Return the data flow for the header of the emitted file."""
-    second = "v stationary, p^T moving" if schedule.v_stationary else "p^T stationary, v moving"
-    base = "x w joins the same PSUM sums; " if spec.base else ""
-    ranks = {
-        "rows": f" p^T is the sum of the parts of {spec.tp} ranks.",
-        "rank": f" y is the sum of the parts of {spec.tp} ranks.",
-    }.get(spec.tp_axis, "")
-    segment = schedule.segment(spec)
-    summed = "summed in PSUM over all of k"
-    if segment < spec.k:
-        summed = f"summed in PSUM over {segment} of k, these sums in fp32 in SBUF"
-    return (
-        f"x: {LOADED[schedule.x.load]}, {min(schedule.m_block, spec.m)} tokens at a time.",
-        f"u: {schedule.u.arrives(spec.r)}.",
-        f"stage 1: u stationary, x^T moving; p^T = (x u)^T {summed}; kept in SBUF.",
-        f"v: {schedule.v.arrives(spec.n)}.",
-        f"stage 2: {second}; {base}epilogue {spec.activation} while leaving PSUM.{ranks}",
-        *described(schedule.moving_tokens(spec)),
-    )
 
 
 def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
