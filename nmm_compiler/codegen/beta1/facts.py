@@ -134,6 +134,8 @@ class Facts:
                 target = node.targets[0].target
                 if isinstance(target, (cst.Name, cst.Subscript)):
                     self._note(name, root(target), self.memory(name, node.value))
+                if isinstance(target, cst.Name) and self.summed(name, target.value):
+                    self._summed.add((name, root(node.value) or ""))  # a view of a tile
             elif isinstance(node, cst.Return) and node.value is not None:
                 memory = self.memory(name, node.value)
                 if memory is not None:

@@ -6,7 +6,7 @@ statement by statement, in the older dialect's forms:
 - instructions return their result: `nisa.f(dst=t, ...)` -> `t[...] = nisa.f(...)`, `table.py`
 - matmuls that accumulate -> `t += nisa.nc_matmul(...)` into tiles of `nl.zeros`
 - DMA between HBM and SBUF -> `nl.load` and `nl.store`; helpers that are one `nl.store` are written
-  out, `stores.py`
+  out, `moves.py`
 - strided views of HBM -> index expressions of `nl.arange`, `views.py`
 - `range` -> `nl.affine_range`, `nl.sequential_range` or `nl.static_range`, `loops.py`
 - `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
@@ -49,8 +49,8 @@ from nmm_compiler.codegen.beta1.facts import (
 from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, without_counters
 from nmm_compiler.codegen.beta1.layout import laid_out
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
+from nmm_compiler.codegen.beta1.moves import with_moves
 from nmm_compiler.codegen.beta1.predicates import predicate
-from nmm_compiler.codegen.beta1.stores import with_stores
 from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
 from nmm_compiler.codegen.fold_constants import assigned_names
@@ -75,7 +75,7 @@ def to_beta_1(source: str) -> str:
         for name, f in functions.items()
         if name not in views and name not in counters
     }
-    made = with_iterators(_reachable(with_stores(made), kernel))
+    made = with_iterators(_reachable(with_moves(made), kernel))
     others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
     others = [_import(s) if _is_import(s) else s for s in others]
     return laid_out(module.with_changes(body=[*others, *made.values()])).code

@@ -129,8 +129,8 @@ def make_sums(spec, schedule):
     parts = (spec.d + 127) // 128
     sums = []
     for _ in range(min(3 if single > 0 else 4, packs)):
-        room = (128, parts, schedule.pack * spec.columns)
-        sums.append(nl.ndarray(room, dtype=nl.float32, buffer=nl.psum))
+        wide = schedule.pack * spec.columns
+        sums.append(nl.ndarray((128, parts, wide), dtype=nl.float32, buffer=nl.psum))
     if single > 0:
         sums.append(nl.ndarray((128, parts, spec.columns), dtype=nl.float32, buffer=nl.psum))
     return sums
