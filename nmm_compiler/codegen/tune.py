@@ -178,12 +178,16 @@ class _Work:
         def build() -> dict[str, str]:
             with Journal(self.store, spec, chip, budget) as journal:
                 rows = self._timed(spec, target, chip, journal)
-                added[0] = journal.added
                 timed = [c for c in rows.values() if c.simulated_us is not None]
                 if not timed:
                     raise CapacityError(f"{spec.short()}: no schedule could be timed on {target}")
+                default = _chosen(spec, chip, budget, timed)
+                if schedule_text(default) not in rows:  # a tuning is never worse than none
+                    journal.add(default)
+                    timed.append(default)
+                added[0] = journal.added
                 ranked = sorted(timed, key=lambda c: (*preference(c, budget), schedule_text(c)))
-                ranked = self._from_first_right(spec, target, chip, ranked)
+                ranked = self._from_first_right(spec, target, chip, ranked, default)
                 return files_of(ranked[0], ranked)
 
         key = tuning_key(spec, chip, budget)
@@ -191,8 +195,9 @@ class _Work:
         Journal(self.store, spec, chip, budget).path.unlink(missing_ok=True)
         rows = [choice_of(json.loads(t), spec) for t in entry.files[CANDIDATES].splitlines()]
         best = choice_of(json.loads(entry.files[BEST]), spec)
-        default = _default(spec, chip, budget, rows)
+        default = _chosen(spec, chip, budget, rows).simulated_us
         assert best.simulated_us is not None
+        assert default is not None
         return Tuned(
             kernel=spec.short(),
             target=target,
@@ -204,14 +209,15 @@ class _Work:
         )
 
     def _from_first_right(
-        self, spec: KernelSpec, target: str, chip: Target, ranked: list[Choice]
+        self, spec: KernelSpec, target: str, chip: Target, ranked: list[Choice], default: Choice
     ) -> list[Choice]:
         """Return the schedules without those before the first whose kernel is right.
 
-        The family's own candidates are: its tests hold them to float64. Others run in the simulator
-        on random arrays first.
+        The family's own candidates are, and the default: its tests hold them to float64. Others run
+        in the simulator on random arrays first.
         """
         own = {c.schedule for c in Space(spec, chip, self.options.instruction_budget).candidates}
+        own.add(default.schedule)
         request = json.loads(request_text(spec, target, self.options))
         for i, choice in enumerate(ranked):
             if choice.schedule in own:
@@ -298,8 +304,11 @@ class _Work:
         return found
 
 
-def _default(spec: KernelSpec, chip: Target, budget: int, rows: Iterable[Choice]) -> float:
-    """Return the time of the schedule that `choose` takes, from the times that are known."""
+def _chosen(spec: KernelSpec, chip: Target, budget: int, rows: Iterable[Choice]) -> Choice:
+    """Return what `choose` takes, with its time, from the times that are known where they are.
+
+    It steps on from the best candidates, so it may be none of them.
+    """
     known = {choice.schedule: choice for choice in rows}
 
     def timing(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
@@ -309,7 +318,8 @@ def _default(spec: KernelSpec, chip: Target, budget: int, rows: Iterable[Choice]
         return row.simulated_us, row.instructions, row.in_order_us
 
     first = search(spec, chip, budget, timing)[0]
-    return first.simulated_us or timing(spec, first.schedule, chip)[0]
+    us, count, in_order = timing(spec, first.schedule, chip)
+    return dataclasses.replace(first, simulated_us=us, instructions=count, in_order_us=in_order)
 
 
 def _groups(choices: Sequence[Choice]) -> Iterator[list[Choice]]:

@@ -365,13 +365,20 @@ def test_a_config_that_transformers_does_not_take_is_one_error(fields, reason):
 
 
 def test_two_cores_are_priced_by_our_kernel_of_two_cores():
-    """Its simulated time, a barrier, and the published time of each exchange."""
+    """Its simulated time, a barrier, and what is published for each exchange beyond that."""
     pair = Machine(get("trn2"), lnc=2)
-    spec = LowRankSpec(m=1, k=512, r=256, n=1024)
+    spec = LowRankSpec(m=1, k=4096, r=1024, n=16384)
     found = kernel_price(spec, pair)
     two = dataclasses.replace(spec, lnc=2)
-    assert found.us == simulated_us(two, "trn2") + PAIR_BARRIER_US + PAIR_EXCHANGE_US
+    chip = get("trn2")
+    start = 1e6 * (chip.dma_start_latency_seconds + chip.semaphore_seconds)
+    expected = simulated_us(two, chip) + PAIR_BARRIER_US + PAIR_EXCHANGE_US - start
+    assert found.us == pytest.approx(expected, rel=1e-12)
     assert found.source == "simulated"
     assert "2 cores" in found.how
+    short = LowRankSpec(m=1, k=512, r=256, n=1024)  # one core's time and a barrier are less
+    alone = kernel_price(short, pair)
+    assert alone.us <= simulated_us(short, "trn2") + PAIR_BARRIER_US
+    assert "2 cores" not in alone.how
     odd = dataclasses.replace(spec, n=1023)  # no halves that are alike: one core's price of a half
     assert "2 cores" not in kernel_price(odd, pair).how

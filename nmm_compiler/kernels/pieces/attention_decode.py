@@ -399,14 +399,15 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
         first = passes[i][0]
         count = passes[i][1]
         tile = step[4] + first
-        # the places of this pass among those of the group, packs or single tiles
+        # the place of this pass among those of the group, and the first that adds to a sum
         if count == schedule.pack:
             place = tile // schedule.pack
+            adds_from = turns
             into = sums[place % turns]
-            more = place >= turns
         else:
+            place = tile
+            adds_from = spec.cache_tiles - single + 1
             into = sums[turns]
-            more = tile > spec.cache_tiles - single
         for part in range((spec.d + 127) // 128):
             deep = min(128, spec.d - 128 * part)
             if schedule.pack > 1:
@@ -421,7 +422,7 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
                 dst=into[0 : count * deep, part, 0 : count * spec.columns],
                 stationary=values,
                 moving=moving,
-                accumulate=more,
+                accumulate=place >= adds_from,
             )
 
 
