@@ -169,6 +169,15 @@ def prefill_specs() -> list[Any]:
     return [LowRankSpec(m=m, k=2048, r=512, n=2048) for m in (64, 128, 256)]
 
 
+def model_specs() -> list[Any]:
+    """Return the products of two models in five token counts: about a minute of one process."""
+    from nmm_compiler.kernels.lowrank import LowRankSpec
+
+    shapes = ((2048, 512, 8192), (8192, 640, 2048), (2048, 640, 2048), (4096, 896, 4096))
+    counts = (64, 128, 256, 512, 1024)
+    return [LowRankSpec(m=m, k=k, r=r, n=n) for m in counts for k, r, n in shapes]
+
+
 def choices(made: list[Any]) -> list[Any]:
     return [(one.kernel, one.schedule, one.best_us, one.candidates, one.simulated) for one in made]
 
@@ -199,7 +208,7 @@ def part_tune(jobs: int) -> dict[str, Any]:
 def part_ray(jobs: int) -> dict[str, Any]:
     """Tune on a Ray cluster of this machine while workers are killed, against a serial run.
 
-    Then once more on larger kernels and without kills, for the time; the cluster runs before that.
+    Then once more on the kernels of models, without kills, for the time; the cluster runs before.
     """
     from nmm_compiler.codegen.on_ray import RayExecutor
     from nmm_compiler.codegen.tune import tune
@@ -219,11 +228,11 @@ def part_ray(jobs: int) -> dict[str, Any]:
         made = tune(tuned_specs(), executor=executor, progress=kill)
     with empty_cache():
         start = time.monotonic()
-        alone = tune(prefill_specs(), jobs=1)
+        alone = tune(model_specs(), jobs=1)
         alone_s = time.monotonic() - start
     with empty_cache(), RayExecutor(cores=jobs) as executor:
         start = time.monotonic()
-        many = tune(prefill_specs(), executor=executor)
+        many = tune(model_specs(), executor=executor)
         many_s = time.monotonic() - start
     both = zip(serial + choices(alone), choices(made) + choices(many), strict=True)
     return {
