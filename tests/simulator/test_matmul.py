@@ -65,6 +65,27 @@ def test_partly_written_region_adds_only_where_written():
     assert np.abs(run(body, a, b).output - wanted).max() < 1e-3
 
 
+@pytest.mark.parametrize("accumulate", ["None", "i > 0"])
+def test_sums_of_one_psum_bank_grow_in_turn(accumulate):
+    """nki-library, gate_up_projection_mx_shard_H.py: four sums lie in one bank."""
+    a, b = values((3 * 64, 16)), values((3 * 64, 4 * 128), seed=1)
+    body = f"""
+        x = nl.ndarray((64, 3, 16), nl.float32, nl.sbuf)
+        y = nl.ndarray((64, 3, 512), nl.float32, nl.sbuf)
+        acc = nl.ndarray((16, 4, 128), nl.float32, nl.psum)
+        for i in range(3):
+            nisa.dma_copy(dst=x[:, i], src=a[64 * i : 64 * (i + 1)])
+            nisa.dma_copy(dst=y[:, i], src=b[64 * i : 64 * (i + 1)])
+        for i in range(3):
+            for j in range(4):
+                nisa.nc_matmul(dst=acc[:, j], stationary=x[:, i],
+                               moving=y[:, i, 128 * j : 128 * (j + 1)], accumulate={accumulate})
+        return out(acc.reshape((16, 512)))
+    """
+    error = np.abs(run(body, a, b).output - a.astype(np.float64).T @ b)
+    assert (error <= 192 * 2.0**-23 * (np.abs(a).T @ np.abs(b))).all()
+
+
 def test_accumulate_onto_nothing_or_memset_is_refused():
     a, b = values((128, 16)), values((128, 32), seed=1)
     onto_nothing = MATMUL.replace("moving=y)", "moving=y, accumulate=True)")
