@@ -5,8 +5,8 @@ instruction has computed, `spread` marks the dependent elements of its results: 
 elementwise work, copies, transposes, products and reductions; by whole partitions where an
 instruction mixes a partition's elements; all of them where it mixes partitions. A predicate and an
 index need known values: the kernel is refused there, and where a marked element reaches an output.
-A comparison is elementwise work as any other: AWS's kernels compare whole tiles of which they
-filled some rows and use the results of those rows only, so its results are marked.
+A comparison is elementwise work as any other, so its results are marked: nki-library's
+cross_entropy_backward compares a tile of which it filled half the rows, and stores that half only.
 """
 
 from __future__ import annotations
