@@ -75,6 +75,14 @@ def test_huge_scores_neither_overflow_nor_vanish():
             assert compare("huge", (got,), (spec.reference(*arrays),), (bound,)).passed
 
 
+def test_the_least_traffic_of_a_window_is_that_of_a_cache_as_long():
+    """One token sees its window only; three see two keys more."""
+    for m, seen in ((1, 200), (3, 202)):
+        cut = AttentionSpec(m=m, context=1000, window=200, d=32)
+        whole = AttentionSpec(m=m, context=seen, d=32)
+        assert cut.minimal_hbm_bytes() == whole.minimal_hbm_bytes()
+
+
 @pytest.mark.parametrize("field", ["window", "scale", "soft_cap", "context"])
 def test_the_bound_sees_a_wrong_mask_or_scale(field):
     spec = AttentionSpec(m=64, context=200, d=32, window=60, soft_cap=4.0, dtype="bfloat16")

@@ -35,7 +35,7 @@ from nmm_compiler.kernels.error_bounds import (
     rounded,
     rounding_error,
 )
-from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.kernels.tiling import item_bytes, tiles
 from nmm_compiler.targets import Target
 
 ROPES = ("none", "q", "qk")
@@ -241,6 +241,11 @@ class AttentionSpec(KernelSpec):
     def flops(self) -> int:
         """Return those of both products over the pairs that the mask leaves."""
         return 4 * self.batch * self.heads * self.pairs * self.d
+
+    def minimal_hbm_bytes(self) -> int:
+        """Return the bytes of all operands but the keys and values that no query sees."""
+        unseen = 2 * self.batch * self.kv_heads * self.first_key * self.d
+        return super().minimal_hbm_bytes() - unseen * item_bytes(self.dtype)
 
     def short(self) -> str:
         """Return family, sizes and dtype."""
