@@ -5,6 +5,7 @@ Their inputs, references and tolerances, with the simulator in place of the devi
 
 from __future__ import annotations
 
+import enum
 import inspect
 import itertools
 import math
@@ -271,8 +272,12 @@ def range_sets(private: PrivateModules, function: Any) -> list[tuple[str, dict[s
 
 
 def size_of(row: tuple[str, dict[str, Any]]) -> int:
-    """Return the product of a case's numbers, which grows with its tensors."""
-    return math.prod(v for v in row[1].values() if type(v) is int and v > 1)
+    """Return the product of a case's numbers, which grows with its tensors.
+
+    Into how many parts the queries are cut, and which one a rank takes, makes no tensor larger.
+    """
+    numbers = {k: v for k, v in row[1].items() if type(v) is int and v > 1}
+    return math.prod(v for k, v in numbers.items() if k not in ("cp_degree", "cp_rank_id"))
 
 
 def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -289,6 +294,15 @@ def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str
         )
 
 
+def test_id(row: dict[str, Any], number: int) -> str:
+    """Return the name that pytest gives to a row of parametrize, which says its sizes."""
+    plain = (str, int, float, bool, type(None), enum.Enum)
+    return "-".join(
+        str(v) if isinstance(v, plain) else getattr(v, "__name__", f"{name}{number}")
+        for name, v in row.items()
+    )
+
+
 def mark_sets(mark: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (id, arguments) of one parametrize or coverage_parametrize mark."""
     if mark.name == "parametrize":
@@ -296,13 +310,13 @@ def mark_sets(mark: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         single = isinstance(names, str) and "," not in names
         names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
         for i, value in enumerate(values):
-            label = getattr(value, "id", None) or str(i)
             row = value.values if type(value).__name__ == "ParameterSet" else value
             if left_out(getattr(value, "marks", ())) is not None:
                 continue
             if single and type(value).__name__ != "ParameterSet":
                 row = (row,)
-            yield label, dict(zip(names, row, strict=False))
+            named = dict(zip(names, row, strict=False))
+            yield getattr(value, "id", None) or test_id(named, i), named
     elif mark.name == "coverage_parametrize":
         choices = {
             k: getattr(v, "values", v)
