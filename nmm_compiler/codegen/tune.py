@@ -1,10 +1,12 @@
 """tune: times a kernel's schedules on any executor and keeps the best one for `build_kernel`.
 
-    space -> what a journal has is replayed -> groups timed by workers -> best -> cache entry
+    space -> what a journal has is replayed -> groups timed by workers -> a worker finds what
+    `choose` takes -> best -> cache entry
 
 Times come as lines of a journal beside the cache, so that a run that was killed goes on where it
-was. The finished entry holds the times of all candidates; asking again times nothing. The workers
-only simulate: they write nothing, and any of them may die.
+was. The finished entry holds the times of all candidates and of the default; asking again times
+nothing. The workers only simulate: they write nothing, and any of them may die. This process ranks,
+keeps the journals and publishes; it simulates nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +31,16 @@ from nmm_compiler.codegen.search_space import Space
 from nmm_compiler.codegen.tuned import (
     BEST,
     CANDIDATES,
+    DEFAULT,
     choice_of,
     files_of,
     forget,
+    plain_choice,
     schedule_text,
     tuning_key,
 )
 from nmm_compiler.codegen.tuning_journal import Journal
-from nmm_compiler.codegen.workers import Submits, cores, on_processes, run
+from nmm_compiler.codegen.workers import Submits, Task, cores, on_processes, run
 from nmm_compiler.errors import (
     CacheError,
     CapacityError,
@@ -124,7 +128,9 @@ def tune(
         where = executor or started.enter_context(on_processes(jobs or cores()))
         work = _Work(where, made, store, search, trials, _Steps(progress))
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            waiting = [threads.submit(work.tuned, *one) for one in dict.fromkeys(requests)]
+            # kernels with the most work begin first, so that no worker is alone with one at the end
+            order = sorted(dict.fromkeys(requests), key=lambda one: -one[0].flops())
+            waiting = [threads.submit(work.tuned, *one) for one in order]
             try:
                 found = [one.result() for one in waiting]
             except BaseException as error:  # Ctrl-C too; raised again
@@ -140,7 +146,7 @@ def tune(
                     where.shutdown(cancel_futures=True)  # type: ignore[attr-defined]
                 raise
     forget()
-    by_request = dict(zip(dict.fromkeys(requests), found, strict=True))
+    by_request = dict(zip(order, found, strict=True))
     return [by_request[one] for one in requests]
 
 
@@ -181,32 +187,57 @@ class _Work:
                 timed = [c for c in rows.values() if c.simulated_us is not None]
                 if not timed:
                     raise CapacityError(f"{spec.short()}: no schedule could be timed on {target}")
-                default = _chosen(spec, chip, budget, timed)
+                default = self._default(spec, target, chip, timed)
                 if schedule_text(default) not in rows:  # a tuning is never worse than none
                     journal.add(default)
                     timed.append(default)
                 added[0] = journal.added
                 ranked = sorted(timed, key=lambda c: (*preference(c, budget), schedule_text(c)))
                 ranked = self._from_first_right(spec, target, chip, ranked, default)
-                return files_of(ranked[0], ranked)
+                return files_of(ranked[0], ranked, default)
 
         key = tuning_key(spec, chip, budget)
         entry = self.store.get_or_build(key, build, {"tuning": self.search})
         Journal(self.store, spec, chip, budget).path.unlink(missing_ok=True)
         rows = [choice_of(json.loads(t), spec) for t in entry.files[CANDIDATES].splitlines()]
         best = choice_of(json.loads(entry.files[BEST]), spec)
-        default = _chosen(spec, chip, budget, rows).simulated_us
+        if DEFAULT in entry.files:
+            default = choice_of(json.loads(entry.files[DEFAULT]), spec)
+        else:  # an entry that was not made here
+            default = self._default(spec, target, chip, rows)
         assert best.simulated_us is not None
-        assert default is not None
+        assert default.simulated_us is not None
         return Tuned(
             kernel=spec.short(),
             target=target,
             candidates=len(rows),
             simulated=added[0],
             best_us=best.simulated_us,
-            default_us=default,
+            default_us=default.simulated_us,
             schedule=best.schedule.short(),
         )
+
+    def _default(
+        self, spec: KernelSpec, target: str, chip: Target, timed: Sequence[Choice]
+    ) -> Choice:
+        """Return what `choose` takes, with its time; a worker looks for it."""
+        told = self._told(spec, target, chip)
+        text = json.dumps({**told, "timed": [plain_choice(choice) for choice in timed]})
+        return choice_of(json.loads(self._answer(find_default, text)), spec)
+
+    def _told(self, spec: KernelSpec, target: str, chip: Target) -> dict[str, Any]:
+        """Return what every task of a kernel tells a worker."""
+        request: dict[str, Any] = json.loads(request_text(spec, target, self.options))
+        request["machine"] = differences(chip, get(chip.name))
+        request["code"] = dict(code_digests())
+        return request
+
+    def _answer(self, function: Task, text: str) -> str:
+        """Return what a worker answers to one task; raises what became of it."""
+        ((_, answer),) = run(self.executor, function, [text])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _from_first_right(
         self, spec: KernelSpec, target: str, chip: Target, ranked: list[Choice], default: Choice
@@ -223,11 +254,8 @@ class _Work:
             if choice.schedule in own:
                 return ranked[i:]
             text = json.dumps({**request, "schedule": choice.schedule.to_dict()})
-            for _, answer in run(self.executor, prove_schedule, [text]):
-                if isinstance(answer, Exception):
-                    raise answer
-                if json.loads(answer):
-                    return ranked[i:]
+            if json.loads(self._answer(prove_schedule, text)):
+                return ranked[i:]
         raise CapacityError(f"{spec.short()}: no schedule that was timed gives a right kernel")
 
     def _timed(
@@ -252,9 +280,7 @@ class _Work:
         left = [choice for choice in choices if schedule_text(choice) not in found]
         self.steps.add(space.spec.short(), len(found), len(choices))
         groups = list(_groups(left))
-        request = json.loads(request_text(space.spec, target, self.options))
-        request["machine"] = differences(space.target, get(space.target.name))
-        request["code"] = dict(code_digests())
+        request = self._told(space.spec, target, space.target)
         texts = [
             json.dumps({**request, "schedules": [c.schedule.to_dict() for c in group]})
             for group in groups
@@ -304,24 +330,6 @@ class _Work:
         return found
 
 
-def _chosen(spec: KernelSpec, chip: Target, budget: int, rows: Iterable[Choice]) -> Choice:
-    """Return what `choose` takes, with its time, from the times that are known where they are.
-
-    It steps on from the best candidates, so it may be none of them.
-    """
-    known = {choice.schedule: choice for choice in rows}
-
-    def timing(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
-        row = known.get(schedule)
-        if row is None or row.simulated_us is None or row.in_order_us is None:
-            return simulated(spec, schedule, target)
-        return row.simulated_us, row.instructions, row.in_order_us
-
-    first = search(spec, chip, budget, timing)[0]
-    us, count, in_order = timing(spec, first.schedule, chip)
-    return dataclasses.replace(first, simulated_us=us, instructions=count, in_order_us=in_order)
-
-
 def _groups(choices: Sequence[Choice]) -> Iterator[list[Choice]]:
     """Yield the schedules in tasks of about equal work."""
     group: list[Choice] = []
@@ -344,14 +352,7 @@ def time_schedules(text: str) -> str:
     knows another machine, than the one that asks.
     """
     told = json.loads(text)
-    spec, target, options = request_of(told)
-    chip = machine_target(target, options)
-    if told["code"] != dict(code_digests()) or told["machine"] != json.loads(
-        json.dumps(differences(chip, get(chip.name)))
-    ):
-        raise WorkerError(
-            1, "it runs another version of nmm_compiler, or has other verdicts of the device"
-        )
+    spec, chip, _ = _asked(told)
     family = FAMILIES[spec.family]
     rows: list[dict[str, Any]] = []
     for one in told["schedules"]:
@@ -362,6 +363,44 @@ def time_schedules(text: str) -> str:
         else:
             rows.append({"simulated_us": us, "instructions": count, "in_order_us": in_order})
     return json.dumps(rows)
+
+
+def find_default(text: str) -> str:
+    """Return as JSON what `choose` takes, with its time, from the times of a task where they are.
+
+    It steps on from the best candidates, so it may be none of them; the steps are simulated.
+    Raises what `time_schedules` raises.
+    """
+    told = json.loads(text)
+    spec, chip, options = _asked(told)
+    known = {row.schedule: row for row in (choice_of(one, spec) for one in told["timed"])}
+
+    def timing(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
+        row = known.get(schedule)
+        if row is None or row.simulated_us is None or row.in_order_us is None:
+            return simulated(spec, schedule, target)
+        return row.simulated_us, row.instructions, row.in_order_us
+
+    first = search(spec, chip, options.instruction_budget, timing)[0]
+    us, count, in_order = timing(spec, first.schedule, chip)
+    return json.dumps(
+        plain_choice(
+            dataclasses.replace(first, simulated_us=us, instructions=count, in_order_us=in_order)
+        )
+    )
+
+
+def _asked(told: dict[str, Any]) -> tuple[KernelSpec, Target, Options]:
+    """Return what a task is about; raises WorkerError where this process is no worker for it."""
+    spec, target, options = request_of(told)
+    chip = machine_target(target, options)
+    if told["code"] != dict(code_digests()) or told["machine"] != json.loads(
+        json.dumps(differences(chip, get(chip.name)))
+    ):
+        raise WorkerError(
+            1, "it runs another version of nmm_compiler, or has other verdicts of the device"
+        )
+    return spec, chip, options
 
 
 def prove_schedule(text: str) -> str:

@@ -1,6 +1,7 @@
 """Schedules that were found by timing many candidates, as entries of the kernel cache.
 
-    tuning_key -> {"best.json": the chosen schedule, "candidates.jsonl": every candidate's times}
+    tuning_key -> {"best.json": the chosen schedule, "candidates.jsonl": every candidate's times,
+                   "default.json": what `choose` takes, with its time}
 
 `nmm tune` makes such an entry and `build_kernel` looks for one before it chooses. Its key has the
 digests of the code, timing constants included: what another version timed is not found.
@@ -33,7 +34,7 @@ from nmm_compiler.options import INSTRUCTION_BUDGET
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.this_machine import differences
 
-BEST, CANDIDATES = "best.json", "candidates.jsonl"
+BEST, CANDIDATES, DEFAULT = "best.json", "candidates.jsonl", "default.json"
 
 # What this process found: (digest of the kernel's key, cache) -> schedule, or None for none.
 _FOUND: dict[tuple[str, Store], Any] = {}
@@ -94,7 +95,7 @@ def tuning_files(
 ) -> dict[str, str] | None:
     """Return the files of a kernel's tuning, None where the cache has none."""
     entry = store.get(tuning_key(spec, target, budget)) if store.mode != "off" else None
-    return None if entry is None else {name: entry.files[name] for name in (BEST, CANDIDATES)}
+    return None if entry is None else _files_in(entry.files)
 
 
 def schedule_in(files: dict[str, str], spec: KernelSpec, target: Target) -> Any:
@@ -116,9 +117,15 @@ def keep_tuning(
     spec: KernelSpec, target: Target, budget: int, store: Store, files: dict[str, str]
 ) -> None:
     """Put the tuning of a kernel into the cache, unless that has one."""
-    wanted = {name: files[name] for name in (BEST, CANDIDATES)}
+    wanted = _files_in(files)
     store.get_or_build(tuning_key(spec, target, budget), lambda: wanted, {"tuning": "exported"})
     forget()
+
+
+def _files_in(files: dict[str, str]) -> dict[str, str]:
+    """Return the files of a tuning among those of an entry; the default's may be absent."""
+    found = {name: files[name] for name in (BEST, CANDIDATES)}
+    return found | ({DEFAULT: files[DEFAULT]} if DEFAULT in files else {})
 
 
 def forget() -> None:
@@ -164,10 +171,16 @@ def choice_of(told: dict[str, Any], spec: KernelSpec) -> Choice:
     return Choice(**{**told, "schedule": schedule})
 
 
-def files_of(best: Choice, choices: Iterable[Choice]) -> dict[str, str]:
-    """Return the files of an entry: the best candidate, and all of them, one a line."""
-    lines = [json.dumps(plain_choice(choice), sort_keys=True) for choice in choices]
-    return {
-        BEST: json.dumps(plain_choice(best), sort_keys=True) + "\n",
-        CANDIDATES: "".join(f"{line}\n" for line in lines),
-    }
+def files_of(
+    best: Choice, choices: Iterable[Choice], default: Choice | None = None
+) -> dict[str, str]:
+    """Return the files of an entry: the best candidate, all of them, one a line, and the default.
+
+    default: what `choose` takes, if that is known.
+    """
+    made = {BEST: _line(best), CANDIDATES: "".join(map(_line, choices))}
+    return made if default is None else {**made, DEFAULT: _line(default)}
+
+
+def _line(choice: Choice) -> str:
+    return json.dumps(plain_choice(choice), sort_keys=True) + "\n"

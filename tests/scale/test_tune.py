@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nmm_compiler.backend import ahead_of_time
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
 from nmm_compiler.cli.commands import app
@@ -28,38 +27,44 @@ from nmm_compiler.errors import CacheTrustError, UnknownNameError, WorkerError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
-from nmm_compiler.prediction.prices import Machine, kernel_price
 
 SPEC = LowRankSpec(m=8, k=256, r=64, n=512)
 SPECS = [SPEC, LowRankSpec(m=16, k=256, r=64, n=512)]
 
 
 class Serial:
-    """An executor that runs each task at once, here, and counts the schedules it timed."""
+    """An executor that runs each task at once, here, and counts the schedules that it was given.
+
+    most: tasks fail after so many of them. tasks: what it was asked to run, by name.
+    """
 
     def __init__(self, most=None):
-        self.timed, self.most = [], most
+        self.timed, self.tasks, self.most = [], [], most
 
     def submit(self, function, text, /):
         future = Future()
-        schedules = json.loads(text)["schedules"]
         if self.most is not None and len(self.timed) >= self.most:
             future.set_exception(WorkerError(1, "the power is out"))
             return future
-        self.timed += [json.dumps(one, sort_keys=True) for one in schedules]
+        self.tasks.append(function.__name__)
+        told = json.loads(text)
+        self.timed += [json.dumps(one, sort_keys=True) for one in told.get("schedules", [])]
         future.set_result(function(text))
         return future
 
 
 class Fixed:
-    """An executor that says what each schedule takes, by its place in the task."""
+    """An executor that says what each schedule takes, by its place in the task, and the default."""
 
-    def __init__(self, times):
-        self.times = times
+    def __init__(self, times, default):
+        self.times, self.default = times, default
 
     def submit(self, function, text, /):
         future = Future()
         told = json.loads(text)
+        if "timed" in told:
+            future.set_result(json.dumps(tuned.plain_choice(self.default)))
+            return future
         if "schedules" not in told:
             future.set_result(function(text))
             return future
@@ -92,14 +97,56 @@ def elsewhere(tmp_path, monkeypatch, name):
 def test_every_candidate_is_timed_once_and_asking_again_times_nothing():
     executor = Serial()
     (first,) = tune.tune([SPEC], executor=executor)
+    assert executor.tasks == ["time_schedules"] * (len(executor.tasks) - 1) + ["find_default"]
     ranked = choose.rank(SPEC, machine_target("trn2"))
     default = choose.choose(SPEC)[0]
     beyond = default.schedule not in {choice.schedule for choice in ranked}
     assert first.simulated == first.candidates == len(ranked) + beyond > 10
     assert len(set(executor.timed)) == len(executor.timed) == len(ranked)
     assert first.best_us <= first.default_us == default.simulated_us
-    (again,) = tune.tune([SPEC], executor=Serial(most=0))
+    (again,) = tune.tune([SPEC], executor=Serial(most=0))  # asks for nothing at all
     assert dataclasses.replace(first, simulated=0) == again
+
+
+def test_this_process_simulates_nothing(monkeypatch):
+    """Else it takes the time that the workers gain: it is one process, and they are many."""
+    here = []
+    real = choose.simulated
+
+    def seen(*args):
+        here.append(running)
+        return real(*args)
+
+    class Watches(Serial):
+        def submit(self, function, text, /):
+            nonlocal running
+            running = True
+            try:
+                return super().submit(function, text)
+            finally:
+                running = False
+
+    running = False
+    monkeypatch.setattr(tune, "simulated", seen)
+    monkeypatch.setattr(choose, "simulated", seen)
+    tune.tune([SPEC], executor=Watches())
+    tune.tune([SPEC], executor=Watches())
+    assert here
+    assert all(here)
+
+
+def test_an_entry_without_the_default_asks_a_worker_for_it():
+    """One from elsewhere may lack it; what is known is not timed again."""
+    (first,) = tune.tune([SPEC], executor=Serial())
+    chip = machine_target("trn2")
+    files = dict(Store.open().get(tuned.tuning_key(SPEC, chip)).files)
+    assert files.pop(tuned.DEFAULT)
+    Store.open().clear()
+    tuned.keep_tuning(SPEC, chip, Options().instruction_budget, Store.open(), files)
+    executor = Serial()
+    (again,) = tune.tune([SPEC], executor=executor)
+    assert executor.tasks == ["find_default"]
+    assert again == dataclasses.replace(first, simulated=0)
 
 
 def test_the_best_is_the_least_of_all_by_the_choosers_order():
@@ -152,8 +199,9 @@ def test_a_search_that_was_ended_goes_on():
     journal.write_text(journal.read_text() + lines[0][: len(lines[0]) // 2])  # a kill in a write
     second = Serial()
     (done,) = tune.tune([SPEC], executor=second)
-    own = 1  # the default, a step beyond the candidates, is timed by the caller
+    own = 1  # the default, a step beyond the candidates, is found and timed by a task of its own
     assert done.simulated == len(second.timed) + own == done.candidates - len(lines)
+    assert second.tasks.count("find_default") == 1
     assert not journal.exists()
 
 
@@ -279,10 +327,10 @@ def test_the_grid_has_every_candidate_and_its_best_is_right(monkeypatch):
 
     monkeypatch.setattr(tune, "prove_schedule", refuse_the_first)
     monkeypatch.setattr(Space, "candidates", ())  # none is known to be right
+    times = {0: 3.0, 1: 1.0, 2: 2.0}
     default = dataclasses.replace(grid[0], simulated_us=3.0)
-    monkeypatch.setattr(tune, "_chosen", lambda *_: default)
     monkeypatch.setattr(Space, "grid", lambda self: iter(grid[:3]))
-    (made,) = tune.tune([spec], search="grid", executor=Fixed({0: 3.0, 1: 1.0, 2: 2.0}))
+    (made,) = tune.tune([spec], search="grid", executor=Fixed(times, default))
     assert len(asked) == 2
     assert asked[0] == grid[1].schedule.to_dict()
     assert made.best_us == 2.0
@@ -339,6 +387,8 @@ def put_tuning(spec, schedule, simulated_us):
 
 
 def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
+    from nmm_compiler.prediction.prices import Machine, kernel_price  # as in the next test
+
     chip = machine_target("trn2")
     second = choose.rank(SPEC, chip)[1].schedule
     before = {name: price(SPEC, "trn2") for name, price in PRICES.items()}
@@ -356,6 +406,8 @@ def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
 
 def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):
     """What `aot_compile` saves of a tuned kernel makes another cache build and find that kernel."""
+    from nmm_compiler.backend import ahead_of_time  # takes two seconds: every process collects
+
     chip, options = machine_target("trn2"), Options()
     other = choose.rank(SPEC, chip)[1].schedule
     put_tuning(SPEC, other, 1.25)
