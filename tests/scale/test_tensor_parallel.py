@@ -19,7 +19,7 @@ from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.codegen.rank_ways import rank_way
 from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.tensor_parallel import SPLITS, linear_roles
-from nmm_compiler.errors import OptionTypeError, ShapeError, UnknownNameError
+from nmm_compiler.errors import NeuronSetupError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.prediction.model_kernels import model_kernels
 
@@ -168,6 +168,35 @@ def test_the_sum_of_rows_is_inside_of_the_call_where_it_pays(one_of_four):
     assert "no kernel of this size on trn1, its products one by one and a sum over 4" in refused
     alone = compiled(executor="simulator")
     assert "executor 'simulator' runs one process" in str(alone.declined)
+
+
+def test_a_model_that_trains_on_kernels_keeps_its_products(one_of_four):
+    """The kernel that sums has no gradients, so a call of it would raise in the backward pass."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model = Block()
+    parallelize_module(model, one_of_four, nmm.tensor_parallel_plan(model, one_of_four))
+    down = nn.Sequential(model.down)
+
+    def compiled(executor):
+        torch._dynamo.reset()
+        options = {"inner": "eager", "strict": True, "cache": "off", "kernels": "lazy"}
+        made = torch.compile(down, backend="nmm", options={**options, "executor": executor})
+        try:
+            made(torch.zeros(2, 5, 96 // 4))
+        except NeuronSetupError:  # the call of the kernel
+            return nmm.last_report(), True
+        return nmm.last_report(), False
+
+    trained, called = compiled("neuron")
+    assert (trained.chains, called) == (0, False)
+    (refused,) = trained.declined
+    assert "no kernel that sums over devices has gradients" in str(refused)
+    assert "use executor 'reference', or torch.no_grad()" in str(refused)
+    with torch.no_grad():
+        report, called = compiled("neuron")
+    assert (report.chains, called) == (1, True)
+    assert compiled("reference")[0].chains == 1
 
 
 @pytest.mark.long

@@ -54,6 +54,7 @@ FURTHER: dict[str, str] = {
     "norm_features": "a norm is over other dimensions than the features of x",
     "residual_shape": "a residual has another shape, dtype or order than the result",
     "one_rank": "the devices sum between the products, and the executor runs one process",
+    "rank_gradients": "the devices sum between the products, and the model trains on kernels",
     "opaque": "an unknown operation stands between the products",
     "pattern": "a pattern of two functions differs there",
     "part_of_one": "the products are a part of one operation of more",

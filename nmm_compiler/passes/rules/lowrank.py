@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
+from nmm_compiler.ops.registration import is_reference
 from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
 from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
@@ -133,6 +135,15 @@ class LowRank(KernelRule):
                 "between the products",
                 key,
                 "use executor 'auto'",
+            )
+        x = graph.tensor(chain.first.x)
+        by_kernel = x is not None and not is_reference(graph.options.executor, x)
+        if by_kernel and graph.trains and torch.is_grad_enabled():
+            return Refusal(
+                "rank_gradients",
+                "the model trains, and no kernel that sums over devices has gradients",
+                key,
+                "use executor 'reference', or torch.no_grad() and parameters without gradients",
             )
         found = check_chain(graph, chain)
         if isinstance(found, Refusal):
