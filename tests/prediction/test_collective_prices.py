@@ -6,6 +6,7 @@ import pytest
 
 from nmm_compiler import targets
 from nmm_compiler.prediction.collectives import WAIT_FACTOR, WAIT_RANKS, collective_us
+from nmm_compiler.targets.collective_time import collective_alone_us
 
 
 def test_one_core_exchanges_nothing():
@@ -29,3 +30,10 @@ def test_more_bytes_take_longer_and_a_gather_moves_half():
     assert times[-1] > 2 * times[-3]  # beyond the table, in proportion to the bytes
     half = collective_us("all_reduce", 1 << 23, 4, target)
     assert collective_us("all_gather", 1 << 24, 4, target) == half
+
+
+@pytest.mark.parametrize("size", [10_240, 32 << 10, 1 << 20])
+def test_64_ranks_of_trn2_take_a_latency_and_the_time_of_their_bytes(size):
+    """The published law: 17.5 us + bytes / 100 GB/s, also between its points."""
+    alone = collective_alone_us(size, 64, targets.get("trn2"))
+    assert alone == pytest.approx(17.5 + size / 1e5, rel=5e-3)  # the points have three digits
