@@ -10,7 +10,7 @@ import functools
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from nmm_compiler.prediction.meta_models import (
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import BANDS, Machine, fastest, stored_bytes
 from nmm_compiler.prediction.tensor_parallel import SPLITS, shard
-from nmm_compiler.prediction.walk import Piece, walk
+from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
 
 # One call from the host, with its result read back: published for trn2; about 94 us on trn1.
 HOST_CALL_US = 133.0
@@ -86,8 +86,10 @@ def predict(
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise OptionTypeError(name, size, "a whole number of at least 1")
     chip = machine_target(target)
-    if lnc not in (1, 2):
-        raise OptionTypeError("lnc", lnc, "1 or 2 physical cores for a logical one")
+    most = chip.physical_cores_per_logical_core
+    if lnc not in range(1, most + 1):
+        said = "1 physical core" if most == 1 else "1 or 2 physical cores"
+        raise OptionTypeError("lnc", lnc, f"{said} for a logical one of {chip.name}")
     dtype = _dtype_of(model_or_config) if dtype is None else dtype
     weights = dtype if weights is None else weights
     for kind, value, known in (
@@ -146,6 +148,14 @@ class Prepared:
     ranks: tuple[int, ...]
     factored: bool
     parameters: int
+    graphs: dict[tuple[Any, ...], Graphs] = field(default_factory=dict)
+    """What was traced already, by (phase, batch, tokens): it is the same for every target."""
+
+    def walked(self, sizes: tuple[Any, ...], inputs: Callable[[], Any], target: str) -> list[Piece]:
+        """Return the pieces of a phase on a target."""
+        if sizes not in self.graphs:
+            self.graphs[sizes] = graphs_of(self.model, inputs())
+        return walk_graphs(self.model, self.graphs[sizes], target)
 
 
 class _Maker:
@@ -193,8 +203,8 @@ class _Maker:
         for phase in model_phases(model, self.setting, self.inputs):
             sizes = (phase.name, phase.batch, phase.tokens)
             key = None if job is None else (job, target, *sizes)
-            inputs = phase.inputs
-            pieces = _kept(key, functools.partial(_walked, model, inputs, self.named))
+            walked = functools.partial(prepared.walked, sizes, phase.inputs, self.named)
+            pieces = _kept(key, walked)
             phases.append(_phase(phase.name, pieces, self.machine, self.setting["batch"]))
             cache = max(cache, phase.cache_bytes())
         return ModelPrediction(
@@ -222,10 +232,6 @@ class _Maker:
 
 def _text(data: Any) -> str:
     return json.dumps(data, default=str, sort_keys=True)
-
-
-def _walked(model: MetaModel, inputs: Callable[[], Any], target: str) -> list[Piece]:
-    return walk(model, inputs(), target)
 
 
 _KEPT: OrderedDict[Any, Any] = OrderedDict()

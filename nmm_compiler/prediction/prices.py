@@ -11,9 +11,9 @@
                  with the published law of the sum and of the wait for the other cores
 
 A logical core is one physical core, as our kernels are launched (`kernels.base.CORES`), unless two
-are asked for, as published systems on trn2 run. Then it is our kernel of two cores, with the
-published times of a barrier and of its exchanges; where a family has none for the sizes, one core's
-kernel of half of the tokens, heads, output features or ranks.
+are asked for, as published systems on trn2 run. Then it is our kernel of two cores, which is what
+the backend launches with `lnc=2`, with the published times of a barrier and of its exchanges; where
+a family has none for the sizes, one core's kernel, for which the other core waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SCORE_PASSES = 5.0
 # Share of the HBM rate at which decode reads the cache: 5 to 11 ns per token and layer were
 # published for Llama-2 70b and 13b on trn1 with one and two key heads (512 B a token and head).
 CACHE_RATE_SHARE = 0.23
-# Tokens from which both cores of a pair take half of the tokens instead of half of the weights.
+# Tokens from which two cores share the tokens, so that they exchange nothing.
 MANY_TOKENS = 256
 
 
@@ -154,7 +154,7 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
 
 
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
-    """Return the price of a kernel on one logical core, in the best split over its physical cores.
+    """Return the price of a kernel on one logical core, as our backend launches it there.
 
     Prices are kept, but for "tuned", which depends on what the cache holds now, and while kernels
     are noted.
@@ -169,17 +169,8 @@ def _kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     stored = with_weights(spec, machine.weights)
     if getattr(stored, "tp", 1) > 1:
         return _one_of_many(stored, machine)
-    if machine.lnc == 1:
-        us, source = _one_core(stored, machine)
-        return Price(us, source, stored.short())
-    pair = _pair_of_cores(stored, machine)
-    ways = [] if pair is None else [pair]
-    # what one core takes bounds what both do: a short kernel gains less than its barrier costs
-    for part, exchanges in ((stored, 0), *halves(stored)):
-        us, source = _one_core(part, machine)
-        us += PAIR_BARRIER_US + exchanges * PAIR_EXCHANGE_US
-        ways.append(Price(us, source, stored.short()))
-    return min(ways, key=lambda way: way.us)
+    us, source, cores = _launched(stored, machine)
+    return Price(us, source, stored.short() + (f" on {cores} cores" if cores > 1 else ""))
 
 
 def _one_of_many(stored: Any, machine: Machine) -> Price:
@@ -187,26 +178,35 @@ def _one_of_many(stored: Any, machine: Machine) -> Price:
 
     Simulated ranks arrive together, so the wait for the others is added.
     """
-    ways = [(stored, 0.0)]
-    if machine.lnc > 1:
-        ways = [(one, PAIR_BARRIER_US + n * PAIR_EXCHANGE_US) for one, n in halves(stored)]
     try:
         stored.check(machine.target)
-        found = [kernel_us(one, machine) + more for one, more in ways]
+        us = _shared_us(stored, machine)
+        us = kernel_us(stored, machine) + _idle_core_us(machine) if us is None else us
     except (CapacityError, SpecError, ShapeError):
-        found = [math.inf]
+        us = math.inf
     wait, size = wait_us(stored.tp, machine.target), stored.exchanged_bytes()
     how = f"{stored.short()} on {stored.tp} cores, the sum of {size:,} B inside"
-    return Price(min(found) + wait, f"{_kernel_source(machine)} + law", how)
+    return Price(us + wait, f"{_kernel_source(machine)} + law", how)
 
 
-def _pair_of_cores(stored: KernelSpec, machine: Machine) -> Price | None:
-    """Return the price of our kernel of two cores; None where its family has none for the sizes.
+def _launched(stored: KernelSpec, machine: Machine) -> tuple[float, str, int]:
+    """Return (microseconds, source, physical cores) of a kernel as our backend launches it."""
+    us = _shared_us(stored, machine)
+    if us is None:
+        us, source = _one_core(stored, machine)
+        return us + _idle_core_us(machine), source, 1
+    if machine.weights == "int8":
+        return _with_int8_us(us, stored, machine, machine.lnc), "bound", machine.lnc
+    return us, _kernel_source(machine), machine.lnc
+
+
+def _shared_us(stored: Any, machine: Machine) -> float | None:
+    """Return the microseconds of our kernel of two cores; None where there is none for the sizes.
 
     A barrier is charged for the end of the kernel, which takes both cores, and for each exchange
     what is published beyond what the simulator says of it.
     """
-    if machine.weights == "int8" or not hasattr(stored, "m"):
+    if machine.lnc == 1 or not hasattr(stored, "m"):
         return None
     spec = dataclasses.replace(stored, lnc=machine.lnc)
     if not spec.splits():
@@ -215,8 +215,12 @@ def _pair_of_cores(stored: KernelSpec, machine: Machine) -> Price | None:
         us = kernel_us(spec, machine)
     except (CapacityError, SpecError, ShapeError):
         return None
-    us += PAIR_BARRIER_US + exchanges_of(spec) * beyond_simulated_us(machine.target)
-    return Price(us, _kernel_source(machine), f"{spec.short()} on {spec.lnc} cores")
+    return us + PAIR_BARRIER_US + exchanges_of(spec) * beyond_simulated_us(machine.target)
+
+
+def _idle_core_us(machine: Machine) -> float:
+    """Return how much longer a kernel of one core takes where another core waits for it."""
+    return PAIR_BARRIER_US if machine.lnc > 1 else 0.0
 
 
 def beyond_simulated_us(target: Target) -> float:
@@ -227,7 +231,7 @@ def beyond_simulated_us(target: Target) -> float:
 
 def exchanges_of(spec: Any) -> int:
     """Return how often two cores exchange values in a kernel that halves its weights."""
-    if spec.m >= MANY_TOKENS or spec.family == "matmul":
+    if spec.m >= MANY_TOKENS or spec.family in ("matmul", "attention"):
         return 0
     ranks = ("r", "gate_r", "up_r", "down_r")
     factors = hasattr(spec, "pairs") or any(getattr(spec, name, 0) for name in ranks)
@@ -244,10 +248,18 @@ def _one_core(spec: KernelSpec, machine: Machine) -> tuple[float, str]:
             us, source = sum(kernel_us(one, machine) for one, _ in parts), known
         else:
             us, source = spec.roofline_us(target), "bound"
-    if machine.weights == "int8":  # no family here reads int8: half the bytes of bfloat16
-        compute = 1e6 * spec.flops() / target.peak_flops_per_second("bfloat16")
-        us, source = max(us / 2, compute), "bound"
+    if machine.weights == "int8":
+        return _with_int8_us(us, spec, machine, 1), "bound"
     return us, source
+
+
+def _with_int8_us(us: float, spec: KernelSpec, machine: Machine, cores: int) -> float:
+    """Return the microseconds with int8 weights of a kernel that takes `us` with bfloat16.
+
+    No family here reads int8: half the bytes of bfloat16.
+    """
+    compute = spec.flops() / (cores * machine.target.peak_flops_per_second("bfloat16"))
+    return max(us / 2, 1e6 * compute)
 
 
 def _kernel_source(machine: Machine) -> str:
@@ -262,34 +274,13 @@ def with_weights(spec: Any, weights: str) -> Any:
     return dataclasses.replace(spec, dtype=weights, scales="channel")
 
 
-def halves(spec: Any) -> list[tuple[Any, int]]:
-    """Return (one core's half, exchanges within it) for each way to split a kernel over two cores.
-
-    Both cores share HBM, so after a barrier one reads what the other wrote.
-    """
-    if spec.m >= MANY_TOKENS:
-        return [(dataclasses.replace(spec, m=-(-spec.m // 2)), 0)]
-    if hasattr(spec, "pairs"):
-        ranks = tuple((max(1, r // 2), ns) for r, ns in spec.pairs)
-        columns = tuple((r, tuple(max(1, n // 2) for n in ns)) for r, ns in spec.pairs)
-        cut = ((ranks, 1), (columns, 0))
-        return [(dataclasses.replace(spec, pairs=pairs), count) for pairs, count in cut]
-    down = int(spec.family == "gated_mlp")
-    ways = [(dataclasses.replace(spec, n=-(-spec.n // 2)), down)]
-    names = ("r", "gate_r", "up_r", "down_r")
-    factors = {name: getattr(spec, name) for name in names if getattr(spec, name, 0)}
-    if factors:
-        half = {name: max(1, rank // 2) for name, rank in factors.items()}
-        ways.append((dataclasses.replace(spec, **half), 1 + down))
-    return ways
-
-
 def _attention(piece: Piece, machine: Machine) -> Price:
     """Return the price of our kernel; a bound or a law where there is none."""
     assert piece.attention is not None
     for (spec,) in piece.ways:
         with contextlib.suppress(CapacityError, SpecError):
-            us = kernel_us(_heads_of_one_core(spec, machine.lnc), machine)
+            us = _shared_us(spec, machine)
+            us = kernel_us(spec, machine) + _idle_core_us(machine) if us is None else us
             return Price(us, _kernel_source(machine), spec.short())
     batch, heads, _, queries, keys, features, causal = piece.attention
     target = machine.target
@@ -304,12 +295,6 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     tensor = passes / target.tensor_clock_hz
     how = f"{queries:,} x {keys:,} scores, {heads} heads{', causal' if causal else ''}"
     return Price(1e6 * max(memory, engines, tensor), "bound", how)
-
-
-def _heads_of_one_core(spec: Any, lnc: int) -> Any:
-    """Return one physical core's share of an attention: heads of keys, with those of queries."""
-    shares = -(-spec.batch * spec.kv_heads // lnc)
-    return dataclasses.replace(spec, batch=shares, heads=spec.group, kv_heads=1)
 
 
 def _pointwise(piece: Piece, machine: Machine) -> Price:

@@ -37,6 +37,8 @@ from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 
 Row = tuple[KernelSpec, ...]
+Inputs = Mapping[str, Any] | Sequence[Any]
+Graphs = Sequence[tuple[fx.GraphModule, Sequence[Any]]]
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,23 @@ class Piece:
     apart: tuple[Piece, ...] = ()
 
 
-def walk(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any], target: str) -> list[Piece]:
+def walk(model: MetaModel, inputs: Inputs, target: str) -> list[Piece]:
     """Return the pieces of one pass of the model on these inputs, which need no data.
+
+    Raises PredictionError where the model cannot be traced.
+    """
+    return walk_graphs(model, graphs_of(model, inputs), target)
+
+
+def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
+    """Return the graphs of one pass of the model with their inputs; they are of no target yet.
 
     Raises PredictionError where the model cannot be traced.
     """
     args: Sequence[Any] = () if isinstance(inputs, Mapping) else inputs
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     try:
-        graphs = all_graphs(model.module, args, kwargs)
+        return all_graphs(model.module, args, kwargs)
     except NmmError:
         raise
     except Exception as error:  # the model's own code may not run without data
@@ -81,6 +91,10 @@ def walk(model: MetaModel, inputs: Mapping[str, Any] | Sequence[Any], target: st
         raise PredictionError(
             f"{model.name} cannot be traced without data: {type(error).__name__}: {text}"
         ) from error
+
+
+def walk_graphs(model: MetaModel, graphs: Graphs, target: str) -> list[Piece]:
+    """Return the pieces of graphs that were traced of this model, rewritten for a target."""
     names = {id(p): name for name, p in model.module.named_parameters(remove_duplicate=False)}
     pieces: list[Piece] = []
     for graph, given in graphs:

@@ -27,8 +27,12 @@ from nmm_compiler.prediction.prices import (
     PAIR_BARRIER_US,
     PAIR_EXCHANGE_US,
     Machine,
+    beyond_simulated_us,
+    exchanges_of,
     kernel_price,
+    price,
 )
+from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.targets import get
 
 pytest.importorskip("transformers")
@@ -299,13 +303,14 @@ def test_a_headline_says_when_low_rank_does_not_pay():
         ({"prompt": 0}, OptionTypeError, "prompt"),
         ({"tp": True}, OptionTypeError, "tp"),
         ({"lnc": 3}, OptionTypeError, "lnc"),
+        ({"lnc": 2, "target": "trn1"}, OptionTypeError, "1 physical core for a logical one"),
         ({"dtype": "int4"}, UnknownNameError, "dtype"),
         ({"include": ["mlp"]}, OptionTypeError, "ratio"),
     ],
 )
 def test_bad_arguments_are_named(changes, error, said):
     with pytest.raises(error, match=said):
-        predict(LLAMA, "trn2", **{**BASE, **changes})
+        predict(LLAMA, **{"target": "trn2", **BASE, **changes})
 
 
 def test_what_is_no_model_is_refused(tmp_path):
@@ -376,9 +381,30 @@ def test_two_cores_are_priced_by_our_kernel_of_two_cores():
     assert found.us == pytest.approx(expected, rel=1e-12)
     assert found.source == "simulated"
     assert "2 cores" in found.how
-    short = LowRankSpec(m=1, k=512, r=256, n=1024)  # one core's time and a barrier are less
-    alone = kernel_price(short, pair)
-    assert alone.us <= simulated_us(short, "trn2") + PAIR_BARRIER_US
-    assert "2 cores" not in alone.how
-    odd = dataclasses.replace(spec, n=1023)  # no halves that are alike: one core's price of a half
-    assert "2 cores" not in kernel_price(odd, pair).how
+    odd = dataclasses.replace(spec, n=1023)  # cannot be shared: one core's, and the other waits
+    one = kernel_price(odd, pair)
+    assert one.us == pytest.approx(simulated_us(odd, chip) + PAIR_BARRIER_US, rel=1e-12)
+    assert "2 cores" not in one.how
+
+
+def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_faster():
+    """A weight is stored whole, so that rows of half of few columns are short: no half of a weight
+    stored by core is priced, nor one core's kernel where there is one of two."""
+    chip = get("trn2")
+    pair = Machine(chip, lnc=2)
+    narrow = MatmulSpec(m=1, k=5120, n=384)
+    two = simulated_us(dataclasses.replace(narrow, lnc=2), chip) + PAIR_BARRIER_US
+    by_core = simulated_us(dataclasses.replace(narrow, n=192), chip) + PAIR_BARRIER_US
+    assert kernel_price(narrow, pair).us == pytest.approx(two, rel=1e-12)
+    assert two > by_core
+    attention = AttentionSpec(m=1, heads=8, kv_heads=8, context=512, d=64)
+    piece = Piece("attention", "attn", 1, attention=(1, 8, 8, 1, 512, 64, False),
+                  ways=((attention,),))  # fmt: skip
+    both = simulated_us(dataclasses.replace(attention, lnc=2), chip) + PAIR_BARRIER_US
+    assert price(piece, pair).us == pytest.approx(both, rel=1e-12)
+    stored = kernel_price(narrow, dataclasses.replace(pair, weights="int8"))
+    assert stored.us == pytest.approx(two / 2, rel=1e-12)  # bytes bind, not the products
+    rows = LowRankSpec(m=1, k=2048, r=1024, n=2048).sharded(4, "rows")
+    shared = simulated_us(dataclasses.replace(rows, lnc=2), chip) + PAIR_BARRIER_US
+    shared += exchanges_of(rows) * beyond_simulated_us(chip) + wait_us(4, chip)
+    assert kernel_price(rows, pair).us == pytest.approx(shared, rel=1e-12)
