@@ -2,14 +2,15 @@
 
     python benchmarks/paper_table.py [--models llama-3.2-1b,...] [--targets trn1] [--tps 1,4]
         [--batches 1,8,32] [--prompts 128,2048] [--ratios 0.05,0.1,0.2] [--workers 2]
-        [--weights bfloat16,float8_e4m3] [--price simulated|closed_form] [--rows FILE.jsonl]
-        [--check] [--markdown FILE.md]
+        [--weights bfloat16,float8_e4m3] [--price simulated|closed_form] [--subset]
+        [--rows FILE.jsonl] [--check] [--markdown FILE.md]
 
 A setting's ratios are lines of `--rows` (default benchmarks/data/paper_table.jsonl). A line holds
 digests of what decides its figures (what_decides.py): a run computes what is missing, and of a
 stale line the columns that are stale: the low-rank model, our dense one, the tutorial's, attention.
 `--markdown`, which writes the tables of the rows and computes nothing, marks stale lines; `--check`
-counts what is current in each column. A
+counts what is current in each column. `--subset` leaves settings out but those that the page has
+simulated: one sequence on one core, on four of trn2, and with fp8 on one core of trn2. A
 simulated row is shown before one of the closed form. Decode is predicted with 4,096 tokens in the
 cache; other contexts differ in attention alone, whose price each row has. The baselines: our
 strongest dense kernels, and a model whose dense MLP products are blocked as in AWS's NKI tutorial.
@@ -36,6 +37,7 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.prediction import predict as prediction
+from nmm_compiler.prediction import prices
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.plan import layer_gains
 from nmm_compiler.prediction.prices import Machine, Price, price
@@ -84,7 +86,7 @@ def tutorial_price(piece: Piece, machine: Machine) -> Price:
 
 def tutorial(model: str, target: str, **setting: Any) -> ModelPrediction:
     """Return the dense model with the tutorial's MLP products."""
-    with mock.patch.object(prediction, "price", tutorial_price):
+    with mock.patch.object(prices, "price", tutorial_price):
         return prediction.predict(model, target, **setting)
 
 
@@ -93,7 +95,8 @@ def times(made: ModelPrediction) -> dict[str, float]:
     decode = made.phase("decode")
     assert decode is not None
     attention = decode.by("kind").get("attention", 0.0)
-    return {"first": made.ttft_us, "token": decode.us, "attention": attention}
+    found = {"first": made.ttft_us, "token": decode.us, "attention": attention}
+    return {name: round(us, 2) for name, us in found.items()}
 
 
 @functools.cache
@@ -193,13 +196,20 @@ def rows_of(job: tuple[Row, dict[float, Row | None]]) -> list[Row]:
                 row |= {
                     "low": times(low), "dense": times(low.dense),
                     "mlp": {name: layer_gains(low, name).get("mlp") for name in phases},
-                    "weight_limit": low.dense.memory.weight_bytes / low.memory.weight_bytes,
+                    "weight_limit": round(
+                        low.dense.memory.weight_bytes / low.memory.weight_bytes, 5
+                    ),
                     "fits": low.memory.fits,
                 }  # fmt: skip
             made.append(row | {"code": code(row)})
     except NmmError as error:
         print(f"{setting}: {error}", file=sys.stderr)
     return made
+
+
+def rows_of_group(jobs: list[tuple[Row, dict[float, Row | None]]]) -> list[Row]:
+    """Return the rows of settings of one model, which is traced once for all targets."""
+    return [row for job in jobs for row in rows_of(job)]
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -224,12 +234,23 @@ def settings_of(given: argparse.Namespace) -> list[Row]:
     grid = itertools.product(
         given.weights, given.tps, given.batches, given.targets, given.models, given.prompts
     )
-    return [
+    made = [
         {"model": model, "target": target, "weights": weights, "tp": int(tp), "batch": int(batch),
          "prompt": int(prompt), "price": given.price}
         for weights, tp, batch, target, model, prompt in grid
         if weights == "bfloat16" or get(target).float8_kernels
     ]  # fmt: skip
+    return [one for one in made if not given.subset or in_subset(one)]
+
+
+def in_subset(setting: Row) -> bool:
+    """Return whether the page has the setting simulated: the others would take hours."""
+    if setting["batch"] > 1:
+        return False
+    if setting["tp"] == 1 and setting["weights"] == "bfloat16":
+        return True
+    other = (setting["tp"], setting["weights"])
+    return setting["target"] == "trn2" and other in ((4, "bfloat16"), (1, "float8_e4m3"))
 
 
 def compute(given: argparse.Namespace, rows: list[Row]) -> None:
@@ -241,7 +262,11 @@ def compute(given: argparse.Namespace, rows: list[Row]) -> None:
         left = {ratio: row for ratio, row in known.items() if row is None or is_stale(row)}
         if left:
             todo.append((setting, left))
-    rows += computed(given.rows, todo, rows_of, given.workers)
+    groups: dict[tuple[Any, ...], list[tuple[Row, dict[float, Row | None]]]] = {}
+    for setting, left in todo:
+        traced = tuple(setting[name] for name in ("model", "tp", "batch"))
+        groups.setdefault(traced, []).append((setting, left))
+    rows += computed(given.rows, list(groups.values()), rows_of_group, given.workers)
 
 
 def check(given: argparse.Namespace, rows: list[Row]) -> None:
@@ -279,7 +304,10 @@ our attention kernel. First tokens do not depend on the context, tokens not on t
 "fp8" has every matrix of the low-rank model and of "over dense" in float8_e4m3, with a scale for
 each output channel, as our kernels multiply it on trn2 and trn3 (x is rounded to fp8, too); its
 tutorial baseline stays in bfloat16. trn1 has no such kernels. Settings that a table lacks were not
-computed: `make bench-paper` adds them. A core is one physical core. {marks}
+computed: `make bench-paper` adds them. A core is one physical core.
+{marks}
+
+Four cores (tp 4) cut a model as [latency.md](latency.md) says, and low rank pays less there.
 """
 
 
@@ -365,6 +393,7 @@ def main() -> int:
     parser.add_argument("--price", choices=("simulated", "closed_form"), default="simulated")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--subset", action="store_true", help="what the page has simulated")
     parser.add_argument("--check", action="store_true", help="count current and stale figures")
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()

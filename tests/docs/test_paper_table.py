@@ -103,11 +103,37 @@ def test_a_run_is_asked_for_what_is_missing_or_stale(decided, monkeypatch, tmp_p
     given = argparse.Namespace(
         weights=["bfloat16"], tps=["1"], batches=["1"], targets=["trn1"], models=["llama-3.2-1b"],
         prompts=["128"], ratios=["0.1", "0.2"], price="closed_form", rows=tmp_path, workers=1,
+        subset=False,
     )  # fmt: skip
     known = row("closed_form", decided)
     table.compute(given, [known])
-    assert asked == [({**SETTING, "price": "closed_form"}, {0.2: None})]
+    assert asked == [[({**SETTING, "price": "closed_form"}, {0.2: None})]]
     asked.clear()
     decided["lowrank"] = "1"
     table.compute(given, [known])
-    assert asked == [({**SETTING, "price": "closed_form"}, {0.1: known, 0.2: None})]
+    assert asked == [[({**SETTING, "price": "closed_form"}, {0.1: known, 0.2: None})]]
+
+
+def test_a_setting_has_its_rows_in_every_column_and_the_tutorial_is_the_slower_model(monkeypatch):
+    monkeypatch.setattr(table, "code", lambda row: {})
+    monkeypatch.setattr(table, "CONTEXTS", (64, 128))
+    monkeypatch.setattr(table, "CONTEXT", 64)
+    setting = {**SETTING, "price": "closed_form"}
+    (made,) = table.rows_of_group([(setting, {0.2: None})])
+    assert made.keys() >= {*table.COLUMNS, "mlp", "weight_limit", "fits"}
+    assert made["tutorial"]["token"] > made["dense"]["token"] > made["low"]["token"]
+    assert made["attention"]["128"] >= made["attention"]["64"] > 0
+
+
+def test_the_subset_that_is_simulated_is_of_one_sequence():
+    given = argparse.Namespace(
+        weights=["bfloat16", "float8_e4m3"], tps=["1", "4"], batches=["1", "8"],
+        targets=["trn1", "trn2", "trn3"], models=["llama-3.2-1b"], prompts=["128"],
+        price="simulated", subset=True,
+    )  # fmt: skip
+    names = ("target", "tp", "weights")
+    found = [tuple(one[name] for name in names) for one in table.settings_of(given)]
+    assert sorted(found) == [
+        ("trn1", 1, "bfloat16"), ("trn2", 1, "bfloat16"), ("trn2", 1, "float8_e4m3"),
+        ("trn2", 4, "bfloat16"), ("trn3", 1, "bfloat16"),
+    ]  # fmt: skip
