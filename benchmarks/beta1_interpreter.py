@@ -2,10 +2,10 @@
 
 What it covers, and is used for here: tensors and their views (basic and nl.arange indices,
 reshape, broadcast_to), comparisons of nl.arange, nl.ndarray, nl.zeros, nl.load, nl.store,
-nl.affine_range, nl.matmul, nl.copy, nl.multiply, the unary functions, and its rewriting of loads
-and stores. What it lacks is in `_names` and `_isa`: dtypes and memories, which it takes from
-neuronxcc, static ranges, and nki.isa, whose functions are said here in terms of its own. Its gelu
-is the tanh one; it knows no fp8, and fp32 has no DMA transposes.
+nl.matmul, nl.copy, nl.multiply, the unary functions, and its rewriting of loads and stores. What it
+lacks is in `_names` and `_isa`: dtypes and memories, which it takes from neuronxcc, ranges other
+than from 0, nl.ds, and nki.isa, whose functions are said here in terms of its own. Its gelu is the
+tanh one; it knows no fp8, and fp32 has no DMA transposes.
 
 Needs a clone of github.com/Deep-Learning-Profiling-Tools/triton-viz; nothing of it is installed.
 
@@ -54,6 +54,27 @@ SPECS = (
     AttentionSpec(m=1, context=700, heads=8, kv_heads=2, d=128, **F),
     AttentionSpec(m=3, context=300, heads=4, kv_heads=2, d=64, window=200, k_layout="col",
                   rope="q", **F),
+    # heads of 32 and 64: on trn2 several tiles of keys share a pass
+    AttentionSpec(m=2, context=600, heads=4, kv_heads=2, d=64, **F),
+    AttentionSpec(m=1, context=300, heads=6, kv_heads=3, d=32, **F),
+    # norms, residuals
+    LowRankSpec(m=100, k=300, r=64, n=200, norm="rms", norm_gain=True, **F),
+    LowRankSpec(m=100, k=300, r=64, n=200, norm="layer", norm_gain=True, norm_bias=True,
+                norm_offset=1.0, x_layout="col", **F),
+    LowRankSpec(m=4, k=256, r=300, n=512, inner_norm=True, **F),
+    LowRankSpec(m=1, k=512, r=128, n=512, norm="rms", norm_gain=True, residual=True, **F),
+    LowRankSharedSpec(m=100, k=300, pairs=((128, (256, 300)), (200, (300,))), norm="rms",
+                      norm_gain=True, **F),
+    MatmulSpec(m=30, k=600, n=640, norm="layer", norm_gain=True, residual=True, **F),
+    GatedMLPUpSpec(m=100, k=300, n=300, r=64, norm="rms", norm_gain=True, **F),
+    GatedMLPSpec(m=1, k=256, n=512, r=128, norm="rms", norm_gain=True, residual=True, **F),
+    # tokens beyond whole tiles move; few tokens move past panels of weights
+    LowRankSpec(m=257, k=140, r=300, n=256, residual=True, **F),
+    GatedMLPSpec(m=257, k=256, n=384, gate_r=0, up_r=0, down_r=0, **F),
+    MatmulSpec(m=3, k=512, n=512, w_layout="col", **F),
+    # an activation and a bias between the products
+    LowRankSpec(m=9, k=256, r=100, n=300, inner_bias=True, inner_activation="silu",
+                u_layout="col", v_layout="col", **F),
 )  # fmt: skip
 LOOPED = (
     LowRankSpec(m=4200, k=256, r=128, n=512, **F),
@@ -75,6 +96,7 @@ def interpreter(checkout: Path) -> tuple[Any, Any]:
     vars(nl).update(_names())
     found = importlib.import_module("triton_viz.core.simulation.nki")
     found.nki_patch_lang()
+    nl.affine_range = range  # its own takes no start
     nl.add, nl.subtract = operator.add, operator.sub
     nl.maximum = lambda x, least: found.nki_builder.relu(x + -least) + least
     nl.minimum = lambda x, most: x - found.nki_builder.relu(x - most)
@@ -85,9 +107,13 @@ def interpreter(checkout: Path) -> tuple[Any, Any]:
 def _names() -> dict[str, Any]:
     """Return what the interpreter takes from neuronxcc: dtypes, memories, other ranges."""
     memories = {name: name for name in ("sbuf", "psum", "hbm", "shared_hbm")}
-    ranges = {"static_range": range, "sequential_range": range}
+    ranges = {"static_range": range, "sequential_range": range, "ds": _part}
     dtypes = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
     return {**dtypes, "par_dim": int, "broadcast_to": None, **memories, **ranges}
+
+
+def _part(start: int, size: int) -> slice:
+    return slice(start, start + size)
 
 
 def _isa(viz: Any) -> dict[str, Any]:
@@ -130,7 +156,7 @@ def _isa(viz: Any) -> dict[str, Any]:
         "tensor_tensor": lambda data1, data2, op, dtype=None, engine=None: op(data1, data2),
         "reciprocal": lambda data, dtype: builder.reciprocal(data),
         "tensor_copy": lambda src, engine=None, dtype=None: builder.copy(src),
-        "nc_matmul": lambda stationary, moving: builder.matmul(
+        "nc_matmul": lambda stationary, moving, **hints: builder.matmul(
             stationary, moving, transpose_x=True
         ),
         "nc_transpose": lambda data, engine=None: builder.load_transpose2d(data),

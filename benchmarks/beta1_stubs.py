@@ -5,8 +5,8 @@ documents that version with; the same at tags v2.26.0 and v2.26.1):
 
 - the table `nki_api/beta1_table.py`: names, parameters, their order as far as they may be given by
   place, and their defaults
-- emitted kernels of every family: each `nl.` and `nisa.` name, each keyword, the count of
-  positional arguments
+- emitted kernels of every family, with norms, residuals, few and moving tokens, packed heads, fp8
+  and scales: each `nl.` and `nisa.` name, each keyword, the count of positional arguments
 
 A stub that ends in **kwargs takes any keyword, so that one which it does not name is told apart:
 `perf_mode` of nc_matmul, which nki-samples uses. Ranges and nl.arange take *args there.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -30,15 +31,27 @@ from beta1_interpreter import LOOPED, SPECS
 from beta1_kernels import DOCS_COMMIT, unpacked
 
 from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.nki_api.beta1_api import beta_1
 from nmm_compiler.options import Options
 
+E4 = "float8_e4m3"
 FP8 = (
-    LowRankSpec(m=16, k=512, r=256, n=200, dtype="float8_e4m3", intermediate="float8_e4m3"),
-    MatmulSpec(m=130, k=512, n=200, dtype="float8_e4m3", scales="channel"),
-)
+    LowRankSpec(m=16, k=512, r=256, n=200, dtype=E4, intermediate=E4),
+    LowRankSpec(m=1, k=512, r=256, n=512, dtype=E4, scales="tensor"),
+    LowRankSpec(m=200, k=512, r=256, n=512, dtype=E4, scales="channel", x_dtype="bfloat16",
+                out_layout="col", u_layout="col", v_layout="col", residual=True),
+    LowRankSharedSpec(m=16, k=256, pairs=((128, (256,)), (64, (128,))), dtype=E4,
+                      scales="channel", x_dtype="bfloat16"),
+    MatmulSpec(m=130, k=512, n=200, dtype=E4, scales="channel"),
+    MatmulSpec(m=4, k=512, n=2048, dtype=E4, scales="tensor", w_layout="col"),
+    GatedMLPUpSpec(m=16, k=256, n=512, r=128, dtype=E4, scales="channel", x_dtype="bfloat16"),
+    GatedMLPSpec(m=16, k=256, n=512, r=128, dtype=E4, intermediate=E4, residual=True),
+)  # fmt: skip
+HALF = tuple(dataclasses.replace(spec, dtype="bfloat16") for spec in SPECS)
 NOT_IN_STUBS = {("nki.isa.nc_matmul", "perf_mode")}
 # Defaults of the stubs as the table writes them: the same operator, the same number.
 SPELLED = {"np.amax": "maximum", "fp32.min": repr(float(np.finfo(np.float32).min))}
@@ -160,7 +173,7 @@ def main() -> int:
     plain, small = Options(cache="off"), Options(cache="off", instruction_budget=100)
     kernels = [
         build_kernel(spec, target, dialect="neuronxcc", options=options)
-        for target, specs in (("trn1", SPECS), ("trn2", (*SPECS, *FP8)))
+        for target, specs in (("trn1", (*SPECS, *HALF)), ("trn2", (*SPECS, *HALF, *FP8)))
         for spec, options in [*((s, plain) for s in specs), *((s, small) for s in LOOPED)]
     ]
     uses: set[str] = set()

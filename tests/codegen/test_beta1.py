@@ -54,6 +54,16 @@ VARIANTS = {
     "prefill": AttentionSpec(m=140, context=333, heads=2, kv_heads=1, d=64, window=100, rope="qk"),
     "prefill capped": AttentionSpec(m=130, d=40, window=70, soft_cap=3.0, k_layout="col"),
     "decode by columns": AttentionSpec(m=3, context=150, heads=4, kv_heads=2, k_layout="col"),
+    "packed decode": AttentionSpec(m=1, context=300, heads=6, kv_heads=3, d=32),
+    "lowrank norm": LowRankSpec(
+        m=20, k=300, r=64, n=200, norm="layer", norm_gain=True, norm_bias=True, residual=True
+    ),
+    "gated_mlp norm": GatedMLPSpec(
+        m=1, k=256, n=384, r=64, norm="rms", norm_gain=True, residual=True
+    ),
+    "lowrank_shared norm": LowRankSharedSpec(
+        m=30, k=300, pairs=((128, (256, 300)), (200, (300,))), norm="rms", norm_gain=True
+    ),
     "lowrank fp8": LowRankSpec(m=16, k=512, r=256, n=200, dtype=FP8, intermediate=FP8, bias=True),
     "matmul fp8": MatmulSpec(m=130, k=512, n=200, dtype=FP8, scales="channel"),
     "lowrank base": LowRankSpec(m=1, k=256, r=129, n=256, base=True, intermediate="float32"),
@@ -62,6 +72,8 @@ QUICK = [(name, "trn1") for name in SPECS] + [
     ("lowrank", "trn2"),
     ("lowrank fp8", "trn2"),
     ("prefill", "trn1"),
+    ("packed decode", "trn2"),
+    ("lowrank norm", "trn1"),
 ]
 CASES = QUICK + [
     pytest.param(name, "trn2", marks=pytest.mark.long)
@@ -166,6 +178,63 @@ def test_a_loop_on_the_device_is_an_affine_range(layout):
     assert prove(kernel, seed=1).passed
 
 
+VIEWS = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def kernel(x):
+    out = nl.ndarray((512, 64), dtype=x.dtype, buffer=nl.shared_hbm)
+    tile = nl.ndarray((128, 4, 16), dtype=x.dtype, buffer=nl.sbuf)
+    {}
+    return out
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "made"),
+    [
+        (
+            ["nisa.dma_copy(dst=out[0:128, 0:32], src=tile[0:128, a : a + 2, 0:16]"
+             ".reshape((128, 32)))",
+             "tile = nl.ndarray((128, 8, 16), dtype=x.dtype, buffer=nl.sbuf)",
+             "nisa.dma_copy(dst=out[0:128, 0:32], src=tile[0:128, 0:2, 0:16].reshape((128, 32)))"],
+            ["flat_tile = tile.reshape((tile.shape[0], tile.shape[1] * tile.shape[2]))",
+             "nl.store(out[0:128, 0:32], value=flat_tile[0:128, nl.ds(a * tile.shape[2], 32)])",
+             "tile = nl.ndarray((128, 8, 16), dtype=x.dtype, buffer=nl.sbuf)",
+             "flat_tile = tile.reshape((tile.shape[0], tile.shape[1] * tile.shape[2]))",
+             "nl.store(out[0:128, 0:32], value=flat_tile[0:128, nl.ds(0, 32)])"],
+        ),
+        (
+            ["gain = tile[0:128, 0, 2:6].reshape((128, 4, 1))",
+             "nisa.tensor_tensor(dst=tile, data1=tile, data2=gain.broadcast(2, 16), op=nl.add)"],
+            ["i_p = nl.arange(128)[:, None, None]",
+             "i_t = nl.arange(4)[None, :, None]",
+             "tile[...] = nisa.tensor_tensor(data1=tile, "
+             "data2=tile[i_p, 0, 2 + i_t].broadcast_to((128, 4, 16)), op=nl.add, "
+             "dtype=tile.dtype)"],
+        ),
+        (
+            ["nisa.tensor_copy(dst=out[0:512, 0:16].reshape_dim(0, (4, 128)).permute((1, 0, 2)), "
+             "src=x[0:256, 0:16].reshape_dim(0, (2, 128)).permute((1, 0, 2)))"],
+            ["i_p = nl.arange(128)[:, None, None]",
+             "i_t = nl.arange(2)[None, :, None]",
+             "i_f = nl.arange(16)[None, None, :]",
+             "i_t2 = nl.arange(4)[None, :, None]",
+             "out[i_p + 128 * i_t2, i_f] = nisa.tensor_copy(src=x[i_p + 128 * i_t, i_f], "
+             "dtype=out.dtype)"],
+        ),
+    ],
+    ids=["free axes as one", "an axis of one element", "two sizes of one index"],
+)  # fmt: skip
+def test_views(lines, made):
+    (kernel,) = ast.parse(to_beta_1(VIEWS.format("\n    ".join(lines)))).body[3:]
+    body = [ast.unparse(statement) for statement in kernel.body]
+    assert body[-1 - len(made) : -1] == [ast.unparse(ast.parse(line)) for line in made]
+
+
 LOOPS = {
     "affine_range": """
         def f(sums, a, b, n):
@@ -200,6 +269,12 @@ LOOPS = {
                 g(dst[0:128, i, 0:8])
         def g(t):
             t[...] = nisa.memset(shape=t.shape, value=0.0, dtype=t.dtype)
+    """,
+    "sequential_range of a tile in another shape": """
+        def f(dst, src):
+            for i in range(4):
+                flat = dst.reshape((128, 64))
+                flat[0:128, 0:8] = nisa.tensor_copy(src=src[0:128, i, 0:8])
     """,
     "static_range of a size": """
         def f(dst, src):

@@ -21,12 +21,13 @@ def lines_of(script, *arguments):
     return done.stdout.splitlines()
 
 
-def test_every_family_is_right_in_triton_viz(request):
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+def test_every_family_is_right_in_triton_viz(request, target):
     clone = request.config.getoption("--triton-viz", default=None)
     if clone is None:
         pytest.skip(INSTALL)
-    lines = lines_of("beta1_interpreter.py", "--checkout", clone)
-    assert len(lines) == 14
+    lines = lines_of("beta1_interpreter.py", "--checkout", clone, "--target", target)
+    assert len(lines) == 28
     assert all(": right, " in line for line in lines)
 
 
@@ -36,5 +37,5 @@ def test_the_stubs_of_sdk_2_26_define_what_the_table_says_and_kernels_use(reques
         pytest.skip("git clone https://github.com/aws-neuron/aws-neuron-sdk; --neuron-docs DIR")
     table, kernels, verdict = lines_of("beta1_stubs.py", "--docs", clone)
     assert table == "table: 134 functions of the stubs, 0 differences"
-    assert kernels.startswith("30 emitted kernels use ")
+    assert kernels.startswith("116 emitted kernels use ")
     assert verdict == "no differences"

@@ -42,13 +42,19 @@ class _Spread(Editor):
         joined: Any = on_one_line(small)  # type: ignore[arg-type]
         if 4 * self.depth + len(text(joined)) <= WIDTH:
             return updated.with_changes(body=[joined])
-        return updated.with_changes(body=[joined.with_changes(value=_spread(joined.value))])
+        spread = _spread(joined.value, self.depth)
+        return updated.with_changes(body=[joined.with_changes(value=spread)])
 
 
-def _spread(call: Any) -> Any:
-    """Return a call with a line for each argument, a list comprehension with one for its `for`."""
-    inner = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace("    "))
-    outer = cst.ParenthesizedWhitespace(indent=True)
+def _spread(call: Any, depth: int, nested: int = 0) -> Any:
+    """Return a call with a line for each argument, a list comprehension with one for its `for`.
+
+    depth: of the statement. nested: how many such calls it is in.
+    """
+    spaces = ["    " * (nested + more) for more in (1, 0)]
+    inner, outer = (
+        cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(s)) for s in spaces
+    )
     if isinstance(call, cst.ListComp):
         return call.with_changes(
             lbracket=cst.LeftSquareBracket(whitespace_after=inner),
@@ -56,8 +62,14 @@ def _spread(call: Any) -> Any:
             rbracket=cst.RightSquareBracket(whitespace_before=outer),
         )
     last = len(call.args) - 1
+    room = WIDTH - 4 * (depth + nested + 1) - 1
     args = [
-        arg.with_changes(comma=cst.Comma(whitespace_after=outer if place == last else inner))
+        arg.with_changes(
+            value=_spread(arg.value, depth, nested + 1)
+            if isinstance(arg.value, cst.Call) and len(text(arg)) > room
+            else arg.value,
+            comma=cst.Comma(whitespace_after=outer if place == last else inner),
+        )
         for place, arg in enumerate(call.args)
     ]
     return call.with_changes(args=args, whitespace_before_args=inner)

@@ -19,7 +19,7 @@ from typing import Any
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from nmm_compiler.codegen.beta1.expressions import minus, number, parsed, root, text
+from nmm_compiler.codegen.beta1.expressions import method, minus, number, parsed, root, text
 from nmm_compiler.codegen.beta1.facts import Functions, calls, parameters
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.trees import Editor, nodes
@@ -144,6 +144,8 @@ class _Iterators(Editor):
             if isinstance(small, cst.Assign):
                 target = small.targets[0].target
             if isinstance(target, cst.Name):
+                if _of_other_shape(small.value) and root(small.value) not in own:
+                    return False  # the name is a tensor that other iterations have too
                 own.add(target.value)
                 step = _step(small.value, steps)
                 if step:
@@ -222,6 +224,11 @@ def _of_list(node: Any) -> bool:
         return False
     index = node.slice[0].slice
     return isinstance(index, cst.Index) and not isinstance(index.value, cst.Ellipsis)
+
+
+def _of_other_shape(node: Any) -> bool:
+    called = method(node)
+    return called is not None and called[1] == "reshape"
 
 
 def read_first(body: Sequence[Any]) -> set[str]:

@@ -50,6 +50,7 @@ from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, withou
 from nmm_compiler.codegen.beta1.layout import laid_out
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
 from nmm_compiler.codegen.beta1.moves import with_moves
+from nmm_compiler.codegen.beta1.new_names import NewNames
 from nmm_compiler.codegen.beta1.predicates import predicate
 from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
@@ -129,7 +130,7 @@ class _Function:
         body = _body(self.function)
         self.views = self._view_names(body)
         self.bodies: dict[str, cst.FunctionDef] = {}
-        self.indices: dict[str, str] = {}
+        self.names = NewNames()
         made = remove_unused(self._block(body))
         decorators = self.function.decorators
         return _with_body(self.function, made).with_changes(decorators=decorators)
@@ -150,7 +151,7 @@ class _Function:
                     if is_reshaped(node):
                         continue
                     name = root(node.func.value)
-                    part = isinstance(node.func.value, cst.Subscript) and name in tiles
+                    part = isinstance(_receiver(node), cst.Subscript) and name in tiles
                     if node.func.attr.value in METHODS and name in local and not part:
                         found.add(name)
                 elif isinstance(node, cst.Assign):
@@ -188,6 +189,7 @@ class _Function:
             if isinstance(statement, cst.If):
                 statement, left = self._sunk(statement, left)
             new = self._statement(statement)
+            self.names.change(assigned_names([statement]))
             comments = list(getattr(statement, "leading_lines", ()))
             if not new:  # its comment moves to the next statement
                 leading += comments if any(line.comment for line in comments) else []
@@ -207,6 +209,7 @@ class _Function:
             return self._if(statement)
         if isinstance(statement, cst.For):
             return [statement.with_changes(body=self._nested(statement.body))]
+        self.names.begin()
         small = statement.body[0]
         if isinstance(small, cst.Assign):
             return self._assign(statement, small)
@@ -227,9 +230,9 @@ class _Function:
 
     def _nested(self, block: Any) -> Any:
         """Return a nested block. Its index names are assigned again behind it."""
-        self.indices = {}
+        self.names.forget()
         body = self._block(block.body)
-        self.indices = {}
+        self.names.forget()
         return block.with_changes(body=body or [cst.parse_statement("pass")])
 
     def _if(self, statement: cst.If) -> list[Statement]:
@@ -322,17 +325,7 @@ class _Function:
         """Return assignments of index names, and the node with its views as index expressions."""
         before: dict[str, Expression] = {}
         made = _Views(self, before).edit(_Values().edit(node))
-        return self._assigned(before), made
-
-    def _assigned(self, indices: dict[str, Expression]) -> list[Statement]:
-        """Return assignments of the index names that do not hold these values yet."""
-        made: list[Statement] = []
-        for name, value in indices.items():
-            if self.indices.get(name) != text(value):
-                self.indices[name] = text(value)
-                assign = cst.Assign([cst.AssignTarget(cst.Name(name))], value)
-                made.append(cst.SimpleStatementLine([assign]))
-        return made
+        return self.names.assigned(before), made
 
     def _with(self, before: list[Statement], statement: Any, small: Any) -> list[Statement]:
         """Return `before`, then the statement as `small`. The statement's comment comes first."""
@@ -371,9 +364,10 @@ class _Function:
         indices: dict[str, Expression] = {}
         if name == "affine_select":
             compared, indices = predicate(call, self._partitions(dst))
+            self.names.take(indices)
             given = [_named("pred", compared), *given]
         before, (value) = self._spelled(call.with_changes(args=given))
-        before = [*self._assigned(indices), *before]
+        before = [*self.names.assigned(indices), *before]
         sums = name == "nc_matmul" and self.facts.summed(self.name, root(dst))
         viewed = isinstance(dst, cst.Name) and dst.value in self.views
         before_dst, target = self._spelled(dst if viewed else _target(dst))
@@ -405,8 +399,8 @@ class _Function:
         if view is not None and spread is not None:
             if elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
                 raise DialectError(f"a DMA that repeats {text(src)} along the free axes")
-            indices, source = view.spelled()[::-1]
-            before = self._assigned(indices)
+            source, indices = self.names.spelled(view)
+            before = self.names.assigned(indices)
         else:
             before, source = self._spelled(src)
         more, target = self._spelled(dst)
@@ -422,6 +416,13 @@ class _Function:
         if spread is not None:
             value = cst.Call(cst.Attribute(value, cst.Name("broadcast_to")), [cst.Arg(spread)])
         return before, cst.Assign([cst.AssignTarget(_target(target))], value)
+
+
+def _receiver(node: Expression) -> Expression:
+    """Return what a chain of methods is called on."""
+    while (called := method(node)) is not None:
+        node = called[0]
+    return node
 
 
 def _named(name: str, value: Expression) -> cst.Arg:
@@ -463,7 +464,7 @@ class _Views(Editor):
             view: View | None = self.function.scope.view(node)
             if view is None:
                 return self._whole(node)
-            spelled, indices = view.spelled()
+            spelled, indices = self.function.names.spelled(view)
             self.before.update(indices)
             if view.spread is None:
                 return spelled

@@ -25,6 +25,7 @@ from nmm_compiler.codegen.beta1.expressions import (
     number,
     parsed,
     plus,
+    root,
     same,
     span,
     subscript,
@@ -61,7 +62,8 @@ class Dimension:
 class View:
     """A view of `base`: its dimensions, and its axes in their order.
 
-    flat: the base has one dimension. spread: the shape that it is broadcast to.
+    flat: the base has one dimension. spread: the shape that it is broadcast to. whole: of a base
+    that is another tensor in a new shape, what it is, to be assigned to the name.
     """
 
     base: Expression
@@ -69,6 +71,7 @@ class View:
     axes: tuple[Axis, ...]
     flat: bool = False
     spread: Expression | None = None
+    whole: Expression | None = None
 
     @staticmethod
     def of(base: Expression, indices: Sequence[Any]) -> View:
@@ -135,6 +138,45 @@ class View:
         axes = (*self.axes[:place], outer, inner, *self.axes[place + 1 :])
         return dataclasses.replace(self, dimensions=tuple(dimensions), axes=axes)
 
+    def reshaped(self, sizes: Sequence[Expression]) -> View | None:
+        """Return the view in another shape, or None where index expressions have no form for it.
+
+        One axis becomes two, an axis of one element comes last, or all axes but the first become
+        one: these lie behind each other, or the current dialect has no such view either.
+        """
+        given = [axis.size for axis in self.axes]
+        if len(given) == 1 and len(sizes) == 2:
+            return self.split(0, sizes)
+        longer = len(sizes) == len(given) + 1 and number(sizes[-1]) == 1
+        if longer and all(map(same, given, sizes)):
+            return dataclasses.replace(self, axes=(*self.axes, Axis(integer(1))))
+        if len(sizes) == 2 < len(given) and self.plain and same(given[0], sizes[0]):
+            return self._merged(sizes[1])
+        return None
+
+    def _merged(self, size: Expression) -> View:
+        """Return the view with its dimensions but the first as one: the tensor has them as one."""
+        first, *others = self.dimensions
+        shape = cst.Attribute(self.base, cst.Name("shape"))
+        lengths = [
+            subscript(shape, [cst.Index(integer(place))]) for place in range(len(self.dimensions))
+        ]
+        start: Expression = integer(0)
+        length: Expression = integer(1)
+        for dimension, one in zip(reversed(others), reversed(lengths[1:]), strict=True):
+            if number(dimension.start) != 0:
+                start = plus(times(dimension.start, length), start)
+            length = times(one, length)
+        whole = cst.Call(
+            cst.Attribute(self.base, cst.Name("reshape")),
+            [cst.Arg(cst.Tuple([cst.Element(lengths[0]), cst.Element(length)]))],
+        )
+        axis = Axis(size)
+        part = cst.Index(cst.Call(parsed("nl.ds"), [cst.Arg(start), cst.Arg(size)]))
+        merged = Dimension(start, ((axis, integer(1)),), part)
+        name = cst.Name(f"flat_{root(self.base)}")
+        return View(name, (first, merged), (self.axes[0], axis), whole=whole)
+
     def permuted(self, order: Sequence[int]) -> View:
         """Return the view with its axes in another order."""
         return dataclasses.replace(self, axes=tuple(self.axes[place] for place in order))
@@ -148,14 +190,17 @@ class View:
         )
 
     def spelled(self) -> tuple[Expression, dict[str, Expression]]:
-        """Return the view as a subscript, and the index names in it with their values."""
+        """Return the view as a subscript, and the names in it that are new, with their values."""
+        made: dict[str, Expression] = {}
+        if self.whole is not None:
+            made[text(self.base)] = self.whole
         if self.plain:
             slices = [
                 d.spelled or (span(d.start, plus(d.start, d.terms[0][0].size)) if d.terms
                               else cst.Index(d.start))
                 for d in self.dimensions
             ]  # fmt: skip
-            return subscript(self.base, slices), {}
+            return subscript(self.base, slices), made
         names = dict(zip(self.axes, index_names(len(self.axes)), strict=True))
         used: dict[str, Expression] = {}
         indices: list[cst.BaseSlice] = []
@@ -171,8 +216,8 @@ class View:
         if self.flat:  # Beta 1 indexes a tensor of one dimension as a row of two
             indices = [cst.Index(integer(0)), *indices]
             base = _row(base)
-        ordered = {name: used[name] for name in names.values() if name in used}
-        return subscript(base, indices), ordered
+        made |= {name: used[name] for name in names.values() if name in used}
+        return subscript(base, indices), made
 
 
 def index_names(rank: int) -> tuple[str, ...]:
@@ -242,8 +287,9 @@ class Scope:
             indices: list[Any] = [cst.Slice(integer(0), axis.size) for axis in view.axes]
             indices[self._constant(arguments[0])] = cst.Index(arguments[1])
             return view.at(indices)
-        if name == "reshape" and len(view.axes) == 1:
-            return view.split(0, elements(arguments[0]))
+        reshaped = view.reshaped(elements(arguments[0])) if name == "reshape" else None
+        if reshaped is not None:
+            return reshaped
         if name == "broadcast":
             sizes = [axis.size for axis in view.axes]
             sizes[self._constant(arguments[0])] = arguments[1]
