@@ -20,8 +20,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from paper_kernels import PAPER_KERNELS, paper_kernel
 from public_examples import example_cases, matmul_cases
 from public_outcomes import WrongError
 
@@ -226,59 +226,20 @@ def _harness(harness: Path, solution: Path) -> None:
 def neuronmm_cases(folder: Path) -> Iterator[Case]:
     """Yield the paper's kernels at Llama 3.2 1B's up projection and at a ragged shape."""
     path = folder / "test_speedup.py"
-    for m, k, r, n in ((2048, 128, 1280, 8192), (1000, 300, 200, 700)):
-        for name in ("fused_three_mm_XTUV", "fused_mlp_up_T"):
+    for name in PAPER_KERNELS:
+        for sizes in ((128, 2048, 1280, 8192), (300, 1000, 200, 700)):
+            said = "x".join(map(str, sizes))
             yield (
-                f"NeuronMM: {name} {k}x{m}x{r}x{n}",
-                lambda name=name, s=(m, k, r, n): (  # type: ignore[misc]
-                    _neuronmm(path, name, s)
-                ),
+                f"NeuronMM: {name} {said}",
+                lambda name=name, sizes=sizes: _neuronmm(path, name, sizes),  # type: ignore[misc]
             )
-    yield (
-        "NeuronMM: nki_matmul_fully_optimized_",
-        lambda: _neuronmm(path, "nki_matmul_fully_optimized_", (2048, 128, 0, 8192)),
-    )
 
 
-def paper_reference(name: str, arrays: list[np.ndarray]) -> np.ndarray:
-    """Return what a kernel of the paper computes, in float64."""
-    wide = [a.astype(np.float64) for a in arrays]
-    if name == "nki_matmul_fully_optimized_":
-        return np.asarray(wide[0].T @ wide[1])
-    if name == "fused_three_mm_XTUV":
-        return np.asarray(wide[0].T @ wide[1] @ wide[2])
-    x, gate_u, gate_v, up_u, up_v = wide
-    gate = x @ gate_u @ gate_v
-    return np.asarray((gate / (1 + np.exp(-gate)) * (x @ up_u @ up_v)).T)
-
-
-def _neuronmm(path: Path, name: str, shape: tuple[int, int, int, int]) -> None:
-    m, k, r, n = shape
-    random = np.random.default_rng(0)
-
-    def array(*size: int, terms: int = 1) -> np.ndarray:
-        values = random.standard_normal(size) / np.sqrt(terms)
-        return values.astype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
-
-    if name == "nki_matmul_fully_optimized_":
-        arrays = [array(m, k), array(m, n, terms=m)]
-    elif name == "fused_three_mm_XTUV":
-        arrays = [array(m, k), array(m, r, terms=m), array(r, n, terms=r)]
-    else:
-        arrays = [
-            array(k, m),
-            *(a for _ in "12" for a in (array(m, r, terms=m), array(r, n, terms=r))),
-        ]
-    wanted = paper_reference(name, arrays)
-    choose = getattr(load_file(path), f"get_{name}_params", None)
-    sizes = choose(k) if choose is not None else {}
+def _neuronmm(path: Path, name: str, sizes: tuple[int, int, int, int]) -> None:
     for target in ("trn1", "trn2"):
-        run = simulate(f"{path}:{name}", *arrays, target=target, named=sizes)
-        blocks = 1 + max(m, r) // 512  # partial sums that the kernel rounds to bfloat16
-        bound = 2.0**-8 * (blocks + 4) * np.sqrt(2) * float(np.abs(wanted).max())
-        worst = float(np.abs(run.output.astype(np.float64) - wanted).max())
-        if not worst <= bound:
-            raise WrongError(f"{target}: error {worst:.3g}, bound {bound:.3g}")
+        told = paper_kernel(path, name, sizes, target)
+        if not told.passed:
+            raise WrongError(f"{target}: {told}")
 
 
 def all_cases(
