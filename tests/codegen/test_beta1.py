@@ -226,8 +226,17 @@ def kernel(x):
              "out[i_p + 128 * i_t2, i_f] = nisa.tensor_copy(src=x[i_p + 128 * i_t, i_f], "
              "dtype=out.dtype)"],
         ),
+        (  # pred has the shape of the tile, as the documentation wants, with every axis of it
+            ["nisa.affine_select(dst=tile, pattern=[[0, 4], [0, 16]], channel_multiplier=-1, "
+             "offset=9, on_true_tile=tile, on_false_value=0.0, cmp_op=nl.greater_equal)"],
+            ["i_p = nl.arange(tile.shape[0])[:, None, None]",
+             "i_t = nl.arange(4)[None, :, None]",
+             "i_f = nl.arange(16)[None, None, :]",
+             "tile[...] = nisa.affine_select(pred=(9 - i_p + 0 * i_t + 0 * i_f >= 0), "
+             "on_true_tile=tile, on_false_value=0.0, dtype=tile.dtype)"],
+        ),
     ],
-    ids=["free axes as one", "an axis of one element", "two sizes of one index"],
+    ids=["free axes as one", "an axis of one element", "two sizes of one index", "a predicate"],
 )  # fmt: skip
 def test_views(lines, made):
     (kernel,) = ast.parse(to_beta_1(VIEWS.format("\n    ".join(lines)))).body[3:]
