@@ -121,7 +121,11 @@ def sample_cases(folder: Path) -> Iterator[Case]:
             yield f"samples: {name}", run
     private = PrivateModules([folder / "test" / "unit", folder / "src"])
     for path in sorted((folder / "test" / "unit").glob("test_*.py")):
-        module = private.load(path.stem)
+        try:
+            module = private.load(path.stem)
+        except NmmError as error:
+            yield f"samples: {path.stem}", lambda error=error: _raise(error)  # type: ignore[misc]
+            continue
         for kind in vars(module).values() if module is not None else ():
             if not (isinstance(kind, type) and kind.__name__.startswith("Test")):
                 continue

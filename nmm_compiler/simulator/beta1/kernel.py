@@ -262,9 +262,11 @@ def _decorator(made: type[Kernel], checked: bool = True) -> Callable[..., Any]:
 
 
 benchmark = _decorator(Benchmark)
+unchecked = _decorator(Kernel, checked=False)
 _MODES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), _decorator(Kernel)),
     "benchmark": benchmark,
+    "trace": unchecked,  # not documented; nki-samples marks functions that kernels call with it
 }
 
 
@@ -273,9 +275,6 @@ def jit(function: Any = None, mode: str = "auto", **options: Any) -> Any:
     if mode not in _MODES:
         raise KernelArgumentError(f"nki.jit: mode {mode!r}; Beta 1 has {', '.join(_MODES)}")
     return _MODES[mode](function, **options)
-
-
-unchecked = _decorator(Kernel, checked=False)
 
 
 def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:

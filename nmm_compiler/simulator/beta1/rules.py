@@ -299,8 +299,13 @@ def _selected(name: str, rule: list[str], given: Arguments) -> Tensor:
     ((expression, op),) = predicate.terms
     kind = tile.kind if dtype is None else kind_of(dtype)
     shape = tile.shape
-    if math.prod(shape) < math.prod(expression.shape):
-        shape = expression.shape
+    rank = max(len(shape), len(expression.shape))
+    if expression.aligned(rank)[0] != (1,) * (rank - len(shape)) + shape:
+        raise fail(
+            TensorShapeError,
+            f"{name}: pred has shape {expression.shape}, on_true_tile {shape}; they must have the "
+            "same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
+        )
     session().flush()
     box = box_of(mask, shape)
     if box is False:

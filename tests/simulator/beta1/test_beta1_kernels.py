@@ -74,7 +74,7 @@ simulate_kernel = nki.simulate_kernel
     assert latency.get_latency_percentile(99) == profile.device_us
 
 
-@pytest.mark.parametrize("mode", ["auto", "jax", "torchxla", "baremetal", "simulation"])
+@pytest.mark.parametrize("mode", ["auto", "jax", "torchxla", "baremetal", "simulation", "trace"])
 def test_every_mode_of_jit_runs_here(mode):
     text = f"""{HEADER}
 @nki.jit(mode={mode!r})

@@ -283,6 +283,15 @@ def test_affine_select_and_iota_of_an_index():
     )  # fmt: skip
     lower, count = result.outputs
     assert np.array_equal(lower, np.tril(a))
+    for pred, shape in (("50 - i_p >= 0", r"\(100, 1\)"), ("i_f >= 2", r"\(1, 100\)")):
+        with pytest.raises(errors.TensorShapeError, match=f"pred has shape {shape}, on_true_tile"):
+            run(
+                f"""
+                i_p, i_f = nl.arange(100)[:, None], nl.arange(100)[None, :]
+                return out(nisa.affine_select(pred={pred}, on_true_tile=nl.load(a),
+                                              on_false_value=0.0))
+                """, a,
+            )  # fmt: skip
     assert np.array_equal(count, 3 * np.arange(100)[:, None] - np.arange(100) + 5)
 
 
