@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nmm_compiler.errors import KernelArgumentError
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -91,3 +93,29 @@ def test_a_case_without_a_reason_fails_whatever_the_share(public):
     text = io.StringIO()
     assert public.explain(Console(file=text, width=200), [row]) == 1
     assert "1 not explained" in text.getvalue()
+
+
+def test_a_module_that_does_not_load_is_a_case_that_fails(public, tmp_path):
+    """The others of its folder run all the same."""
+    from beta1_kernels import sample_cases
+
+    units = tmp_path / "test" / "unit"
+    units.mkdir(parents=True)
+    text = """
+import neuronxcc.nki as nki
+
+@nki.jit(mode={mode!r})
+def kernel(a):
+    return a
+
+class TestKernel:
+    def test_numerics(self, simulation_only):
+        assert simulation_only
+"""
+    for name, mode in (("test_bad", "fast"), ("test_good", "trace")):
+        (units / f"{name}.py").write_text(text.format(mode=mode), "utf-8")
+    found = dict(sample_cases(tmp_path))
+    assert list(found) == ["samples: test_bad", "samples: numerics"]
+    found["samples: numerics"]()
+    with pytest.raises(KernelArgumentError, match="mode 'fast'"):
+        found["samples: test_bad"]()
