@@ -74,7 +74,7 @@ def theirs_knows(spec: AttentionSpec) -> bool:
 def library_us(
     kernel: Any, target: str, shapes: dict[str, tuple[int, ...]], strict: bool = False, **more: Any
 ) -> float:
-    """Return the simulated time of a kernel; arrays are bfloat16, positions and frequencies fp32."""
+    """Return the simulated time of a kernel, arrays bfloat16, positions, frequencies fp32."""
     dtypes = dict.fromkeys(("positions", "starts", "inv_freqs"), "float32")
     arrays = {n: ArraySpec(shape, dtypes.get(n, "bfloat16")) for n, shape in shapes.items()}
     run = simulate(kernel, target=target, mode="timing", strict=strict, named={**arrays, **more})
