@@ -1,6 +1,7 @@
 """The time that a kernel cannot take less than: phases that each wait for the one before.
 
-    start     the first DMA begins, and its semaphore wakes the first product
+    start     the first DMA begins, on one DMA engine after another, and its semaphore wakes the
+              first product
     operands  every operand crosses HBM; or the first ones do, and TensorE makes all its passes
     between   of two products in a row: the last sum of the first leaves PSUM
     results   of two products, x as k x m: the results of the tokens that come last are made, leave
@@ -59,8 +60,9 @@ def phases_us(spec: ProductSpec, target: str) -> dict[str, float]:
             ),
             key=sum,
         )
+    # each DMA engine carries an equal share of the operands, and the last one begins late
     return {
-        "start": begin,
+        "start": begin + chip.dma_stagger_seconds * _US,
         "operands": operands,
         "between": between,
         "results": results,

@@ -41,6 +41,49 @@ def test_patches_and_segments_equal_float64(out_layout, fields, changes):
     assert proof.passed, proof
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n", "chunk", "fields"),
+    [
+        (16, 256, 700, 128, {"activation": "gelu"}),
+        (100, 1152, 640, 256, {"bias": True}),
+        (128, 640, 1024, 256, {"residual": True}),
+        (200, 896, 1536, 384, {"activation": "silu", "dtype": "float32"}),
+        (256, 512, 1024, 256, {}),
+        (64, 384, 1000, 384, {}),
+    ],
+)
+@pytest.mark.parametrize(("panels", "ahead"), [(1, 0), (2, 0), (2, 1)])
+def test_short_loads_at_both_ends_equal_float64(m, k, n, chunk, fields, panels, ahead):
+    """Last chunks of one tile and of several, one and two tiles of tokens, a panel ahead."""
+    spec = MatmulSpec(m=m, k=k, n=n, x_layout="col", **fields)
+    block = 512 * -(-n // (512 * panels)) if panels > 1 else 128 * -(-n // 128)
+    changes = {
+        "w.chunk": chunk, "x.chunk": chunk, "m_block": 256, "x.group": 2, "w.group": 3,
+        "w.block": block, "w.resident": False, "k_segment": 0,
+    }  # fmt: skip
+    plain = schedule_of(spec, changes)
+    schedule = plain.changed({"short_start": True, "short_end": True, "ahead": ahead})
+    kernel = build_kernel(spec, "trn2", schedule)
+    assert "sum_last_tiles" in kernel.source
+    assert prove(kernel).passed
+
+
+def test_few_tokens_wait_for_w_and_end_in_short_loads():
+    """The last load is 128 rows of 512 outputs; a product that TensorE bounds keeps long ones."""
+    spec = MatmulSpec(m=128, k=4096, n=1024, x_layout="col")
+    kernel = build_kernel(spec, "trn2")
+    assert kernel.schedule.short_end
+    loads = [t for t in kernel.profile().timeline.transfers if t.hbm_read_bytes]
+    assert loads[-1].hbm_read_bytes == 128 * 512 * 2
+    ended = kernel.schedule.changed({"short_end": False})
+    assert (
+        kernel.profile().latency_us < 0.97 * build_kernel(spec, "trn2", ended).profile().latency_us
+    )
+    large = choose(MatmulSpec(m=512, k=4096, n=1024, x_layout="col"), "trn2")[0].schedule
+    assert large.short_start
+    assert not large.short_end
+
+
 @pytest.mark.parametrize("scales", ["tensor", "channel"])
 def test_segments_of_double_rows_equal_float64(scales):
     spec = MatmulSpec(m=200, k=900, n=300, dtype="float8_e4m3", scales=scales, x_layout="col")

@@ -13,18 +13,12 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.few_tokens import expand_few, load_aside, load_few, start_weights
-from ..pieces.loads_and_stores import (
-    evict,
-    finish_columns,
-    finish_rows,
-    load,
-    store,
-    store_rows,
-)
+from ..pieces.few_tokens import expand_few, load_few, start_weights
+from ..pieces.loads_and_stores import finish_columns, finish_rows, store, store_rows
 from ..pieces.moving_tokens import store_turned
 from ..pieces.norms import load_normed, norm_of_x
-from ..pieces.packed_loads import load_packed
+from ..pieces.patch_loads import load_ahead, panel_tiles
+from ..pieces.patch_sums import add_up, sum_patch, totals_of
 from ..pieces.records import (
     Block,
     Chunks,
@@ -151,8 +145,11 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
     # no result has left yet, so that x takes their queue beside the loads of w
     aside = schedule.own_queue and at.m0 == 0 and not schedule.m_loop and not several
     aside = aside and spec.k > schedule.w.chunk
+    first_of_all = schedule.short_start and at.m0 == 0 and not schedule.m_loop
     early = schedule.ahead > 0 and not several and not schedule.w.resident
     w_chunks = (spec.k + schedule.w.chunk - 1) // schedule.w.chunk
+    # sums of segments leave for HBM as they are
+    plain = spec.activation == "identity" and not spec.bias and not spec.scales and moving == 0
     x_tiles = []
     w_next = []
     for n0 in range(0, spec.n, schedule.w.block):
@@ -165,6 +162,8 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
             totals = nl.ndarray(
                 (128, (height + 127) // 128, across), dtype=nl.float32, buffer=nl.sbuf
             )
+        # the last panel ends in short loads and stores
+        short = schedule.short_end and n0 + schedule.w.block >= spec.n
         for k0 in range(0, spec.k, segment):
             depth = min(segment, spec.k - k0)
             x_chunks = (depth + schedule.x.chunk - 1) // schedule.x.chunk
@@ -204,16 +203,18 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                     )  # fmt: skip
                 for n1 in range(0, columns, n_wide):
                     width = min(n_wide, columns - n1)
+                    begins = first_of_all and k0 == 0 and m1 == moving and n0 == 0 and n1 == 0
                     left = Chunks(
                         x_tiles, (m1 - moving) // m_wide * x_chunks, x, schedule.x,
                         at.m0 + m1 - first, tokens + first, first, tokens,
                         (several or n0 == 0) and n1 == 0 and spec.norm == "none", aside,
+                        begins, False,
                     )  # fmt: skip
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
                         dense.weight.weight, schedule.w, n0, columns, n1, width,
                         m1 == moving and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
-                        and not (early and n0 > 0), False,
+                        and not (early and n0 > 0), False, begins, short,
                     )  # fmt: skip
                     alone = moving > 0 and moving == at.tokens
                     if result.has_residual and k0 + depth == spec.k and not alone:
@@ -231,7 +232,10 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                         w_next = panel_tiles(
                             dense.weight, min(columns, spec.n - n2), depth, schedule
                         )
-                        load_ahead(w_next, dense.weight, n2, min(columns, spec.n - n2), run)
+                        short_next = schedule.short_end and n2 + schedule.w.block >= spec.n
+                        load_ahead(
+                            w_next, dense.weight, n2, min(columns, spec.n - n2), run, short_next
+                        )
                     patch = Patch(
                         (m1 if as_rows else n1) // 128, n1 if as_rows else m1,
                         tokens if as_rows else width, width if as_rows else tokens,
@@ -239,146 +243,37 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                     if k0 + depth < spec.k:
                         add_up(totals, sums, patch, k0 == 0)
                     else:
-                        if several:
+                        if several and not plain:
                             sums = totals_of(totals, sums, patch)
+                        adds = several and plain
                         if first > 0:
                             turn_patch(result, sums, left, right, dense.epilogue)
-                        if as_rows:
-                            finish_patch_rows(result, sums, left, right, dense.epilogue, more)
+                        if short:
+                            finish_last_rows(result, sums, left, right, dense.epilogue, more)
+                        elif as_rows:
+                            finish_patch_rows(
+                                result,
+                                sums,
+                                left,
+                                right,
+                                dense.epilogue,
+                                more,
+                                adds,
+                                totals,
+                                patch,
+                            )
                         else:
-                            finish_patch_columns(result, sums, left, right, dense.epilogue, more)
-
-
-def panel_tiles(weight: Weight, columns, depth, schedule):
-    """Return tiles for a panel of w, one a chunk."""
-    aligned = schedule.double_row or schedule.w.load == "dma"
-    pitch = (columns + 15) // 16 * 16 if aligned else columns
-    tiles = []
-    for k1 in range(0, depth, schedule.w.chunk):
-        k_tiles = (min(schedule.w.chunk, depth - k1) + 127) // 128
-        tiles.append(nl.ndarray((128, k_tiles, pitch), dtype=weight.weight.dtype, buffer=nl.sbuf))
-    return tiles
-
-
-def load_ahead(tiles, weight: Weight, n0, columns, run: Contraction):
-    """Load all chunks of a panel of w."""
-    for k0 in range(0, run.depth, weight.plan.chunk):
-        rows = min(weight.plan.chunk, run.depth - k0)
-        part = Part(weight.weight, run.first + k0, rows, n0, columns)
-        load(tiles[k0 // weight.plan.chunk], 0, part, weight.plan.load, run.order, run.total)
-
-
-def sum_patch(left: Chunks, right: Chunks, run: Contraction, first):
-    """Return the sums of a patch over a run of the contraction; loads what is new. Right moves."""
-    # the `first` columns of left move past right, for the last sums
-    across = (right.width + 511) // 512
-    down = (left.width + 127) // 128
-    sums = []
-    for _ in range(down * across):
-        sums.append(
-            nl.ndarray(
-                (min(128, left.width), min(512, right.width)),
-                dtype=nl.float32,
-                buffer=nl.psum,
-            )
-        )
-    if first > 0:
-        for _ in range(right.width // 128):
-            sums.append(nl.ndarray((128, first), dtype=nl.float32, buffer=nl.psum))
-    for k0 in range(0, run.depth, run.step):
-        stop = min(k0 + run.step, run.depth)
-        l_sb = left.tiles[left.tile + k0 // left.plan.chunk]
-        r_sb = right.tiles[right.tile + k0 // right.plan.chunk]
-        l_first = k0 % left.plan.chunk // 128
-        r_first = k0 % right.plan.chunk // 128
-        if left.new and l_first == 0:
-            load_chunk(l_sb, left, k0, run)
-        if right.new and r_first == 0:
-            load_chunk(r_sb, right, k0, run)
-        pairs = (stop - k0) // 256 if run.double_row else 0
-        for a in range(down):
-            s0 = left.first + 128 * a
-            sw = min(128, left.width - 128 * a)
-            for b in range(across):
-                m0 = right.first + 512 * b
-                mw = min(512, right.width - 512 * b)
-                for pair in range(pairs):
-                    st = l_first + 2 * pair
-                    mt = r_first + 2 * pair
-                    nisa.nc_matmul(
-                        dst=sums[a * across + b][0:sw, 0:mw],
-                        stationary=l_sb[0:128, st : st + 2, s0 : s0 + sw],
-                        moving=r_sb[0:128, mt : mt + 2, m0 : m0 + mw],
-                        accumulate=k0 + pair > 0,
-                        perf_mode=nisa.matmul_perf_mode.double_row,
-                    )
-                for kt in range(2 * pairs, (stop - k0 + 127) // 128):
-                    kp = min(128, stop - k0 - 128 * kt)
-                    nisa.nc_matmul(
-                        dst=sums[a * across + b][0:sw, 0:mw],
-                        stationary=l_sb[0:kp, l_first + kt, s0 : s0 + sw],
-                        moving=r_sb[0:kp, r_first + kt, m0 : m0 + mw],
-                        accumulate=k0 + kt > 0,
-                    )
-        if first > 0:
-            for kt in range((stop - k0 + 127) // 128):
-                kp = min(128, stop - k0 - 128 * kt)
-                for i in range(right.width // 128):
-                    s0 = right.first + 128 * i
-                    nisa.nc_matmul(
-                        dst=sums[down * across + i],
-                        stationary=r_sb[0:kp, r_first + kt, s0 : s0 + 128],
-                        moving=l_sb[0:kp, l_first + kt, 0:first],
-                        accumulate=k0 + kt > 0,
-                    )
-    return sums
-
-
-def load_chunk(tile, operand: Chunks, k0, run: Contraction):
-    """Load a chunk of an operand, from row k0 of the run."""
-    rows = min(operand.plan.chunk, run.depth - k0)
-    part = Part(operand.source, run.first + k0, rows, operand.column, operand.columns)
-    if operand.aside and operand.plan.load == "rows" and run.total % 128 == 0:
-        load_aside(tile, 0, part, run.order, run.total)
-    elif operand.plan.load == "packed":
-        load_packed(tile, 0, part, run.order, run.total)
-    else:
-        load(tile, 0, part, operand.plan.load, run.order, run.total)
-
-
-def add_up(totals, sums, patch: Patch, begin):
-    """Add the sums of a segment to those before it."""
-    across = (patch.width + 511) // 512
-    for a in range((patch.height + 127) // 128):
-        height = min(128, patch.height - 128 * a)
-        for b in range(across):
-            start = patch.column + 512 * b
-            width = min(512, patch.width - 512 * b)
-            total = totals[0:height, patch.tile + a, start : start + width]
-            more = sums[a * across + b][0:height, 0:width]
-            if begin:
-                evict(total, more, a + b)
-            else:
-                nisa.tensor_tensor(dst=total, data1=total, data2=more, op=nl.add)
-
-
-def totals_of(totals, sums, patch: Patch):
-    """Return the sums of all segments: those of the last one, and those before."""
-    across = (patch.width + 511) // 512
-    whole = []
-    for a in range((patch.height + 127) // 128):
-        height = min(128, patch.height - 128 * a)
-        for b in range(across):
-            start = patch.column + 512 * b
-            width = min(512, patch.width - 512 * b)
-            whole.append(nl.ndarray((height, width), dtype=nl.float32, buffer=nl.sbuf))
-            nisa.tensor_tensor(
-                dst=whole[a * across + b][0:height, 0:width],
-                data1=totals[0:height, patch.tile + a, start : start + width],
-                data2=sums[a * across + b][0:height, 0:width],
-                op=nl.add,
-            )
-    return whole
+                            finish_patch_columns(
+                                result,
+                                sums,
+                                left,
+                                right,
+                                dense.epilogue,
+                                more,
+                                adds,
+                                totals,
+                                patch,
+                            )
 
 
 def residual_patch(result: Result, tokens: Chunks, outputs: Chunks, as_rows):
@@ -395,7 +290,15 @@ def residual_patch(result: Result, tokens: Chunks, outputs: Chunks, as_rows):
 
 
 def finish_patch_rows(
-    result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue, more
+    result: Result,
+    sums,
+    tokens: Chunks,
+    outputs: Chunks,
+    epilogue: Epilogue,
+    more,
+    adds,
+    totals,
+    patch: Patch,
 ):
     """Store a patch of y: tokens on the partitions."""
     across = (outputs.width + 511) // 512
@@ -409,7 +312,13 @@ def finish_patch_rows(
             ns = 512 * b
             nw = min(512, outputs.width - ns)
             total = sums[a * across + b][0:mw, 0:nw]
-            finish_rows(y_sb[0:mw, ns : ns + nw], total, epilogue, start + ns, a + b)
+            y_tile = y_sb[0:mw, ns : ns + nw]
+            if adds:
+                column = patch.column + ns
+                before = totals[0:mw, patch.tile + a, column : column + nw]
+                nisa.tensor_tensor(dst=y_tile, data1=before, data2=total, op=nl.add)
+            else:
+                finish_rows(y_tile, total, epilogue, start + ns, a + b)
         if result.has_residual:
             part = more[0:mw, a, 0 : outputs.width]
             nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=part, op=nl.add)
@@ -430,7 +339,15 @@ def turn_patch(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: 
 
 
 def finish_patch_columns(
-    result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue, more
+    result: Result,
+    sums,
+    tokens: Chunks,
+    outputs: Chunks,
+    epilogue: Epilogue,
+    more,
+    adds,
+    totals,
+    patch: Patch,
 ):
     """Store a patch of y^T: outputs on the partitions."""
     across = (tokens.width + 511) // 512
@@ -443,7 +360,40 @@ def finish_patch_columns(
             ms = 512 * b
             mw = min(512, tokens.width - ms)
             total = sums[a * across + b][0:nw, 0:mw]
-            finish_columns(y_sb[0:nw, a, ms : ms + mw], total, epilogue, start // 128 + a, a + b)
+            y_tile = y_sb[0:nw, a, ms : ms + mw]
+            if adds:
+                column = patch.column + ms
+                before = totals[0:nw, patch.tile + a, column : column + mw]
+                nisa.tensor_tensor(dst=y_tile, data1=before, data2=total, op=nl.add)
+            else:
+                finish_columns(y_tile, total, epilogue, start // 128 + a, a + b)
     if result.has_residual:
         add_tiles(y_sb, more, outputs.width)
     store_rows(result, y_sb, start, outputs.width, tokens.column, tokens.width)
+
+
+def finish_last_rows(
+    result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: Epilogue, more
+):
+    """Store the last patch of y, tokens on the partitions: each tile when its sum is there."""
+    across = (outputs.width + 511) // 512
+    start = outputs.column + outputs.first
+    down = (tokens.width + 127) // 128
+    for b in range(across):
+        ns = 512 * b
+        nw = min(512, outputs.width - ns)
+        for a in range(down):
+            m0 = tokens.column + tokens.first + 128 * a
+            mw = min(128, tokens.width - 128 * a)
+            y_sb = nl.ndarray((mw, nw), dtype=result.out.dtype, buffer=nl.sbuf)
+            for i in range(2):
+                # VectorE takes one half, ScalarE the other
+                first = i * ((nw + 1) // 2)
+                stop = min(nw, first + (nw + 1) // 2)
+                total = sums[a * across + b][0:mw, first:stop]
+                finish_rows(y_sb[0:mw, first:stop], total, epilogue, start + ns + first, i)
+            if result.has_residual:
+                part = more[0:mw, a, ns : ns + nw]
+                nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=part, op=nl.add)
+            rows = result.out[m0 : m0 + mw, start + ns : start + ns + nw]
+            store(rows, y_sb, (across - b + down - a) % 2 == 0)

@@ -52,14 +52,51 @@ class MatmulSchedule(LoopedSchedule):
         time: tiles of 128 tokens by 512 outputs, for y^T of 512 tokens by 128 outputs.
     k_segment: of several segments, x and w are in SBUF for one at a time.
     w_stationary: few tokens move past stationary w, and its products are added in SBUF.
+    short_start: the first tiles of x and w are loads of their own; the chooser sets it.
+    short_end: the last loads of w are short, and each tile of the last results is stored when it
+        is there; the chooser sets it where w takes longer to arrive than TensorE takes. A kernel
+        that cannot have them has none.
     """
 
     w: Operand
     w_stationary: bool = False
+    short_start: bool = False
+    short_end: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "w": "w.block", "flat": "w.chunk", "total": "w.block",
     }  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; short loads only where there are some."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if value or name[:6] != "short_"}
+
+    def ordered(self, spec: Any, target: Target) -> MatmulSchedule:
+        """Return the schedule with loads before stores, and a short end where it gains time."""
+        made = super().ordered(spec, target)
+        part = spec.share(self.split)
+        waits = _waits_for_loads(part, target)
+        end = made.ends_short(part) and waits
+        start = made.starts_short(part) and not (waits and part.m <= 128)
+        return made.changed({"short_start": start, "short_end": end})
+
+    def starts_short(self, spec: MatmulSpec) -> bool:
+        """Return whether the first tiles of x and w can be loads of their own."""
+        plain = spec.norm == "none" and not self.double_row and not self.w_stationary
+        return plain and not self.w.resident and not self.m_loop and spec.k > self.w.chunk
+
+    def ends_short(self, spec: MatmulSpec) -> bool:
+        """Return whether the last loads and stores can be short: w is used once, by one patch."""
+        whole = (
+            spec.k > 128
+            and spec.k % 128 == 0
+            and self.segment(spec) == spec.k
+            and self.w.load == "rows"
+        )
+        rows = spec.out_layout == "row" and self.own_queue and not self.moving_tokens(spec)
+        once = spec.m <= self.m_block and self.one_pass(spec) and not self.w_stationary
+        return whole and rows and once and not self.double_row
 
     def sizes(self, spec: MatmulSpec) -> dict[str, int]:
         """Return field -> the size that it divides."""
@@ -78,7 +115,9 @@ class MatmulSchedule(LoopedSchedule):
         made = super().settled(spec)
         at_once = spec.norm != "none" or self.w_stationary
         whole = {"x.chunk": 128 * tiles(spec.k, 128)} if at_once else {}
-        return made.changed(whole)
+        start = self.short_start and self.starts_short(spec)
+        end = self.short_end and self.ends_short(spec)
+        return made.changed(whole | {"short_start": start, "short_end": end})
 
     def by_rows(self, spec: MatmulSpec) -> list[tuple[int, int]]:
         """Return (contraction, outputs) of the product if its tokens may move instead."""
@@ -207,6 +246,18 @@ class MatmulSchedule(LoopedSchedule):
 
 _AHEAD = 2  # loads in flight beyond what is in use
 _SEGMENT = 2048
+
+
+def _waits_for_loads(spec: MatmulSpec, target: Target) -> bool:
+    """Return whether x and w take longer to arrive than TensorE takes for its passes."""
+    moved = spec.m * item_bytes(spec.x_format) + spec.n * item_bytes(spec.dtype)
+    factor = target.fp32_pass_factor if spec.dtype == "float32" else 1.0
+    wide = min(512, spec.n)
+    cycles = (
+        tiles(spec.m, 128) * tiles(spec.n, wide) * (wide + target.tensor_interval_overhead_cycles)
+    )
+    seconds = factor * cycles / target.tensor_clock_hz
+    return 128 * moved / target.memory_bytes_per_second > seconds
 
 
 def _may_move(spec: MatmulSpec) -> bool:

@@ -138,6 +138,8 @@ class Chunks(nl.NKIObject):
 
     They hold `columns` columns of the operand from `column` on. The patch takes `width` of these
     from `first` on. new: they are loaded on this use, their first. aside: on the queue of results.
+    begins: the first tile of the first chunk is a load of its own. short: the last chunk comes in
+    short loads.
     """
 
     tiles: object
@@ -150,6 +152,8 @@ class Chunks(nl.NKIObject):
     width: int
     new: bool
     aside: bool
+    begins: bool
+    short: bool
 
 
 @dataclass
