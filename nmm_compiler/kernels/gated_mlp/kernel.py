@@ -12,6 +12,7 @@ the operands' dtype, in bfloat16 or fp32, or quantized to fp8 by scales of their
 import nki
 import nki.language as nl
 
+from ..pieces.gated_few import gate_few
 from ..pieces.gated_product import gate_columns, gate_rows
 from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.packed_loads import load_packed
@@ -388,11 +389,12 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
             h_sb = nl.ndarray((128, h_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
         else:
             h_sb = None
-        if spec.down or spec.out_layout == "col":
-            gate_columns(
-                result, gate_branch, up_branch, schedule.v, at, Panels(n1, n_stop, ahead),
-                Kept(h_sb, mlp.h_inverse, spec.down, spec.requantized),
-            )  # fmt: skip
+        kept = Kept(h_sb, mlp.h_inverse, spec.down, spec.requantized)
+        panels = Panels(n1, n_stop, ahead)
+        if schedule.v_added:
+            gate_few(result, gate_branch, up_branch, schedule.v, at, panels, kept)
+        elif spec.down or spec.out_layout == "col":
+            gate_columns(result, gate_branch, up_branch, schedule.v, at, panels, kept)
         else:
             gate_rows(result, gate_branch, up_branch, schedule.v, at, schedule.ahead)
         if spec.down_r > 0:

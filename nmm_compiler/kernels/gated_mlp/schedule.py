@@ -9,6 +9,12 @@ from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Family
+from nmm_compiler.kernels.gated_mlp.added_products import (
+    added_bytes,
+    check_added,
+    tally_added,
+    with_added_products,
+)
 from nmm_compiler.kernels.gated_mlp.spec import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.moving_tokens import described, moving_bytes, tally_moving
 from nmm_compiler.kernels.number_formats import (
@@ -54,6 +60,7 @@ class GatedMLPSchedule(LoopedSchedule):
     m_block: tokens whose h^T (or intermediates) stay in SBUF.
     n_segment: rows of down_u summed in PSUM at a time, as k_segment for gate_u and up_u, 0 for all
         of n. Of several segments of h^T one is in SBUF at a time.
+    v_added: few tokens move past stationary gate and up, and their products are added in SBUF.
     """
 
     u: Operand
@@ -61,11 +68,17 @@ class GatedMLPSchedule(LoopedSchedule):
     down: Operand
     out: Operand
     n_segment: int = 0
+    v_added: bool = False
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u.block",
         "v": "v.block", "down": "down.block", "out": "out.block",
     }  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; v_added only where products are added."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if name != "v_added" or value}
 
     def sizes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
         """Return field -> the size that it divides."""
@@ -86,7 +99,7 @@ class GatedMLPSchedule(LoopedSchedule):
 
     def kind(self) -> tuple[Any, ...]:
         """Return the token block and the blocks of u and v."""
-        return (self.m_block, self.u.block, self.v.block)
+        return (self.m_block, self.u.block, self.v.block, self.v_added)
 
     def settled(self, spec: Any) -> GatedMLPSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
@@ -132,6 +145,8 @@ class GatedMLPSchedule(LoopedSchedule):
             else k_tiles * pitch(panel, pairs or turned) * size
             for b in ("gate", "up")
         )
+        if self.v_added:
+            held |= added_bytes(self, spec, pitch(panel, turned) * size)
         out_panel = panel
         if spec.down:
             rank = spec.rank("down")
@@ -231,6 +246,8 @@ class GatedMLPSchedule(LoopedSchedule):
             )
         if spec.intermediates():
             check_widened("v.load", self.v.load, spec)
+        if self.v_added:
+            check_added(self, spec, target)
         self._check_segments(spec)
 
     def _check_segments(self, spec: GatedMLPUpSpec) -> None:
@@ -251,13 +268,12 @@ class GatedMLPSchedule(LoopedSchedule):
     def short(self) -> str:
         """Return the blocks."""
         streams = self.uses("u", "down") + (" double-row" if self.double_row else "")
-        segments = (
-            f" s{self.k_segment}-{self.n_segment}" if self.k_segment or self.n_segment else ""
-        )
+        cut = self.k_segment or self.n_segment
+        segments = f" s{self.k_segment}-{self.n_segment}" if cut else ""
         return (
             f"m{self.m_block}{' loop' if self.m_loop else ''} u{self.u.block} v{self.v.block} "
             f"down{self.down.block} out{self.out.block} k{self.u.chunk} {self.k_order}{segments}"
-            f"{streams}{f' {self.split}-split' if self.split else ''}"
+            f"{streams}{' added' * self.v_added}{f' {self.split}-split' if self.split else ''}"
         )
 
 
@@ -271,6 +287,7 @@ def candidates(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedul
     for plain in _plain(spec, target):
         yield plain
         yield from _segmented(spec, plain, target)
+        yield from with_added_products(spec, plain, target)
 
 
 def _segmented(
@@ -452,6 +469,9 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
         tally_moving(tally, moving, tiles(rank or first, 128), last)
         count, columns = result_tiles(m - moving, last, rows=by_rows, panel=v.block)
         # results by rows are summed one at a time; short passes wait for the sum
+        if schedule.v_added and not into_out:
+            tally_added(tally, schedule, spec)
+            continue
         product(rank or first, v.chunk, count, columns, of_kept, by_rows and columns < 512)
         tally.evictions.append((count, columns))
     features = spec.out_features
