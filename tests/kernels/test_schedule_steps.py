@@ -88,3 +88,13 @@ def test_a_gated_mlp_keeps_no_weight_resident():
 def test_a_dense_gate_counts_x_beside_its_panels():
     spec = GatedMLPUpSpec(m=512, k=4096, n=2048, x_layout="col", out_layout="col")
     assert build_kernel(spec, "trn2", options=Options(cache="off")).profile().latency_us > 0
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_an_odd_shape_has_candidates_that_differ_in_time(target):
+    """Loads of u and panels of v of several sizes: the best is none that a rounding would give."""
+    spec = LowRankSpec(m=17, k=1021, r=61, n=509, x_layout="col")
+    chip = get(target)
+    times = {round(simulated(spec, c.schedule, chip)[0], 3) for c in rank(spec, chip)}
+    assert len(times) > 2
+    assert choose(spec, target)[0].simulated_us <= 1.02 * min(times)
