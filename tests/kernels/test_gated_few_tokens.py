@@ -18,15 +18,17 @@ SPECS = {
     "fp32": GatedMLPUpSpec(m=3, k=200, n=640, dtype="float32", **COLUMNS),
     "turned": GatedMLPUpSpec(m=16, k=256, n=640, weight_layout="col", out_layout="col"),
     "two cores": GatedMLPUpSpec(m=4, k=256, n=2560, lnc=2, **COLUMNS),
-    "down": GatedMLPSpec(m=4, k=256, n=640, x_layout="col"),
-    "down factors": GatedMLPSpec(m=2, k=256, n=640, down_r=128, x_layout="col"),
+    "down": GatedMLPSpec(m=4, k=384, n=640, x_layout="col"),
+    "down turned": GatedMLPSpec(m=2, k=256, n=1280, down_bias=True, **COLUMNS),
+    "cores by tokens": GatedMLPSpec(m=4, k=256, n=640, lnc=2, x_layout="col"),
 }
 
 
 def added(spec):
-    """Return the best schedule that adds products, whose last panel is smaller if one is."""
+    """Return a schedule that adds products, in several loads, its last panel smaller if one is."""
     found = [c.schedule for c in rank(spec, get("trn2")) if c.schedule.v_added]
-    return next((s for s in found if spec.share(s.split).n % s.v.block), found[0])
+    best = next((s for s in found if spec.share(s.split).n % s.v.block), found[0])
+    return best.changed({"v.chunk": 128, "out.chunk": 128})
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -47,6 +49,16 @@ def test_the_kernel_is_faster_than_its_products(m):
     assert best.simulated_us < sum(apart)
 
 
+@pytest.mark.parametrize("out_layout", ["row", "col"])
+def test_a_whole_dense_mlp_of_one_token_is_faster_than_three_products(out_layout):
+    spec = GatedMLPSpec(m=1, k=1024, n=4096, x_layout="col", out_layout=out_layout)
+    best = choose(spec, "trn2")[0]
+    apart = [choose(one, "trn2")[0].simulated_us for one in spec.as_products()[0]]
+    assert len(apart) == 3
+    assert best.schedule.v_added
+    assert best.simulated_us < sum(apart)
+
+
 def test_what_no_kernel_can_add_is_refused():
     schedule = added(SPECS["one token"])
     chip = get("trn2")
@@ -54,6 +66,8 @@ def test_what_no_kernel_can_add_is_refused():
         GatedMLPUpSpec(m=1, k=300, n=1280, x_layout="col"),
         GatedMLPUpSpec(m=1, k=300, n=1280, gate_r=128, up_r=128, **COLUMNS),
         GatedMLPUpSpec(m=100, k=300, n=1280, **COLUMNS),
+        GatedMLPSpec(m=1, k=256, n=1280, down_r=128, **COLUMNS),
+        GatedMLPSpec(m=1, k=256, n=1280, residual=True, **COLUMNS),
     ):
         with pytest.raises(SpecError, match="v_added takes one block"):
             schedule.changed({"v.block": 1280}).check(spec, chip)

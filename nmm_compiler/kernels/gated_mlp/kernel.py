@@ -12,6 +12,7 @@ the operands' dtype, in bfloat16 or fp32, or quantized to fp8 by scales of their
 import nki
 import nki.language as nl
 
+from ..pieces.few_tokens import expand_few
 from ..pieces.gated_few import gate_few
 from ..pieces.gated_product import gate_columns, gate_rows
 from ..pieces.norms import load_normed, norm_of_x
@@ -267,7 +268,8 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
     order = schedule.k_order
     whole = k_out % 128 == 0 and not spec.down_bias
     moving = schedule.moving if whole and at.tokens % 128 > 0 else 0
-    result = Result(out, False, schedule.own_queue, moving, residual, spec.residual)
+    as_rows = schedule.v_added and spec.out_layout == "row"
+    result = Result(out, as_rows, schedule.own_queue, moving, residual, spec.residual)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
     p_dtype = (
@@ -460,7 +462,9 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
             )  # fmt: skip
         right = Weight(last, None, schedule.out, schedule.ahead, early, w_sb)
         epilogue = Epilogue(mlp.down.scale, mlp.down.bias, spec.scales, spec.down_bias, "identity")
-        if spec.out_layout == "row":
+        if schedule.v_added:
+            expand_few(result, left, right, at, product, epilogue)
+        elif spec.out_layout == "row":
             expand_rows(result, left, right, base, at, product, epilogue)
         else:
             expand_columns(result, left, right, base, at, product, epilogue)

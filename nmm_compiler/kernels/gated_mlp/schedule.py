@@ -11,6 +11,7 @@ from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import OUTPUTS, WEIGHTS, Family
 from nmm_compiler.kernels.gated_mlp.added_products import (
     added_bytes,
+    added_out_bytes,
     check_added,
     tally_added,
     with_added_products,
@@ -60,7 +61,7 @@ class GatedMLPSchedule(LoopedSchedule):
     m_block: tokens whose h^T (or intermediates) stay in SBUF.
     n_segment: rows of down_u summed in PSUM at a time, as k_segment for gate_u and up_u, 0 for all
         of n. Of several segments of h^T one is in SBUF at a time.
-    v_added: few tokens move past stationary gate and up, and their products are added in SBUF.
+    v_added: few tokens move past stationary weights, and their products are added in SBUF.
     """
 
     u: Operand
@@ -160,6 +161,8 @@ class GatedMLPSchedule(LoopedSchedule):
                 if n_segment < spec.n:
                     held["parts_down"] = tiles(rank, 128) * tokens * 4
             held["out"] = tiles(rank or spec.n, 128) * pitch(out_panel, kept or turned) * wide_size
+            if self.v_added:
+                held |= added_out_bytes(self, spec, pitch(out_panel, turned) * size)
         if self.split == OUTPUTS and spec.down:
             held["h"] *= 2  # both halves
             held["out"] = 2 * tiles(spec.n, 128) * pitch(out_panel, kept or turned) * wide_size
@@ -469,8 +472,8 @@ def work(spec: GatedMLPUpSpec, schedule: GatedMLPSchedule, target: Target) -> Wo
         tally_moving(tally, moving, tiles(rank or first, 128), last)
         count, columns = result_tiles(m - moving, last, rows=by_rows, panel=v.block)
         # results by rows are summed one at a time; short passes wait for the sum
-        if schedule.v_added and not into_out:
-            tally_added(tally, schedule, spec)
+        if schedule.v_added:
+            tally_added(tally, m, first, last, v.block)
             continue
         product(rank or first, v.chunk, count, columns, of_kept, by_rows and columns < 512)
         tally.evictions.append((count, columns))
