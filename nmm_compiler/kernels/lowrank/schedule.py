@@ -293,7 +293,8 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     u_blocks = blocks(spec.r, tuple(sorted({256, 512, even, 1024})))
     few = spec.m <= 128  # one pass per weight: long runs, short last loads, all of PSUM
     v_blocks = blocks(spec.n, (512, 1024, 2048, 3072, 4096))
-    if few and 256 < spec.n <= 512:  # of two panels one is stored while the other is computed
+    odd = few and spec.k % 128 > 0 and spec.n <= 512  # few choices else
+    if odd and spec.n > 256:  # of two panels one is stored while the other is computed
         v_blocks.insert(0, 256)
     for x_load, u_load, v_load, w_load in itertools.product(
         x_loads(spec.m, spec.x_layout, spec.x_format, target), u_loads, v_loads, w_loads
@@ -309,7 +310,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 chunk_rows(spec.k, min(u_block, spec.r) * size, wanted)
                 for wanted in ((8192, 16384) if few else (8192,))
             }
-            if few and max(k_chunks) >= spec.k > 128 and spec.k % 128 and spec.n <= 512:
+            if odd and max(k_chunks) >= spec.k > 128:
                 # the rows beyond whole tiles are a load anyway: the one before may be shorter
                 k_chunks |= {128 * tiles(part * tiles(spec.k, 128), 4) for part in (2, 3)}
             banks = target.psum_banks if few and not by_tensor(v_load, w_load) else 4
