@@ -203,18 +203,21 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                     )  # fmt: skip
                 for n1 in range(0, columns, n_wide):
                     width = min(n_wide, columns - n1)
-                    begins = first_of_all and k0 == 0 and m1 == moving and n0 == 0 and n1 == 0
+                    # w of the first patch does not wait for that of the second
+                    parted = first_of_all and k0 == 0 and m1 == moving and n0 == 0
+                    begins = parted and n1 == 0
                     left = Chunks(
                         x_tiles, (m1 - moving) // m_wide * x_chunks, x, schedule.x,
                         at.m0 + m1 - first, tokens + first, first, tokens,
                         (several or n0 == 0) and n1 == 0 and spec.norm == "none", aside,
-                        begins, False,
+                        begins, False, False,
                     )  # fmt: skip
                     right = Chunks(
                         w_tiles, n0 // schedule.w.block * w_chunks if schedule.w.resident else 0,
                         dense.weight.weight, schedule.w, n0, columns, n1, width,
-                        m1 == moving and n1 == 0 and (at.m0 == 0 or not schedule.w.resident)
-                        and not (early and n0 > 0), False, begins, short,
+                        m1 == moving and (n1 == 0 or parted)
+                        and (at.m0 == 0 or not schedule.w.resident)
+                        and not (early and n0 > 0), False, begins, short, parted,
                     )  # fmt: skip
                     alone = moving > 0 and moving == at.tokens
                     if result.has_residual and k0 + depth == spec.k and not alone:

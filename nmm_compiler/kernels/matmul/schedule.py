@@ -76,10 +76,9 @@ class MatmulSchedule(LoopedSchedule):
         """Return the schedule with loads before stores, and a short end where it gains time."""
         made = super().ordered(spec, target)
         part = spec.share(self.split)
-        waits = _waits_for_loads(part, target)
-        end = made.ends_short(part) and waits
-        start = made.starts_short(part) and not (waits and part.m <= 128)
-        return made.changed({"short_start": start, "short_end": end})
+        waits = _waits_for_loads(part, made.moving_tokens(part), target)
+        start, end = made.starts_short(part), made.ends_short(part)
+        return made.changed({"short_start": start and not waits, "short_end": end and waits})
 
     def starts_short(self, spec: MatmulSpec) -> bool:
         """Return whether the first tiles of x and w can be loads of their own."""
@@ -248,14 +247,15 @@ _AHEAD = 2  # loads in flight beyond what is in use
 _SEGMENT = 2048
 
 
-def _waits_for_loads(spec: MatmulSpec, target: Target) -> bool:
+def _waits_for_loads(spec: MatmulSpec, moving: int, target: Target) -> bool:
     """Return whether x and w take longer to arrive than TensorE takes for its passes."""
     moved = spec.m * item_bytes(spec.x_format) + spec.n * item_bytes(spec.dtype)
     factor = target.fp32_pass_factor if spec.dtype == "float32" else 1.0
+    over = target.tensor_interval_overhead_cycles
     wide = min(512, spec.n)
-    cycles = (
-        tiles(spec.m, 128) * tiles(spec.n, wide) * (wide + target.tensor_interval_overhead_cycles)
-    )
+    cycles = tiles(spec.m - moving, 128) * tiles(spec.n, wide) * (wide + over)
+    if moving:
+        cycles += tiles(spec.n, 128) * (max(moving, target.tensor_min_interval_cycles) + over)
     seconds = factor * cycles / target.tensor_clock_hz
     return 128 * moved / target.memory_bytes_per_second > seconds
 

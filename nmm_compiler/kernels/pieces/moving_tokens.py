@@ -62,7 +62,14 @@ def store_turned(result: Result, y_sb, part: Part):
                     data=y_sb[0:128, n1 + i, ms : ms + mw],
                     engine=nisa.engine.tensor,
                 )
-            evict(rows_sb[0:mw, 128 * n1 : 128 * (n1 + count)], turned, n1 // 4)
+            # the last leave halved between two engines, as the store waits for them
+            width = 64 * count if n1 + count == n_tiles else 128 * count
+            for start in range(0, 128 * count, width):
+                at = 128 * n1 + start
+                evict(
+                    rows_sb[0:mw, at : at + width], turned[0:mw, start : start + width],
+                    n1 // 4 + start // width,
+                )  # fmt: skip
         if result.has_residual:
             tile = more[0:mw, ms // 128, 0 : part.columns]
             nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=tile, op=nl.add)

@@ -52,7 +52,12 @@ def load_tiles_of(dst, operand: Chunks, k0, tile, rows, run: Contraction):
     """Load so many rows of a chunk, from one of its tiles on."""
     row = run.first + k0 + 128 * tile
     part = Part(operand.source, row, rows, operand.column, operand.columns)
-    if operand.aside and operand.plan.load == "rows" and run.total % 128 == 0:
+    if operand.parted:
+        first = operand.first
+        some = Part(operand.source, row, rows, operand.column + first, operand.width)
+        place = dst[0:128, 0 : dst.shape[1], first : first + operand.width]
+        load(place, tile, some, operand.plan.load, run.order, run.total)
+    elif operand.aside and operand.plan.load == "rows" and run.total % 128 == 0:
         load_aside(dst, tile, part, run.order, run.total)
     elif operand.plan.load == "packed":
         load_packed(dst, tile, part, run.order, run.total)

@@ -139,7 +139,7 @@ class Chunks(nl.NKIObject):
     They hold `columns` columns of the operand from `column` on. The patch takes `width` of these
     from `first` on. new: they are loaded on this use, their first. aside: on the queue of results.
     begins: the first tile of the first chunk is a load of its own. short: the last chunk comes in
-    short loads.
+    short loads. parted: the columns of the patch are loaded, not all.
     """
 
     tiles: object
@@ -154,6 +154,7 @@ class Chunks(nl.NKIObject):
     aside: bool
     begins: bool
     short: bool
+    parted: bool
 
 
 @dataclass
