@@ -338,7 +338,8 @@ def turn_patch(result: Result, sums, tokens: Chunks, outputs: Chunks, epilogue: 
     for i in range(n_tiles):
         tile = y_sb[0:128, i, 0 : tokens.first]
         finish_columns(tile, sums[before + i], epilogue, start // 128 + i, i)
-    store_turned(result, y_sb, Part(None, tokens.column, tokens.first, start, outputs.width))
+    moved = Part(None, tokens.column, tokens.first, start, outputs.width)
+    store_turned(result, y_sb, moved, True)
 
 
 def finish_patch_columns(

@@ -41,8 +41,11 @@ def expand_moving(
     return y_sb
 
 
-def store_turned(result: Result, y_sb, part: Part):
-    """Store rows of y, from y^T in SBUF: TensorE turns it."""
+def store_turned(result: Result, y_sb, part: Part, halved):
+    """Store rows of y, from y^T in SBUF: TensorE turns it.
+
+    halved: two engines share the last of it on its way out of PSUM.
+    """
     n_tiles = part.columns // 128
     one = 1 if part.rows % 128 == 1 else 0
     whole = part.rows - one
@@ -62,8 +65,7 @@ def store_turned(result: Result, y_sb, part: Part):
                     data=y_sb[0:128, n1 + i, ms : ms + mw],
                     engine=nisa.engine.tensor,
                 )
-            # the last leave halved between two engines, as the store waits for them
-            width = 64 * count if n1 + count == n_tiles else 128 * count
+            width = 64 * count if halved and n1 + count == n_tiles else 128 * count
             for start in range(0, 128 * count, width):
                 at = 128 * n1 + start
                 evict(

@@ -172,7 +172,8 @@ def expand_rows(
                 result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
             )
         if result.moving > 0:
-            store_turned(result, y_moved, Part(None, at.m0, result.moving, n0, columns))
+            moved = Part(None, at.m0, result.moving, n0, columns)
+            store_turned(result, y_moved, moved, False)
 
 
 def expand_columns(
