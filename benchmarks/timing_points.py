@@ -7,6 +7,10 @@ Nothing printed as predicted was measured by us. Run:
 
     python benchmarks/timing_points.py [--only TEXT] [--set constants|"held out"] [--write]
     python benchmarks/timing_points.py --constants
+
+The exit code is 0 if the held-out points keep every bar, 1 if they keep them only without the
+points that contradict other published figures (timing_conflicts.py), and 2 otherwise. A point that
+nobody could predict from its text is still a point missed.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import timing_conflicts
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
@@ -186,22 +192,39 @@ def counters(results: list[Result]) -> list[str]:
     return lines
 
 
-def broken_bars(results: list[Result]) -> list[str]:
-    """Return the bars that the held-out points break, one sentence each."""
-    held = [result for result in results if result.point.set == "held out"]
-    if not held:
-        return []
+def held_out_figures(results: list[Result], without: frozenset[str]) -> dict[str, float]:
+    """Return the errors that have a bar, of the held-out points but for those named `without`."""
+    held = [r for r in results if r.point.name not in without]
     vector, found = errors(held, "vector"), errors(held)
-    measured = {
+    return {
         "mean": sum(found) / len(found),
         "worst": max(found),
         "vector": sum(vector) / len(vector) if vector else 0.0,
     }
-    return [
-        f"held-out {name} error {value:.1%} is above {BARS[name]:.0%}"
-        for name, value in measured.items()
-        if value > BARS[name]
-    ]
+
+
+def verdict(results: list[Result]) -> tuple[list[str], int]:
+    """Return lines on the bars, of all held-out points and without the conflicts; the exit code."""
+    missed = {r.point.name for r in results if abs(r.error) > BARS["worst"]}
+    without = timing_conflicts.contradicted(BARS["worst"]) & missed
+    held = [r for r in results if r.point.set == "held out" and r.point.counted]
+    if not {r.point.name for r in held} - without:
+        return [], 0
+    lines, code = [], 2
+    for names in (without, frozenset[str]()):
+        found = held_out_figures(held, names)
+        broken = {name for name, value in found.items() if value > BARS[name]}
+        code -= not broken
+        which = f"but for {len(names)} that contradict other figures" if names else "all"
+        lines.insert(
+            0,
+            f"held-out points, {which}: "
+            + ", ".join(
+                f"{name} {value:.1%} (bar {BARS[name]:.0%}{', broken' if name in broken else ''})"
+                for name, value in found.items()
+            ),
+        )
+    return [*lines, *timing_conflicts.lines(BARS["worst"])] if without else lines[:1], code
 
 
 def bands(results: list[Result]) -> list[ErrorBand]:
@@ -240,7 +263,7 @@ def constants() -> str:
 
 
 def main() -> int:
-    """Print the tables; return 1 if a held-out error is above its bar."""
+    """Print the tables and the bars; return the exit code that the module's docstring states."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="points whose name contains this text")
     parser.add_argument("--set", default="", choices=("", *SETS), help="one of the two tables")
@@ -289,9 +312,9 @@ def main() -> int:
         f"\n{instructions:,} instructions in {seconds:.1f} s of one core: "
         f"{instructions / seconds:,.0f} per second"
     )
-    broken = broken_bars(results)
-    print("\n".join(broken) or "every bar is kept")
-    return int(bool(broken))
+    sentences, code = verdict(results)
+    print("\n".join(sentences))
+    return code
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from nmm_compiler.simulator.timing import evidence, resources
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "timing.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import timing_conflicts  # noqa: E402
 import timing_points  # noqa: E402
 
 POINTS = timing_points.points()
@@ -94,6 +95,32 @@ def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch):
     assert len(read) > 50
     assert not evidence.NOT_OF_TIMING & read
     assert {field.name for field in dataclasses.fields(targets.Target)} > evidence.NOT_OF_TIMING
+
+
+def test_each_conflict_is_borne_out_and_is_a_counted_held_out_point():
+    found = timing_conflicts.verdicts(timing_points.BARS["worst"])
+    held = {p.name for p in POINTS if p.counted and p.set == "held out"}
+    assert len(found) == len({v.point for v in found} & held)
+    assert all(v.holds(timing_points.BARS["worst"]) for v in found)
+    assert not any(v.holds(0.9) for v in found)
+
+
+@pytest.mark.parametrize(
+    ("errors", "code"), [((0.1, 0.1), 0), ((0.1, 0.5), 1), ((0.5, 0.5), 2), ((0.5, 0.1), 2)]
+)
+def test_the_exit_code_counts_points_that_contradict_others(errors, code):
+    """The first point is a plain one, the second contradicts other published figures."""
+    named = {p.name: p for p in POINTS}
+    conflict = timing_conflicts.verdicts(0.25)[0].point
+    pair = (named["layer norm 4096x8192"], named[conflict])
+    plain = [named["max pool 3x3, 4096x4096"]] * 30
+    results = [
+        timing_points.Result(p, p.measured * (1 + e), (), 1, 1.0)
+        for p, e in [*zip(pair, errors, strict=True), *((p, 0.0) for p in plain)]
+    ]
+    lines, found = timing_points.verdict(results)
+    assert found == code
+    assert ("but for 1 " in lines[1]) if errors[1] > 0.25 else len(lines) == 1
 
 
 def check(point):
