@@ -72,7 +72,7 @@ def loads_u_aside(schedule: Any, spec: Any) -> bool:
     size = spec.k * spec.r * item_bytes(spec.dtype)
     small = spec.r <= schedule.u.block and size <= _ASIDE_BYTES and schedule.u.chunk < spec.k
     again = schedule.m_loop or schedule.u.resident or starts_early(schedule, spec)
-    plain = spec.norm == "none" and schedule.u.load == "rows" and spec.k % 128 == 0
+    plain = spec.norm == "none" and schedule.u.load == "rows"
     alone = schedule.own_queue and schedule.split != WEIGHTS
     return bool(small and alone and plain and not again)
 

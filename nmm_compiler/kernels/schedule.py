@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Self, cast
@@ -16,6 +17,7 @@ from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.moving_tokens import best, ways
 from nmm_compiler.kernels.number_formats import check_double_row
+from nmm_compiler.kernels.spread_rows import in_loop, may_spread
 from nmm_compiler.kernels.tiling import LOADED, LOADS, ORDERS, tiles, turned_loads
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
@@ -60,8 +62,8 @@ def _operands_of(kind: Any) -> tuple[str, ...]:
 class KernelSchedule(Record):
     """Base of the schedules: HOW a spec is computed. All sizes are in elements unless named.
 
-    k_order: which contraction rows share a partition: "consecutive_rows", or "strided_rows", every
-        128th.
+    k_order: which contraction rows share a partition: "consecutive_rows", "strided_rows", every
+        128th, or "spread_rows": consecutive ones where they fill no whole tiles.
     m_block: tokens in SBUF at a time.
     x: how x arrives.
     own_queue: stores are issued by the sync engine, so that no load waits behind them; a target
@@ -70,6 +72,8 @@ class KernelSchedule(Record):
         stored; the chooser sets what SBUF holds.
     moving: tokens of the last block that move past stationary weights, though the result comes out
         by rows: those beyond whole tiles, or 128 more; the chooser sets it.
+    aside: operands, joined by "+", that arrive by the sync engine's queue, beside those before
+        them, where it is own_queue's; steps of the search set it for small kernels.
     split: how two cores share the kernel: "tokens", "outputs" or "weights"; "" for one core. What
         the other fields count is what one core computes.
     """
@@ -80,16 +84,19 @@ class KernelSchedule(Record):
     own_queue: bool = False
     ahead: int = 0
     moving: int = 0
+    aside: str = ""
     split: str = ""
 
+    may_aside: ClassVar[tuple[str, ...]] = ()
     remedies: ClassVar[Mapping[str, str]]  # SBUF buffer -> the field that decides its size
     kept: ClassVar[Operand] = Operand(load="none")  # the intermediate
     kept_segment: ClassVar[Operand] = Operand(load="none", stream=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; split only where there is one."""
+        """Return the fields as plain JSON data; aside and split only where they are used."""
         made = super().to_dict()
-        return {name: value for name, value in made.items() if name != "split" or value}
+        rare = ("aside", "split")
+        return {name: value for name, value in made.items() if name not in rare or value}
 
     def operands(self) -> dict[str, Operand]:
         """Return how each operand arrives."""
@@ -118,6 +125,9 @@ class KernelSchedule(Record):
                 if operand.load == "tensor" and not (plain_x and name == "x")
             ]  # fmt: skip
             changes = {f"{name}.load": "tensor16" for name in turned}
+        for name in filter(None, self.aside.split("+")):
+            if self.own_queue and getattr(self, name).load == "rows":
+                changes[f"{name}.load"] = "aside"
         if self.moving:
             changes["moving"] = self.moving_tokens(spec)
         return self.changed(changes)
@@ -198,7 +208,9 @@ class KernelSchedule(Record):
         weights = [name for name in self.operands() if name != "x"] if spec.m > 128 else []
         residents = [f"{name}.resident" for name in weights]
         moving = ["moving"] if self.by_rows(spec) and spec.m % 128 else []
-        return (*chunks, *others, *moving, *self.psum_banks(spec), *residents)
+        early = self.own_queue and self.may_aside and spec.k > 256 and _plain(spec)
+        aside = ["aside"] if early else []
+        return (*chunks, *others, *moving, *self.psum_banks(spec), *residents, *aside)
 
     def steps(self, name: str, spec: Any) -> Iterator[Self]:
         """Yield schedules in which one field is somewhat smaller or larger, legal or not.
@@ -208,6 +220,9 @@ class KernelSchedule(Record):
         now, sizes = attrgetter(name)(self), self.sizes(spec)
         if isinstance(now, bool):
             yield self.changed({name: not now})
+            return
+        if name == "aside":
+            yield from (self.changed({name: other}) for other in self.asides() if other != now)
             return
         if name == "moving":
             yield from (
@@ -229,6 +244,12 @@ class KernelSchedule(Record):
                     yield self.changed({name: value, "x.chunk": value})
                 changes["x.chunk"] = value * tiles(self.x.chunk, value)
             yield self.changed(changes)
+
+    def asides(self) -> Iterator[str]:
+        """Yield which operands may arrive by the sync engine's queue."""
+        lies = [name for name in self.may_aside if getattr(self, name).load == "rows"]
+        for count in range(len(lies) + 1):
+            yield from map("+".join, itertools.combinations(lies, count))
 
     def check(self, spec: Any, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
@@ -252,6 +273,12 @@ class KernelSchedule(Record):
             raise SpecError(
                 f"schedule: moving is {self.moving}; of {spec.m} tokens pass {ways(spec.m)}"
             )
+        known = set(self.aside.split("+")) <= {"", *self.may_aside}
+        if self.aside and not (known and _plain(spec)):
+            raise SpecError(
+                f"schedule: aside is {self.aside!r}; it takes factors that are neither fp8 nor "
+                f"widened, and of {', '.join(self.may_aside) or 'no operands'} some, joined by '+'"
+            )
         if self.own_queue and not target.dma_generates_descriptors:
             raise SpecError(
                 f"schedule: own_queue needs descriptors that the device writes, and {target.name} "
@@ -260,6 +287,12 @@ class KernelSchedule(Record):
         if self.k_order == ORDERS[0] and not set(self.over_k(spec)) <= {"rows", "strided"}:
             raise SpecError(
                 f"schedule: transposes give k_order {ORDERS[1]!r}; use it for both factors"
+            )
+        if self.k_order == ORDERS[2] and not may_spread(self, spec, target):
+            raise SpecError(
+                f"schedule: k_order is {ORDERS[2]!r}, which takes lowrank without base, norm of x, "
+                "double rows and a loop, factors as they lie, and descriptors that the device "
+                f"writes; pass {ORDERS[0]!r}"
             )
         self.check_own(spec, target)
         for group, count in banks.items():
@@ -353,7 +386,8 @@ class LoopedSchedule(KernelSchedule):
     def in_loop(self) -> Self | None:
         """Return the schedule with its blocks of tokens as a loop on the device."""
         resident = {f"{name}.resident": False for name in self.operands()}
-        return self.changed({"m_loop": True, **resident})
+        changes = {"m_loop": True, "aside": "", "k_order": in_loop(self.k_order)}
+        return self.changed(changes | resident)
 
     def without_loop(self) -> Self:
         """Return the schedule without a loop on the device."""
@@ -409,6 +443,11 @@ class LoopedSchedule(KernelSchedule):
                 f"schedule: m_loop needs at least two whole blocks of {self.m_block} tokens, got "
                 f"{spec.m} tokens, and no resident weights; lower m_block or drop what is resident"
             )
+
+
+def _plain(spec: Any) -> bool:
+    """Return whether factors arrive in the dtype that they have."""
+    return not (spec.fp8 or getattr(spec, "wide", False))
 
 
 def check_load(name: str, how: str, lies_right: bool, dtype: str, target: Target) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from nmm_compiler.targets import Target
 
 LOADS = ("rows", "strided", "dma", "tensor", "tensor8")
-# One long run per partition, or the order that transposes produce.
-ORDERS = ("consecutive_rows", "strided_rows")
+# One long run per partition, the order that transposes produce, or long runs in partitions that
+# are not all in use.
+ORDERS = ("consecutive_rows", "strided_rows", "spread_rows")
 
 # The description of each way of loading, for headers.
 LOADED = {

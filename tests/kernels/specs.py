@@ -160,6 +160,11 @@ SPECS = {
         st.one_of(
             _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
             st.builds(LowRankSpec, **{**_common, **_inner, "dtype": dtypes}),
+            # spread rows, and sums in turns
+            st.builds(
+                LowRankSpec,
+                **{**_common, **_lowrank, **_long, "dtype": dtypes, "x_layout": st.just("col")},
+            ),
         )
     ),
     "matmul": ended(_formats(MatmulSpec, _matmul, products=1)),

@@ -18,7 +18,7 @@ FP8 = {"dtype": "float8_e4m3", "scales": "channel"}
 
 
 def test_steps_find_what_no_candidate_has(monkeypatch):
-    spec = LowRankSpec(m=333, k=2048, r=256, n=2048, x_layout="col")
+    spec = LowRankSpec(m=512, k=4096, r=256, n=2048, x_layout="col")
     stepped = search(spec, TRN2, INSTRUCTION_BUDGET, simulated)[0]
     assert stepped.schedule not in {choice.schedule for choice in rank(spec, TRN2)}
     monkeypatch.setattr(chooser, "STEPPED_INSTRUCTIONS", 0)

@@ -17,7 +17,7 @@ from ..pieces.gated_few import gate_few
 from ..pieces.gated_product import gate_columns, gate_rows
 from ..pieces.norms import load_normed, norm_of_x
 from ..pieces.packed_loads import load_packed
-from ..pieces.product_in_sbuf import project, project_segment
+from ..pieces.product_in_sbuf import project, project_in_turns, project_segment
 from ..pieces.product_to_hbm import expand_columns, expand_rows
 from ..pieces.records import (
     MLP,
@@ -269,7 +269,8 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
     whole = k_out % 128 == 0 and not spec.down_bias
     moving = schedule.moving if whole and at.tokens % 128 > 0 else 0
     as_rows = schedule.v_added and spec.out_layout == "row"
-    result = Result(out, as_rows, schedule.own_queue, moving, residual, spec.residual)
+    ends = schedule.own_queue and spec.down and k_out > 512
+    result = Result(out, as_rows, schedule.own_queue, moving, residual, spec.residual, ends)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
     p_dtype = (
@@ -406,10 +407,17 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
                 n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide
             )  # fmt: skip
             segment = Segment(n1, n_stop, schedule.n_segment < n, parts)
+            # h of few tokens is there before its last product: nothing else is left to wait for
+            in_turns = (
+                at.tokens <= 128 and spec.down_r <= 256 and spec.down_r <= schedule.down.block
+            )
+            in_turns = in_turns and schedule.n_segment >= n and n > 640 and not spec.fp8
             if weights:
                 project_segment(
                     down_mine, h_strip, by_down, at, first_down, unrounded, segment
                 )  # fmt: skip
+            elif in_turns:
+                project_in_turns(last_sb, h_strip, by_down, at, first_down)
             else:
                 project_segment(
                     last_sb, h_strip, by_down, at, first_down,

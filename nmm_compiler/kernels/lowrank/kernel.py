@@ -266,17 +266,22 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
         y_scale = inverse_roots(squares, spec.r, at.tokens, spec.inner_eps, not as_rows)
     y_scales = "token" if spec.inner_norm else spec.scales
     epilogue = Epilogue(y_scale, held.bias_sb, y_scales, spec.bias, spec.activation)
+    ends = schedule.own_queue and spec.n > 512
     # Stage 2: contracts over the rank, panel by panel of v.
     if schedule.v_added:
         as_rows = spec.out_layout == "row"
-        result = Result(out, as_rows, schedule.own_queue, 0, None, False)
+        result = Result(out, as_rows, schedule.own_queue, 0, None, False, ends)
         expand_few(result, left, right, at, product, epilogue)
     elif as_rows:
         whole = spec.n % 128 == 0 and not spec.bias and not spec.base and not spec.inner_norm
         moving = schedule.moving if whole and at.tokens % 128 > 0 else 0
-        result = Result(out, False, schedule.own_queue, moving, residual, spec.residual)
+        result = Result(
+            out, False, schedule.own_queue, moving, residual, spec.residual, ends
+        )  # fmt: skip
         expand_rows(result, left, right, base, at, product, epilogue)
     else:
         as_rows = spec.out_layout == "row"
-        result = Result(out, as_rows, schedule.own_queue, 0, residual, spec.residual)
+        result = Result(
+            out, as_rows, schedule.own_queue, 0, residual, spec.residual, ends
+        )  # fmt: skip
         expand_columns(result, left, right, base, at, product, epilogue)

@@ -24,6 +24,7 @@ from nmm_compiler.kernels.number_formats import (
 )
 from nmm_compiler.kernels.over_ranks import exchanged_dtype
 from nmm_compiler.kernels.schedule import LoopedSchedule, Operand
+from nmm_compiler.kernels.spread_rows import spread
 from nmm_compiler.kernels.tiling import (
     bias_bytes,
     blocks,
@@ -73,6 +74,7 @@ class LowRankSchedule(LoopedSchedule):
     starts: bool = False
     u_aside: bool = False
 
+    may_aside: ClassVar[tuple[str, ...]] = ("x", "v")
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "u": "u.block", "p": "m_block", "v": "v.block", "w": "v.block",
     }  # fmt: skip
@@ -296,6 +298,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     odd = few and spec.k % 128 > 0 and spec.n <= 512  # few choices else
     if odd and spec.n > 256:  # of two panels one is stored while the other is computed
         v_blocks.insert(0, 256)
+    short = spec.minimal_hbm_bytes() <= 7 * 2**20  # the first loads are a good part of the kernel
     for x_load, u_load, v_load, w_load in itertools.product(
         x_loads(spec.m, spec.x_layout, spec.x_format, target), u_loads, v_loads, w_loads
     ):
@@ -308,11 +311,14 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
             r_group = min(stage_banks // m_tiles, tiles(min(u_block, spec.r), 128))
             k_chunks = {
                 chunk_rows(spec.k, min(u_block, spec.r) * size, wanted)
-                for wanted in ((8192, 16384) if few else (8192,))
+                for wanted in ((8192, 16384) if few else (8192, 2048) if short else (8192,))
             }
             if odd and max(k_chunks) >= spec.k > 128:
                 # the rows beyond whole tiles are a load anyway: the one before may be shorter
                 k_chunks |= {128 * tiles(part * tiles(spec.k, 128), 4) for part in (2, 3)}
+            if spec.base and few:  # w arrives in as many loads as u, and is far larger
+                panel = min(v_block, spec.n) * size
+                k_chunks |= {chunk_rows(spec.k, panel, wanted) for wanted in (8192, 16384)}
             banks = target.psum_banks if few and not by_tensor(v_load, w_load) else 4
             one_pass = u_block <= 128 * r_group
             uses = [(False, False)]
@@ -338,7 +344,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 n_group = min(banks, tiles(v_block, 512))
                 if v_stationary:
                     n_group = max(1, min(banks, tiles(v_block, 128)) // m_tiles)
-                yield LowRankSchedule(
+                made = LowRankSchedule(
                     x=Operand(load=x_load, chunk=x_rows(spec.m, spec.k, k_chunk)),
                     u=Operand(
                         load=u_load, block=u_block, chunk=k_chunk, group=r_group,
@@ -354,6 +360,7 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                     v_stationary=v_stationary,
                     double_row=double_row,
                 )  # fmt: skip
+                yield spread(made, spec, target)
 
 
 def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
@@ -444,7 +451,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     sums = m_blocks if spec.tp_axis == "rows" else 1
     tally_normed(tally, spec, tokens, m_blocks, (stores, store_run))
     k_chunks, r_chunks = tiles(k, schedule.u.chunk), tiles(r, schedule.v.chunk)
-    long_runs = schedule.k_order == "consecutive_rows"
+    long_runs = schedule.k_order != "strided_rows"
     rows_at_once = schedule.u.chunk // 128 if long_runs else 1
     u_times = 1 if schedule.u.resident else m_blocks
     v_times = 1 if schedule.v.resident else m_blocks

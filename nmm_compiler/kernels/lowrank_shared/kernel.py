@@ -289,15 +289,17 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             y_scale_sb = y_scale_sbs[j] if spec.fp8 else None
             epilogue = Epilogue(y_scale_sb, bias_sb, spec.scales, bias_of[j] >= 0, activations[j])
             at = Block(m0, tokens)
+            ends = schedule.own_queue and place == len(ns) - 1 and (place > 0 or ns[j] > 512)
             if stationary[j]:
                 result = Result(
-                    parts[j], out_layouts[j] == "row", schedule.own_queue, 0, None, False
-                )
+                    parts[j], out_layouts[j] == "row", schedule.own_queue, 0, None, False,
+                    ends,
+                )  # fmt: skip
                 expand_columns(result, left, right, base, at, product, epilogue)
             else:
                 whole = ns[j] % 128 == 0 and bias_of[j] < 0
                 moving = schedule.moving if whole and tokens % 128 > 0 else 0
-                result = Result(parts[j], False, schedule.own_queue, moving, None, False)
+                result = Result(parts[j], False, schedule.own_queue, moving, None, False, ends)
                 expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 

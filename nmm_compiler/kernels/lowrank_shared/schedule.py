@@ -66,6 +66,7 @@ class LowRankSharedSchedule(KernelSchedule):
     narrow_first: bool = False
     double_row: bool = False
 
+    may_aside: ClassVar[tuple[str, ...]] = ("x", "v")
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "u": "u.chunk", "p": "m_block", "v": "v.block", "y": "v.block",
     }  # fmt: skip

@@ -14,29 +14,13 @@ from .loads_and_stores import (
     evict,
     finish_columns,
     load,
+    load_aside,
     store,
+    store_last,
     store_rows,
 )
 from .packed_loads import load_packed
 from .records import Block, Epilogue, Part, Product, Result, Strip, Weight
-
-
-def load_aside(dst, tile, part: Part, order, total):
-    """Load whole tiles of rows on the sync engine's queue, idle before the first result."""
-    tiles = part.rows // 128
-    if order == "consecutive_rows":
-        view = part.src[0:total, part.column : part.column + part.columns]
-        view = view.reshape_dim(0, (128, total // 128))
-        view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
-    else:
-        view = part.src[part.row : part.row + part.rows, part.column : part.column + part.columns]
-        view = view.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
-    nisa.dma_copy(
-        dst=dst[0:128, tile : tile + tiles, 0 : part.columns],
-        src=view,
-        dge_mode=nisa.dge_mode.hwdge,
-        engine=nisa.engine.sync,
-    )
 
 
 def load_few(x, how, size, order, at: Block, aligned):
@@ -45,14 +29,14 @@ def load_few(x, how, size, order, at: Block, aligned):
     tiles = (size + 127) // 128
     x_sb = nl.ndarray((128, tiles, pitch), dtype=x.dtype, buffer=nl.sbuf)
     part = Part(x, 0, size, at.m0, at.tokens)
-    if (how == "rows" or how == "packed") and size % 128 == 0:
+    if how == "rows":
         # the first load of the weights does not stand behind it
-        place = x_sb
-        if how == "packed":
-            place = nl.ndarray((128, tiles, at.tokens), dtype=x.dtype, buffer=nl.sbuf)
+        load(x_sb, 0, part, "aside", order, size)
+    elif how == "packed" and size % 128 == 0:
+        place = nl.ndarray((128, tiles, at.tokens), dtype=x.dtype, buffer=nl.sbuf)
         load_aside(place, 0, part, order, size)
-        if how == "packed":  # now spaced for double rows
-            nisa.tensor_copy(dst=x_sb[0:128, 0:tiles, 0 : at.tokens], src=place)
+        # now spaced for double rows
+        nisa.tensor_copy(dst=x_sb[0:128, 0:tiles, 0 : at.tokens], src=place)
     elif how == "packed":
         load_packed(x_sb, 0, part, order, size)
     else:
@@ -135,7 +119,10 @@ def expand_few(
             finish_few(y_sb.permute((0, 2, 1)), totals, epilogue, n0 // 128)
             rows = result.out[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
             rows = rows.reshape_dim(1, (128, n_tiles))
-            store(rows.permute((1, 0, 2)), y_sb, result.own_queue)
+            if result.ends and n0 + columns == product.n:
+                store_last(rows.permute((1, 0, 2)), y_sb)
+            else:
+                store(rows.permute((1, 0, 2)), y_sb, result.own_queue)
         else:
             y_sb = nl.ndarray((128, n_tiles, at.tokens), dtype=result.out.dtype, buffer=nl.sbuf)
             finish_few(y_sb, totals, epilogue, n0 // 128)

@@ -4,7 +4,8 @@ Everywhere the contraction index lies on the partitions, in tiles of 128: an ope
 [128, tiles, free]. Which row of HBM lands in which (partition, tile) is free as long as both
 factors agree: `order` "consecutive_rows" gives each partition consecutive rows (one long run per
 partition and DMA), "strided_rows" gives tile j the rows 128 j to 128 j + 127 (what a DMA transpose
-produces).
+produces). What fills no tile of 128 is a tile of its own at the end, but in "spread_rows": there
+all partitions but the last hold as many consecutive rows as there are tiles.
 """
 
 import nki.isa as nisa
@@ -15,8 +16,12 @@ from .records import Epilogue, Part, Result
 
 def load(dst, tile, part: Part, how, order, total):
     """Load a part so that its contraction index, `total` long, lies on the partitions."""
-    if how == "rows":
+    if order == "spread_rows":
+        load_spread(dst, tile, part, total, how == "aside")
+    elif how == "rows":
         load_rows(dst, tile, part, order, total)
+    elif how == "aside":
+        load_aside(dst, tile, part, order, total)
     elif how == "strided":
         load_strided(dst, tile, part, order, total)
     elif how == "dma":
@@ -53,6 +58,57 @@ def load_rows(dst, tile, part: Part, order, total):
                 part.row + 128 * tiles : part.row + part.rows,
                 part.column : part.column + part.columns,
             ],
+        )
+
+
+def load_aside(dst, tile, part: Part, order, total):
+    """Load rows as `load_rows` does, on the sync engine's queue, idle before the first result."""
+    tiles = part.rows // 128
+    if tiles > 0:
+        if order == "consecutive_rows":
+            depth = total // 128
+            view = part.src[0 : 128 * depth, part.column : part.column + part.columns]
+            view = view.reshape_dim(0, (128, depth))
+            view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
+        else:
+            rows = part.src[
+                part.row : part.row + 128 * tiles, part.column : part.column + part.columns
+            ]
+            view = rows.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
+        store(dst[0:128, tile : tile + tiles, 0 : part.columns], view, True)
+    if part.rows % 128 > 0:
+        store(
+            dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
+            part.src[
+                part.row + 128 * tiles : part.row + part.rows,
+                part.column : part.column + part.columns,
+            ],
+            True,
+        )
+
+
+def load_spread(dst, tile, part: Part, total, aside):
+    """Load rows of a contraction that fills no whole tiles: tile j has each depth-th row from j on.
+
+    Partition p holds rows p * depth ... p * depth + depth - 1, the last one fewer, so that almost
+    all of it is one load of long runs. ScalarE's queue, idle before the first sum, has the rest.
+    """
+    depth = (total + 127) // 128
+    full = total // depth
+    first = part.row // 128
+    tiles = (part.rows + 127) // 128
+    view = part.src[0 : full * depth, part.column : part.column + part.columns]
+    view = view.reshape_dim(0, (full, depth))[0:full, first : first + tiles, 0 : part.columns]
+    store(dst[0:full, tile : tile + tiles, 0 : part.columns], view, aside)
+    rest = min(total % depth - first, tiles)
+    if rest > 0:
+        row = full * depth + first
+        last = part.src[row : row + rest, part.column : part.column + part.columns]
+        nisa.dma_copy(
+            dst=dst[full : full + 1, tile : tile + rest, 0 : part.columns],
+            src=last.reshape_dim(0, (1, rest)),
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.scalar,
         )
 
 
@@ -338,6 +394,11 @@ def store(dst, src, own_queue):
         nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
     else:
         nisa.dma_copy(dst=dst, src=src)
+
+
+def store_last(dst, src):
+    """Store the last tile of a kernel on ScalarE's queue, which has nothing left to do."""
+    nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.scalar)
 
 
 def store_rows(result: Result, src, row, rows, column, columns):

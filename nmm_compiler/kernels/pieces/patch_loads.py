@@ -6,8 +6,7 @@ little work is left when the last of w is there.
 
 import nki.language as nl
 
-from .few_tokens import load_aside
-from .loads_and_stores import load, load_rows
+from .loads_and_stores import load, load_aside, load_rows
 from .packed_loads import load_packed
 from .records import Chunks, Contraction, Part, Weight
 

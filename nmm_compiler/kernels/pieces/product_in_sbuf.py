@@ -19,7 +19,7 @@ def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, round
     plain = not rounding.scales and rounding.factor == 1.0 and not rounding.norm
     unshaped = not rounding.has_bias and rounding.activation == "identity"
     one_tile = product.n <= 128 and not right.plan.resident and not right.plan.stream
-    few = at.tokens <= 128 and product.k >= 1024 and not several and not product.double_row
+    few = at.tokens <= 128 and product.k > 640 and not several and not product.double_row
     if one_tile and few and plain and unshaped:
         project_in_turns(p_sb, left, right, at, product)
         return
@@ -47,44 +47,63 @@ def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, round
 
 
 def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Product):
-    """Compute p^T of one tile for few tokens in four sums, which take turns.
+    """Compute p^T of one or two tiles for few tokens in two to four sums, which take turns.
 
     A pass of few columns takes less time than the pass before it, whose sum it would wait for.
     """
     w_type = nl.float32 if product.widen else right.weight.dtype
     k_tiles = (product.k + 127) // 128
+    n_tiles = (product.n + 127) // 128
+    turns = 4 if n_tiles == 1 and at.tokens <= 64 else 2
     pitch = (product.n + 15) // 16 * 16 if right.plan.load == "dma" else product.n
     if right.loaded:
         w_sb = right.first
-    else:
+    elif not right.plan.stream:
         w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
     sums = []
-    for _ in range(4):
-        sums.append(nl.ndarray((product.n, at.tokens), dtype=nl.float32, buffer=nl.psum))
+    for _ in range(turns * n_tiles):
+        sums.append(nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.psum))
     for k0 in range(0, product.k, right.plan.chunk):
         rows = min(right.plan.chunk, product.k - k0)
+        w_first = k0 // 128 if right.plan.stream else 0
+        if right.plan.stream:
+            w_sb = nl.ndarray((128, (rows + 127) // 128, pitch), dtype=w_type, buffer=nl.sbuf)
         if right.plan.load != "none" and (k0 > 0 or not right.loaded):
             panel = Part(right.weight, k0, rows, 0, product.n)
-            load(w_sb, k0 // 128, panel, right.plan.load, product.order, product.k)
+            load(w_sb, k0 // 128 - w_first, panel, right.plan.load, product.order, product.k)
         if left.plan.load != "none" and k0 % left.plan.chunk == 0:
             s_rows = min(left.plan.chunk, product.k - k0)
             part = Part(left.source, k0, s_rows, at.m0, at.tokens)
             load(left.strip, k0 // 128, part, left.plan.load, product.order, product.k)
         for kt in range(k0 // 128, (k0 + rows + 127) // 128):
             kp = min(128, product.k - 128 * kt)
-            nisa.nc_matmul(
-                dst=sums[kt % 4],
-                stationary=w_sb[0:kp, kt, 0 : product.n],
-                moving=left.strip[0:kp, kt, 0 : at.tokens],
-                accumulate=kt > 3,
+            if product.order == "spread_rows":
+                kp = (product.k - kt + k_tiles - 1) // k_tiles
+            for i in range(n_tiles):
+                rp = min(128, product.n - 128 * i)
+                nisa.nc_matmul(
+                    dst=sums[kt % turns * n_tiles + i][0:rp, 0 : at.tokens],
+                    stationary=w_sb[0:kp, kt - w_first, 128 * i : 128 * i + rp],
+                    moving=left.strip[0:kp, kt, 0 : at.tokens],
+                    accumulate=kt >= turns,
+                )
+    for i in range(n_tiles):
+        rows = min(128, product.n - 128 * i)
+        p_tile = p_sb[0:rows, i, 0 : at.tokens]
+        half = nl.ndarray((rows, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+        evict(half, sums[i][0:rows, 0 : at.tokens], i)
+        more = sums[n_tiles + i][0:rows, 0 : at.tokens]
+        if turns == 2:
+            nisa.tensor_tensor(dst=p_tile, data1=half, data2=more, op=nl.add)
+        else:
+            other = nl.ndarray((rows, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+            evict(other, more, 1)
+            last = sums[3][0:rows, 0 : at.tokens]
+            nisa.tensor_tensor(
+                dst=half, data1=half, data2=sums[2][0:rows, 0 : at.tokens], op=nl.add
             )
-    halves = []
-    for i in range(2):
-        halves.append(nl.ndarray((product.n, at.tokens), dtype=nl.float32, buffer=nl.sbuf))
-        evict(halves[i], sums[i], i)
-        nisa.tensor_tensor(dst=halves[i], data1=halves[i], data2=sums[i + 2], op=nl.add)
-    p_tile = p_sb[0 : product.n, 0, 0 : at.tokens]
-    nisa.tensor_tensor(dst=p_tile, data1=halves[0], data2=halves[1], op=nl.add)
+            nisa.tensor_tensor(dst=other, data1=other, data2=last, op=nl.add)
+            nisa.tensor_tensor(dst=p_tile, data1=half, data2=other, op=nl.add)
 
 
 def project_segment(
@@ -166,6 +185,8 @@ def project_segment(
                             )
                 for kt in range(k0 // 128 + 2 * pairs, (k0 + rows + 127) // 128):
                     kp = min(128, product.k - 128 * kt)
+                    if product.order == "spread_rows":
+                        kp = (product.k - kt + k_tiles - 1) // k_tiles
                     for i in range(group):
                         rs = r1 + 128 * i
                         rp = min(128, columns - rs)

@@ -6,7 +6,14 @@ The left factor has its contraction index on the partitions. A weight is loaded 
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import finish_columns, finish_rows, load, store, store_rows
+from .loads_and_stores import (
+    finish_columns,
+    finish_rows,
+    load,
+    store,
+    store_last,
+    store_rows,
+)
 from .moving_tokens import expand_moving, store_turned
 from .records import Base, Block, Epilogue, Part, Product, Result, Strip, Weight
 from .residuals import add_tiles, load_tiles, residual_columns
@@ -164,13 +171,29 @@ def expand_rows(
                     ns = n1 + 512 * i
                     nw = min(512, columns - ns)
                     turn = i + mt + n0 // 512
-                    finish_rows(y_sb[0:mw, ns : ns + nw], sums[i][0:mw, 0:nw], own, n0 + ns, turn)
+                    final = at.m0 + ms + mw == result.out.shape[0]
+                    late = result.ends and final and n0 + 2 * right.plan.block >= product.n
+                    half = nw // 2 if late and nw > 256 else nw
+                    finish_rows(
+                        y_sb[0:mw, ns : ns + half], sums[i][0:mw, 0:half], own, n0 + ns, turn
+                    )
+                    if half < nw:
+                        # both engines take a part of what leaves PSUM late
+                        finish_rows(
+                            y_sb[0:mw, ns + half : ns + nw], sums[i][0:mw, half:nw], own,
+                            n0 + ns + half, turn + 1,
+                        )  # fmt: skip
             if result.has_residual:
                 more = residuals[n0 // right.plan.block][0:mw, mt, 0:columns]
                 nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
-            store(
-                result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb, result.own_queue
-            )
+            last = n0 + columns == product.n and at.m0 + ms + mw == result.out.shape[0]
+            if result.ends and last:
+                store_last(result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb)
+            else:
+                store(
+                    result.out[at.m0 + ms : at.m0 + ms + mw, n0 : n0 + columns], y_sb,
+                    result.own_queue,
+                )  # fmt: skip
         if result.moving > 0:
             moved = Part(None, at.m0, result.moving, n0, columns)
             store_turned(result, y_moved, moved, False)
@@ -332,6 +355,10 @@ def expand_columns(
                 1, (128, n_tiles)
             )
             # many short runs: the hardware writes their descriptors
-            store(view.permute((1, 0, 2)), y_sb, True)
+            whole = at.m0 + at.tokens == result.out.shape[0]
+            if result.ends and whole and n0 + columns == product.n:
+                store_last(view.permute((1, 0, 2)), y_sb)
+            else:
+                store(view.permute((1, 0, 2)), y_sb, True)
         else:
             store_rows(result, y_sb, n0, columns, at.m0, at.tokens)

@@ -1,0 +1,106 @@
+"""Kernels of a few microseconds: loads side by side, sums in turns, odd contractions."""
+
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import prove
+from nmm_compiler.codegen.choose import choose
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.simulator.run import ArraySpec
+from nmm_compiler.targets import get
+
+ODD = LowRankSpec(m=17, k=1021, r=61, n=509, x_layout="col")
+
+
+def chosen(spec, **changes):
+    return choose(spec, "trn2")[0].schedule.changed(changes)
+
+
+def loads(kernel):
+    """Return (elements per partition, partitions) of the loads from the first operand, and of u."""
+    arrays = [ArraySpec(t.shape, t.dtype) for t in kernel.spec.inputs()]
+    trace = kernel.simulate(*arrays, mode="timing").trace
+    return [i.writes[0].partitions for i in trace.instructions if i.op == "dma_copy"]
+
+
+@pytest.mark.parametrize("k", [1021, 509, 383, 255 * 3])
+def test_an_odd_contraction_is_loaded_at_once(k):
+    """All but a few rows are one load of each factor; the last ones are a run in one partition."""
+    spec = LowRankSpec(m=5, k=k, r=40, n=300, x_layout="col")
+    kernel = build_kernel(spec, "trn2", chosen(spec, **{"u.chunk": k, "x.chunk": k}))
+    assert kernel.schedule.k_order == "spread_rows"
+    depth = -(-k // 128)
+    rest = 2 if k % depth else 0
+    assert sorted(loads(kernel)[: 2 + rest]) == [1] * rest + [k // depth] * 2
+    assert prove(kernel).passed
+
+
+def test_an_odd_contraction_in_chunks_and_segments_equals_float64():
+    spec = LowRankSpec(m=17, k=1021, r=200, n=509, x_layout="col", bias=True)
+    for changes in (
+        {"u.chunk": 256, "x.chunk": 256},
+        {"u.chunk": 384, "x.chunk": 384, "aside": "x+v"},
+        {"u.chunk": 128, "x.chunk": 128, "k_segment": 512, "u.stream": False},
+    ):
+        assert prove(build_kernel(spec, "trn2", chosen(spec, **changes))).passed
+
+
+def test_other_contractions_keep_whole_tiles():
+    """257 rows would leave a third of the partitions idle; a base product reads x in tiles."""
+    for spec in (
+        LowRankSpec(m=5, k=257, r=40, n=300, x_layout="col"),
+        LowRankSpec(m=5, k=512, r=40, n=300, x_layout="col"),
+        LowRankSpec(m=5, k=509, r=40, n=300, x_layout="col", base=True),
+        LowRankSpec(m=5, k=509, r=40, n=300, x_layout="col", norm="rms"),
+    ):
+        assert chosen(spec).k_order == "consecutive_rows", spec
+    with pytest.raises(SpecError, match="takes lowrank without base"):
+        chosen(LowRankSpec(m=5, k=509, r=40, n=300, x_layout="col", base=True)).changed(
+            {"k_order": "spread_rows"}
+        ).check(LowRankSpec(m=5, k=509, r=40, n=300, x_layout="col", base=True), get("trn2"))
+
+
+SPECS = {
+    "lowrank": (LowRankSpec(m=33, k=384, r=100, n=700, x_layout="col"), "x+v"),
+    "lowrank_shared": (
+        LowRankSharedSpec(m=9, k=384, pairs=((100, (700,)), (64, (130, 256)))), "v",
+    ),
+    "gated_mlp": (GatedMLPSpec(m=9, k=640, n=700, r=200, x_layout="col"), "x+v+out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_operands_aside_equal_float64(family):
+    """Loads on the sync engine's queue, the last store on ScalarE's."""
+    spec, aside = SPECS[family]
+    kernel = build_kernel(spec, "trn2", chosen(spec, aside=aside))
+    assert "def load_aside" in kernel.source
+    assert "engine=nisa.engine.scalar)" in kernel.source
+    assert prove(kernel).passed
+
+
+def test_what_cannot_come_aside_is_refused():
+    fp8 = LowRankSpec(
+        m=1, k=512, r=128, n=512, x_layout="col", dtype="float8_e4m3", scales="channel"
+    )
+    for spec, name in ((fp8, "x"), (ODD, "u"), (MatmulSpec(m=1, k=512, n=512), "x")):
+        with pytest.raises(SpecError, match="aside is"):
+            chosen(spec, aside=name).check(spec, get("trn2"))
+
+
+@pytest.mark.parametrize(("rank", "tokens"), [(256, 3), (200, 128), (100, 1)])
+def test_the_down_projection_of_few_tokens_sums_in_turns(rank, tokens):
+    """Four sums take turns, where two would wait for one another's passes."""
+    spec = GatedMLPSpec(m=tokens, k=300, n=1030, gate_r=40, up_r=50, down_r=rank, x_layout="col")
+    kernel = build_kernel(spec, "trn2")
+    assert "def project_in_turns" in kernel.source
+    assert prove(kernel).passed
+
+
+def test_more_tokens_sum_the_down_projection_in_one_go():
+    spec = GatedMLPSpec(m=129, k=300, n=1030, gate_r=40, up_r=50, down_r=200, x_layout="col")
+    assert "def project_in_turns" not in build_kernel(spec, "trn2").source
