@@ -53,6 +53,16 @@ def test_every_result_has_its_own_epilogue_and_layout(target):
     assert shapes == [(40, 90), (200, 40), (33, 40)] == [y.shape for y in MIXED.outputs()]
 
 
+@pytest.mark.parametrize("x_dtype", [None, "bfloat16"])
+def test_fp8_sums_of_more_than_512_tokens_leave_psum_whole(x_dtype):
+    """513 tokens move in two equal parts, with pairs of contraction tiles and with single ones."""
+    spec = LowRankSharedSpec(
+        m=513, k=384, pairs=((60, (100,)),), dtype="float8_e4m3", scales="channel",
+        x_dtype=x_dtype, x_layout="col",
+    )  # fmt: skip
+    assert prove(build_kernel(spec, "trn2")).passed
+
+
 def test_a_kernel_that_takes_the_wrong_u_is_caught(tmp_path):
     spec = LowRankSharedSpec(m=64, k=256, pairs=((64, 200), (64, 200)))
     kernel = build_kernel(spec, "trn2")

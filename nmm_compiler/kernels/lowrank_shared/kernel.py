@@ -335,13 +335,14 @@ def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled):
 def add_pair(sums, t0, part: Tile, x_sb, tokens):
     """Add two tiles of the contraction to the sums of one u's columns in one pass."""
     m_tiles = (tokens + 511) // 512
+    m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in add_tile
     at = part.p_tile - t0
     for c in range(0, part.columns, 128):
         rp = min(128, part.columns - c)
         first = part.first + c
         for mt in range(m_tiles):
-            ms = 512 * mt
-            mw = min(512, tokens - ms)
+            ms = m_step * mt
+            mw = min(m_step, tokens - ms)
             nisa.nc_matmul(
                 dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
                 stationary=part.u_sb[0:128, part.u_tile : part.u_tile + 2, first : first + rp],
@@ -354,13 +355,14 @@ def add_pair(sums, t0, part: Tile, x_sb, tokens):
 def keep_tiles(p_sb, sums, t0, part: Tile, tokens, r0, rounding: Rounding):
     """Round the sums of one u's columns, from column r0 on, times their scales."""
     m_tiles = (tokens + 511) // 512
+    m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in add_tile
     for c in range(0, part.columns, 128):
         rp = min(128, part.columns - c)
         tile = part.p_tile + c // 128
         at = (r0 + c) // 128 if rounding.scales == "channel" else 0
         for mt in range(m_tiles):
-            ms = 512 * mt
-            mw = min(512, tokens - ms)
+            ms = m_step * mt
+            mw = min(m_step, tokens - ms)
             s = (tile - t0) * m_tiles + mt
             round_to(
                 p_sb[0:rp, tile, ms : ms + mw], sums[s][0:rp, 0:mw],
