@@ -23,6 +23,7 @@ from kernel_floors import arithmetic, floor_us
 from kernel_timings import Timings, timings_of
 from rich.console import Console
 from rich.table import Table
+from small_floors import floor_us as least_us
 
 from nmm_compiler.codegen.choose import rank
 from nmm_compiler.kernels.base import KernelSpec
@@ -181,7 +182,10 @@ def small(spec: Any, target: str, timings: Timings) -> Line:
     wanted = 0.80 if roofline > 12 else 0.65
     of_phases = 0.80 if floor > 12 else 0.65
     held = roofline / us >= wanted or floor / us >= of_phases
-    note = f"phases {arithmetic(spec, target)} = {floor:.1f} us: {floor / us:.2f}"
+    least = _least(spec, target, us)
+    note = (
+        f"phases {arithmetic(spec, target)} = {floor:.1f} us: {floor / us:.2f}; least {least:.1f}"
+    )
     return Line("small", target, spec.short(), us, roofline / us, wanted, held, note)
 
 
@@ -196,8 +200,22 @@ def fp8(spec: Any, target: str, timings: Timings) -> Line:
         floor_us(spec, target),
     )
     held = roofline / us >= 0.85 or floor / us >= PHASES_SHARE
-    note = f"phases {arithmetic(spec, target)} = {floor:.1f} us: {floor / us:.2f}"
+    least = _least(spec, target, us)
+    note = (
+        f"phases {arithmetic(spec, target)} = {floor:.1f} us: {floor / us:.2f}; least {least:.1f}"
+    )
     return Line("fp8", target, spec.short(), us, roofline / us, 0.85, held, note)
+
+
+def _least(spec: Any, target: str, us: float) -> float:
+    """Return the microseconds that no kernel can beat.
+
+    Raises ValueError if this one does: then the floor is none.
+    """
+    least = least_us(spec, target)
+    if us < least:
+        raise ValueError(f"{spec.short()} on {target} takes {us:.2f} us, its floor {least:.2f} us")
+    return least
 
 
 def gated(spec: KernelSpec, target: str, timings: Timings) -> Line:

@@ -314,7 +314,6 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 for wanted in ((8192, 16384) if few else (8192, 2048) if short else (8192,))
             }
             if odd and max(k_chunks) >= spec.k > 128:
-                # the rows beyond whole tiles are a load anyway: the one before may be shorter
                 k_chunks |= {128 * tiles(part * tiles(spec.k, 128), 4) for part in (2, 3)}
             if spec.base and few:  # w arrives in as many loads as u, and is far larger
                 panel = min(v_block, spec.n) * size
