@@ -38,13 +38,17 @@ def load_ahead(tiles, weight: Weight, n0, columns, run: Contraction, short):
 def load_chunk(tile, operand: Chunks, k0, run: Contraction):
     """Load a chunk of an operand, from row k0 of the run, or what is left of the first."""
     rows = min(operand.plan.chunk, run.depth - k0)
-    begun = 1 if operand.begins and k0 == 0 else 0
-    if operand.short and begun == 0:
-        part = Part(operand.source, run.first + k0, rows, operand.column, operand.columns)
+    part = Part(operand.source, run.first + k0, rows, operand.column, operand.columns)
+    if operand.begins and k0 == 0:
+        if rows > 128:
+            load_tiles_of(tile, operand, k0, 1, rows - 128, run)
+    elif operand.short:
         left = run.depth - k0 - rows
         load_shorter(tile, part, left, operand.plan.chunk, run.order, run.total)
-    elif rows > 128 * begun:
-        load_tiles_of(tile, operand, k0, begun, rows - 128 * begun, run)
+    elif operand.aside or operand.parted or operand.plan.load == "packed":
+        load_tiles_of(tile, operand, k0, 0, rows, run)
+    else:
+        load(tile, 0, part, operand.plan.load, run.order, run.total)
 
 
 def load_tiles_of(dst, operand: Chunks, k0, tile, rows, run: Contraction):
