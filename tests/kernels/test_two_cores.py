@@ -55,6 +55,21 @@ def test_every_split_agrees_with_float64(changes):
 
 
 @pytest.mark.parametrize(
+    ("changes", "exchanges"),
+    [({}, 2), ({"r": 300}, 3), ({"m": 18}, 1), ({"scale": 0.5}, 1), ({"inner_bias": True}, 1)],
+    ids=str,
+)
+def test_few_tokens_exchange_a_group_of_sums_at_a_time(changes, exchanges):
+    """The first leave while others are summed; what shapes the sums takes all of them at once."""
+    spec = dataclasses.replace(SMALL, **changes)
+    schedule = _best_of_each_split(spec)["weights"].changed({"u.group": 1})
+    kernel = build_kernel(spec, "trn2", schedule)
+    # one core's: the cores run the same program
+    assert kernel.profile().instructions["dma"]["sendrecv"] == exchanges
+    assert prove(kernel).passed
+
+
+@pytest.mark.parametrize(
     ("family", "changes", "splits"),
     [
         ("matmul", {"bias": True, "out_layout": "col"}, ("outputs", "tokens")),

@@ -43,9 +43,11 @@ from ..pieces.scales_and_biases import (
 from ..pieces.token_blocks import over_blocks
 from ..pieces.two_cores import (
     add_halves,
+    add_halves_in_turns,
     add_up_halves,
     clear_tail,
     exchange,
+    exchange_in_turns,
     half,
     half_row,
     half_sums,
@@ -225,16 +227,25 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
         clear_tail(mine, 0, spec.r)
         unrounded = Rounding(1.0, None, None, False, None, False, "identity", False, None)
         project(mine, x_strip, u_panels, at, first, unrounded)
-        sooner = min(2 * schedule.v.chunk, spec.r)
+        # sums of few tokens that nothing scales or shapes leave as soon as a group is made
+        shaped = rounding.scales or rounding.factor != 1.0 or rounding.has_bias
+        shaped = shaped or rounding.activation != "identity" or over_ranks
+        turns = at.tokens <= 16 and schedule.u.group < r_tiles and not shaped
+        sooner = min((3 if turns else 2) * schedule.v.chunk, spec.r)
         if early:
             v_sb = start_panel(v_panels, at, product, sooner)
-        exchange(theirs, mine, held.core)
+        if turns:
+            exchange_in_turns(theirs, mine, held.core, schedule.u.group)
+        else:
+            exchange(theirs, mine, held.core)
         if early:
             load_panel_rows(v_sb, v_panels, at, product, sooner, spec.r)
         if over_ranks:
             sums = rank_sums(r_tiles, at.tokens, sums_dtype)
             add_up_halves(sums, mine, theirs, at.tokens)
             sum_strips(p_sb, sums, spec.r, spec.tp, rounding)
+        elif turns:
+            add_halves_in_turns(p_sb, mine, theirs, at.tokens, schedule.u.group)
         else:
             add_halves(p_sb, mine, theirs, spec.r, at.tokens, rounding)
         if spec.inner_norm:

@@ -376,6 +376,9 @@ def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
         if few and plain.u.block < spec.r:
             continue
         chunk_tiles = tiles(plain.u.chunk, 128)
+        r_tiles = tiles(spec.r, 128)
+        # two about equal groups, of which two cores exchange the first while the second is summed
+        evenly = [tiles(r_tiles, 2)] if few and 2 * banks < r_tiles <= 4 * banks else []
         for wanted in (8, 16) if few else (4, 8, 16):
             segment = 128 * chunk_tiles * max(1, wanted // chunk_tiles)
             if segment >= spec.k:
@@ -385,14 +388,15 @@ def _segmented(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
                 streams = (False,) if few else ()
             for x_stream in streams:
                 x_chunk = segment if few else plain.u.chunk
-                yield dataclasses.replace(
-                    plain,
-                    k_segment=segment,
-                    x=dataclasses.replace(plain.x, stream=True, chunk=x_chunk)
-                    if x_stream
-                    else plain.x,
-                    u=dataclasses.replace(plain.u, group=max(1, banks // m_tiles)),
-                )
+                for group in sorted({max(1, banks // m_tiles), *evenly}):
+                    yield dataclasses.replace(
+                        plain,
+                        k_segment=segment,
+                        x=dataclasses.replace(plain.x, stream=True, chunk=x_chunk)
+                        if x_stream
+                        else plain.x,
+                        u=dataclasses.replace(plain.u, group=group),
+                    )
 
 
 def candidates(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:

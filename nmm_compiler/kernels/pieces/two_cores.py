@@ -41,6 +41,29 @@ def exchange(theirs, mine, core):
     nisa.sendrecv(src=mine, dst=theirs, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
 
 
+def exchange_in_turns(theirs, mine, core, at_once):
+    """Send and receive so many tiles of sums at a time: the first leave while others are summed."""
+    for first in range(0, mine.shape[1], at_once):
+        stop = min(first + at_once, mine.shape[1])
+        exchange(
+            theirs[0:128, first:stop, 0 : mine.shape[2]],
+            mine[0:128, first:stop, 0 : mine.shape[2]],
+            core,
+        )
+
+
+def add_halves_in_turns(p_sb, mine, theirs, tokens, at_once):
+    """Round the sums of both cores to p^T, so many tiles at a time, as they come."""
+    for first in range(0, mine.shape[1], at_once):
+        stop = min(first + at_once, mine.shape[1])
+        nisa.tensor_tensor(
+            dst=p_sb[0:128, first:stop, 0:tokens],
+            data1=mine[0:128, first:stop, 0:tokens],
+            data2=theirs[0:128, first:stop, 0:tokens],
+            op=nl.add,
+        )
+
+
 def add_halves(p_sb, mine, theirs, n, tokens, rounding: Rounding):
     """Round the sums of both cores to p^T, n features of so many tokens."""
     scaled = rounding.scales or rounding.factor != 1.0
