@@ -70,7 +70,6 @@ class GatedMLPSchedule(LoopedSchedule):
     out: Operand
     n_segment: int = 0
     v_added: bool = False
-
     may_aside: ClassVar[tuple[str, ...]] = ("x", "v", "out")
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "p": "m_block", "h": "m_block", "p_down": "m_block", "u": "u.block",
