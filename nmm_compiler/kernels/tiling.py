@@ -59,6 +59,21 @@ def chunk_rows(rows: int, row_bytes: int, wanted_bytes: int = 8192) -> int:
     return 128 * tiles(total, tiles(total, most))
 
 
+def chunks_of_k(spec: Any, u_bytes: int, w_bytes: int, few: bool, odd: bool) -> set[int]:
+    """Return contraction rows per load that are worth trying, of rows of u of so many bytes.
+
+    w_bytes: those of a row of a panel of w, of a base product: it is far larger than u.
+    """
+    short = spec.minimal_hbm_bytes() <= 7 * 2**20  # the first loads are a good part of the kernel
+    wanted = (8192, 16384) if few else (8192, 2048) if short else (8192,)
+    made = {chunk_rows(spec.k, u_bytes, each) for each in wanted}
+    if odd and max(made) >= spec.k > 128:
+        made |= {128 * tiles(part * tiles(spec.k, 128), 4) for part in (2, 3)}
+    if few and spec.base:
+        made |= {chunk_rows(spec.k, w_bytes, each) for each in (8192, 16384)}
+    return made
+
+
 def x_rows(m: int, contraction: int, k_chunk: int) -> int:
     """Return contraction rows per load of x: all at once for few tokens, else as the weight's."""
     return 128 * tiles(contraction, 128) if m <= 128 else k_chunk

@@ -31,6 +31,7 @@ from nmm_compiler.kernels.tiling import (
     by_tensor,
     chunk_order,
     chunk_rows,
+    chunks_of_k,
     flat_bytes,
     free_banks,
     item_bytes,
@@ -298,7 +299,6 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
     odd = few and spec.k % 128 > 0 and spec.n <= 512  # few choices else
     if odd and spec.n > 256:  # of two panels one is stored while the other is computed
         v_blocks.insert(0, 256)
-    short = spec.minimal_hbm_bytes() <= 7 * 2**20  # the first loads are a good part of the kernel
     for x_load, u_load, v_load, w_load in itertools.product(
         x_loads(spec.m, spec.x_layout, spec.x_format, target), u_loads, v_loads, w_loads
     ):
@@ -309,15 +309,8 @@ def _plain(spec: LowRankSpec, target: Target) -> Iterator[LowRankSchedule]:
             if m_tiles > stage_banks:
                 continue
             r_group = min(stage_banks // m_tiles, tiles(min(u_block, spec.r), 128))
-            k_chunks = {
-                chunk_rows(spec.k, min(u_block, spec.r) * size, wanted)
-                for wanted in ((8192, 16384) if few else (8192, 2048) if short else (8192,))
-            }
-            if odd and max(k_chunks) >= spec.k > 128:
-                k_chunks |= {128 * tiles(part * tiles(spec.k, 128), 4) for part in (2, 3)}
-            if spec.base and few:  # w arrives in as many loads as u, and is far larger
-                panel = min(v_block, spec.n) * size
-                k_chunks |= {chunk_rows(spec.k, panel, wanted) for wanted in (8192, 16384)}
+            u_bytes, w_bytes = min(u_block, spec.r) * size, min(v_block, spec.n) * size
+            k_chunks = chunks_of_k(spec, u_bytes, w_bytes, few, odd)
             banks = target.psum_banks if few and not by_tensor(v_load, w_load) else 4
             one_pass = u_block <= 128 * r_group
             uses = [(False, False)]
