@@ -106,7 +106,8 @@ def tune(
 
     specs: specs, or (spec, target) each. search: "candidates" times every candidate of the family;
     "grid" every legal combination of their values; "guided" `trials` of the grid, as Optuna's TPE
-    sampler picks them. What these two find beyond the candidates is checked against float64.
+    sampler picks them. What these two find beyond the candidates is checked against float64. What
+    `build_kernel` takes without tuning is timed too, so that no tuning is worse.
     executor: anything with `submit` (concurrent.futures, dask, `RayExecutor`); by default `jobs`
     processes here. The outcome does not depend on the executor.
 
