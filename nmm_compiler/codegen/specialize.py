@@ -22,7 +22,13 @@ from libcst.helpers import get_full_name_for_node_or_raise
 
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
-from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, Statement
+from nmm_compiler.codegen.fold_constants import (
+    BodyFolder,
+    Call,
+    Environment,
+    Statement,
+    assigned_names,
+)
 from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import ShortCalls, without_aliases
 from nmm_compiler.codegen.trees import Editor
@@ -304,10 +310,18 @@ def _on_one_line(call: cst.Call, arguments: Sequence[cst.Arg]) -> cst.Call:
 def _without_forwarders(
     bodies: dict[str, list[Statement]], parameters: dict[str, list[str]]
 ) -> dict[str, list[Statement]]:
-    """Return the bodies without helpers that only pass their arguments on to another helper."""
+    """Return the bodies without helpers that only pass their arguments on to another helper.
+
+    Such a helper stays if one that calls it has a name of its own for that other helper.
+    """
     for name in list(bodies):
         inner = _forwards_to(bodies[name], parameters.get(name))
-        if inner is not None:
+        hidden = inner is not None and any(
+            _called(inner) in {*parameters.get(key, ()), *assigned_names(body)}
+            for key, body in bodies.items()
+            if name in names_used(body)
+        )
+        if inner is not None and not hidden:
             forward = _Forward(name, parameters[name], inner)
             del bodies[name]
             bodies = {key: [forward.edit(s) for s in body] for key, body in bodies.items()}
@@ -328,6 +342,11 @@ def _forwards_to(body: list[Statement], parameters: list[str] | None) -> cst.Cal
     plain = all(isinstance(a.value, (cst.Name, cst.Integer, cst.SimpleString)) for a in call.args)
     named = all(a.keyword is None for a in call.args)
     return call if isinstance(call.func, cst.Name) and plain and named else None
+
+
+def _called(call: cst.Call) -> str:
+    assert isinstance(call.func, cst.Name)
+    return call.func.value
 
 
 class _Forward(Editor):

@@ -174,6 +174,44 @@ def test_parentheses_survive(tmp_path):
         assert eval(printed, {"i": i, "a": 67}) == ((i + 127) // 2, i * 2, (i * 67) % 5)
 
 
+def test_a_helper_that_passes_on_stays_where_its_callee_has_a_readers_name(tmp_path):
+    """`move` has an argument `load`: written out in it, `begin` would call that."""
+    path = tmp_path / "t.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import nki
+
+
+            @nki.jit
+            def t(x, y):
+                for i in range(2):
+                    move(x, y, i)
+
+
+            def move(dst, load, i):
+                print(i)
+                begin(dst, load)
+
+
+            def begin(dst, src):
+                load(dst, src)
+
+
+            def load(dst, src):
+                print(dst, src)
+                print(src, dst)
+            """
+        )
+    )
+    source = specialize(path, "t", {}, name="t", header=["x"], operands=["x", "y"])
+    defined = {node.name: node for node in ast.walk(ast.parse(source))
+               if isinstance(node, ast.FunctionDef)}  # fmt: skip
+    called = {node.func.id for node in ast.walk(defined["move"]) if isinstance(node, ast.Call)}
+    assert called == {"print", "begin"}
+    assert set(defined) == {"t", "move", "begin", "load"}
+
+
 spans = st.builds(
     lambda lo, count, step: Span(lo, lo + (count - 1) * step, step if count > 1 else 0),
     st.integers(-40, 40),
