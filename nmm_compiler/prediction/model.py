@@ -17,10 +17,11 @@ from nmm_compiler.report.parts import Grid, Part, Section
 from nmm_compiler.report.parts import Line as Text
 from nmm_compiler.report.shown import Shown
 
-# How much less and more than predicted the published runs took (`make bench-models`). First tokens
-# of published systems took up to 2.5 times as long: they reach 13 to 42 % of the peak rate there,
+# How much less and more than predicted the published runs took (`make bench-models`). Decodes with
+# 16,384 tokens in the cache took up to 1.54 times as long on trn1, others up to 1.28. First tokens
+# of published systems took up to 5.7 times as long: they reach 13 to 42 % of the peak rate there,
 # and the prediction has our kernels in their place.
-BANDS = {"decode": (-0.25, 0.2), "prefill": (-0.1, 1.5), "pass": (-0.1, 1.5)}
+BANDS = {"decode": (-0.3, 0.55), "prefill": (-0.1, 4.7), "pass": (-0.1, 4.7)}
 
 
 @dataclass(frozen=True, kw_only=True)
