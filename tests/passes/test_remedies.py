@@ -282,7 +282,8 @@ def test_the_remedy_helps(text, refused, mended):
 
 
 ELSEWHERE = {
-    "use executor 'auto'": "test_tensor_parallel",
+    "use executor 'auto'": "test_tensor_parallel", "use executor 'reference', or torch.no_grad() "
+    "and parameters without gradients": "test_tensor_parallel",
     "cut the factors along the rank, or the second one by its outputs": "test_distributed",
     "parallelize both factors, or none": "test_distributed",
     "keep both products inside of what the operator runs, or outside of it": "test_two_graphs",
@@ -301,12 +302,11 @@ BELOW = {
     "torch.nn.utils.fusion", "keep both products inside of the region, or outside of it",
     "keep the chain on one device", "use a plain tensor", "use a rank of at most {}",
     "make the factor a parameter or a buffer (beside a stored base, adapters may be inputs)",
-    "store one dense weight", "hand the sizes over, or reshape after the chain",
+    "store one dense weight", "hand the sizes over, or reshape after the chain", "set enable_gqa",
     "pass [batch, heads, tokens, d] with static sizes", "pass as many queries as keys",
     "pass is_causal=True, or a mask made of static sizes alone, without padding",
     "call scaled_dot_product_attention: attn_implementation='sdpa' in transformers",
-    "set enable_gqa", "use eval mode",
-    "set Options(reassociate=True): the factors in a row become two",
+    "use eval mode", "set Options(reassociate=True): the factors in a row become two",
 }  # fmt: skip
 """Remedies with a test of their own in this file."""
 

@@ -24,6 +24,7 @@ from ..pieces.records import (
     Chunks,
     Contraction,
     Dense,
+    EarlierPatch,
     Epilogue,
     Part,
     Patch,
@@ -248,34 +249,20 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                     else:
                         if several and not plain:
                             sums = totals_of(totals, sums, patch)
-                        adds = several and plain
+                        earlier = EarlierPatch(
+                            several and plain, totals, patch.tile, patch.column
+                        )  # fmt: skip
                         if first > 0:
                             turn_patch(result, sums, left, right, dense.epilogue)
                         if short:
                             finish_last_rows(result, sums, left, right, dense.epilogue, more)
                         elif as_rows:
                             finish_patch_rows(
-                                result,
-                                sums,
-                                left,
-                                right,
-                                dense.epilogue,
-                                more,
-                                adds,
-                                totals,
-                                patch,
+                                result, sums, left, right, dense.epilogue, more, earlier
                             )
                         else:
                             finish_patch_columns(
-                                result,
-                                sums,
-                                left,
-                                right,
-                                dense.epilogue,
-                                more,
-                                adds,
-                                totals,
-                                patch,
+                                result, sums, left, right, dense.epilogue, more, earlier
                             )
 
 
@@ -299,9 +286,7 @@ def finish_patch_rows(
     outputs: Chunks,
     epilogue: Epilogue,
     more,
-    adds,
-    totals,
-    patch: Patch,
+    patch: EarlierPatch,
 ):
     """Store a patch of y: tokens on the partitions."""
     across = (outputs.width + 511) // 512
@@ -316,9 +301,9 @@ def finish_patch_rows(
             nw = min(512, outputs.width - ns)
             total = sums[a * across + b][0:mw, 0:nw]
             y_tile = y_sb[0:mw, ns : ns + nw]
-            if adds:
+            if patch.adds:
                 column = patch.column + ns
-                before = totals[0:mw, patch.tile + a, column : column + nw]
+                before = patch.totals[0:mw, patch.tile + a, column : column + nw]
                 nisa.tensor_tensor(dst=y_tile, data1=before, data2=total, op=nl.add)
             else:
                 finish_rows(y_tile, total, epilogue, start + ns, a + b)
@@ -349,9 +334,7 @@ def finish_patch_columns(
     outputs: Chunks,
     epilogue: Epilogue,
     more,
-    adds,
-    totals,
-    patch: Patch,
+    patch: EarlierPatch,
 ):
     """Store a patch of y^T: outputs on the partitions."""
     across = (tokens.width + 511) // 512
@@ -365,9 +348,9 @@ def finish_patch_columns(
             mw = min(512, tokens.width - ms)
             total = sums[a * across + b][0:nw, 0:mw]
             y_tile = y_sb[0:nw, a, ms : ms + mw]
-            if adds:
+            if patch.adds:
                 column = patch.column + ms
-                before = totals[0:nw, patch.tile + a, column : column + mw]
+                before = patch.totals[0:nw, patch.tile + a, column : column + mw]
                 nisa.tensor_tensor(dst=y_tile, data1=before, data2=total, op=nl.add)
             else:
                 finish_columns(y_tile, total, epilogue, start // 128 + a, a + b)

@@ -180,6 +180,19 @@ class Patch(nl.NKIObject):
 
 
 @dataclass
+class EarlierPatch(nl.NKIObject):
+    """A patch of the fp32 sums of earlier runs in SBUF, from a tile and a column.
+
+    adds: they are not added yet.
+    """
+
+    adds: bool
+    totals: object
+    tile: int
+    column: int
+
+
+@dataclass
 class Branch(nl.NKIObject):
     """A product of a strip in SBUF, and its epilogue."""
 
