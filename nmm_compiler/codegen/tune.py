@@ -36,6 +36,7 @@ from nmm_compiler.codegen.tuned import (
     files_of,
     forget,
     plain_choice,
+    schedule_data,
     schedule_text,
     tuning_key,
 )
@@ -283,7 +284,7 @@ class _Work:
         groups = list(_groups(left))
         request = self._told(space.spec, target, space.target)
         texts = [
-            json.dumps({**request, "schedules": [c.schedule.to_dict() for c in group]})
+            json.dumps({**request, "schedules": [schedule_data(c.schedule) for c in group]})
             for group in groups
         ]
         failed: Exception | None = None

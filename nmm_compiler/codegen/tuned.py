@@ -9,6 +9,7 @@ digests of the code, timing constants included: what another version timed is no
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import warnings
@@ -157,12 +158,25 @@ def _best(entry: Entry, spec: KernelSpec, target: Target) -> Choice | None:
 
 def plain_choice(choice: Choice) -> dict[str, Any]:
     """Return a candidate and its times as JSON data."""
-    return {**vars(choice), "schedule": choice.schedule.to_dict()}
+    return {**vars(choice), "schedule": schedule_data(choice.schedule)}
+
+
+# A search writes each schedule about ten times: in a task, in the journal and in the entry.
+@functools.lru_cache(maxsize=16_384)
+def schedule_data(schedule: Any) -> dict[str, Any]:
+    """Return a schedule as JSON data, which is shared: not to be changed."""
+    data: dict[str, Any] = schedule.to_dict()
+    return data
 
 
 def schedule_text(choice: Choice) -> str:
     """Return the schedule of a candidate as the text that names it."""
-    return str(choice.schedule.to_json())
+    return _text(choice.schedule)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _text(schedule: Any) -> str:
+    return str(schedule.to_json())
 
 
 def choice_of(told: dict[str, Any], spec: KernelSpec) -> Choice:
