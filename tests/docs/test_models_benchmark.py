@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import models
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks import models  # tests/passes has a module of that name too
 
 RUNS = json.loads(models.RUNS.read_text(encoding="utf-8"))
 
