@@ -4,9 +4,8 @@ Counted: kernels lost, torn, duplicated; every count has to be 0, or the exit co
 are given twice: by wall time, which other programs on the machine change, and by CPU time: that of
 one process over the larger of the busiest process and an equal share of all. With two jobs the
 better of both has to be 1.8 (Ray: wall time alone, the median of three pairs, so it needs free
-cores). The last table has the
-unit costs that docs/scale.md is made of. All times are of this machine, measured; none is of a
-device.
+cores). The last table has the unit costs that docs/scale.md is made of. All times are of this
+machine, measured; none is of a device.
 
     --only build,tune,ray,s3,costs     --jobs 2     --json FILE
 """
@@ -173,11 +172,11 @@ def prefill_specs() -> list[Any]:
 
 
 def model_specs() -> list[Any]:
-    """Return the products of two models in five token counts: about a minute of one process."""
+    """Return the products of two models in five token counts: over a minute of one process."""
     from nmm_compiler.kernels.lowrank import LowRankSpec
 
     shapes = ((2048, 512, 8192), (8192, 640, 2048), (2048, 640, 2048), (4096, 896, 4096))
-    counts = (64, 128, 256, 512, 1024)
+    counts = (128, 256, 512, 1024, 1536)
     return [LowRankSpec(m=m, k=k, r=r, n=n) for m in counts for k, r, n in shapes]
 
 
@@ -212,7 +211,8 @@ def part_ray(jobs: int) -> dict[str, Any]:
     """Tune on a Ray cluster of this machine while workers are killed, against a serial run.
 
     Then pairs on the kernels of models, without kills, for the time: one process, then the
-    cluster, which runs before. The pair of the median is shown. The CPU time on Ray is that of this process, of the workers, and of Ray's own processes.
+    cluster, which runs before. The pair of the median is shown. The CPU time on Ray is that of
+    this process, of the workers, and of Ray's own processes.
     """
     from nmm_compiler.codegen.on_ray import RayExecutor
     from nmm_compiler.codegen.tune import tune
@@ -244,7 +244,7 @@ def part_ray(jobs: int) -> dict[str, Any]:
         "duplicated": sum(one.simulated - one.candidates for one in [*made, *many]),
         "schedules without kills": sum(one.candidates for one in many),
         "one process": rounded(one), "ray": rounded(ray),
-        "pairs, by wall time": [gain["by wall time"] for gain in gains],
+        "pairs": ", ".join(str(gain["by wall time"]) for gain in gains),
         "speed-up": {"by wall time": gained.pop("by wall time")}, "not a bar": gained,
     }  # fmt: skip
 
@@ -430,9 +430,9 @@ def main() -> int:
         found[part] = globals()[f"part_{part}"](given.jobs)
         table = Table(title=f"{part}: {globals()[f'part_{part}'].__doc__}", show_header=False)
         for name, value in found[part].items():
-            shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(
-                value, dict) else f"{value:,}"  # fmt: skip
-            table.add_row(name, shown)
+            if isinstance(value, dict):
+                value = ", ".join(f"{k} {v}" for k, v in value.items())
+            table.add_row(name, value if isinstance(value, str) else f"{value:,}")
         console.print(table)
         if part == "costs":
             console.print(fleets(found[part]))
