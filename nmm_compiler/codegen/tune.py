@@ -177,6 +177,8 @@ class _Work:
     search: str
     trials: int
     steps: _Steps
+    # held to rank: the first kernel's schedules are with the workers before the second is ranked
+    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def tuned(self, spec: KernelSpec, target: str) -> Tuned:
         """Return the outcome for one kernel, from the cache when it is there."""
@@ -267,7 +269,8 @@ class _Work:
         space = Space(spec, chip, self.options.instruction_budget)
         if self.search == "guided":
             return self._guided(space, target, journal)
-        choices = list(space.candidates if self.search == "candidates" else space.grid())
+        with self.turn:
+            choices = list(space.candidates if self.search == "candidates" else space.grid())
         return self._time(space, target, choices, journal)
 
     def _time(
