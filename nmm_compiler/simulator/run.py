@@ -292,7 +292,8 @@ def _result(
     tensors, single = _outputs(machines[0], machines[0].outputs, function)
     outputs = None
     if machines[0].data:
-        outputs = tuple(_export(machines[0], t) for t in tensors)
+        given: set[int] = set()
+        outputs = tuple(_export(machines[0], t, given) for t in tensors)
         binder.write_back(machines)
     specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
     profile = None
@@ -396,8 +397,12 @@ def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTe
     return flat, single
 
 
-def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
-    """Return a copy of an output; refuses elements that were never written."""
+def _export(machine: Machine, tensor: NkiTensor, given: set[int]) -> np.ndarray:
+    """Return an output's values; refuses elements that were never written.
+
+    given: identities of the storages whose bytes an output has. An output that is all of its
+    storage gets the storage's own bytes, any other a copy.
+    """
     mask = tensor.missing()
     if mask is not None:
         origin = tensor.storage.origin
@@ -416,5 +421,15 @@ def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
         machine.warnings.append(message)
         values = poisoned_values(tensor, mask)
         return values.astype(np.bool_) if tensor.dtype == "bool" else values
-    values = tensor.array().copy()
-    return values.astype(np.bool_) if tensor.dtype == "bool" else values
+    values, storage = tensor.array(), tensor.storage
+    if tensor.dtype == "bool":
+        return values.astype(np.bool_)
+    assert storage.raw is not None
+    if (
+        storage.identity in given
+        or values.nbytes != storage.raw.nbytes
+        or not values.flags.c_contiguous
+    ):
+        return values.copy()
+    given.add(storage.identity)
+    return values
