@@ -3,8 +3,10 @@
 import io
 import os
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -22,6 +24,48 @@ def public():
         yield public_kernels
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def library(public):
+    import public_library
+
+    return public_library
+
+
+ACCURACY = types.SimpleNamespace(absolute_accuracy=0.5, relative_accuracy=0.25)
+
+
+def compared(library, monkeypatch, at_once, output, wanted):
+    """Return what the comparison of two float32 lists says, "" if they agree."""
+    monkeypatch.setattr(library, "_COMPARED_AT_ONCE", at_once)
+    wanted = np.asarray(wanted, np.float32)
+    try:
+        library.Case.compare("y", np.asarray(output, np.float32), wanted, wanted, ACCURACY)
+    except library.WrongError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_outputs_are_compared_alike_in_parts(library, monkeypatch, at_once):
+    """The bound comes from the largest finite value of the whole reference: 0.5 + 0.25 * 8."""
+    inf, nan = np.inf, np.nan
+    wanted = [8.0, 0.0, inf, nan, -1.0]
+    assert not compared(library, monkeypatch, at_once, [8.0, 2.5, inf, nan, -3.5], wanted)
+    found = compared(library, monkeypatch, at_once, [8.0, 2.625, inf, 1.0, -1.0], wanted)
+    assert found == "y differs by 2.62, allowed 2.5 (2 of 5 elements)"
+
+
+def test_a_kernel_does_not_change_what_the_reference_is_computed_from(library):
+    """One view for one array, so that the kernel sees that two arguments are the same."""
+    given = np.zeros((2, 3), np.float32)
+    views = library.without_write_back({"a": given, "b": given, "c": 7})
+    assert views["a"] is views["b"] is not given
+    assert np.shares_memory(views["a"], given)
+    assert not views["a"].flags.writeable
+    assert given.flags.writeable
+    assert views["c"] == 7
 
 
 def cases(ran, *endings):
