@@ -284,7 +284,7 @@ _WAY_OUT = "write them first (memset, dma_copy)"
 def first_read(view: TensorData, mask: np.ndarray) -> str:
     """Return the text that names unwritten elements and the kernel's line that reads them first."""
     storage = view.storage
-    where = [int(i) for i in np.argwhere(mask)[0]]
+    where = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
     _, line = kernel_frame()
     return (
         f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} {storage.shape} "
