@@ -252,8 +252,6 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                         earlier = EarlierPatch(
                             several and plain, totals, patch.tile, patch.column
                         )  # fmt: skip
-                        if first > 0:
-                            turn_patch(result, sums, left, right, dense.epilogue)
                         if short:
                             finish_last_rows(result, sums, left, right, dense.epilogue, more)
                         elif as_rows:
@@ -264,6 +262,8 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                             finish_patch_columns(
                                 result, sums, left, right, dense.epilogue, more, earlier
                             )
+                        if first > 0:
+                            turn_patch(result, sums, left, right, dense.epilogue)
 
 
 def residual_patch(result: Result, tokens: Chunks, outputs: Chunks, as_rows):
