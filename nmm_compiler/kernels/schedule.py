@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, Self, cast
 
 from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels import warm_up
 from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.moving_tokens import best, ways
 from nmm_compiler.kernels.number_formats import check_double_row
@@ -93,9 +94,9 @@ class KernelSchedule(Record):
     kept_segment: ClassVar[Operand] = Operand(load="none", stream=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; aside and split only where they are used."""
+        """Return the fields as plain JSON data; aside, split and warm only where they are used."""
         made = super().to_dict()
-        rare = ("aside", "split")
+        rare = ("aside", "split", "warm")
         return {name: value for name, value in made.items() if name not in rare or value}
 
     def operands(self) -> dict[str, Operand]:
@@ -210,7 +211,8 @@ class KernelSchedule(Record):
         moving = ["moving"] if self.by_rows(spec) and spec.m % 128 else []
         early = self.own_queue and self.may_aside and spec.k > 256 and _plain(spec)
         aside = ["aside"] if early else []
-        return (*chunks, *others, *moving, *self.psum_banks(spec), *residents, *aside)
+        warm = warm_up.fields(self, spec)
+        return (*chunks, *warm, *others, *moving, *self.psum_banks(spec), *residents, *aside)
 
     def steps(self, name: str, spec: Any) -> Iterator[Self]:
         """Yield schedules in which one field is somewhat smaller or larger, legal or not.
@@ -223,6 +225,9 @@ class KernelSchedule(Record):
             return
         if name == "aside":
             yield from (self.changed({name: other}) for other in self.asides() if other != now)
+            return
+        if name == "warm":
+            yield from map(self.changed, warm_up.changes(self, spec))
             return
         if name == "moving":
             yield from (

@@ -307,7 +307,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
     # Up: the products that need a middle step first, (x u)^T with the rank on the partitions.
     if spec.gate_r > 0:
         gate_sb = nl.ndarray((128, gate_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
-        product_of_gate = Product(k, spec.gate_r, order, schedule.k_segment, double_row, False)
+        product_of_gate = Product(k, spec.gate_r, order, schedule.k_segment, double_row, False, 0)
         by_gate = Weight(mlp.gate.u, None, schedule.u, schedule.ahead, False, None)
         if weights:
             gate_mine = mine[0:128, 0:gate_tiles, 0 : at.tokens]
@@ -326,7 +326,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
         gate = mlp.gate.w
     if spec.up_r > 0:
         up_sb = nl.ndarray((128, up_tiles, kept_pitch), dtype=p_dtype, buffer=nl.sbuf)
-        product_of_up = Product(k, spec.up_r, order, schedule.k_segment, double_row, False)
+        product_of_up = Product(k, spec.up_r, order, schedule.k_segment, double_row, False, 0)
         by_up = Weight(mlp.up.u, None, schedule.u, schedule.ahead, False, None)
         if weights:
             up_mine = mine[0:128, gate_tiles : gate_tiles + up_tiles, 0 : at.tokens]
@@ -359,12 +359,12 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
     up_row = kept_row if spec.up_r > 0 else double_row
     gate_branch = Branch(
         gate_sb, gate,
-        Product(gate_k, n, gate_order, gate_k, gate_row, spec.wide and spec.gate_r > 0),
+        Product(gate_k, n, gate_order, gate_k, gate_row, spec.wide and spec.gate_r > 0, 0),
         Epilogue(mlp.gate.scale, mlp.gate.bias, spec.scales, spec.gate_bias, spec.activation),
     )  # fmt: skip
     up_branch = Branch(
         up_sb, up,
-        Product(up_k, n, up_order, up_k, up_row, spec.wide and spec.up_r > 0),
+        Product(up_k, n, up_order, up_k, up_row, spec.wide and spec.up_r > 0, 0),
         Epilogue(mlp.up.scale, mlp.up.bias, spec.scales, spec.up_bias, "identity"),
     )  # fmt: skip
     last_tiles = (spec.down_r + 127) // 128
@@ -404,7 +404,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
             h_strip = Strip(h_sb, None, schedule.kept_segment)
             by_down = Weight(mlp.down.u, None, schedule.down, schedule.ahead, False, None)
             first_down = Product(
-                n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide
+                n, spec.down_r, "strided_rows", schedule.n_segment, kept_row, spec.wide, 0
             )  # fmt: skip
             segment = Segment(n1, n_stop, schedule.n_segment < n, parts)
             # h of few tokens is there before its last product: nothing else is left to wait for
@@ -441,7 +441,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
             last_k = 2 * n
         left = Strip(last_sb, None, schedule.kept)
         base = Base(None, None, 0, "rows", 128, "strided_rows")
-        product = Product(last_k, k_out, "strided_rows", last_k, kept_row, spec.wide)
+        product = Product(last_k, k_out, "strided_rows", last_k, kept_row, spec.wide, 0)
         panels = Weight(last, None, schedule.out, schedule.ahead, False, None)
         early = schedule.split and schedule.split != "tokens" and schedule.ahead > 0
         w_sb = None

@@ -121,7 +121,7 @@ def lowrank(x, u, v, spec, schedule, **others):
             x, schedule.x.load, k, schedule.k_order, Block(0, m), schedule.double_row or turned
         )
         product = Product(
-            k, r, schedule.k_order, schedule.k_segment, schedule.double_row, False
+            k, r, schedule.k_order, schedule.k_segment, schedule.double_row, False, 0
         )  # fmt: skip
         u_first = start_weights(
             Weight(u, None, schedule.u, 0, False, None), product, schedule.k_segment
@@ -207,9 +207,10 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
         spec.inner_bias, spec.inner_activation, spec.inner_norm, squares,
     )  # fmt: skip
     first = Product(
-        spec.k, spec.r, schedule.k_order, schedule.k_segment, schedule.double_row, False
+        spec.k, spec.r, schedule.k_order, schedule.k_segment, schedule.double_row, False,
+        schedule.warm,
     )  # fmt: skip
-    product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide)
+    product = Product(spec.r, spec.n, "strided_rows", spec.r, second_row, spec.wide, 0)
     v_panels = Weight(held.v, held.v_all, schedule.v, schedule.ahead, False, None)
     if spec.norm != "none":
         load_normed(x_sb, x, schedule.x.load, schedule.x.chunk, at, spec.k, held.norm)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels import few_tokens
+from nmm_compiler.kernels import few_tokens, warm_up
 from nmm_compiler.kernels.base import WEIGHTS, Family
 from nmm_compiler.kernels.lowrank.data_flow import data_flow
 from nmm_compiler.kernels.lowrank.spec import LowRankSpec
@@ -65,6 +65,7 @@ class LowRankSchedule(LoopedSchedule):
     starts: x of few tokens and the first load of u come before those of scales and biases, x on a
         queue of its own; `settled` decides.
     u_aside: so does a small u for more tokens, all of it at once; `settled` decides.
+    warm: passes over zeros before the first product; steps of the search set it (warm_up.py).
     """
 
     u: Operand
@@ -74,6 +75,7 @@ class LowRankSchedule(LoopedSchedule):
     v_added: bool = False
     starts: bool = False
     u_aside: bool = False
+    warm: int = 0
 
     may_aside: ClassVar[tuple[str, ...]] = ("x", "v")
     remedies: ClassVar[Mapping[str, str]] = {
@@ -103,10 +105,9 @@ class LowRankSchedule(LoopedSchedule):
     def settled(self, spec: Any) -> LowRankSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
         made = super().settled(spec)
-        turned = spec.fp8 and made.w_load == "tensor"
         made = dataclasses.replace(
             made,
-            w_load="tensor16" if turned else made.w_load,
+            w_load="tensor16" if spec.fp8 and made.w_load == "tensor" else made.w_load,
             starts=few_tokens.starts_early(self, spec),
             u_aside=few_tokens.loads_u_aside(self, spec),
         )
@@ -216,6 +217,7 @@ class LowRankSchedule(LoopedSchedule):
             once = spec.m <= self.m_block and self.split != WEIGHTS and not self.v.resident
             alone = self.v_stationary and once and not apart
             few_tokens.check_few("v_added", spec, self.v.block, target, alone=alone)
+        warm_up.check(self)
         if self.split == WEIGHTS and self.m_loop:
             raise SpecError(
                 "schedule: split 'weights' exchanges sums between the cores, which no loop on the "
@@ -415,6 +417,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     tally.matmuls.append(
         (passes(k, schedule.u.chunk, pairs) * r_tiles * tiles(m, 512), moves(m)[1])
     )
+    tally.matmuls.append((schedule.warm, moves(m)[1]))
     # sums that are added in SBUF leave PSUM through VectorE alone
     tally.evictions.append((r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m)))
     contraction = passes(r, schedule.v.chunk, second) + (k_tiles if spec.base else 0)

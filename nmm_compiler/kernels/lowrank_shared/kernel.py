@@ -262,7 +262,9 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                     load_panel(
                         Weight(v_parts[j], v_all, schedule.v, True, False, None),
                         Block(m0, tokens),
-                        Product(ranks[i], ns[j], "strided_rows", ranks[i], second_row, spec.wide),
+                        Product(
+                            ranks[i], ns[j], "strided_rows", ranks[i], second_row, spec.wide, 0
+                        ),
                         0,
                     )
                 )
@@ -285,7 +287,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                 v_parts[j], v_all, schedule.v, schedule.ahead, schedule.ahead > 0, first_sb
             )
             base = Base(None, None, 0, "rows", 128, "strided_rows")
-            product = Product(ranks[i], ns[j], "strided_rows", ranks[i], second_row, spec.wide)
+            product = Product(ranks[i], ns[j], "strided_rows", ranks[i], second_row, spec.wide, 0)
             y_scale_sb = y_scale_sbs[j] if spec.fp8 else None
             epilogue = Epilogue(y_scale_sb, bias_sb, spec.scales, bias_of[j] >= 0, activations[j])
             at = Block(m0, tokens)

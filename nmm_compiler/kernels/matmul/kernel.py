@@ -77,7 +77,7 @@ def matmul(x, w, spec, schedule, **others):
             bias_part = half_row(bias_part, core)
         if spec.scales == "channel":
             scale_part = half_row(scale_part, core)
-    few = Product(spec.k, spec.n, schedule.k_order, spec.k, schedule.double_row, False)
+    few = Product(spec.k, spec.n, schedule.k_order, spec.k, schedule.double_row, False, 0)
     x_few = None
     started = None
     if schedule.w_stationary:

@@ -18,8 +18,9 @@ def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, round
     several = product.segment < product.k
     plain = not rounding.scales and rounding.factor == 1.0 and not rounding.norm
     unshaped = not rounding.has_bias and rounding.activation == "identity"
-    one_tile = product.n <= 128 and not right.plan.resident and not right.plan.stream
-    few = at.tokens <= 128 and product.k > 640 and not several and not product.double_row
+    kept = not right.plan.resident and not right.plan.stream and not left.plan.stream
+    one_tile = product.n <= 128 and kept
+    few = at.tokens <= 448 and product.k > 640 and not several and not product.double_row
     if one_tile and few and plain and unshaped:
         project_in_turns(p_sb, left, right, at, product)
         return
@@ -63,6 +64,8 @@ def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Produ
     sums = []
     for _ in range(turns * n_tiles):
         sums.append(nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.psum))
+    if product.warm > 0 and at.m0 == 0:
+        warm_up(sums[0][0 : min(128, product.n), 0 : at.tokens], product.warm)
     for k0 in range(0, product.k, right.plan.chunk):
         rows = min(right.plan.chunk, product.k - k0)
         w_first = k0 // 128 if right.plan.stream else 0
@@ -85,25 +88,44 @@ def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Produ
                     dst=sums[kt % turns * n_tiles + i][0:rp, 0 : at.tokens],
                     stationary=w_sb[0:kp, kt - w_first, 128 * i : 128 * i + rp],
                     moving=left.strip[0:kp, kt, 0 : at.tokens],
-                    accumulate=kt >= turns,
+                    accumulate=kt >= turns or (product.warm > 0 and at.m0 == 0 and kt + i == 0),
                 )
     for i in range(n_tiles):
         rows = min(128, product.n - 128 * i)
-        p_tile = p_sb[0:rows, i, 0 : at.tokens]
-        half = nl.ndarray((rows, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
-        evict(half, sums[i][0:rows, 0 : at.tokens], i)
-        more = sums[n_tiles + i][0:rows, 0 : at.tokens]
-        if turns == 2:
-            nisa.tensor_tensor(dst=p_tile, data1=half, data2=more, op=nl.add)
-        else:
-            other = nl.ndarray((rows, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
-            evict(other, more, 1)
-            last = sums[3][0:rows, 0 : at.tokens]
-            nisa.tensor_tensor(
-                dst=half, data1=half, data2=sums[2][0:rows, 0 : at.tokens], op=nl.add
-            )
-            nisa.tensor_tensor(dst=other, data1=other, data2=last, op=nl.add)
-            nisa.tensor_tensor(dst=p_tile, data1=half, data2=other, op=nl.add)
+        for ms in range(0, at.tokens, 128):
+            # tokens of the next product's first tile are there first
+            mw = min(128, at.tokens - ms)
+            p_tile = p_sb[0:rows, i, ms : ms + mw]
+            half = nl.ndarray((rows, mw), dtype=nl.float32, buffer=nl.sbuf)
+            evict(half, sums[i][0:rows, ms : ms + mw], i + ms // 128)
+            more = sums[n_tiles + i][0:rows, ms : ms + mw]
+            if turns == 2:
+                nisa.tensor_tensor(dst=p_tile, data1=half, data2=more, op=nl.add)
+            else:
+                other = nl.ndarray((rows, mw), dtype=nl.float32, buffer=nl.sbuf)
+                evict(other, more, 1)
+                last = sums[3][0:rows, ms : ms + mw]
+                nisa.tensor_tensor(
+                    dst=half, data1=half, data2=sums[2][0:rows, ms : ms + mw], op=nl.add
+                )
+                nisa.tensor_tensor(dst=other, data1=other, data2=last, op=nl.add)
+                nisa.tensor_tensor(dst=p_tile, data1=half, data2=other, op=nl.add)
+
+
+def warm_up(dst, passes):
+    """Begin a sum with products of zeros, while the first operands are on their way.
+
+    TensorE runs at half its clock until it has worked for some microseconds.
+    """
+    zeros = nl.ndarray((128, 512), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=zeros, value=0.0)
+    for i in range(passes):
+        nisa.nc_matmul(
+            dst=dst,
+            stationary=zeros[0:128, 0 : dst.shape[0]],
+            moving=zeros[0:128, 0 : dst.shape[1]],
+            accumulate=i > 0,
+        )
 
 
 def project_segment(
@@ -139,6 +161,8 @@ def project_segment(
             sums = []
             for _ in range(group * m_tiles):
                 sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
+            if product.warm > 0 and segment.first + at.m0 + r0 + r1 == 0:
+                warm_up(sums[0][0 : min(128, columns), 0 : min(m_step, at.tokens)], product.warm)
             for k0 in range(segment.first, segment.stop, right.plan.chunk):
                 rows = min(right.plan.chunk, segment.stop - k0)
                 w_first = k0 // 128 if right.plan.stream else segment.first // 128
@@ -197,7 +221,8 @@ def project_segment(
                                 dst=sums[i * m_tiles + mt][0:rp, 0:mw],
                                 stationary=w_sb[0:kp, kt - w_first, rs : rs + rp],
                                 moving=left.strip[0:kp, kt - s_first, ms : ms + mw],
-                                accumulate=kt > segment.first // 128,
+                                accumulate=kt > segment.first // 128
+                                or (product.warm > 0 and at.m0 + r0 + r1 + kt + i + mt == 0),
                             )
             for i in range(group):
                 rs = r1 + 128 * i
@@ -236,5 +261,13 @@ def project_segment(
                             round_to(p_tile, part, p_scale, rounding.requantize, scaled, turn)
                     elif shaped:
                         finish_columns(p_tile, p_sum, inner, rt, turn)
+                    elif product.n <= 128 and at.tokens > 128 and m_tiles == 1:
+                        # the next product begins with the first tile of tokens
+                        for ts in range(0, mw, 128):
+                            stop = min(ts + 128, mw)
+                            round_to(
+                                p_tile[0:rp, ts:stop], p_sum[0:rp, ts:stop], p_scale,
+                                rounding.requantize, scaled, turn + ts // 128,
+                            )  # fmt: skip
                     else:
                         round_to(p_tile, p_sum, p_scale, rounding.requantize, scaled, turn)

@@ -86,6 +86,7 @@ class Product(nl.NKIObject):
     segment: int  # rows that are summed in PSUM at a time
     double_row: bool  # pairs of tiles of the contraction in one pass
     widen: bool  # the weight is widened to fp32 on its way in
+    warm: int  # passes over zeros before the first one, while operands arrive
 
 
 @dataclass

@@ -1,0 +1,47 @@
+"""How many passes over zeros TensorE makes before the first product of a kernel.
+
+TensorE runs at half its clock until it has worked for some microseconds, and in that time the first
+operands arrive. The sum that the passes begin is the first real one, to which they add nothing:
+nothing that is computed is left unused, and no result changes. Steps of the search try them, as
+they pay only where TensorE stays busy afterwards. The NKI code is `warm_up` in
+pieces/product_in_sbuf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.tiling import tiles
+
+# Columns that TensorE moves, at half its clock, in about the time of the first load.
+_COLUMNS = (2560, 3072, 3584)
+
+
+def fields(schedule: Any, spec: Any) -> tuple[str, ...]:
+    """Return the field of the passes, if the family has it and tokens keep TensorE busy."""
+    may = hasattr(schedule, "warm") and not (schedule.m_loop or schedule.double_row)
+    return ("warm",) if may and spec.m > 128 else ()
+
+
+def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
+    """Yield fields to change: a number of passes, each as wide as the product's.
+
+    Fewer passes fill the time of a first load that is shorter.
+    """
+    counts = [columns // min(spec.m, 512) for columns in _COLUMNS]
+    yield from ({"warm": count} for count in counts)
+    shorter = 128 * (3 * tiles(schedule.u.chunk, 128) // 4)
+    if shorter and schedule.x.chunk == schedule.u.chunk:
+        for count in counts[:2]:
+            yield {"warm": count, "u.chunk": shorter, "x.chunk": shorter}
+
+
+def check(schedule: Any) -> None:
+    """Raise SpecError if the passes are not possible."""
+    if schedule.warm < 0 or (schedule.warm and (schedule.m_loop or schedule.double_row)):
+        raise SpecError(
+            f"schedule: warm is {schedule.warm} passes over zeros before the first product; pass 0 "
+            "or more, and 0 in a loop on the device or with double rows"
+        )
