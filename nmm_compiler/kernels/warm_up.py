@@ -21,8 +21,9 @@ _COLUMNS = (2560, 3072, 3584)
 
 def fields(schedule: Any, spec: Any) -> tuple[str, ...]:
     """Return the field of the passes, if the family has it and tokens keep TensorE busy."""
-    may = hasattr(schedule, "warm") and not (schedule.m_loop or schedule.double_row)
-    return ("warm",) if may and spec.m > 128 else ()
+    if not hasattr(schedule, "warm") or spec.m <= 128 or _never(schedule):
+        return ()
+    return ("warm",)
 
 
 def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
@@ -30,18 +31,26 @@ def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
 
     Fewer passes fill the time of a first load that is shorter.
     """
-    counts = [columns // min(spec.m, 512) for columns in _COLUMNS]
+    (weight, *others) = [name for name in schedule.operands() if name != "x"]
+    moved = spec.m if others or spec.out_layout == "col" else spec.n
+    counts = [columns // min(moved, 512) for columns in _COLUMNS]
     yield from ({"warm": count} for count in counts)
-    shorter = 128 * (3 * tiles(schedule.u.chunk, 128) // 4)
-    if shorter and schedule.x.chunk == schedule.u.chunk:
+    chunk = getattr(schedule, weight).chunk
+    shorter = 128 * (3 * tiles(chunk, 128) // 4)
+    if shorter and schedule.x.chunk == chunk:
         for count in counts[:2]:
-            yield {"warm": count, "u.chunk": shorter, "x.chunk": shorter}
+            yield {"warm": count, f"{weight}.chunk": shorter, "x.chunk": shorter}
 
 
 def check(schedule: Any) -> None:
     """Raise SpecError if the passes are not possible."""
-    if schedule.warm < 0 or (schedule.warm and (schedule.m_loop or schedule.double_row)):
+    if schedule.warm < 0 or (schedule.warm and _never(schedule)):
         raise SpecError(
             f"schedule: warm is {schedule.warm} passes over zeros before the first product; pass 0 "
-            "or more, and 0 in a loop on the device or with double rows"
+            "or more, and 0 in a loop on the device, with double rows or w_stationary"
         )
+
+
+def _never(schedule: Any) -> bool:
+    """Return whether no sum of the schedule can begin with passes over zeros."""
+    return schedule.m_loop or schedule.double_row or getattr(schedule, "w_stationary", False)

@@ -104,3 +104,57 @@ def test_the_down_projection_of_few_tokens_sums_in_turns(rank, tokens):
 def test_more_tokens_sum_the_down_projection_in_one_go():
     spec = GatedMLPSpec(m=129, k=300, n=1030, gate_r=40, up_r=50, down_r=200, x_layout="col")
     assert "def project_in_turns" not in build_kernel(spec, "trn2").source
+
+
+WARM = [
+    LowRankSpec(m=200, k=768, r=16, n=640, x_layout="col"),
+    LowRankSpec(m=500, k=384, r=130, n=512, x_layout="col", out_layout="col"),
+    MatmulSpec(m=333, k=512, n=512, x_layout="col"),
+    MatmulSpec(m=200, k=384, n=256, x_layout="col", out_layout="col", dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("spec", WARM, ids=str)
+def test_passes_over_zeros_change_no_result(spec):
+    """They begin the first sum, so that nothing is computed that nobody reads."""
+    schedule = chosen(spec, warm=0)
+    warm = build_kernel(spec, "trn2", schedule.changed({"warm": 3}))
+    assert prove(warm).passed
+    counts = [
+        len([i for i in one.simulate(*arrays, mode="timing").trace.instructions
+             if i.op == "nc_matmul"])
+        for one in (warm, build_kernel(spec, "trn2", schedule))
+        for arrays in [[ArraySpec(t.shape, t.dtype) for t in spec.inputs()]]
+    ]  # fmt: skip
+    assert counts[0] == counts[1] + 3
+
+
+def test_passes_over_zeros_raise_the_clock_before_the_first_operands_are_there():
+    spec = MatmulSpec(m=333, k=2048, n=512, x_layout="col")
+    kernel = build_kernel(spec, "trn3")
+    assert kernel.schedule.warm > 0
+    cold = build_kernel(spec, "trn3", kernel.schedule.changed({"warm": 0}))
+    assert kernel.profile().latency_us < cold.profile().latency_us - 0.5
+
+
+def test_passes_over_zeros_are_refused_where_no_sum_begins_with_them():
+    fp8 = MatmulSpec(m=256, k=512, n=512, x_layout="col", dtype="float8_e4m3", scales="channel")
+    with pytest.raises(SpecError, match="warm is 2 passes"):
+        build_kernel(fp8, "trn2", chosen(fp8, double_row=True, warm=2))
+    assert "warm" not in chosen(ODD).to_dict()
+
+
+@pytest.mark.parametrize("tokens", [129, 333, 448])
+def test_a_rank_of_one_tile_is_summed_in_turns(tokens):
+    """A pass of so few columns takes less time than the pass before it, whose sum it adds to."""
+    spec = LowRankSpec(m=tokens, k=1024, r=24, n=768, x_layout="col")
+    whole = {"k_segment": 0, "x.stream": False, "m_block": 512, "warm": 0}
+    kernel = build_kernel(spec, "trn2", chosen(spec, **whole))
+    arrays = [ArraySpec(t.shape, t.dtype) for t in spec.inputs()]
+    trace = kernel.simulate(*arrays, mode="timing").trace
+    products = [i for i in trace.instructions if i.op == "nc_matmul"]
+    first = [i.writes[0].storage for i in products if i.writes[0].partitions == spec.r]
+    assert len(first) == 8
+    assert first[::2] != first[1::2]
+    assert len(set(first)) == 2
+    assert prove(kernel).passed

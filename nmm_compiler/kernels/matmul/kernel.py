@@ -225,10 +225,14 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                         more = residual_patch(result, left, right, as_rows)
                     else:
                         more = None
-                    if as_rows:
-                        sums = sum_patch(left, right, run, first)
+                    if schedule.warm > 0 and at.m0 + m1 - moving + n0 + n1 + k0 == 0:
+                        warm = schedule.warm
                     else:
-                        sums = sum_patch(right, left, run, 0)
+                        warm = 0
+                    if as_rows:
+                        sums = sum_patch(left, right, run, first, warm)
+                    else:
+                        sums = sum_patch(right, left, run, 0, warm)
                     n2 = n0 + schedule.w.block
                     last = m1 + m_wide >= at.tokens and n1 + n_wide >= columns
                     if early and last and n2 < spec.n:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels import warm_up
 from nmm_compiler.kernels.base import Family
 from nmm_compiler.kernels.few_tokens import check_few, panels
 from nmm_compiler.kernels.matmul.spec import MatmulSpec
@@ -56,12 +57,14 @@ class MatmulSchedule(LoopedSchedule):
     short_end: the last loads of w are short, and each tile of the last results is stored when it
         is there; the chooser sets it where w takes longer to arrive than TensorE takes. A kernel
         that cannot have them has none.
+    warm: passes over zeros before the first product; steps of the search set it (warm_up.py).
     """
 
     w: Operand
     w_stationary: bool = False
     short_start: bool = False
     short_end: bool = False
+    warm: int = 0
 
     remedies: ClassVar[Mapping[str, str]] = {
         "x": "m_block", "w": "w.block", "flat": "w.chunk", "total": "w.block",
@@ -216,6 +219,7 @@ class MatmulSchedule(LoopedSchedule):
         """Raise SpecError for the rules that only matmul has."""
         super().check_own(spec, target)
         self.check_multiple("x.chunk", "w.chunk", spec.k)
+        warm_up.check(self)
         segment = self.segment(spec)
         if self.w_stationary:
             apart = spec.norm != "none" or spec.residual or self.m_loop or self.w.resident
@@ -387,6 +391,7 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
         store_run, stores = tokens * y_size, tiles(m, tokens) * tiles(n, outputs)
         in_patch = tiles(outputs, 128) * tiles(tokens, 512)
     tally.matmuls.append((passes(k, schedule.w.chunk, schedule.double_row) * out_tiles, columns))
+    tally.matmuls.append((schedule.warm, columns))
     tally.evictions.append((out_tiles * (segments + (segments > 1)), columns))
     tally.store(m * n * y_size, stores, store_run)
     tally_normed(tally, spec, tokens, tiles(m, tokens), (stores, store_run))

@@ -5,10 +5,11 @@ import nki.language as nl
 
 from .loads_and_stores import evict
 from .patch_loads import load_chunk, load_tiles_of
+from .product_in_sbuf import warm_up
 from .records import Chunks, Contraction, Patch
 
 
-def sum_patch(left: Chunks, right: Chunks, run: Contraction, first):
+def sum_patch(left: Chunks, right: Chunks, run: Contraction, first, warm):
     """Return the sums of a patch over a run of the contraction; loads what is new. Right moves."""
     # the `first` columns of left move past right, for the last sums
     across = (right.width + 511) // 512
@@ -25,6 +26,8 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction, first):
     if first > 0:
         for _ in range(right.width // 128):
             sums.append(nl.ndarray((128, first), dtype=nl.float32, buffer=nl.psum))
+    if warm > 0:
+        warm_up(sums[0][0 : min(128, left.width), 0 : min(512, right.width)], warm)
     # tiles of a short end that are summed outputs by outputs
     last_tiles = min(2, run.depth // 128) if down == 1 else 1 + (run.depth - 1) % run.step // 128
     for k0 in range(0, run.depth, run.step):
@@ -81,7 +84,7 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction, first):
                             dst=sums[a * across + b][0:sw, 0:mw],
                             stationary=l_sb[0:kp, l_first + kt, s0 : s0 + sw],
                             moving=r_sb[0:kp, r_first + kt, m0 : m0 + mw],
-                            accumulate=k0 + kt > 0,
+                            accumulate=k0 + kt > 0 or (warm > 0 and a + b == 0),
                         )
         if last:
             sum_last_tiles(sums, left, right, run, last_tiles)
