@@ -270,7 +270,7 @@ def gated_block(out, residual, x, mlp: MLP, at: Block, spec, schedule):
     moving = schedule.moving if whole and at.tokens % 128 > 0 else 0
     as_rows = schedule.v_added and spec.out_layout == "row"
     ends = schedule.own_queue and spec.down and k_out > 512
-    result = Result(out, as_rows, schedule.own_queue, moving, residual, spec.residual, ends)
+    result = Result(out, as_rows, schedule.own_queue, moving, residual, spec.residual, ends, False)
     double_row = schedule.double_row
     kept_row = double_row and spec.requantized
     p_dtype = (

@@ -282,18 +282,19 @@ def lowrank_block(out, residual, x, held: Held, at: Block, spec, schedule):
     # Stage 2: contracts over the rank, panel by panel of v.
     if schedule.v_added:
         as_rows = spec.out_layout == "row"
-        result = Result(out, as_rows, schedule.own_queue, 0, None, False, ends)
+        result = Result(out, as_rows, schedule.own_queue, 0, None, False, ends, False)
         expand_few(result, left, right, at, product, epilogue)
     elif as_rows:
         whole = spec.n % 128 == 0 and not spec.bias and not spec.base and not spec.inner_norm
         moving = schedule.moving if whole and at.tokens % 128 > 0 else 0
         result = Result(
-            out, False, schedule.own_queue, moving, residual, spec.residual, ends
+            out, False, schedule.own_queue, moving, residual, spec.residual, ends,
+            ends and at.tokens > 128,
         )  # fmt: skip
         expand_rows(result, left, right, base, at, product, epilogue)
     else:
         as_rows = spec.out_layout == "row"
         result = Result(
-            out, as_rows, schedule.own_queue, 0, residual, spec.residual, ends
+            out, as_rows, schedule.own_queue, 0, residual, spec.residual, ends, False
         )  # fmt: skip
         expand_columns(result, left, right, base, at, product, epilogue)

@@ -295,13 +295,15 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             if stationary[j]:
                 result = Result(
                     parts[j], out_layouts[j] == "row", schedule.own_queue, 0, None, False,
-                    ends,
+                    ends, False,
                 )  # fmt: skip
                 expand_columns(result, left, right, base, at, product, epilogue)
             else:
                 whole = ns[j] % 128 == 0 and bias_of[j] < 0
                 moving = schedule.moving if whole and tokens % 128 > 0 else 0
-                result = Result(parts[j], False, schedule.own_queue, moving, None, False, ends)
+                result = Result(
+                    parts[j], False, schedule.own_queue, moving, None, False, ends, False
+                )
                 expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 

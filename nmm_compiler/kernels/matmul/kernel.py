@@ -123,7 +123,7 @@ def matmul(x, w, spec, schedule, **others):
     tokens = Tokens(part, whole_residual, x, spec.m, m_block)
 
     if schedule.w_stationary:
-        result = Result(part, as_rows, schedule.own_queue, 0, None, False, False)
+        result = Result(part, as_rows, schedule.own_queue, 0, None, False, False, False)
         panels = Weight(w, None, schedule.w, 0, True, started)
         left = Strip(x_few, None, schedule.x)
         expand_few(result, left, panels, Block(0, spec.m), few, epilogue)
@@ -135,7 +135,7 @@ def matmul(x, w, spec, schedule, **others):
 def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
     """Compute a block of tokens."""
     moving = schedule.moving if at.tokens % 128 > 0 else 0
-    result = Result(out, False, schedule.own_queue, moving, residual, spec.residual, False)
+    result = Result(out, False, schedule.own_queue, moving, residual, spec.residual, False, False)
     as_rows = spec.out_layout == "row"
     m_wide = schedule.x.group * (128 if as_rows else 512)
     n_wide = schedule.w.group * (512 if as_rows else 128)

@@ -174,7 +174,7 @@ def expand_rows(
                     final = at.m0 + ms + mw == result.out.shape[0]
                     late = result.ends and final and n0 + 2 * right.plan.block >= product.n
                     # the first store, too, waits for two engines
-                    late = late or (result.ends and at.m0 + ms + n0 == 0)
+                    late = late or (result.begins and at.m0 + ms + n0 == 0)
                     half = nw // 2 if late and nw > 256 else nw
                     finish_rows(
                         y_sb[0:mw, ns : ns + half], sums[i][0:mw, 0:half], own, n0 + ns, turn
@@ -189,7 +189,7 @@ def expand_rows(
                 more = residuals[n0 // right.plan.block][0:mw, mt, 0:columns]
                 nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
             last = n0 + columns == product.n and at.m0 + ms + mw == result.out.shape[0]
-            if result.ends and at.m0 + ms + n0 == 0 and columns > 1024:
+            if result.begins and at.m0 + ms + n0 == 0 and columns > 1024:
                 part = columns // 2
                 store_last(result.out[0:mw, 0:part], y_sb[0:mw, 0:part])
                 store(result.out[0:mw, part:columns], y_sb[0:mw, part:columns], True)

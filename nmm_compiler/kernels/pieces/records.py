@@ -241,7 +241,8 @@ class Result(nl.NKIObject):
     as_rows: tokens first, though the outputs are on the partitions. own_queue: stores have a queue
     of their own. moving: so many first tokens move past stationary weights.
     residual: a matrix in HBM, laid out as the result, that is added to it. ends: the kernel ends
-    with it, so that its last tiles leave PSUM by two engines, and SBUF by two queues.
+    with it, so that its last tiles leave PSUM by two engines, and SBUF by two queues. begins: so do
+    its first ones, which nothing is stored before.
     """
 
     out: object
@@ -251,6 +252,7 @@ class Result(nl.NKIObject):
     residual: object
     has_residual: bool
     ends: bool
+    begins: bool
 
 
 @dataclass
