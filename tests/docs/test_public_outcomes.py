@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -137,6 +138,24 @@ def test_a_case_without_a_reason_fails_whatever_the_share(public):
     text = io.StringIO()
     assert public.explain(Console(file=text, width=200), [row]) == 1
     assert "1 not explained" in text.getvalue()
+
+
+def test_the_page_says_what_the_kept_outcomes_count(public):
+    outcomes = public.OutcomeFile(BENCHMARKS / "data" / "public_outcomes.jsonl", False).rows
+    rows = []
+    for name in dict.fromkeys(name for name, _ in outcomes):
+        found = [(case, row) for (n, case), row in outcomes.items() if n == name]
+        others = [(case, r["outcome"], r["text"]) for case, r in found if r["outcome"] != "pass"]
+        good = len(found) - len(others)
+        rows.append(public.Row(name, "", good, len(found), 0.0, "", tuple(others)))
+    text = io.StringIO()
+    public.explain(Console(file=text, width=4000), rows)
+    assert "; 0 not explained" in text.getvalue()
+    counts = re.search(r"can run (\d+) of (\d+) \(([\d.]+)%", text.getvalue())
+    assert counts is not None
+    right, runnable, share = counts.groups()
+    page = " ".join((BENCHMARKS.parent / "docs" / "simulator.md").read_text("utf-8").split())
+    assert f"{right} of {runnable} that NKI 0.3 or newer can run are right ({share} %)" in page
 
 
 def test_a_module_that_does_not_load_is_a_case_that_fails(public, tmp_path):
