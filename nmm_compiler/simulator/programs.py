@@ -38,6 +38,7 @@ class Programs:
         self.tensors: dict[int, list[NkiTensor]] = {}
         self.mail: dict[tuple[Any, ...], Any] = {}
         self.sequence: dict[tuple[Any, ...], int] = {}
+        self.noted: dict[int, list[Storage]] = {}
 
     def shared(
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
@@ -102,9 +103,20 @@ class Programs:
         count = self.arrived[machine.place]
         first = machine.rank * machine.grid
         peers = range(first, first + machine.grid)
+        if all(self.arrived[p] >= count for p in peers):
+            self._met(machine)
         self._wait_for(
             machine, lambda: all(self.arrived[p] >= count for p in peers), "nisa.core_barrier"
         )
+
+    def written_by_one(self, machine: Machine, storage: Storage) -> None:
+        """Forget who wrote to the storage when the programs of the rank next meet."""
+        self.noted.setdefault(machine.rank, []).append(storage)
+
+    def _met(self, machine: Machine) -> None:
+        """Forget who wrote what: both programs are here, so what they did is in order."""
+        for storage in self.noted.pop(machine.rank, ()):
+            storage.writers = None
 
     def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
         """Leave `sent` for program ranks[0] and return what ranks[1] left for this program."""
@@ -112,6 +124,8 @@ class Programs:
         number = self._number(rank, me, pipe)
         self.mail[(rank, me, ranks[0], pipe, number)] = (sent,)
         wanted = (rank, ranks[1], me, pipe, number)
+        if wanted in self.mail:
+            self._met(machine)
         self._wait_for(machine, lambda: wanted in self.mail, f"nisa.sendrecv on pipe {pipe}")
         return self.mail.pop(wanted)[0]
 

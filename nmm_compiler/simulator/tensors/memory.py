@@ -22,6 +22,8 @@ from nmm_compiler.simulator.machine import Machine, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.trace import Allocation
 
+_SHARED = "shared_hbm"
+
 
 class Storage:
     """One allocation in HBM, SBUF or PSUM.
@@ -29,14 +31,15 @@ class Storage:
     raw: the bytes (None in timing mode). line: the kernel's line that allocates it, if known.
     unwritten: bool per `granule` bytes: never written, or dependent on unwritten elements; None
         when there are none. origin: of dependent elements, which unwritten elements were read
-        first, and where.
+        first, and where. shared: several programs write to it, with data. writers: of those, who
+        wrote each element since they last met (`races.py`); None if nobody.
     """
 
     __slots__ = (
         "address", "allocation", "bytes_per_partition", "constant", "dtype", "granule",
         "identity", "is_input", "machine", "matmul",
         "matmul_granule", "memory", "missing", "name", "origin", "products",
-        "raw", "region", "shape", "unwritten",
+        "raw", "region", "shape", "shared", "unwritten", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +64,8 @@ class Storage:
         self.constant = self.is_input = False
         self.matmul: Any = None
         self.matmul_granule = 1
+        self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
+        self.writers: np.ndarray | None = None
         self.products: Any = None
         self.unwritten: np.ndarray | None = None
         self.missing = 0
