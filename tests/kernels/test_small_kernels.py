@@ -158,3 +158,15 @@ def test_a_rank_of_one_tile_is_summed_in_turns(tokens):
     assert first[::2] != first[1::2]
     assert len(set(first)) == 2
     assert prove(kernel).passed
+
+
+@pytest.mark.parametrize(("tokens", "stores"), [(200, 3), (128, 1)])
+def test_first_results_of_several_tiles_leave_in_two_stores(tokens, stores):
+    """The first half waits for half of the sums, on a queue that no later store needs."""
+    spec = LowRankSpec(m=tokens, k=256, r=16, n=1280, x_layout="col")
+    kernel = build_kernel(spec, "trn2", chosen(spec, **{"v.block": 1280, "moving": 0}))
+    arrays = [ArraySpec(t.shape, t.dtype) for t in spec.inputs()]
+    trace = kernel.simulate(*arrays, mode="timing").trace
+    out = [i for i in trace.instructions if i.op == "dma_copy" and i.writes[0].memory == "hbm"]
+    assert len(out) == stores
+    assert prove(kernel).passed

@@ -78,8 +78,7 @@ class GatedMLPSchedule(LoopedSchedule):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON data; v_added only where products are added."""
-        made = super().to_dict()
-        return {name: value for name, value in made.items() if name != "v_added" or value}
+        return {name: at for name, at in super().to_dict().items() if at or name != "v_added"}
 
     def sizes(self, spec: GatedMLPUpSpec) -> dict[str, int]:
         """Return field -> the size that it divides."""
@@ -382,9 +381,10 @@ def _plain(spec: GatedMLPUpSpec, target: Target) -> Iterator[GatedMLPSchedule]:
                         1, min(2 if rows and not down else 4, (banks // 2) // n_tiles_at_once)
                     ),
                 ),
-                down=Operand(
-                    load=w_load, block=down_block, chunk=chunk_rows(spec.n, down_block * kept),
-                    group=down_group, stream=down_block <= 128 * down_group,
+                down=Operand(  # two loads at least: TensorE begins with the first
+                    load=w_load, block=down_block, group=down_group,
+                    chunk=min(chunk_rows(spec.n, down_block * kept), 128 * tiles(spec.n, 256)),
+                    stream=down_block <= 128 * down_group,
                 ),
                 out=Operand(
                     load=w_load,

@@ -302,8 +302,9 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                 whole = ns[j] % 128 == 0 and bias_of[j] < 0
                 moving = schedule.moving if whole and tokens % 128 > 0 else 0
                 result = Result(
-                    parts[j], False, schedule.own_queue, moving, None, False, ends, False
-                )
+                    parts[j], False, schedule.own_queue, moving, None, False, ends,
+                    ends and at.tokens <= 128,
+                )  # fmt: skip
                 expand_rows(result, left, right, base, at, product, epilogue)
     return tuple(outs)
 

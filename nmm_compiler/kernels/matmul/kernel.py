@@ -387,4 +387,4 @@ def finish_last_rows(
                 part = more[0:mw, a, ns : ns + nw]
                 nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=part, op=nl.add)
             rows = result.out[m0 : m0 + mw, start + ns : start + ns + nw]
-            store(rows, y_sb, (across - b + down - a) % 2 == 0)
+            store(rows, y_sb, ((across - b) * down - a) % 2 == 1)

@@ -242,7 +242,7 @@ class Result(nl.NKIObject):
     of their own. moving: so many first tokens move past stationary weights.
     residual: a matrix in HBM, laid out as the result, that is added to it. ends: the kernel ends
     with it, so that its last tiles leave PSUM by two engines, and SBUF by two queues. begins: so do
-    its first ones, which nothing is stored before.
+    its first ones.
     """
 
     out: object
