@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernel_floors import arithmetic, floor_us
+from kernel_floors import arithmetic, floor_us, least_us
 from kernel_timings import Timings, timings_of
 from rich.console import Console
 from rich.table import Table
-from small_floors import floor_us as least_us
 
 from nmm_compiler.codegen.choose import rank
 from nmm_compiler.kernels.base import KernelSpec
@@ -149,44 +148,26 @@ SPECS = {
 }
 
 
-def dense(spec: Any, target: str, timings: Timings) -> Line:
-    """Hold matmul to the roofline, or nine tenths of its phases, and to the tutorial's blocking."""
-    us, roofline, floor = (
-        timings.us(spec, target),
-        spec.roofline_us(get(target)),
-        floor_us(spec, target),
-    )
-    m, k, n = (getattr(spec, name) for name in "mkn")
-    wanted = 0.92 if m >= 512 else 0.90
-    share, note = roofline / us, f"phases {arithmetic(spec, target)} = {floor:.1f} us"
-    held = share >= wanted or floor / us >= PHASES_SHARE
-    if m * k * n < LARGEST_RIVAL:
-        shapes = [(k, m), (k, n)]
-        rival = timings.file_us(DENSE_FILE, "dense_blocked", target, shapes)
-        held &= us <= rival
-        note = f"tutorial {rival / us:.2f}x; " + note
-    return Line("dense", target, spec.short(), us, share, wanted, held, note)
-
-
 PHASES_SHARE = 0.90
 LARGEST_RIVAL = 7e10  # the tutorial's kernels are unrolled: a simulation of more takes a minute
 
 
+def dense(spec: Any, target: str, timings: Timings) -> Line:
+    """Hold matmul to the roofline, or nine tenths of its phases, and to the tutorial's blocking."""
+    m, k, n = (getattr(spec, name) for name in "mkn")
+    line = _of_bounds("dense", spec, target, timings, 0.92 if m >= 512 else 0.90, PHASES_SHARE)
+    if m * k * n >= LARGEST_RIVAL:
+        return line
+    rival = timings.file_us(DENSE_FILE, "dense_blocked", target, [(k, m), (k, n)])
+    note = f"tutorial {rival / line.us:.2f}x; {line.note}"
+    return replace(line, held=line.held and line.us <= rival, note=note)
+
+
 def small(spec: Any, target: str, timings: Timings) -> Line:
-    """Hold a small kernel to the bound, or to the bound of phases that wait for one another."""
-    us, roofline, floor = (
-        timings.us(spec, target),
-        spec.roofline_us(get(target)),
-        floor_us(spec, target),
-    )
-    wanted = 0.80 if roofline > 12 else 0.65
-    of_phases = 0.80 if floor > 12 else 0.65
-    held = roofline / us >= wanted or floor / us >= of_phases
-    least = _least(spec, target, us)
-    note = (
-        f"phases {arithmetic(spec, target)} = {floor:.1f} us: {floor / us:.2f}; least {least:.1f}"
-    )
-    return Line("small", target, spec.short(), us, roofline / us, wanted, held, note)
+    """Hold a small kernel to the roofline, or to its phases, which wait for one another."""
+    roofline, floor = spec.roofline_us(get(target)), floor_us(spec, target)
+    bars = (0.80 if bound > 12 else 0.65 for bound in (roofline, floor))
+    return _of_bounds("small", spec, target, timings, *bars)
 
 
 def fp8(spec: Any, target: str, timings: Timings) -> Line:
@@ -194,28 +175,25 @@ def fp8(spec: Any, target: str, timings: Timings) -> Line:
 
     On trn3 the phases of a rank of 1280 alone take the roofline over 0.85.
     """
-    us, roofline, floor = (
-        timings.us(spec, target),
-        spec.roofline_us(get(target)),
-        floor_us(spec, target),
-    )
-    held = roofline / us >= 0.85 or floor / us >= PHASES_SHARE
-    least = _least(spec, target, us)
+    return _of_bounds("fp8", spec, target, timings, 0.85, PHASES_SHARE)
+
+
+def _of_bounds(
+    part: str, spec: Any, target: str, timings: Timings, wanted: float, of_phases: float
+) -> Line:
+    """Hold a kernel to a share of the roofline, or to one of its phases.
+
+    Raises ValueError if it takes less than no kernel can: then the phases are wrong.
+    """
+    us, roofline = timings.us(spec, target), spec.roofline_us(get(target))
+    floor, least = floor_us(spec, target), least_us(spec, target)
+    if us < least:
+        raise ValueError(f"{spec.short()} on {target} takes {us:.2f} us, its floor {least:.2f} us")
+    held = roofline / us >= wanted or floor / us >= of_phases
     note = (
         f"phases {arithmetic(spec, target)} = {floor:.1f} us: {floor / us:.2f}; least {least:.1f}"
     )
-    return Line("fp8", target, spec.short(), us, roofline / us, 0.85, held, note)
-
-
-def _least(spec: Any, target: str, us: float) -> float:
-    """Return the microseconds that no kernel can beat.
-
-    Raises ValueError if this one does: then the floor is none.
-    """
-    least = least_us(spec, target)
-    if us < least:
-        raise ValueError(f"{spec.short()} on {target} takes {us:.2f} us, its floor {least:.2f} us")
-    return least
+    return Line(part, target, spec.short(), us, roofline / us, wanted, held, note)
 
 
 def gated(spec: KernelSpec, target: str, timings: Timings) -> Line:
