@@ -3,8 +3,7 @@
 TensorE runs at half its clock until it has worked for some microseconds, and in that time the first
 operands arrive. The sum that the passes begin is the first real one, to which they add nothing:
 nothing that is computed is left unused, and no result changes. Steps of the search try them, as
-they pay only where TensorE stays busy afterwards. The NKI code is `warm_up` in
-pieces/product_in_sbuf.py.
+they pay only where TensorE stays busy afterwards. The NKI code is in pieces/warm_up.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ import nki.language as nl
 
 from .loads_and_stores import evict
 from .patch_loads import load_chunk, load_tiles_of
-from .product_in_sbuf import warm_up
 from .records import Chunks, Contraction, Patch
+from .warm_up import warm_up
 
 
 def sum_patch(left: Chunks, right: Chunks, run: Contraction, first, warm):

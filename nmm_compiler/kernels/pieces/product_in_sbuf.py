@@ -11,6 +11,7 @@ from .loads_and_stores import evict, finish_columns, load, round_to
 from .norms import add_squares
 from .packed_loads import load_packed
 from .records import Block, Epilogue, Part, Product, Rounding, Segment, Strip, Weight
+from .warm_up import warm_up
 
 
 def project(p_sb, left: Strip, right: Weight, at: Block, product: Product, rounding: Rounding):
@@ -110,22 +111,6 @@ def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Produ
                 )
                 nisa.tensor_tensor(dst=other, data1=other, data2=last, op=nl.add)
                 nisa.tensor_tensor(dst=p_tile, data1=half, data2=other, op=nl.add)
-
-
-def warm_up(dst, passes):
-    """Begin a sum with products of zeros, while the first operands are on their way.
-
-    TensorE runs at half its clock until it has worked for some microseconds.
-    """
-    zeros = nl.ndarray((128, 512), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=zeros, value=0.0)
-    for i in range(passes):
-        nisa.nc_matmul(
-            dst=dst,
-            stationary=zeros[0:128, 0 : dst.shape[0]],
-            moving=zeros[0:128, 0 : dst.shape[1]],
-            accumulate=i > 0,
-        )
 
 
 def project_segment(
