@@ -129,6 +129,12 @@ def test_passes_over_zeros_change_no_result(spec):
     assert counts[0] == counts[1] + 3
 
 
+def test_tokens_that_all_move_have_no_passes_over_zeros():
+    spec = MatmulSpec(m=129, k=600, n=640, x_layout="col")
+    kernel = build_kernel(spec, "trn2", chosen(spec, warm=3, moving=129))
+    assert prove(kernel).passed
+
+
 def test_passes_over_zeros_raise_the_clock_before_the_first_operands_are_there():
     spec = MatmulSpec(m=333, k=2048, n=512, x_layout="col")
     kernel = build_kernel(spec, "trn3")

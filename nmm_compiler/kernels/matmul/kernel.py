@@ -225,7 +225,8 @@ def matmul_block(out, residual, x, dense: Dense, at: Block, spec, schedule):
                         more = residual_patch(result, left, right, as_rows)
                     else:
                         more = None
-                    if schedule.warm > 0 and at.m0 + m1 - moving + n0 + n1 + k0 == 0:
+                    begin = at.m0 + m1 - moving + n0 + n1 + k0 == 0
+                    if schedule.warm > 0 and tokens > 0 and begin:
                         warm = schedule.warm
                     else:
                         warm = 0
