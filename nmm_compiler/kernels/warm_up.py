@@ -19,8 +19,13 @@ _COLUMNS = (2560, 3072, 3584)
 
 
 def fields(schedule: Any, spec: Any) -> tuple[str, ...]:
-    """Return the field of the passes, if the family has it and tokens keep TensorE busy."""
-    if not hasattr(schedule, "warm") or spec.m <= 128 or _never(schedule):
+    """Return the field of the passes, if the family has it and tokens keep TensorE busy.
+
+    Up to 256 tokens `matmul` has none: with 257 they cost too much in program order, and one token
+    more would then cost over a tenth.
+    """
+    least = 256 if "w" in schedule.operands() else 128
+    if not hasattr(schedule, "warm") or spec.m <= least or _never(schedule):
         return ()
     return ("warm",)
 
