@@ -100,8 +100,8 @@ class Grid(Protocol):
     def barrier(self, machine: Machine) -> None:
         """Wait until every program is here."""
 
-    def written_by_one(self, machine: Machine, storage: Any) -> None:
-        """Forget who wrote to the storage when the programs next wait for each other."""
+    def next_write(self, machine: Machine, storage: Any) -> int:
+        """Return the number of the program's write to shared HBM since the programs last met."""
 
     def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
         """Wait for all ranks of a group; return what each one sent to the same collective."""

@@ -38,7 +38,9 @@ class Programs:
         self.tensors: dict[int, list[NkiTensor]] = {}
         self.mail: dict[tuple[Any, ...], Any] = {}
         self.sequence: dict[tuple[Any, ...], int] = {}
-        self.noted: dict[int, list[Storage]] = {}
+        # by rank: what was written since the programs last met, and how many writes each has begun
+        self.written: dict[int, dict[int, Storage]] = {}
+        self.writes: dict[int, dict[int, int]] = {}
 
     def shared(
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
@@ -109,14 +111,18 @@ class Programs:
             machine, lambda: all(self.arrived[p] >= count for p in peers), "nisa.core_barrier"
         )
 
-    def written_by_one(self, machine: Machine, storage: Storage) -> None:
-        """Forget who wrote to the storage when the programs of the rank next meet."""
-        self.noted.setdefault(machine.rank, []).append(storage)
+    def next_write(self, machine: Machine, storage: Storage) -> int:
+        """Return the number of the program's write to shared HBM since the programs last met."""
+        self.written.setdefault(machine.rank, {})[storage.identity] = storage
+        counts = self.writes.setdefault(machine.rank, {})
+        counts[machine.program_id] = counts.get(machine.program_id, -1) + 1
+        return counts[machine.program_id]
 
     def _met(self, machine: Machine) -> None:
         """Forget who wrote what: both programs are here, so what they did is in order."""
-        for storage in self.noted.pop(machine.rank, ()):
+        for storage in self.written.pop(machine.rank, {}).values():
             storage.writers = None
+        self.writes.pop(machine.rank, None)
 
     def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
         """Leave `sent` for program ranks[0] and return what ranks[1] left for this program."""

@@ -40,7 +40,8 @@ def test_zeros_of_the_other_program_over_what_one_has_stored(store):
     output, found = races(store=store)
     assert len(found) == 1
     assert "512 of 1024 elements that program 1 writes to 'result' (128, 8)" in found[0]
-    assert np.all(output[:64] == 0), "program 1's zeros came last"
+    assert np.all(output[:64] == 1), "in step, both programs' zeros came first"
+    assert np.all(output[64:] == 2)
 
 
 @pytest.mark.parametrize("store", [DIRECT, SCATTERED])
@@ -50,6 +51,25 @@ def test_programs_that_wait_for_each_other_do_not_race(between, store):
     assert not found
     assert np.all(output[:64] == 1)
     assert np.all(output[64:] == 2)
+
+
+LATE = """
+result = nl.ndarray((128, 8), nl.float32, nl.shared_hbm, name="result")
+tile = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+core = nl.program_id(0)
+nisa.memset(dst=tile, value=1 + core)
+if core == 1:
+    nisa.dma_copy(dst=result[0:64, :], src=tile[0:64, :])
+nisa.dma_copy(dst=result, src=tile)
+return result
+"""
+
+
+def test_of_two_racing_writes_the_one_with_the_higher_number_stays():
+    output = run(LATE, grid=2).output
+    assert np.all(output == 2), "program 1's second write is later than program 0's first"
+    output = run(WRITES.format(zeros="0", between="", store=DIRECT), grid=2).output
+    assert np.all(output[:64] == 1), "program 0's second write is later than program 1's first"
 
 
 def test_equal_values_are_no_race():

@@ -37,7 +37,7 @@ from nmm_compiler.simulator.isa.values import (
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.indirect import gather, scatter
-from nmm_compiler.simulator.tensors.races import note_shared_write
+from nmm_compiler.simulator.tensors.races import settled
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -172,7 +172,7 @@ def store(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
         values = values if values.dtype == F32 else values.astype(F32)
         values = cast(values, dst.dtype)
     if dst.storage.shared:
-        note_shared_write(dst, values)
+        values = settled(dst, values)
     dst.array()[...] = values
     if dst.storage.unwritten is not None:
         dst.mark_written()

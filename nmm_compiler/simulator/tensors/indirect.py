@@ -20,7 +20,7 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.data import FILL, first_read
 from nmm_compiler.simulator.tensors.dtypes import cast
-from nmm_compiler.simulator.tensors.races import note_shared_write
+from nmm_compiler.simulator.tensors.races import settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -197,12 +197,13 @@ def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False, adds: bool 
     assert storage.raw is not None
     stored = cast(values.reshape(table.shape), view.dtype)
     _check_unique(view, table[valid], stored[valid], adds)
+    places, stored = table[valid], stored[valid]
     if storage.shared:
-        note_shared_write(view, stored[valid], table[valid])
-    storage.raw.view(view.dtype.numpy)[table[valid]] = stored[valid]
+        stored = settled(view, stored, places)
+    storage.raw.view(view.dtype.numpy)[places] = stored
     if storage.unwritten is not None:
         factor = max(view.dtype.item_bytes // storage.granule, 1)
-        where = (table[valid][..., None] * factor + np.arange(factor)).reshape(-1)
+        where = (places[..., None] * factor + np.arange(factor)).reshape(-1)
         storage.unwritten[where] = False
         storage.missing = int(np.count_nonzero(storage.unwritten))
         if storage.missing == 0:

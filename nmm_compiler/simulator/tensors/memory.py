@@ -32,7 +32,7 @@ class Storage:
     unwritten: bool per `granule` bytes: never written, or dependent on unwritten elements; None
         when there are none. origin: of dependent elements, which unwritten elements were read
         first, and where. shared: several programs write to it, with data. writers: of those, who
-        wrote each element since they last met (`races.py`); None if nobody.
+        wrote each element since they last met, and when (`races.py`); None if nobody.
     """
 
     __slots__ = (
