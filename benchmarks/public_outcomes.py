@@ -58,10 +58,6 @@ EXPLAINED = (
      "refuses instead", True),
     ("gate_up_projection_mx_shard_H.py:325",
      "the kernel asks for the dtype of a bias that the test does not pass", False),
-    ("expert_affinities_masked_grad differs by",
-     "both cores write zeros to all of this output and wait for nothing, so core 1 may still do it "
-     "when core 0 has stored the sums of the first block; nki.isa.core_barrier: \"both need to "
-     "write to disjoint portions\"; with a barrier behind the zeros the case is right", True),
     ("The size of tensor a (384) must match the size of tensor b (3)",
      "the library's own torch reference multiplies 384 columns by 3 scales", False),
     ("TooSlowError", "ran longer than --seconds", True),
