@@ -55,9 +55,13 @@ def literal(value: Any) -> cst.BaseExpression:
 class ExpressionFolder(Editor):
     """Writes constants into an expression and simplifies around them."""
 
-    def __init__(self, environment: Environment, inline: set[str]) -> None:
+    def __init__(
+        self, environment: Environment, inline: set[str], lost: frozenset[str] = frozenset()
+    ) -> None:
+        """Take the known values, which of them are written out, and names without a value."""
         self.environment = environment
         self.inline = inline
+        self.lost = lost
         self.evaluator = Evaluator(environment)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
@@ -72,6 +76,11 @@ class ExpressionFolder(Editor):
         return updated.with_changes(value=self.edit(original.value))
 
     def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        if original.value in self.lost:
+            raise TypeError(
+                f"template: {original.value!r} is a constant in a loop that a branch or an inner "
+                "loop sets anew; give it a value in every branch, or another name"
+            )
         if original.value in self.inline:
             fixed, plain = values.constant(self.environment.get(original.value))
             if fixed and not isinstance(plain, Record):
@@ -208,6 +217,8 @@ class BodyFolder:
         self.environment = environment
         self.signatures = signatures
         self.inline = {name for name, value in environment.items() if values.constant(value)[0]}
+        # constants whose assignment is written out, and that a branch or a loop then sets anew
+        self.lost: frozenset[str] = frozenset()
         self.calls: list[Call] = []
         self.loops = 0 if named else 1
         self.branches = 0
@@ -243,7 +254,7 @@ class BodyFolder:
         return statement.with_changes(body=statement.body.with_changes(body=body))
 
     def _expression(self, node: Any) -> Any:
-        folded = ExpressionFolder(self.environment, self.inline).edit(node)
+        folded = ExpressionFolder(self.environment, self.inline, self.lost).edit(node)
         self._note_calls(folded)
         return folded
 
@@ -266,6 +277,7 @@ class BodyFolder:
             name = small.targets[0].target.value
             value = self._expression(small.value)
             self.inline.discard(name)
+            self.lost -= {name}
             self.environment[name] = Evaluator(self.environment).value(value)
             fixed, plain = values.constant(self.environment[name])
             if fixed and self.loops and not self.branches and isinstance(plain, (int, str, bool)):
@@ -287,11 +299,12 @@ class BodyFolder:
             elif isinstance(statement.orelse, cst.If):
                 chosen = [statement.orelse]
             return self._spliced(chosen, statement.leading_lines)
-        before = dict(self.environment)
+        before, inlined, lost = dict(self.environment), set(self.inline), self.lost
         self.branches += 1
         body = self.fold(statement.body.body)  # type: ignore[arg-type]
-        after_body = self.environment
+        after_body, inlined_body, lost_body = self.environment, self.inline, self.lost
         self.environment = {**before, **self._ruled_out(test, before)}
+        self.inline, self.lost = set(inlined), lost
         orelse = statement.orelse
         if isinstance(orelse, cst.Else):
             rest = self.fold(orelse.body.body)  # type: ignore[arg-type]
@@ -304,6 +317,10 @@ class BodyFolder:
                 orelse = cst.Else(body=cst.IndentedBlock(body=rest))
         after_else = self.environment
         self.branches -= 1
+        # set in one branch, and in the other still the constant that has no assignment
+        one_sided = (inlined_body ^ self.inline) & inlined
+        self.inline &= inlined_body
+        self.lost |= lost_body | one_sided
         names = set(after_body) | set(after_else)
         self.environment = {
             name: values.join([after_body.get(name), after_else.get(name)]) for name in names
@@ -344,13 +361,16 @@ class BodyFolder:
         if count == 1 and fixed:
             self.environment[name] = known(plain)
             self.inline.add(name)
+            self.lost -= {name}
             return self._spliced(body, statement.leading_lines)  # type: ignore[arg-type]
         for other in assigned_names(body):
             if other in self.environment:
                 self.environment[other] = None
+                self.lost |= {other} & self.inline
                 self.inline.discard(other)
         self.environment[name] = variable
         self.inline.discard(name)
+        self.lost -= {name}
         self.loops += 1
         folded = self.fold(body)  # type: ignore[arg-type]
         self.loops -= 1

@@ -174,6 +174,34 @@ def test_parentheses_survive(tmp_path):
         assert eval(printed, {"i": i, "a": 67}) == ((i + 127) // 2, i * 2, (i * 67) % 5)
 
 
+BRANCHES = {
+    "one branch": ["if i > 4:", "    first = 3"],
+    "an inner loop": ["for j in range(x.shape[0]):", "    print(first)", "    first = j"],
+}
+BOTH = ["if i > 4:", "    first = 3", "else:", "    first = 1"]
+
+
+def looped(path, lines):
+    """Return the emitted text of a loop in which `first` begins as 0."""
+    head = ["import nki", "", "", "@nki.jit", "def t(x):", "    for i in range(x.shape[0]):"]
+    body = [f"        {line}" for line in ("first = 0", *lines, "print(first)")]
+    path.write_text("\n".join([*head, *body, ""]))
+    return specialize(path, "t", {}, name="t", header=["x"], operands=["x"])
+
+
+@pytest.mark.parametrize("how", BRANCHES)
+def test_a_constant_that_a_branch_sets_anew_is_refused(tmp_path, how):
+    """Its assignment has been written out, so one way to the last line has no value."""
+    with pytest.raises(TypeError, match="'first' is a constant in a loop"):
+        looped(tmp_path / "t.py", BRANCHES[how])
+
+
+def test_a_constant_that_both_branches_set_anew(tmp_path):
+    source = looped(tmp_path / "t.py", BOTH)
+    assert "first = 1" in source
+    assert "first = 0" not in source
+
+
 def test_a_helper_that_passes_on_stays_where_its_callee_has_a_readers_name(tmp_path):
     """`move` has an argument `load`: written out in it, `begin` would call that."""
     path = tmp_path / "t.py"
