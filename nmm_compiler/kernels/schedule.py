@@ -392,7 +392,7 @@ class LoopedSchedule(KernelSchedule):
         """Return the schedule with its blocks of tokens as a loop on the device."""
         resident = {f"{name}.resident": False for name in self.operands()}
         changes = {"m_loop": True, "aside": "", "k_order": in_loop(self.k_order)}
-        return self.changed(changes | resident)
+        return self.changed(changes | resident | warm_up.left_out(self))
 
     def without_loop(self) -> Self:
         """Return the schedule without a loop on the device."""

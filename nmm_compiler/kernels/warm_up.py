@@ -46,6 +46,11 @@ def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
             yield {"warm": count, f"{weight}.chunk": shorter, "x.chunk": shorter}
 
 
+def left_out(schedule: Any) -> dict[str, int]:
+    """Return the field to change so that there are no passes, if the family has it."""
+    return {"warm": 0} if hasattr(schedule, "warm") else {}
+
+
 def check(schedule: Any) -> None:
     """Raise SpecError if the passes are not possible."""
     if schedule.warm < 0 or (schedule.warm and _never(schedule)):
