@@ -147,8 +147,25 @@ def _isa(viz: Any) -> dict[str, Any]:
         total = (np.sum if op is operator.add else np.max)(data.data, axis)
         return viz.NDArray(value=(-total if negate else total).reshape(len(total), -1))
 
+    slices = viz.NDArray.__getitem__
+
+    def with_place(array: Any, keys: Any) -> Any:
+        """Slice; the result knows where it is from, since one by nl.arange is a copy."""
+        made = slices(array, keys)
+        given = keys if isinstance(keys, tuple) else (keys,)
+        plain = (key.data if isinstance(key, viz.NDArray) else key for key in given)
+        made.place = array.data, tuple(plain)
+        return made
+
+    viz.NDArray.__getitem__ = with_place
+
+    def dma_copy(dst: Any, src: Any) -> None:
+        memory, keys = dst.place
+        memory[keys] = src.data
+
     return {
         "activation": activation,
+        "dma_copy": dma_copy,
         "affine_select": affine_select,
         "tensor_reduce": tensor_reduce,
         "tensor_scalar": tensor_scalar,
