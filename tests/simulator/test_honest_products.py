@@ -109,6 +109,13 @@ def test_transpose_mode_multiplies_nothing(dtype, moving):
     assert turned.tobytes() == np.ascontiguousarray(a.T).tobytes()
 
 
+def test_where_there_is_no_transpose_mode_the_flag_only_marks_a_product():
+    """AWS: on NeuronCore-v2 is_transpose=True is for the profile's accounting."""
+    a, b = values((128, 64)), values((128, 512), 1)
+    marked = product(a, b, flags=", is_transpose=True", target="trn1")
+    assert np.array_equal(marked.output, product(a, b, target="trn1").output)
+
+
 def test_a_float32_transpose_costs_the_same_with_any_identity():
     """The dtype of the data sets the rate, not that of the matrix that moves."""
     costs = ComputeCosts(targets.get("trn2"))

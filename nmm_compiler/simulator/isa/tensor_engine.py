@@ -183,7 +183,9 @@ def nc_matmul(
             _check_onezero(machine, "stationary", a)
         if is_moving_onezero:
             _check_onezero(machine, "moving", b)
-        if is_transpose:
+        # without the mode the flag marks an instruction for profiles, and it may be a product
+        turns = is_transpose and (target.tensor_transpose_mode or _one_hot(b.reshape(k, n)))
+        if turns:
             moved = _pass_through(machine, stationary, moving.name, b, k, m, n)
     yield matmul_attributes(
         k,
@@ -195,7 +197,7 @@ def nc_matmul(
         tile,
         is_stationary_onezero or is_moving_onezero,
     )
-    if is_transpose:
+    if turns:
         put(dst, moved)
         matmul_state(dst)[...] = 1
     else:
@@ -250,15 +252,20 @@ def _pass_through(
     stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves).
     """
     selector = selector.reshape(k, n)
-    hot = selector != 0
-    if not ((hot.sum(axis=0) == 1).all() and (selector[hot] == 1).all()):
+    if not _one_hot(selector):
         raise machine.error(
             OperandValueError,
             f"nisa.nc_matmul(is_transpose=True): moving {moving!r} is no identity matrix; each of "
             "its columns must hold a single 1, use nl.shared_identity_matrix, or leave "
             "is_transpose unset for a product",
         )
-    return raw(stationary).reshape(k, m)[hot.argmax(axis=0), :].T.copy()
+    return raw(stationary).reshape(k, m)[(selector != 0).argmax(axis=0), :].T.copy()
+
+
+def _one_hot(selector: np.ndarray) -> bool:
+    """Return whether each column holds a single 1 and else zeros."""
+    hot = selector != 0
+    return bool((hot.sum(axis=0) == 1).all() and (selector[hot] == 1).all())
 
 
 def _check_double_row(
