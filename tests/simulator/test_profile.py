@@ -179,6 +179,30 @@ def test_a_profile_names_the_power_limit_where_float32_fills_tensor(target, dtyp
     assert any(text.startswith("TensorE's power limit: 20 ") for text in said) is named
 
 
+def test_a_profile_names_tiny_instructions_where_they_fill_the_run():
+    for columns, named in ((8, True), (2048, False)):
+        builder = Builder()
+        one = builder.tensor("sbuf", 128, columns)
+        for _ in range(50):
+            builder.add(
+                "tensor_copy", "vector", [builder.tensor("sbuf", 128, columns).all], [one.all]
+            )
+        said = profile_trace(builder.trace, TRN2).unmodelled
+        assert any(text.startswith("tiny instructions: 50 ") for text in said) is named
+
+
+def test_a_profile_names_sums_beyond_psum():
+    builder = Builder()
+    sums = [builder.tensor("psum", 128, 512) for _ in range(9)]
+    out = builder.tensor("sbuf", 128, 512)
+    for one in sums:
+        builder.add("memset", "vector", [one.all], [])
+    for one in sums:
+        builder.add("tensor_copy", "vector", [out.all], [one.all])
+    (said,) = profile_trace(builder.trace, TRN2).unmodelled
+    assert said.startswith("spills: live sums take 9 PSUM banks of 8")
+
+
 def test_a_profile_carries_the_error_of_its_class():
     profile = profile_trace(product().trace, TRN2)
     assert profile.error_band.kind in str(profile)

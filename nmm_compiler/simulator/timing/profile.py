@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nmm_compiler.errors import ImpossibleProfileError, TimelineMissingError
@@ -26,6 +26,7 @@ from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, bands, kernel_class
 from nmm_compiler.simulator.timing.regions import Pattern
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
+from nmm_compiler.simulator.timing.unmodelled import unmodelled
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -329,56 +330,10 @@ def profile_timeline(timeline: Timeline) -> Profile:
         repeated_instructions=len(timeline.repeated),
         program_instructions=trace.program_instructions,
         loads=trace.loads,
-        unmodelled=tuple(_unmodelled(timeline, instructions)),
+        unmodelled=tuple(unmodelled(timeline, instructions)),
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile
-
-
-def _unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Yield the effects that may matter to this run and are not modelled."""
-    trace, target = timeline.trace, timeline.target
-    if timeline.sbuf_overflow_bytes:
-        yield (
-            f"spills: live tensors exceed SBUF by {timeline.sbuf_overflow_bytes} B per partition, "
-            "and are timed as if they fitted"
-        )
-    barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
-    if barriers:
-        yield f"barriers: {barriers} wait for the other core, and cost nothing themselves"
-    queues = {transfer.queue for transfer in timeline.transfers}
-    if len(queues) > 1:
-        yield (
-            f"mixed DMA generators: {', '.join(sorted(queues))} are taken to issue independently"
-        )
-    open_engines = sum(
-        1 for i in trace.instructions if i.engine == "vector" and i.attributes.get("unset")
-    )
-    if open_engines:
-        chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
-        yield f"unknown engine: {open_engines} instructions are placed on {chosen} where it can"
-    if trace.loop_edges:
-        yield "loops on the device: jumping back and fetching instructions are free"
-    limited = _float32_products(timeline)
-    if limited:
-        yield (
-            f"TensorE's power limit: {limited} float32 products keep TensorE busy for half of the "
-            "run; hardware has been seen at half rate for part of such work, and at full rate too"
-        )
-    if not any(source.kind == "measured" for source in target.sources.values()):
-        yield f"{target.name}: no public measurement; documented rates and trn2's mechanisms"
-
-
-def _float32_products(timeline: Timeline) -> int:
-    """Return how many products take float32, if a power limit is known and TensorE hardly rests."""
-    ramps = timeline.target.tensor_ramp_seconds > 0.0
-    if not ramps or 2.0 * timeline.busy_us["tensor"] < timeline.latency_us:
-        return 0
-    return sum(
-        any(access.dtype == "float32" for access in instruction.reads)
-        for instruction in timeline.trace.instructions
-        if instruction.engine == "tensor"
-    )
 
 
 class _Kind:
