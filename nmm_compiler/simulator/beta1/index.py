@@ -138,13 +138,29 @@ class Index:
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
-        factor = whole(other)
-        if factor and not any(v % factor for v in (self.const, *self.coeffs)):
-            return Index(self.shape, self.const // factor, tuple(a // factor for a in self.coeffs))
-        raise _unsupported(f"{self!r} // {other!r}, which is not affine; add an axis to the index")
+        found = self._quotient(whole(other))
+        if found is None:
+            raise _unsupported(
+                f"{self!r} // {other!r}, which is not affine; add an axis to the index"
+            )
+        return found
 
     def __mod__(self, other: Any) -> Any:
-        raise _unsupported(f"{self!r} % {other!r}, which is not affine; add an axis to the index")
+        found = self._quotient(whole(other))
+        if found is None:
+            raise _unsupported(
+                f"{self!r} % {other!r}, which is not affine; add an axis to the index"
+            )
+        return self - found * other
+
+    def _quotient(self, factor: int | None) -> Index | None:
+        """Return self // factor, None unless it is affine: each term is, or all values are one."""
+        if not factor:
+            return None
+        if not any(v % factor for v in (self.const, *self.coeffs)):
+            return Index(self.shape, self.const // factor, tuple(a // factor for a in self.coeffs))
+        first, last = (bound // factor for bound in self.bounds())
+        return Index(self.shape, first, (0,) * len(self.shape)) if first == last else None
 
     def __bool__(self) -> bool:
         raise _no_control_flow()

@@ -180,6 +180,18 @@ def test_block_dimensions_are_tiles_of_their_own():
     assert {x.bytes_per_partition for x in tiles} == {400}
 
 
+def test_row_and_column_of_a_flat_index_of_one_row():
+    """The quotient is one number for all positions, so the index stays affine."""
+    result = run(
+        """
+        i_p, flat = nl.arange(128)[:, None], 256 + nl.arange(64)[None, :]
+        row, column = flat // 256, flat % 256
+        return out(nl.load(a[i_p, (row - 1) * 256 + column + 3]))
+        """, A,
+    )  # fmt: skip
+    assert (result.output == A[:, 3:67]).all()
+
+
 def test_a_strided_index_reads_and_writes_every_third_column():
     result = run(
         """
@@ -392,7 +404,8 @@ REFUSED = [
     ("nl.add(nl.load(a), nl.load(a[0:64, :]))", errors.TensorShapeError, "does not broadcast"),
     ("nl.load(a, mask=(nl.arange(128)[:, None] < nl.arange(256)[None, :]))",
      errors.UnsupportedInstructionError, "over 2 axes at once"),
-    ("nl.arange(8)[:, None] % 2", errors.UnsupportedInstructionError, "not affine"),
+    ("nl.arange(8)[:, None] % 2", errors.UnsupportedInstructionError, "% 2, which is not affine"),
+    ("nl.arange(8)[:, None] // 3", errors.UnsupportedInstructionError, "// 3, which is not affine"),
     ("nl.all_reduce(nl.load(a), np.add, 0)", errors.UnsupportedInstructionError, "nl.all_reduce"),
     ("nl.no_such_thing(a)", errors.UnsupportedInstructionError, "no_such_thing"),
     ("nisa.activation(op=nl.exp, data=nl.load(a), dta=a)", errors.KernelArgumentError, "dta"),
