@@ -15,26 +15,19 @@ ucb-bar/autocomp.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import sys
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import timing_texts
+
 from nmm_compiler import targets
-from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.trace import Instruction
 
 DATA = Path(__file__).resolve().parent / "data"
-TRACE = "examples/trn-advanced/4_conv1d_trace.py"
-HEADER = """\
-import numpy as np
-import neuronxcc.nki as nki
-import neuronxcc.nki.isa as nisa
-import neuronxcc.nki.language as nl
-"""
+TWIN = "depthwise conv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +51,8 @@ def verdicts(worst: float) -> list[Verdict]:
     points = {
         p["name"]: p for p in tomllib.loads((DATA / "timing_points.toml").read_text())["point"]
     }
+    for text in timing_texts.texts():
+        points[text.name] = {"measured": text.measured, "target": timing_texts.TARGET}
     rows = tomllib.loads((DATA / "timing_conflicts.toml").read_text())["conflict"]
     return [_verdict(row, points, worst) for row in rows]
 
@@ -114,8 +109,9 @@ def lines(worst: float) -> list[str]:
 def twins(clone: Path) -> bool:
     """Simulate the two texts of the twin; return whether they issue the same instructions."""
     runs = []
+    problem = next(t.problem for t in timing_texts.texts() if t.problem.name == TWIN)
     for score in (4.955, 0.461):
-        run = _simulated(_text_of(clone / TRACE, score))
+        run = timing_texts.run_text(_text_of(clone / problem.file, score), problem)
         assert run.profile is not None
         print(f"score {score} ms: {len(run.trace.instructions):,} instructions, predicted "
               f"{run.profile.device_us:,.1f} us")  # fmt: skip
@@ -131,24 +127,10 @@ def _content(instruction: Instruction) -> tuple[Any, ...]:
 
 def _text_of(trace: Path, score: float) -> str:
     """Return the kernel's text that a published search recorded with a score in ms."""
-    for node in ast.walk(ast.parse(trace.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            fields = {k.arg: k.value for k in node.keywords}
-            found = fields.get("score")
-            if isinstance(found, ast.Constant) and found.value == score:
-                return str(ast.literal_eval(fields["code"]))
+    for found, text in timing_texts.candidates(trace):
+        if found == score:
+            return text
     raise SystemExit(f"{trace} has no kernel with score {score}")
-
-
-def _simulated(text: str) -> Simulation:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "conv.py"
-        path.write_text(HEADER + text, encoding="utf-8")
-        return simulate(
-            f"{path}:test", ArraySpec((8, 512, 1, 2048), "float32"),
-            ArraySpec((512, 1, 1, 3), "float32"), target="trn1", mode="timing", strict=False,
-            padding=((0, 0), (1, 1)),
-        )  # fmt: skip
 
 
 def main() -> int:

@@ -3,14 +3,16 @@
 Every point of `data/timing_points.toml` is a public measurement; its kernel is written anew under
 `kernels/` from the published text, run through `simulate(mode="timing")`, and its prediction is
 printed with the error. Points from which a constant was set and points held out have a table each.
-Nothing printed as predicted was measured by us. Run:
+A third table has held-out texts that run as published (timing_texts.py): from clones if they are
+given, else as recorded. Nothing printed as predicted was measured by us. Run:
 
-    python benchmarks/timing_points.py [--only TEXT] [--set constants|"held out"] [--write]
+    python benchmarks/timing_points.py [--only TEXT] [--set NAME] [--write]
+        [--autocomp CLONE] [--accelopt CLONE]
     python benchmarks/timing_points.py --constants
 
-The exit code is 0 if the held-out points keep every bar, 1 if they keep them only without the
-points that contradict other published figures (timing_conflicts.py), and 2 otherwise. A point that
-nobody could predict from its text is still a point missed.
+The exit code is of the points alone: 0 if those held out keep every bar, 1 if they keep them only
+without the ones that contradict other published figures (timing_conflicts.py), and 2 otherwise. A
+point that nobody could predict from its text is still a point missed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
+import statistics
 import sys
 import time
 import tomllib
@@ -28,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import timing_conflicts
+import timing_texts
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
@@ -38,6 +43,7 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE / "data" / "timing_points.toml"
 PAGE = HERE.parent / "docs" / "timing.md"
 SETS = ("constants", "held out")
+TEXTS = "texts as published"
 BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 
 
@@ -144,6 +150,27 @@ def predict(point: Point) -> Result:
     )
 
 
+def text_results(
+    texts: list[timing_texts.Text], clones: dict[str, Path], pool: Any
+) -> list[Result]:
+    """Return the texts of which something is known; predicted is NaN where one does not run."""
+    found = timing_texts.results(texts, clones, pool)
+    return [
+        Result(_as_point(text), math.nan if one.predicted is None else one.predicted, (),
+               one.instructions, one.seconds)
+        for text in texts if (one := found.get(text.name))
+    ]  # fmt: skip
+
+
+def _as_point(text: timing_texts.Text) -> Point:
+    problem = text.problem
+    return Point(
+        name=text.name, set=TEXTS, kind=text.kind or "-", target=timing_texts.TARGET,
+        source=text.source, kernel=text.digest, shapes=problem.shapes, measured=text.measured,
+        dtype=problem.dtype, counted=text.counted, remark=text.remark,
+    )  # fmt: skip
+
+
 def errors(results: Iterable[Result], kind: str = "") -> list[float]:
     """Return the absolute errors of the counted points, of one class or of all."""
     return [abs(r.error) for r in results if r.point.counted and kind in ("", r.point.kind)]
@@ -153,10 +180,11 @@ def row(result: Result) -> str:
     """Return a point's line of the table."""
     point = result.point
     remark = point.remark if point.counted else f"not counted: {point.remark}"
+    ran = not math.isnan(result.predicted)
+    predicted = f"{result.predicted:,.5g} {point.unit} | {result.error:+.1%}" if ran else "- | -"
     return (
         f"| {point.name} | {point.kind} | {point.target} | {point.source} | "
-        f"{point.measured:,.5g} {point.unit} | {result.predicted:,.5g} {point.unit} | "
-        f"{result.error:+.1%} | {remark} |"
+        f"{point.measured:,.5g} {point.unit} | {predicted} | {remark} |"
     )
 
 
@@ -227,6 +255,35 @@ def verdict(results: list[Result]) -> tuple[list[str], int]:
     return [*lines, *timing_conflicts.lines(BARS["worst"])] if without else lines[:1], code
 
 
+def summary(held: list[Result], texts: list[Result]) -> list[str]:
+    """Return the table of the errors of the held-out points, of the texts, and of both."""
+    both = [*held, *texts]
+    conflicts = {r.point.name for r in both} & timing_conflicts.contradicted(BARS["worst"])
+    parts = {
+        "points, written anew": held,
+        TEXTS: texts,
+        "both": both,
+    }
+    if conflicts:
+        rest = [r for r in both if r.point.name not in conflicts]
+        parts[f"both but for {len(conflicts)} that contradict other figures"] = rest
+    lines = [
+        f"| held out | points | mean error | median | worst | {' | '.join(CLASSES)} |",
+        "| --- |" + " ---: |" * (4 + len(CLASSES)),
+    ]
+    for name, part in parts.items():
+        found = errors(part)
+        if not found:
+            continue
+        kinds = [errors(part, kind) for kind in CLASSES]
+        cells = [f"{statistics.mean(e):.1%} of {len(e)}" if e else "-" for e in kinds]
+        lines.append(
+            f"| {name} | {len(found)} | {statistics.mean(found):.1%} | "
+            f"{statistics.median(found):.1%} | {max(found):.1%} | {' | '.join(cells)} |"
+        )
+    return lines
+
+
 def bands(results: list[Result]) -> list[ErrorBand]:
     """Return the error bands of the held-out points."""
     found = {kind: errors((r for r in results if r.point.set == "held out"), kind)
@@ -262,13 +319,52 @@ def constants() -> str:
     return "\n".join(lines)
 
 
+def _texts(options: argparse.Namespace, pool: Any) -> list[Result]:
+    """Return the chosen texts' results; say what is recorded and what is left out."""
+    chosen = [
+        text for text in timing_texts.texts()
+        if options.only in text.name and options.set in ("", TEXTS)
+    ]  # fmt: skip
+    given = {timing_texts.SEARCHED: options.autocomp, timing_texts.PROFILED: options.accelopt}
+    clones = {repository: clone for repository, clone in given.items() if clone}
+    results = text_results(chosen, clones, pool)
+    old = sum(text.problem.repository not in clones for text in chosen)
+    if old and len(results) == len(chosen):
+        print(f"{old} texts as recorded with these constants, not run: no clone is given")
+    elif old:
+        print(f"{len(chosen) - len(results)} texts left out: recorded with other constants, and no "
+              "clone is given (--autocomp, --accelopt)")  # fmt: skip
+    return results
+
+
+def _write(results: list[Result], tables: dict[str, list[str]]) -> None:
+    """Put the tables into the page and record the errors that they show."""
+    page = PAGE.read_text()
+    for name, lines in tables.items():
+        page = rewrite(page, f"points: {name}", lines)
+    PAGE.write_text(page)
+    record = {
+        "constants": constants_hash(),
+        "bands": [
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in band.to_dict().items()}
+            for band in bands(results)
+        ],
+    }
+    HELD_OUT.write_text(json.dumps(record, indent=1) + "\n")
+    texts = {r.point.name: r.predicted for r in results if r.point.set == TEXTS}
+    if len(texts) == len(timing_texts.texts()):
+        timing_texts.write_record(texts)
+
+
 def main() -> int:
     """Print the tables and the bars; return the exit code that the module's docstring states."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="points whose name contains this text")
-    parser.add_argument("--set", default="", choices=("", *SETS), help="one of the two tables")
+    parser.add_argument("--set", default="", choices=("", *SETS, TEXTS), help="one of the tables")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/timing.md")
     parser.add_argument("--jobs", type=int, default=1, help="processes that simulate")
+    parser.add_argument("--autocomp", type=Path, help="clone of ucb-bar/autocomp: run its texts")
+    parser.add_argument("--accelopt", type=Path, help="clone of zhang677/AccelOpt: run its texts")
     parser.add_argument("--constants", action="store_true", help="print the constants and stop")
     options = parser.parse_args()
     if options.constants:
@@ -284,34 +380,36 @@ def main() -> int:
         for result in pool.map(predict, chosen_points):
             results.append(result)
             print(row(result), file=sys.stderr, flush=True)
-    page = PAGE.read_text() if options.write else ""
+        texts = _texts(options, pool)
+    held = [result for result in results if result.point.set == "held out"]
+    tables = {}
     for name in SETS:
         chosen = [result for result in results if result.point.set == name]
         if not chosen:
             continue
-        lines = table(chosen)
+        tables[name] = table(chosen)
         if name == "held out":
-            lines += ["", f"Printed with the constants of hash `{constants_hash()}`."]
+            tables[name] += ["", f"Printed with the constants of hash `{constants_hash()}`."]
+    if texts:
+        tables[TEXTS] = [
+            *table(texts), "", *summary(held, texts), "",
+            f"Printed with the constants of hash `{constants_hash()}`.",
+        ]  # fmt: skip
+    for name, lines in tables.items():
         print(f"\nPoints: {name}\n\n" + "\n".join(lines))
-        if options.write:
-            page = rewrite(page, f"points: {name}", lines)
-    lines = counters(results)
-    print("\n" + "\n".join(lines))
+    tables["counters"] = counters(results)
+    print("\n" + "\n".join(tables["counters"]))
     if options.write:
-        PAGE.write_text(rewrite(page, "points: counters", lines))
-        record = {
-            "constants": constants_hash(),
-            "bands": [
-                {k: round(v, 4) if isinstance(v, float) else v for k, v in band.to_dict().items()}
-                for band in bands(results)
-            ],
-        }
-        HELD_OUT.write_text(json.dumps(record, indent=1) + "\n")
-    instructions, seconds = sum(r.instructions for r in results), sum(r.seconds for r in results)
-    print(
-        f"\n{instructions:,} instructions in {seconds:.1f} s of one core: "
-        f"{instructions / seconds:,.0f} per second"
-    )
+        if len(texts) < len(timing_texts.texts()):
+            tables.pop(TEXTS, None)
+        _write([*results, *texts], tables)
+    instructions = sum(r.instructions for r in (*results, *texts))
+    seconds = sum(r.seconds for r in (*results, *texts))
+    if seconds:
+        print(
+            f"\n{instructions:,} instructions in {seconds:.1f} s of one core: "
+            f"{instructions / seconds:,.0f} per second"
+        )
     sentences, code = verdict(results)
     print("\n".join(sentences))
     return code

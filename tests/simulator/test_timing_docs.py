@@ -16,8 +16,10 @@ PAGE = ROOT / "docs" / "timing.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import timing_conflicts  # noqa: E402
 import timing_points  # noqa: E402
+import timing_texts  # noqa: E402
 
 POINTS = timing_points.points()
+TEXTS = timing_texts.texts()
 QUICK = [p for p in POINTS if p.name.startswith(("add 256000", "DMA rate", "transpose"))]
 
 
@@ -61,10 +63,13 @@ def test_there_are_enough_points_of_each_kind():
 
 
 def test_the_held_out_errors_were_printed_with_the_constants_of_today():
-    """Fails when a constant has changed: run `make bench-timing ARGS=--write`."""
+    """Fails when a constant has changed: run `make bench-timing ARGS=--write`, with the clones of
+    ucb-bar/autocomp and zhang677/AccelOpt (`--autocomp CLONE --accelopt CLONE`)."""
     recorded = json.loads(evidence.HELD_OUT.read_text())
     assert recorded["constants"] == evidence.constants_hash()
-    assert f"hash `{recorded['constants']}`" in section("held out")
+    for name in ("held out", timing_points.TEXTS):
+        assert f"hash `{recorded['constants']}`" in section(name)
+    assert timing_texts.recorded().keys() == {text.name for text in TEXTS}
     for band in evidence.bands().values():
         row = f"| {band.kind} | {band.points} | {band.mean:.1%} | {band.worst:.1%} |"
         assert row in section("held out")
@@ -100,9 +105,109 @@ def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch):
 def test_each_conflict_is_borne_out_and_is_a_counted_held_out_point():
     found = timing_conflicts.verdicts(timing_points.BARS["worst"])
     held = {p.name for p in POINTS if p.counted and p.set == "held out"}
+    held |= {text.name for text in TEXTS if text.counted}
     assert len(found) == len({v.point for v in found} & held)
     assert all(v.holds(timing_points.BARS["worst"]) for v in found)
     assert not any(v.holds(0.9) for v in found)
+
+
+def as_shown(point):
+    """Return a held-out point with the prediction that the page has."""
+    rows = section("held out").splitlines()
+    row = next(line for line in rows if line.startswith(f"| {point.name} |"))
+    return timing_points.Result(
+        point, float(row.split("|")[6].split()[0].replace(",", "")), (), 1, 1.0
+    )
+
+
+def test_every_text_is_on_the_page_with_what_was_recorded_for_it():
+    shown = [line for line in section(timing_points.TEXTS).splitlines() if line.count("|") == 9]
+    results = timing_points.text_results(TEXTS, {}, None)
+    assert [timing_points.row(result) for result in results] == [
+        line for line in shown if ", text of " in line
+    ]
+    assert len(results) == len(TEXTS) == len({text.name for text in TEXTS})
+    held = [as_shown(p) for p in POINTS if p.set == "held out"]
+    for line in timing_points.summary(held, results):
+        assert line in section(timing_points.TEXTS)
+
+
+def test_a_text_is_left_out_only_for_a_reason_and_runs_only_if_it_has_a_class():
+    assert all(bool(text.remark) != text.counted for text in TEXTS)
+    for text in TEXTS:
+        assert text.kind in ("", *evidence.CLASSES)
+        assert (text.kind == "") == text.remark.startswith("does not run")
+        assert (timing_texts.recorded()[text.name] is None) == (text.kind == "")
+    assert sum(text.counted for text in TEXTS) >= 18
+
+
+def test_predictions_recorded_with_other_constants_are_not_shown(monkeypatch):
+    timing_texts.recorded.cache_clear()
+    monkeypatch.setattr(timing_texts, "constants_hash", lambda: "other")
+    assert timing_points.text_results(TEXTS, {}, None) == []
+    timing_texts.recorded.cache_clear()
+
+
+KERNEL = """
+@nki.jit
+def test(a):
+    out = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
+    nl.store(out, nl.exp(nl.load(a)))
+    return out
+"""
+
+
+def clone_with(folder, code):
+    """Return a text of 12 us, and a clone in which a search recorded `code` with that time."""
+    problem = timing_texts.Problem("exp", timing_texts.SEARCHED, "trace.py", "test", ((128, 512),))
+    (folder / "trace.py").write_text(f"CodeCandidate(parent=None, code={code!r}, score=0.012)\n")
+    return timing_texts.Text(problem, 12.0, timing_texts.digest(KERNEL), "vector"), folder
+
+
+def test_a_text_runs_as_it_is_published(tmp_path):
+    text, clone = clone_with(
+        tmp_path, KERNEL.replace("    return", "    # the result\n\n    return")
+    )
+    found = timing_texts.ran(text, clone)
+    assert found.predicted > 14
+    assert (found.kind, found.left_out, found.instructions) == ("vector", "", 3)
+
+
+def test_a_text_that_has_changed_is_refused_by_name(tmp_path):
+    text, clone = clone_with(tmp_path, KERNEL.replace("nl.exp", "nl.log"))
+    with pytest.raises(SystemExit, match=f"exp, text of 12 us: digest {text.digest} expected"):
+        timing_texts.ran(text, clone)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"counted": False}, "nothing that leaves it out"), ({"kind": "mixed"}, "'vector'")],
+)
+def test_a_row_that_a_run_does_not_bear_out_is_refused(tmp_path, changed, said):
+    text, clone = clone_with(tmp_path, KERNEL)
+    with pytest.raises(SystemExit, match=f"exp, text of 12 us: .*{said}"):
+        timing_texts.ran(dataclasses.replace(text, **changed), clone)
+
+
+TWELVE_BANKS = """
+@nki.jit
+def test(a):
+    out = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
+    tile = nl.load(a)
+    products = nl.ndarray((12, nl.par_dim(128), 512), dtype=nl.float32, buffer=nl.psum)
+    for i in nl.affine_range(12):
+        products[i] = nisa.nc_matmul(tile[:, 0:128], tile)
+    for i in nl.affine_range(12):
+        nl.store(out, nl.copy(products[i]))
+    return out
+"""
+
+
+def test_a_text_whose_products_do_not_fit_into_psum_spills(tmp_path):
+    text, clone = clone_with(tmp_path, TWELVE_BANKS)
+    text = dataclasses.replace(text, digest=timing_texts.digest(TWELVE_BANKS))
+    with pytest.raises(SystemExit, match="spills: live tensors take 12 PSUM banks of 8"):
+        timing_texts.ran(text, clone)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,237 @@
+"""Kernels whose published texts are timed as they are: found in clones, told by digest, simulated.
+
+`data/timing_texts.toml` has the rule by which they were chosen and a row a text; the texts are
+others' and stay in their repositories (ucb-bar/autocomp, zhang677/AccelOpt). timing_points.py runs
+them: `--autocomp CLONE --accelopt CLONE`. A text whose digest differs is refused by its name, and
+so is one whose run does not bear out what its row says. Without a clone, what the last run
+predicted is taken from `data/timing_texts.json`, as long as no constant has changed since.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler import targets
+from nmm_compiler.errors import NmmError
+from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
+from nmm_compiler.simulator.timing.evidence import constants_hash, kernel_class
+from nmm_compiler.simulator.timing.profile import Profile
+
+DATA = Path(__file__).resolve().parent / "data" / "timing_texts.toml"
+RECORD = DATA.with_suffix(".json")
+TARGET = "trn1"
+SEARCHED, PROFILED = "ucb-bar/autocomp", "zhang677/AccelOpt"
+PROFILES = "experiments/full_complete_local/profile_results.csv"
+SPILLED = 0.01  # of the HBM traffic that a published profile has
+# What the publisher's harnesses put before a text.
+HEADER = """\
+import math
+import numpy as np
+import neuronxcc.nki as nki
+import neuronxcc.nki.isa as nisa
+import neuronxcc.nki.language as nl
+import neuronxcc.nki.typing as nt
+from neuronxcc.nki.language import par_dim
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What the texts of one file compute, and on what."""
+
+    name: str
+    repository: str
+    file: str
+    function: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str = "float32"
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """One text: its published time in us, its digest, the class of its profile.
+
+    kind is "" for a text that does not run; the remark says why it is not counted.
+    """
+
+    problem: Problem
+    measured: float
+    digest: str
+    kind: str = ""
+    counted: bool = True
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """The problem and the published time, which tell texts apart."""
+        return f"{self.problem.name}, text of {self.measured:,.5g} us"
+
+    @property
+    def source(self) -> str:
+        """Where it is published."""
+        return f"{self.problem.file.rsplit('/', 1)[0]} ({self.problem.repository})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What a run says: device us, class, why it does not count, if so; and its own size."""
+
+    predicted: float | None
+    kind: str
+    left_out: str = ""
+    instructions: int = 0
+    seconds: float = 0.0
+
+
+def texts() -> list[Text]:
+    """Return the texts of the data file, in its order."""
+    data = tomllib.loads(DATA.read_text())
+    problems = {row["name"]: Problem(**row) for row in data["problem"]}
+    return [
+        Text(problems[row.pop("problem")], kind=row.pop("class", ""), **row) for row in data["text"]
+    ]
+
+
+def digest(text: str) -> str:
+    """Return a digest of the syntax tree, or of the characters of a text that has none."""
+    try:
+        shape = repr(_shape(ast.parse(text)))
+    except SyntaxError:
+        shape = text
+    return hashlib.sha256(shape.encode()).hexdigest()[:12]
+
+
+def _shape(node: Any) -> Any:
+    """Return a tree without positions; what is empty is left out, as Python's versions differ."""
+    if isinstance(node, list):
+        return [_shape(one) for one in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return type(node).__name__, [(name, _shape(value)) for name, value in fields]
+
+
+def candidates(trace: Path) -> list[tuple[float, str]]:
+    """Return (score in ms, text) of each kernel that a published search recorded."""
+    found = []
+    for node in ast.walk(ast.parse(trace.read_text(encoding="utf-8"))):
+        fields = {k.arg: k.value for k in node.keywords} if isinstance(node, ast.Call) else {}
+        if "score" in fields and "code" in fields:
+            score = ast.literal_eval(fields["score"])
+            found.append((score, str(ast.literal_eval(fields["code"]))))
+    return found
+
+
+def published(text: Text, clone: Path) -> str:
+    """Return the text from a clone; SystemExit if it is not the one that the row means."""
+    path = clone / text.problem.file
+    if text.problem.repository == PROFILED:
+        found = [path.read_text(encoding="utf-8")]
+    else:
+        found = [code for score, code in candidates(path) if round(score * 1e3, 3) == text.measured]
+    for code in found:
+        if digest(code) == text.digest:
+            return code
+    others = ", ".join(map(digest, found)) or "none"
+    raise SystemExit(f"{text.name}: digest {text.digest} expected; {path} has {others}")
+
+
+def run_text(code: str, problem: Problem) -> Simulation:
+    """Simulate a text as it is, without data."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "published.py"
+        header = HEADER if problem.repository == SEARCHED else ""
+        path.write_text(header + code, encoding="utf-8")
+        specs = [ArraySpec(tuple(shape), problem.dtype) for shape in problem.shapes]
+        return simulate(
+            f"{path}:{problem.function}", *specs, target=TARGET, mode="timing", strict=False,
+            **problem.arguments,
+        )  # fmt: skip
+
+
+def ran(text: Text, clone: Path) -> Ran:
+    """Simulate a text; SystemExit if its row says something else of it than the run."""
+    code, before = published(text, clone), time.process_time()
+    try:
+        run = run_text(code, text.problem)
+    except (NmmError, SyntaxError) as error:
+        found = Ran(None, "", f"{type(error).__name__}: {error}")
+    else:
+        assert run.profile is not None
+        if text.problem.repository == PROFILED:
+            left_out = _spilled_as_published(text, clone / PROFILES)
+        else:
+            left_out = _has_no_room(run.profile)
+        kind = kernel_class(run.profile.engine_busy_us)
+        size, seconds = len(run.trace.instructions), time.process_time() - before
+        found = Ran(run.profile.device_us, kind, left_out, size, seconds)
+    if bool(found.left_out) == text.counted or found.kind != text.kind:
+        raise SystemExit(
+            f"{text.name}: {DATA.name} says class {text.kind!r} and counted = {text.counted}; the "
+            f"run says class {found.kind!r} and {found.left_out or 'nothing that leaves it out'}"
+        )
+    return found
+
+
+def _spilled_as_published(text: Text, profiles: Path) -> str:
+    """Return what a published profile spilled, "" if little; SystemExit without the profile."""
+    with profiles.open(encoding="utf-8", newline="") as file:
+        name = Path(text.problem.file).name
+        rows = [row for row in csv.DictReader(file) if Path(row["kernel"]).name == name]
+    for profile in (json.loads(row["profile"]) for row in rows):
+        if round(profile["latency"] * 1e3, 1) == text.measured:
+            moved = profile["hbm_read_bytes"] + profile["hbm_write_bytes"]
+            share = (profile["spill_save_bytes"] + profile["spill_reload_bytes"]) / moved
+            return f"{share:.0%} of the HBM traffic are spills" if share > SPILLED else ""
+    raise SystemExit(f"{text.name}: {profiles} has no such time for {name}")
+
+
+def _has_no_room(profile: Profile) -> str:
+    """Return by what live tensors exceed SBUF or PSUM, "" if they fit."""
+    banks = targets.get(TARGET).psum_banks
+    if profile.psum_peak_banks > banks:
+        return f"spills: live tensors take {profile.psum_peak_banks} PSUM banks of {banks}"
+    return next((line for line in profile.unmodelled if line.startswith("spills")), "")
+
+
+def results(chosen: Iterable[Text], clones: Mapping[str, Path], pool: Any) -> dict[str, Ran]:
+    """Return what is known of each text by its name: run, or else recorded with today's constants.
+
+    clones: by repository; pool: an executor.
+    """
+    rows = list(chosen)
+    waiting = {
+        text.name: pool.submit(ran, text, clones[text.problem.repository])
+        for text in rows if text.problem.repository in clones
+    }  # fmt: skip
+    known = recorded()
+    old = {t.name: Ran(known[t.name], t.kind) for t in rows if t.name in known}
+    return old | {name: one.result() for name, one in waiting.items()}
+
+
+@functools.cache
+def recorded() -> dict[str, float | None]:
+    """Return the predictions of the last run by name; none if a constant has changed since."""
+    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    same = record.get("constants") == constants_hash()
+    return dict(record["predicted"]) if same else {}
+
+
+def write_record(predicted: Mapping[str, float]) -> None:
+    """Record the predictions of all texts by name, NaN where one does not run."""
+    found = {k: None if math.isnan(us) else round(us, 3) for k, us in sorted(predicted.items())}
+    record = {"constants": constants_hash(), "predicted": found}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
