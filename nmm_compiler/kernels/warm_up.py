@@ -14,8 +14,8 @@ from typing import Any
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.tiling import tiles
 
-# Columns that TensorE moves, at half its clock, in about the time of the first load.
-_COLUMNS = (2560, 3072, 3584)
+# Passes, of 512 columns each, that TensorE makes at half its clock in about the time of a first load.
+_PASSES = (4, 5, 6, 7)
 
 
 def fields(schedule: Any, spec: Any) -> tuple[str, ...]:
@@ -24,25 +24,23 @@ def fields(schedule: Any, spec: Any) -> tuple[str, ...]:
     Up to 256 tokens `matmul` has none: with 257 they cost too much in program order, and one token
     more would then cost over a tenth.
     """
-    least = 256 if "w" in schedule.operands() else 128
+    least = 256 if "w" in schedule.operands() else 64
     if not hasattr(schedule, "warm") or spec.m <= least or _never(schedule):
         return ()
     return ("warm",)
 
 
 def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
-    """Yield fields to change: a number of passes, each as wide as the product's.
+    """Yield fields to change: a number of passes.
 
     Fewer passes fill the time of a first load that is shorter.
     """
-    (weight, *others) = [name for name in schedule.operands() if name != "x"]
-    moved = spec.m if others or spec.out_layout == "col" else spec.n
-    counts = [columns // min(moved, 512) for columns in _COLUMNS]
-    yield from ({"warm": count} for count in counts)
+    weight = next(name for name in schedule.operands() if name != "x")
+    yield from ({"warm": count} for count in _PASSES)
     chunk = getattr(schedule, weight).chunk
     shorter = 128 * (3 * tiles(chunk, 128) // 4)
     if shorter and schedule.x.chunk == chunk:
-        for count in counts[:2]:
+        for count in _PASSES[:2]:
             yield {"warm": count, f"{weight}.chunk": shorter, "x.chunk": shorter}
 
 

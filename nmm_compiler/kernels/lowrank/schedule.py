@@ -417,7 +417,7 @@ def work(spec: LowRankSpec, schedule: LowRankSchedule, target: Target) -> Work:
     tally.matmuls.append(
         (passes(k, schedule.u.chunk, pairs) * r_tiles * tiles(m, 512), moves(m)[1])
     )
-    tally.matmuls.append((schedule.warm, moves(m)[1]))
+    tally.matmuls.append((schedule.warm, 512))
     # sums that are added in SBUF leave PSUM through VectorE alone
     tally.evictions.append((r_tiles * tiles(m, 512) * (2 * segments - 1), min(512, m)))
     contraction = passes(r, schedule.v.chunk, second) + (k_tiles if spec.base else 0)

@@ -391,7 +391,7 @@ def work(spec: MatmulSpec, schedule: MatmulSchedule, target: Target) -> Work:
         store_run, stores = tokens * y_size, tiles(m, tokens) * tiles(n, outputs)
         in_patch = tiles(outputs, 128) * tiles(tokens, 512)
     tally.matmuls.append((passes(k, schedule.w.chunk, schedule.double_row) * out_tiles, columns))
-    tally.matmuls.append((schedule.warm, columns))
+    tally.matmuls.append((schedule.warm, 512))
     tally.evictions.append((out_tiles * (segments + (segments > 1)), columns))
     tally.store(m * n * y_size, stores, store_run)
     tally_normed(tally, spec, tokens, tiles(m, tokens), (stores, store_run))

@@ -14,20 +14,17 @@ def sum_patch(left: Chunks, right: Chunks, run: Contraction, first, warm):
     # the `first` columns of left move past right, for the last sums
     across = (right.width + 511) // 512
     down = (left.width + 127) // 128
+    wide = 512 if warm > 0 else min(512, right.width)
     sums = []
     for _ in range(down * across):
         sums.append(
-            nl.ndarray(
-                (min(128, left.width), min(512, right.width)),
-                dtype=nl.float32,
-                buffer=nl.psum,
-            )
-        )
+            nl.ndarray((min(128, left.width), wide), dtype=nl.float32, buffer=nl.psum)
+        )  # fmt: skip
     if first > 0:
         for _ in range(right.width // 128):
             sums.append(nl.ndarray((128, first), dtype=nl.float32, buffer=nl.psum))
     if warm > 0:
-        warm_up(sums[0][0 : min(128, left.width), 0 : min(512, right.width)], warm)
+        warm_up(sums[0], warm)
     # tiles of a short end that are summed outputs by outputs
     last_tiles = min(2, run.depth // 128) if down == 1 else 1 + (run.depth - 1) % run.step // 128
     for k0 in range(0, run.depth, run.step):

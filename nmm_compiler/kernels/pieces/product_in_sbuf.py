@@ -63,10 +63,11 @@ def project_in_turns(p_sb, left: Strip, right: Weight, at: Block, product: Produ
     elif not right.plan.stream:
         w_sb = nl.ndarray((128, k_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
     sums = []
+    wide = 512 if product.warm > 0 else at.tokens
     for _ in range(turns * n_tiles):
-        sums.append(nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.psum))
+        sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
     if product.warm > 0 and at.m0 == 0:
-        warm_up(sums[0][0 : min(128, product.n), 0 : at.tokens], product.warm)
+        warm_up(sums[0], product.warm)
     for k0 in range(0, product.k, right.plan.chunk):
         rows = min(right.plan.chunk, product.k - k0)
         w_first = k0 // 128 if right.plan.stream else 0
@@ -142,12 +143,12 @@ def project_segment(
             w_sb = nl.ndarray((128, segment_tiles, pitch), dtype=w_type, buffer=nl.sbuf)
         for r1 in range(0, columns, 128 * right.plan.group):
             group = (min(128 * right.plan.group, columns - r1) + 127) // 128
-            wide = min(512, at.tokens)
+            wide = 512 if product.warm > 0 else min(512, at.tokens)
             sums = []
             for _ in range(group * m_tiles):
                 sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
             if product.warm > 0 and segment.first + at.m0 + r0 + r1 == 0:
-                warm_up(sums[0][0 : min(128, columns), 0 : min(m_step, at.tokens)], product.warm)
+                warm_up(sums[0], product.warm)
             for k0 in range(segment.first, segment.stop, right.plan.chunk):
                 rows = min(right.plan.chunk, segment.stop - k0)
                 w_first = k0 // 128 if right.plan.stream else segment.first // 128
