@@ -30,11 +30,11 @@ SMALL_INSTRUCTIONS = 36_000
 SMALL_CANDIDATES = 24
 SHOWN = 12
 # Steps from the best candidate: only of kernels so small that several are timed in half a second.
-STEPPED_INSTRUCTIONS = 18_000
-STEPPED_SCHEDULES = 72
+STEPPED_INSTRUCTIONS = 24_000
+STEPPED_SCHEDULES = 96
 # A step has to gain this share, and all of them together that of another schedule; a step that the
 # closed form prices so much higher is not timed.
-LEAST_GAIN = 0.003
+LEAST_GAIN = 0.0005
 GAIN_OF_ANOTHER = 0.02
 PRICED_HIGHER = 1.25
 # A compiler that keeps program order may cost a kernel a twentieth; what it costs more is charged.

@@ -241,6 +241,10 @@ class KernelSchedule(Record):
         count = min(tiles(now, 128), whole)
         for other in sorted({count // 2, 3 * count // 4, 3 * count // 2, 2 * count}):
             value = 128 * min(other, whole)
+            if name == "x.chunk":  # whole loads of the first weight
+                weight = next(operand for operand in self.operands() if operand != "x")
+                rows = getattr(self, "k_chunk", getattr(self, weight).chunk)
+                value = value // rows * rows
             if value in (0, now):
                 continue
             changes = {name: value}

@@ -15,16 +15,16 @@ from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.tiling import tiles
 
 # Passes, of 512 columns each, that TensorE makes at half its clock in about the time of a first load.
-_PASSES = (4, 5, 6, 7)
+_PASSES = (4, 5, 6, 7, 8)
 
 
 def fields(schedule: Any, spec: Any) -> tuple[str, ...]:
     """Return the field of the passes, if the family has it and tokens keep TensorE busy.
 
     Up to 256 tokens `matmul` has none: with 257 they cost too much in program order, and one token
-    more would then cost over a tenth.
+    more would then cost over a tenth. So it would with 128 tokens of `lowrank_shared`.
     """
-    least = 256 if "w" in schedule.operands() else 64
+    least = 256 if "w" in schedule.operands() else 128 if hasattr(schedule, "k_chunk") else 64
     if not hasattr(schedule, "warm") or spec.m <= least or _never(schedule):
         return ()
     return ("warm",)
@@ -33,7 +33,7 @@ def fields(schedule: Any, spec: Any) -> tuple[str, ...]:
 def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
     """Yield fields to change: a number of passes.
 
-    Fewer passes fill the time of a first load that is shorter.
+    Fewer passes fill the time of a first load that is shorter, more that of a longer one.
     """
     weight = next(name for name in schedule.operands() if name != "x")
     yield from ({"warm": count} for count in _PASSES)
@@ -42,6 +42,8 @@ def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
     if shorter and schedule.x.chunk == chunk:
         for count in _PASSES[:2]:
             yield {"warm": count, f"{weight}.chunk": shorter, "x.chunk": shorter}
+    for count in _PASSES[-2:]:
+        yield {"warm": count, "x.chunk": 2 * schedule.x.chunk}
 
 
 def left_out(schedule: Any) -> dict[str, int]:
@@ -60,4 +62,5 @@ def check(schedule: Any) -> None:
 
 def _never(schedule: Any) -> bool:
     """Return whether no sum of the schedule can begin with passes over zeros."""
-    return schedule.m_loop or schedule.double_row or getattr(schedule, "w_stationary", False)
+    fields = ("m_loop", "double_row", "w_stationary")
+    return any(getattr(schedule, name, False) for name in fields)

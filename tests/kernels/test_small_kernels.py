@@ -135,6 +135,19 @@ def test_tokens_that_all_move_have_no_passes_over_zeros():
     assert prove(kernel).passed
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_one_x_begin_with_passes_over_zeros(dtype):
+    spec = LowRankSharedSpec(
+        m=140, k=600, pairs=((200, 384), (60, 640)), x_layout="col", dtype=dtype
+    )
+    kernel = build_kernel(spec, "trn2", chosen(spec, warm=3))
+    assert prove(kernel).passed
+    arrays = [ArraySpec(t.shape, t.dtype) for t in spec.inputs()]
+    trace = kernel.simulate(*arrays, mode="timing").trace
+    columns = [i.writes[0].pattern for i in trace.instructions if i.op == "nc_matmul"][:3]
+    assert len({str(c) for c in columns}) == 1  # one bank, all of it
+
+
 def test_passes_over_zeros_raise_the_clock_before_the_first_operands_are_there():
     spec = MatmulSpec(m=333, k=2048, n=512, x_layout="col")
     kernel = build_kernel(spec, "trn3")

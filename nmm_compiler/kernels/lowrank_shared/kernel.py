@@ -45,6 +45,7 @@ from ..pieces.two_cores import (
     half_row,
     half_sums,
 )
+from ..pieces.warm_up import warm_up
 
 
 @nki.jit
@@ -174,8 +175,12 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
         for t0 in range(0, starts[len(ranks)], r_group):
             t1 = min(t0 + r_group, starts[len(ranks)])
             sums = []
+            wide = 512 if schedule.warm > 0 else min(512, tokens)
             for _ in range((t1 - t0) * m_tiles):
-                sums.append(nl.ndarray((128, min(512, tokens)), dtype=nl.float32, buffer=nl.psum))
+                sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
+            warm = schedule.warm > 0 and m0 + t0 == 0
+            if warm:
+                warm_up(sums[0], schedule.warm)
             for k0 in range(0, k, k_chunk):
                 rows = min(k_chunk, k - k0)
                 if t0 == 0 and k0 % x_chunk == 0 and spec.norm == "none":
@@ -237,7 +242,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                             starts[i] + r0 // 128, k0 // 128 + kt, min(128, k - k0 - 128 * kt),
                             k0 + rows == k and kt == deep - 1,
                         )  # fmt: skip
-                        add_tile(made_sb, sums, t0, tile, x_sb, tokens, spec.fp8)
+                        add_tile(made_sb, sums, t0, tile, x_sb, tokens, spec.fp8, warm)
                         if spec.fp8 and k0 + rows == k and kt == deep - 1:
                             rounding = Rounding(
                                 1.0, p_scale_sbs[i], spec.scales, spec.requantized, None, False,
@@ -309,7 +314,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
     return tuple(outs)
 
 
-def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled):
+def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled, warm):
     """Add a tile of the contraction to the sums of one u's columns; the last one rounds them."""
     # t0: the first tile of the strip that the sums become
     m_tiles = (tokens + 511) // 512
@@ -325,7 +330,7 @@ def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled):
                 dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
                 stationary=part.u_sb[0 : part.rows, part.u_tile, first : first + rp],
                 moving=x_sb[0 : part.rows, part.k_tile, ms : ms + mw],
-                accumulate=part.k_tile > 0,
+                accumulate=part.k_tile > 0 or (warm and part.p_tile + c + mt == 0),
             )
     if part.last and not scaled:
         for c in range(0, part.columns, 128):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels import warm_up
 from nmm_compiler.kernels.base import WEIGHTS, Family
 from nmm_compiler.kernels.lowrank_shared.spec import LowRankSharedSpec, Output
 from nmm_compiler.kernels.moving_tokens import described, moving_bytes, tally_moving
@@ -57,6 +58,7 @@ class LowRankSharedSchedule(KernelSchedule):
     v_stationary: stage 2 holds v stationary for "row" results too, where their sizes allow it.
     narrow_first: results with few columns are made first, which hides their short stores.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
+    warm: passes over zeros before the first product; steps of the search set it (warm_up.py).
     """
 
     u: Operand
@@ -65,6 +67,7 @@ class LowRankSharedSchedule(KernelSchedule):
     v_stationary: bool = False
     narrow_first: bool = False
     double_row: bool = False
+    warm: int = 0
 
     may_aside: ClassVar[tuple[str, ...]] = ("x", "v")
     remedies: ClassVar[Mapping[str, str]] = {
@@ -232,6 +235,7 @@ class LowRankSharedSchedule(KernelSchedule):
         """Raise SpecError for the rules that only lowrank_shared has."""
         check_double_row(self.double_row, spec.x_format, target)
         check_widened("v.load", self.v.load, spec)
+        warm_up.check(self)
         self.check_multiple("x.chunk", "k_chunk", spec.k)
         self.check_multiple("u.chunk", "k_chunk", spec.k)
         results = spec.results()
@@ -371,6 +375,7 @@ def work(spec: LowRankSharedSpec, schedule: LowRankSharedSchedule, target: Targe
     r_tiles = sum(tiles(r, 128) for r in spec.ranks)
     tally = Tally()
     tally.matmuls.append((passes(k, schedule.k_chunk, pairs) * r_tiles * times_moved, moving))
+    tally.matmuls.append((schedule.warm, 512))
     tally.evictions.append((r_tiles * times_moved, moving))
     second: list[tuple[int, int]] = []
     tally_normed(tally, spec, tokens, m_blocks, (0, 0))

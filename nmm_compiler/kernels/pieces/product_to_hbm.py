@@ -202,7 +202,7 @@ def expand_rows(
                 )  # fmt: skip
         if result.moving > 0:
             moved = Part(None, at.m0, result.moving, n0, columns)
-            store_turned(result, y_moved, moved, False)
+            store_turned(result, y_moved, moved, n0 + columns == product.n)
 
 
 def expand_columns(
