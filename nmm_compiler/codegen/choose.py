@@ -32,9 +32,9 @@ SHOWN = 12
 # Steps from the best candidate: only of kernels so small that several are timed in half a second.
 STEPPED_INSTRUCTIONS = 24_000
 STEPPED_SCHEDULES = 96
-# A step has to gain this share, and all of them together that of another schedule; a step that the
-# closed form prices so much higher is not timed.
-LEAST_GAIN = 0.0005
+# A step has to gain this share, and less once none does; all of them together have to gain that of
+# another schedule. A step that the closed form prices so much higher is not timed.
+STEP_GAINS = (0.003, 0.0005)
 GAIN_OF_ANOTHER = 0.02
 PRICED_HIGHER = 1.25
 # A compiler that keeps program order may cost a kernel a twentieth; what it costs more is charged.
@@ -114,32 +114,37 @@ def _stepped(
 ) -> list[Choice]:
     """Return what changing one field at a time of the best schedule leads to; empty if nothing.
 
-    A field that improves is changed on; it ends when no field does, or enough were timed. Program
-    order may cost what it may cost a kernel.
+    A field that improves is changed on; it ends when no field does, or enough were timed. Steps may
+    lead through schedules that program order costs more than it may cost a kernel.
     """
     first = tried[0]
     if not isinstance(first.schedule, KernelSchedule):
         return []
-    best, seen = first, {choice.schedule for choice in tried}
+    best = found = first
+    timed: dict[Any, Choice | None] = {choice.schedule: None for choice in tried}
     part = spec.share(best.schedule.split)
     room = min(STEPPED_SCHEDULES, STEPPED_INSTRUCTIONS // max(1, best.instructions))
-    moved = room >= STEPPED_SCHEDULES // 6
+    least, moved = STEP_GAINS[0], room >= STEPPED_SCHEDULES // 6
     while moved:
         moved = False
         for name in best.schedule.fields_to_vary(part):
             for schedule in best.schedule.steps(name, part):
-                choice = _legal_step(spec, schedule, target, budget, seen)
-                if not room or choice is None or choice.cost_us > PRICED_HIGHER * best.cost_us:
-                    continue
-                room -= 1
-                free, count, kept = timing(spec, choice.schedule, target)
-                choice = dataclasses.replace(
-                    choice, simulated_us=free, in_order_us=kept, instructions=count
-                )
-                ordered = kept <= (1.0 + IN_ORDER_SHARE) * free
-                if ordered and _gains(choice, best, LEAST_GAIN, budget):
+                schedule = schedule.ordered(spec, target)
+                if schedule not in timed and room:
+                    timed[schedule] = _timed_step(spec, schedule, target, budget, best, timing)
+                    room -= timed[schedule] is not None
+                choice = timed.get(schedule)
+                if choice is not None and _gains(choice, best, least, budget):
                     best, moved = choice, True
-    return [best] if _gains(best, first, GAIN_OF_ANOTHER, budget) else []
+                    if _keeps_order(choice) and _gains(choice, found, 0.0, budget):
+                        found = choice
+        if not moved and least > STEP_GAINS[-1]:
+            least, moved = STEP_GAINS[-1], True
+    return [found] if _gains(found, first, GAIN_OF_ANOTHER, budget) else []
+
+
+def _keeps_order(choice: Choice) -> bool:
+    return (choice.in_order_us or 0.0) <= (1.0 + IN_ORDER_SHARE) * (choice.simulated_us or 0.0)
 
 
 def _gains(choice: Choice, other: Choice, share: float, budget: int) -> bool:
@@ -148,20 +153,19 @@ def _gains(choice: Choice, other: Choice, share: float, budget: int) -> bool:
     return preference(choice, budget)[:2] < (late, (1.0 - share) * least)
 
 
-def _legal_step(
-    spec: KernelSpec, schedule: Any, target: Target, budget: int, seen: set[Any]
+def _timed_step(
+    spec: KernelSpec, schedule: Any, target: Target, budget: int, best: Choice, timing: Timing
 ) -> Choice | None:
-    """Return a schedule that was not seen before with its price; None if it is illegal."""
-    schedule = schedule.ordered(spec, target)
-    if schedule in seen:
-        return None
-    seen.add(schedule)
+    """Return a schedule with its times; None if it is illegal, or too dear to be the best."""
     try:
         schedule.check(spec, target)
     except (CapacityError, SpecError):
         return None
     choice = priced(spec, schedule, target)
-    return choice if choice.instructions <= budget else None
+    if choice.instructions > budget or choice.cost_us > PRICED_HIGHER * best.cost_us:
+        return None
+    free, count, kept = timing(spec, schedule, target)
+    return dataclasses.replace(choice, simulated_us=free, in_order_us=kept, instructions=count)
 
 
 def preference(choice: Choice, budget: int) -> tuple[bool, float, float]:

@@ -224,7 +224,12 @@ class KernelSchedule(Record):
             yield self.changed({name: not now})
             return
         if name == "aside":
-            yield from (self.changed({name: other}) for other in self.asides() if other != now)
+            # with an operand on a queue of its own the loads of x may be shorter
+            shorter = self._whole_loads(3 * self.x.chunk // 4)
+            for names in self.asides():
+                if names != now:
+                    yield self.changed({name: names})
+                    yield self.changed({name: names, "x.chunk": shorter})
             return
         if name == "warm":
             yield from map(self.changed, warm_up.changes(self, spec))
@@ -241,10 +246,7 @@ class KernelSchedule(Record):
         count = min(tiles(now, 128), whole)
         for other in sorted({count // 2, 3 * count // 4, 3 * count // 2, 2 * count}):
             value = 128 * min(other, whole)
-            if name == "x.chunk":  # whole loads of the first weight
-                weight = next(operand for operand in self.operands() if operand != "x")
-                rows = getattr(self, "k_chunk", getattr(self, weight).chunk)
-                value = value // rows * rows
+            value = self._whole_loads(value) if name == "x.chunk" else value
             if value in (0, now):
                 continue
             changes = {name: value}
@@ -253,6 +255,12 @@ class KernelSchedule(Record):
                     yield self.changed({name: value, "x.chunk": value})
                 changes["x.chunk"] = value * tiles(self.x.chunk, value)
             yield self.changed(changes)
+
+    def _whole_loads(self, rows: int) -> int:
+        """Return rows of x that are whole loads of the first weight: so many, or somewhat fewer."""
+        weight = next(operand for operand in self.operands() if operand != "x")
+        each: int = getattr(self, "k_chunk", getattr(self, weight).chunk)
+        return max(each, rows // each * each)
 
     def asides(self) -> Iterator[str]:
         """Yield which operands may arrive by the sync engine's queue."""

@@ -14,7 +14,7 @@ from typing import Any
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.tiling import tiles
 
-# Passes, of 512 columns each, that TensorE makes at half its clock in about the time of a first load.
+# Passes of 512 columns that TensorE makes, at half its clock, in about the time of a first load.
 _PASSES = (4, 5, 6, 7, 8)
 
 

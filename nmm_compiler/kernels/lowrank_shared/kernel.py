@@ -175,9 +175,15 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
         for t0 in range(0, starts[len(ranks)], r_group):
             t1 = min(t0 + r_group, starts[len(ranks)])
             sums = []
-            wide = 512 if schedule.warm > 0 else min(512, tokens)
             for _ in range((t1 - t0) * m_tiles):
-                sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
+                columns = 512 if schedule.warm > 0 else min(512, tokens)
+                sums.append(
+                    nl.ndarray(
+                        (128, 512 if schedule.warm > 0 else min(512, tokens)),
+                        dtype=nl.float32,
+                        buffer=nl.psum,
+                    )
+                )
             warm = schedule.warm > 0 and m0 + t0 == 0
             if warm:
                 warm_up(sums[0], schedule.warm)
@@ -220,7 +226,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                         pair = Tile(
                             u_sbs[i], u_tile + kt, r0 if schedule.u.resident else 0, r1 - r0,
                             starts[i] + r0 // 128, k0 // 128 + kt, 128,
-                            k0 + rows == k and kt == deep - 2,
+                            k0 + rows == k and kt == deep - 2, False,
                         )  # fmt: skip
                         add_pair(sums, t0, pair, x_sb, tokens)
                         if k0 + rows == k and kt == deep - 2:
@@ -240,9 +246,9 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
                         tile = Tile(
                             u_sbs[i], u_tile + kt, r0 if schedule.u.resident else 0, r1 - r0,
                             starts[i] + r0 // 128, k0 // 128 + kt, min(128, k - k0 - 128 * kt),
-                            k0 + rows == k and kt == deep - 1,
+                            k0 + rows == k and kt == deep - 1, warm,
                         )  # fmt: skip
-                        add_tile(made_sb, sums, t0, tile, x_sb, tokens, spec.fp8, warm)
+                        add_tile(made_sb, sums, t0, tile, x_sb, tokens, spec.fp8)
                         if spec.fp8 and k0 + rows == k and kt == deep - 1:
                             rounding = Rounding(
                                 1.0, p_scale_sbs[i], spec.scales, spec.requantized, None, False,
@@ -314,7 +320,7 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
     return tuple(outs)
 
 
-def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled, warm):
+def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled):
     """Add a tile of the contraction to the sums of one u's columns; the last one rounds them."""
     # t0: the first tile of the strip that the sums become
     m_tiles = (tokens + 511) // 512
@@ -330,7 +336,7 @@ def add_tile(p_sb, sums, t0, part: Tile, x_sb, tokens, scaled, warm):
                 dst=sums[(at + c // 128) * m_tiles + mt][0:rp, 0:mw],
                 stationary=part.u_sb[0 : part.rows, part.u_tile, first : first + rp],
                 moving=x_sb[0 : part.rows, part.k_tile, ms : ms + mw],
-                accumulate=part.k_tile > 0 or (warm and part.p_tile + c + mt == 0),
+                accumulate=part.k_tile > 0 or (part.warmed and part.p_tile + c + mt == 0),
             )
     if part.last and not scaled:
         for c in range(0, part.columns, 128):

@@ -49,8 +49,6 @@ def store_turned(result: Result, y_sb, part: Part, halved):
     n_tiles = part.columns // 128
     one = 1 if part.rows % 128 == 1 else 0
     whole = part.rows - one
-    last = (n_tiles - 1) // 4 * 4
-    more = None
     if result.has_residual and whole > 0:
         more = load_tiles(
             Part(result.residual, part.row, whole, part.column, part.columns), result.out.dtype
@@ -67,18 +65,19 @@ def store_turned(result: Result, y_sb, part: Part, halved):
                     data=y_sb[0:128, n1 + i, ms : ms + mw],
                     engine=nisa.engine.tensor,
                 )
-            ends = n1 + count == n_tiles
-            width = 64 * count if halved and ends else 128 * count
+            width = 64 * count if halved and n1 + count == n_tiles else 128 * count
             for start in range(0, 128 * count, width):
                 at = 128 * n1 + start
                 evict(
                     rows_sb[0:mw, at : at + width], turned[0:mw, start : start + width],
                     n1 // 4 + start // width,
                 )  # fmt: skip
-            # the last panel leaves in two stores
-            if ends or (halved and n1 + 4 == last):
-                first = 128 * last if halved and ends else 0
-                leave(result, rows_sb, more, part, ms, first, 128 * (n1 + count))
+        if result.has_residual:
+            tile = more[0:mw, ms // 128, 0 : part.columns]
+            nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=tile, op=nl.add)
+        row = part.row + ms
+        rows = result.out[row : row + mw, part.column : part.column + part.columns]
+        store(rows, rows_sb, result.own_queue)
     if one > 0:
         # one token beyond a tile: each partition gets 128 outputs of it
         for n1 in range(0, n_tiles, 128):
@@ -97,14 +96,3 @@ def store_turned(result: Result, y_sb, part: Part, halved):
                 nisa.tensor_tensor(dst=one_sb, data1=one_sb, data2=more_sb, op=nl.add)
             run = result.out[part.row + whole, ns : ns + 128 * count]
             store(run.reshape_dim(0, (count, 128)), one_sb, result.own_queue)
-
-
-def leave(result: Result, rows_sb, more, part: Part, ms, start, stop):
-    """Store columns of a tile of turned tokens, with what is added to them."""
-    mw = rows_sb.shape[0]
-    tile = rows_sb[0:mw, start:stop]
-    if result.has_residual:
-        added = more[0:mw, ms // 128, start:stop]
-        nisa.tensor_tensor(dst=tile, data1=tile, data2=added, op=nl.add)
-    rows = result.out[part.row + ms : part.row + ms + mw, part.column + start : part.column + stop]
-    store(rows, tile, result.own_queue)

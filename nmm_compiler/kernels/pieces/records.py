@@ -292,6 +292,7 @@ class Tile(nl.NKIObject):
     k_tile: int
     rows: int
     last: bool
+    warmed: bool  # whether the first sum began with passes over zeros
 
 
 @dataclass
