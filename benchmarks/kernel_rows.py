@@ -110,7 +110,7 @@ class Row:
         if self.job.target == "trn1":
             return []
         missed = []
-        wanted = ratio_bar(self.job.m)
+        wanted = ratio_bar(self.job.m, self.roofline_us)
         if self.ratio < wanted:
             missed.append(f"roofline {self.ratio:.3f} < {wanted}")
         if self.reads_once and self.bytes_over_minimal > BYTES_BAR:
@@ -127,11 +127,14 @@ class Row:
 
 
 BYTES_BAR, DMA_BAR, BUILD_BAR = 1.10, 0.60, 3.0
+SHORT_US = 45  # kernels with a roofline below this have the bar of the `small` rows
 
 
-def ratio_bar(m: int) -> float:
-    """Return the least share of the roofline that m tokens must reach."""
-    return 0.90 if m >= 512 else 0.85
+def ratio_bar(m: int, roofline_us: float) -> float:
+    """Return the least share of the roofline that a kernel of m tokens must reach."""
+    if m >= 512:
+        return 0.90
+    return 0.85 if roofline_us >= SHORT_US else 0.80
 
 
 def rank(k: int, n: int) -> int:

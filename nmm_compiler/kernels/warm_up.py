@@ -40,7 +40,7 @@ def changes(schedule: Any, spec: Any) -> Iterator[dict[str, int]]:
     chunk = getattr(schedule, weight).chunk
     shorter = 128 * (3 * tiles(chunk, 128) // 4)
     if shorter and schedule.x.chunk == chunk:
-        for count in _PASSES[:2]:
+        for count in _PASSES[:3]:
             yield {"warm": count, f"{weight}.chunk": shorter, "x.chunk": shorter}
     for count in _PASSES[-2:]:
         yield {"warm": count, "x.chunk": 2 * schedule.x.chunk}

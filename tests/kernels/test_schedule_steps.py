@@ -38,6 +38,43 @@ def test_an_odd_shape_has_more_than_two_candidates():
     assert len(set(timed)) == len(timed) > 8
 
 
+def test_a_program_too_long_to_be_timed_does_not_keep_others_from_it():
+    """The closed form prices a loop on the device about the same; only a timing tells."""
+    spec = GatedMLPSpec(m=2048, k=4096, n=14336, r=2560, x_layout="col")
+    timed = []
+
+    def timing(spec, schedule, target):
+        timed.append(schedule)
+        return 1000.0 + len(timed), 40_000, 1000.0 + len(timed)
+
+    assert rank(spec, TRN2)[0].instructions > chooser.SIMULATED_INSTRUCTIONS
+    best = search(spec, TRN2, INSTRUCTION_BUDGET, timing)[0]
+    assert len(timed) > 1
+    assert best.schedule == timed[0]
+    assert all(schedule.m_loop for schedule in timed)
+
+
+def test_steps_may_lead_through_schedules_that_program_order_costs():
+    spec = LowRankSpec(m=129, k=2048, r=512, n=2048, x_layout="col")
+    seen = []
+
+    def timing(spec, schedule, target):
+        found = simulated(spec, schedule, target)
+        seen.append((schedule, found))
+        return found
+
+    best = search(spec, TRN2, INSTRUCTION_BUDGET, timing)[0]
+    assert best.in_order_us <= 1.05 * best.simulated_us
+    assert any(kept > 1.05 * free for _, (free, _, kept) in seen)
+
+
+def test_loads_of_x_are_whole_loads_of_the_first_weight_in_every_step():
+    spec = LowRankSpec(m=129, k=2048, r=512, n=2048, x_layout="col")
+    schedule = rank(spec, TRN2)[0].schedule.changed({"u.chunk": 384, "x.chunk": 1152})
+    for name in ("x.chunk", "aside"):
+        assert all(step.x.chunk % 384 == 0 for step in schedule.steps(name, spec))
+
+
 def test_steps_of_a_schedule_differ_in_one_size():
     spec = LowRankSpec(m=512, k=2048, r=256, n=2048, x_layout="col")
     schedule = rank(spec, TRN2)[0].schedule

@@ -176,7 +176,6 @@ def lowrank_shared(x, us, vs, biases, scales, spec, schedule, **others):
             t1 = min(t0 + r_group, starts[len(ranks)])
             sums = []
             for _ in range((t1 - t0) * m_tiles):
-                columns = 512 if schedule.warm > 0 else min(512, tokens)
                 sums.append(
                     nl.ndarray(
                         (128, 512 if schedule.warm > 0 else min(512, tokens)),
