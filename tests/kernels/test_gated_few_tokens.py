@@ -21,6 +21,8 @@ SPECS = {
     "down": GatedMLPSpec(m=4, k=384, n=640, x_layout="col"),
     "down turned": GatedMLPSpec(m=2, k=256, n=1280, down_bias=True, **COLUMNS),
     "cores by tokens": GatedMLPSpec(m=4, k=256, n=640, lnc=2, x_layout="col"),
+    "residual": GatedMLPSpec(m=3, k=384, n=640, norm="rms", norm_gain=True, residual=True),
+    "residual turned": GatedMLPSpec(m=2, k=256, n=640, residual=True, **COLUMNS),
 }
 
 
@@ -67,7 +69,6 @@ def test_what_no_kernel_can_add_is_refused():
         GatedMLPUpSpec(m=1, k=300, n=1280, gate_r=128, up_r=128, **COLUMNS),
         GatedMLPUpSpec(m=100, k=300, n=1280, **COLUMNS),
         GatedMLPSpec(m=1, k=256, n=1280, down_r=128, **COLUMNS),
-        GatedMLPSpec(m=1, k=256, n=1280, residual=True, **COLUMNS),
     ):
         with pytest.raises(SpecError, match="v_added takes one block"):
             schedule.changed({"v.block": 1280}).check(spec, chip)

@@ -44,7 +44,7 @@ def _can(spec: Any) -> bool:
     dense = not any(map(spec.rank, spec.branches)) and not spec.fp8 and spec.n % 128 == 0
     if spec.down:
         turned = spec.down_bias and spec.out_layout == "row"
-        return dense and spec.k % 128 == 0 and not spec.residual and not turned
+        return dense and spec.k % 128 == 0 and not turned
     return dense and spec.out_layout == "col"
 
 

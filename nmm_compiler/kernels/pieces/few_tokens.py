@@ -21,6 +21,7 @@ from .loads_and_stores import (
 )
 from .packed_loads import load_packed
 from .records import Block, Epilogue, Part, Product, Result, Strip, Weight
+from .residuals import residual_columns
 
 
 def load_few(x, how, size, order, at: Block, aligned):
@@ -72,6 +73,8 @@ def expand_few(
         pitch = (columns + 15) // 16 * 16 if aligned else columns
         n_tiles = columns // 128
         totals = nl.ndarray((128, n_tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+        if result.has_residual:
+            more = residual_columns(result, right, at, product, n0)
         for k0 in range(0, product.k, right.plan.chunk):
             rows = min(right.plan.chunk, product.k - k0)
             if right.loaded and n0 == 0 and k0 == 0:
@@ -117,6 +120,8 @@ def expand_few(
         if result.as_rows:
             y_sb = nl.ndarray((128, at.tokens, n_tiles), dtype=result.out.dtype, buffer=nl.sbuf)
             finish_few(y_sb.permute((0, 2, 1)), totals, epilogue, n0 // 128)
+            if result.has_residual:
+                nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
             rows = result.out[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
             rows = rows.reshape_dim(1, (128, n_tiles))
             if result.ends and n0 + columns == product.n:
@@ -126,6 +131,8 @@ def expand_few(
         else:
             y_sb = nl.ndarray((128, n_tiles, at.tokens), dtype=result.out.dtype, buffer=nl.sbuf)
             finish_few(y_sb, totals, epilogue, n0 // 128)
+            if result.has_residual:
+                nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=more, op=nl.add)
             store_rows(result, y_sb, n0, columns, at.m0, at.tokens)
 
 
