@@ -1,11 +1,9 @@
 """Held-out points whose published times contradict other published figures, with the arithmetic.
 
 A prediction reads a kernel's text. `data/timing_conflicts.toml` lists points for which published
-figures say that the text does not decide the time, each by one of three arguments:
+figures say that the text does not decide the time, each by one of two arguments:
 twin: the same instructions in the same order have another published time, so far away that no
 prediction is within the bar of both;
-turn: a published loop makes the same load before each product and takes so little a turn that what
-this kernel's turn has besides, one after another, does not fill its published time;
 floor: the text's instructions take longer at AWS's documented minimum.
 `python benchmarks/timing_conflicts.py` prints them and returns 1 if one does not hold.
 `--autocomp CLONE` also compares the two texts of the twin, simulated from a clone of
@@ -52,7 +50,7 @@ def verdicts(worst: float) -> list[Verdict]:
         p["name"]: p for p in tomllib.loads((DATA / "timing_points.toml").read_text())["point"]
     }
     for text in timing_texts.texts():
-        points[text.name] = {"measured": text.measured, "target": timing_texts.TARGET}
+        points[text.name] = {"measured": text.measured, "target": text.problem.target}
     rows = tomllib.loads((DATA / "timing_conflicts.toml").read_text())["conflict"]
     return [_verdict(row, points, worst) for row in rows]
 
@@ -63,22 +61,11 @@ def _verdict(row: dict[str, Any], points: dict[str, Any], worst: float) -> Verdi
     if row["kind"] == "twin":
         low, high = (1 - worst) * row["twin_us"], (1 + worst) * row["twin_us"]
         says = f"the same instructions are published with {row['twin_us']:,} us"
-    elif row["kind"] == "floor":
+    else:
         clock = targets.get(point["target"]).vector_clock_hz
         low = row["instructions"] * row["cycles"] / clock * 1e6
         says = (
             f"{row['instructions']:,} instructions of {row['cycles']} cycles at {clock / 1e9:g} GHz"
-        )
-    else:
-        like = points[row["like"]]
-        turn = like["measured"] / row["like_turns"]
-        more = sum(row["more_ns"]) / 1e3
-        rest = row["rows"] * sum(count * ns for count, ns in row["rest"]) / 1e3
-        high = row["turns"] * ((1 + worst) * turn + more) + rest
-        says = (
-            f"{row['turns']:,} turns; one of {row['like']} has the same load and product in "
-            f"{turn:.3f} us ({(1 + worst) * turn:.3f} with {worst:.0%} more), a transposition and "
-            f"its copy add at most {more:.3f}, all else at most {rest:,.0f} in all"
         )
     return Verdict(row["point"], point["measured"], low, high, says, row.get("replayed_us"))
 

@@ -3,16 +3,16 @@
 Every point of `data/timing_points.toml` is a public measurement; its kernel is written anew under
 `kernels/` from the published text, run through `simulate(mode="timing")`, and its prediction is
 printed with the error. Points from which a constant was set and points held out have a table each.
-A third table has held-out texts that run as published (timing_texts.py): from clones if they are
-given, else as recorded. Nothing printed as predicted was measured by us. Run:
+Further tables have texts that run as published (timing_texts.py), some of which set laws: from
+clones if they are given, else as recorded. Nothing printed as predicted was measured by us. Run:
 
     python benchmarks/timing_points.py [--only TEXT] [--set NAME] [--write]
-        [--autocomp CLONE] [--accelopt CLONE]
+        [--autocomp CLONE] [--accelopt CLONE] [--kda CLONE]
     python benchmarks/timing_points.py --constants
 
-The exit code is of the points alone: 0 if those held out keep every bar, 1 if they keep them only
-without the ones that contradict other published figures (timing_conflicts.py), and 2 otherwise. A
-point that nobody could predict from its text is still a point missed.
+The exit code is of what is held out, points and texts: 0 if it keeps every bar, 1 if it keeps them
+only without what contradicts other published figures (timing_conflicts.py), and 2 otherwise. A
+kernel that nobody could predict from its text is still one missed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE / "data" / "timing_points.toml"
 PAGE = HERE.parent / "docs" / "timing.md"
 SETS = ("constants", "held out")
-TEXTS = "texts as published"
+TEXTS, LAWS = "texts as published", "texts that set laws"
+_ENGINES = {"tensor": "TensorE busy, theirs / ours", "vector": "VectorE", "scalar": "ScalarE"}
 BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 
 
@@ -114,6 +115,7 @@ class Result:
     more: tuple[tuple[str, float, float], ...]
     instructions: int
     seconds: float
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -157,7 +159,7 @@ def text_results(
     found = timing_texts.results(texts, clones, pool)
     return [
         Result(_as_point(text), math.nan if one.predicted is None else one.predicted, (),
-               one.instructions, one.seconds)
+               one.instructions, one.seconds, one.shares)
         for text in texts if (one := found.get(text.name))
     ]  # fmt: skip
 
@@ -165,9 +167,9 @@ def text_results(
 def _as_point(text: timing_texts.Text) -> Point:
     problem = text.problem
     return Point(
-        name=text.name, set=TEXTS, kind=text.kind or "-", target=timing_texts.TARGET,
-        source=text.source, kernel=text.digest, shapes=problem.shapes, measured=text.measured,
-        dtype=problem.dtype, counted=text.counted, remark=text.remark,
+        name=text.name, set=TEXTS if text.set == "held out" else LAWS, kind=text.kind or "-",
+        target=problem.target, source=text.source, kernel=text.digest, shapes=problem.shapes,
+        measured=text.measured, dtype=problem.dtype, counted=text.counted, remark=text.remark,
     )  # fmt: skip
 
 
@@ -205,6 +207,44 @@ def table(results: list[Result]) -> list[str]:
     return lines
 
 
+def by_problem(results: list[Result]) -> list[str]:
+    """Return a table with a row for the texts of each kernel, and a list of those far off.
+
+    The last columns: median of the busy time of each engine by the log, over ours.
+    """
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.point.name.rsplit(", ", 1)[0], []).append(result)
+    lines = [
+        "| kernel | texts | measured, us | mean error | median | worst | class | "
+        + " | ".join(_ENGINES.values())
+        + " |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |" + " ---: |" * len(_ENGINES),
+    ]
+    for name, group in groups.items():
+        counted = [r for r in group if r.point.counted]
+        found = errors(counted)
+        if not found:
+            continue
+        worst = max(counted, key=lambda r: abs(r.error)).error
+        times = sorted(r.point.measured for r in counted)
+        span = f"{times[0]:,.5g}" + (f" to {times[-1]:,.5g}" if times[1:] else "")
+        kinds = ", ".join(k for k in CLASSES if errors(counted, k))
+        busy = [[r.shares[engine] for r in counted if engine in r.shares] for engine in _ENGINES]
+        cells = [f"{statistics.median(b):.2f}" if b else "-" for b in busy]
+        lines.append(
+            f"| {name} | {len(found)} | {span} | {statistics.mean(found):.1%} | "
+            f"{statistics.median(found):.1%} | {worst:+.1%} | {kinds} | {' | '.join(cells)} |"
+        )
+    far = [f"{r.point.name} {r.error:+.0%}" for r in results
+           if r.point.counted and abs(r.error) > BARS["worst"]]  # fmt: skip
+    out = [f"{r.point.name} ({r.point.remark})" for r in results if not r.point.counted]
+    for what, names in ((f"More than {BARS['worst']:.0%} off", far), ("Not counted", out)):
+        if names:
+            lines += ["", f"{what}: {'; '.join(names)}."]
+    return lines
+
+
 def counters(results: list[Result]) -> list[str]:
     """Return the table of further counters."""
     lines = [
@@ -232,10 +272,13 @@ def held_out_figures(results: list[Result], without: frozenset[str]) -> dict[str
 
 
 def verdict(results: list[Result]) -> tuple[list[str], int]:
-    """Return lines on the bars, of all held-out points and without the conflicts; the exit code."""
-    missed = {r.point.name for r in results if abs(r.error) > BARS["worst"]}
+    """Return lines on the bars, of all that is held out and without the conflicts; the exit code.
+
+    results: points and texts of all tables.
+    """
+    held = [r for r in results if r.point.set in ("held out", TEXTS) and r.point.counted]
+    missed = {r.point.name for r in held if abs(r.error) > BARS["worst"]}
     without = timing_conflicts.contradicted(BARS["worst"]) & missed
-    held = [r for r in results if r.point.set == "held out" and r.point.counted]
     if not {r.point.name for r in held} - without:
         return [], 0
     lines, code = [], 2
@@ -246,7 +289,7 @@ def verdict(results: list[Result]) -> tuple[list[str], int]:
         which = f"but for {len(names)} that contradict other figures" if names else "all"
         lines.insert(
             0,
-            f"held-out points, {which}: "
+            f"held out, {which} ({sum(r.point.name not in names for r in held)}): "
             + ", ".join(
                 f"{name} {value:.1%} (bar {BARS[name]:.0%}{', broken' if name in broken else ''})"
                 for name, value in found.items()
@@ -285,9 +328,11 @@ def summary(held: list[Result], texts: list[Result]) -> list[str]:
 
 
 def bands(results: list[Result]) -> list[ErrorBand]:
-    """Return the error bands of the held-out points."""
-    found = {kind: errors((r for r in results if r.point.set == "held out"), kind)
-             for kind in CLASSES}  # fmt: skip
+    """Return the error bands of what is held out and contradicts no other published figure."""
+    conflicts = timing_conflicts.contradicted(BARS["worst"])
+    held = [r for r in results if r.point.set in ("held out", TEXTS)
+            and r.point.name not in conflicts]  # fmt: skip
+    found = {kind: errors(held, kind) for kind in CLASSES}
     return [
         ErrorBand(kind=kind, points=len(e), mean=sum(e) / len(e), worst=max(e))
         for kind, e in found.items()
@@ -323,17 +368,19 @@ def _texts(options: argparse.Namespace, pool: Any) -> list[Result]:
     """Return the chosen texts' results; say what is recorded and what is left out."""
     chosen = [
         text for text in timing_texts.texts()
-        if options.only in text.name and options.set in ("", TEXTS)
+        if options.only in text.name
+        and options.set in ("", TEXTS if text.set == "held out" else LAWS)
     ]  # fmt: skip
-    given = {timing_texts.SEARCHED: options.autocomp, timing_texts.PROFILED: options.accelopt}
+    given = {timing_texts.SEARCHED: options.autocomp, timing_texts.PROFILED: options.accelopt,
+             timing_texts.LOGGED: options.kda}  # fmt: skip
     clones = {repository: clone for repository, clone in given.items() if clone}
     results = text_results(chosen, clones, pool)
-    old = sum(text.problem.repository not in clones for text in chosen)
+    old = sum(text.repository not in clones for text in chosen)
     if old and len(results) == len(chosen):
         print(f"{old} texts as recorded with these constants, not run: no clone is given")
     elif old:
         print(f"{len(chosen) - len(results)} texts left out: recorded with other constants, and no "
-              "clone is given (--autocomp, --accelopt)")  # fmt: skip
+              "clone is given (--autocomp, --accelopt, --kda)")  # fmt: skip
     return results
 
 
@@ -351,20 +398,22 @@ def _write(results: list[Result], tables: dict[str, list[str]]) -> None:
         ],
     }
     HELD_OUT.write_text(json.dumps(record, indent=1) + "\n")
-    texts = {r.point.name: r.predicted for r in results if r.point.set == TEXTS}
+    texts = {r.point.name: r.predicted for r in results if r.point.set in (TEXTS, LAWS)}
     if len(texts) == len(timing_texts.texts()):
-        timing_texts.write_record(texts)
+        shares = {r.point.name: r.shares for r in results if r.shares}
+        timing_texts.write_record(texts, shares)
 
 
 def main() -> int:
     """Print the tables and the bars; return the exit code that the module's docstring states."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="points whose name contains this text")
-    parser.add_argument("--set", default="", choices=("", *SETS, TEXTS), help="one of the tables")
+    parser.add_argument("--set", default="", choices=("", *SETS, TEXTS, LAWS), help="one table")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/timing.md")
     parser.add_argument("--jobs", type=int, default=1, help="processes that simulate")
     parser.add_argument("--autocomp", type=Path, help="clone of ucb-bar/autocomp: run its texts")
     parser.add_argument("--accelopt", type=Path, help="clone of zhang677/AccelOpt: run its texts")
+    parser.add_argument("--kda", type=Path, help="clone of kda-for-trainium: run its texts")
     parser.add_argument("--constants", action="store_true", help="print the constants and stop")
     options = parser.parse_args()
     if options.constants:
@@ -390,18 +439,25 @@ def main() -> int:
         tables[name] = table(chosen)
         if name == "held out":
             tables[name] += ["", f"Printed with the constants of hash `{constants_hash()}`."]
+    kept = [r for r in texts if r.point.set == TEXTS]
     if texts:
+        old, new = ([r for r in kept if r.point.target == target] for target in ("trn1", "trn2"))
         tables[TEXTS] = [
-            *table(texts), "", *summary(held, texts), "",
+            *table(old), "", *by_problem(new), "", *summary(held, kept), "",
             f"Printed with the constants of hash `{constants_hash()}`.",
         ]  # fmt: skip
+        tables[LAWS] = by_problem([r for r in texts if r.point.set == LAWS])
     for name, lines in tables.items():
         print(f"\nPoints: {name}\n\n" + "\n".join(lines))
+    if texts:
+        print("\nEvery text on trn2\n\n" + "\n".join(
+            row(r) for r in texts if r.point.target == "trn2"
+        ))  # fmt: skip
     tables["counters"] = counters(results)
     print("\n" + "\n".join(tables["counters"]))
     if options.write:
         if len(texts) < len(timing_texts.texts()):
-            tables.pop(TEXTS, None)
+            parser.error("--write needs all texts: give every clone")
         _write([*results, *texts], tables)
     instructions = sum(r.instructions for r in (*results, *texts))
     seconds = sum(r.seconds for r in (*results, *texts))
@@ -410,7 +466,7 @@ def main() -> int:
             f"\n{instructions:,} instructions in {seconds:.1f} s of one core: "
             f"{instructions / seconds:,.0f} per second"
         )
-    sentences, code = verdict(results)
+    sentences, code = verdict([*results, *kept])
     print("\n".join(sentences))
     return code
 

@@ -1,10 +1,11 @@
 """Kernels whose published texts are timed as they are: found in clones, told by digest, simulated.
 
-`data/timing_texts.toml` has the rule by which they were chosen and a row a text; the texts are
-others' and stay in their repositories (ucb-bar/autocomp, zhang677/AccelOpt). timing_points.py runs
-them: `--autocomp CLONE --accelopt CLONE`. A text whose digest differs is refused by its name, and
-so is one whose run does not bear out what its row says. Without a clone, what the last run
-predicted is taken from `data/timing_texts.json`, as long as no constant has changed since.
+`data/timing_texts.toml` has the rules by which they were chosen and a row a text; the texts are
+others' and stay in their repositories (ucb-bar/autocomp, zhang677/AccelOpt,
+Jerry2423/kda-for-trainium). timing_points.py runs them: `--autocomp CLONE --accelopt CLONE --kda
+CLONE`. A text whose digest differs is refused by its name, and so is one whose run does not bear
+out what its row says. Without a clone, what the last run predicted is taken from
+`data/timing_texts.json`, as long as no constant has changed since.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.timing.evidence import constants_hash, kernel_class
@@ -31,9 +31,16 @@ from nmm_compiler.simulator.timing.profile import Profile
 
 DATA = Path(__file__).resolve().parent / "data" / "timing_texts.toml"
 RECORD = DATA.with_suffix(".json")
-TARGET = "trn1"
 SEARCHED, PROFILED = "ucb-bar/autocomp", "zhang677/AccelOpt"
+LOGGED = "Jerry2423/kda-for-trainium"
+SETS = ("constants", "held out")
 PROFILES = "experiments/full_complete_local/profile_results.csv"
+_BUSY = 50.0  # us: of an engine that works less, a rounded share says little
+_SHARES = {
+    "tensor": ("PE_pct", "tensor_engine_active_time_percent"),
+    "vector": ("Vec_pct",),
+    "scalar": ("Scl_pct", "scalar_engine_active_pct"),
+}
 SPILLED = 0.01  # of the HBM traffic that a published profile has
 # What the publisher's harnesses put before a text.
 HEADER = """\
@@ -49,14 +56,19 @@ from neuronxcc.nki.language import par_dim
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What the texts of one file compute, and on what."""
+    """What the texts of one file or folder compute, and on what.
+
+    repository, file: where their times are published. shapes: of the arguments in order; one that
+    is a number is the argument itself.
+    """
 
     name: str
     repository: str
     file: str
     function: str
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...] | float, ...]
     dtype: str = "float32"
+    target: str = "trn1"
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -64,19 +76,27 @@ class Problem:
 class Text:
     """One text: its published time in us, its digest, the class of its profile.
 
-    kind is "" for a text that does not run; the remark says why it is not counted.
+    set: "constants" if a law was set from it. kind is "" for a text that does not run; the remark
+    says why it is not counted. file, home: where the text is, if not where its problem says.
+    logged: the time in ms as the log has it, if it is not the measured one.
     """
 
     problem: Problem
     measured: float
     digest: str
+    set: str = "held out"
     kind: str = ""
     counted: bool = True
     remark: str = ""
+    file: str = ""
+    home: str = ""
+    logged: float = 0.0
 
     @property
     def name(self) -> str:
-        """The problem and the published time, which tell texts apart."""
+        """The problem, and the file or the published time, which tell texts apart."""
+        if self.file:
+            return f"{self.problem.name}, {'baseline' if self.home else Path(self.file).stem}"
         return f"{self.problem.name}, text of {self.measured:,.5g} us"
 
     @property
@@ -84,14 +104,23 @@ class Text:
         """Where it is published."""
         return f"{self.problem.file.rsplit('/', 1)[0]} ({self.problem.repository})"
 
+    @property
+    def repository(self) -> str:
+        """The repository that has the text."""
+        return self.home or self.problem.repository
+
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What a run says: device us, class, why it does not count, if so; and its own size."""
+    """What a run says: device us, class, why it does not count, if so; and its own size.
+
+    shares: by engine, its busy time by the log over the busy time of the run.
+    """
 
     predicted: float | None
     kind: str
     left_out: str = ""
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
     instructions: int = 0
     seconds: float = 0.0
 
@@ -137,11 +166,11 @@ def candidates(trace: Path) -> list[tuple[float, str]]:
 
 def published(text: Text, clone: Path) -> str:
     """Return the text from a clone; SystemExit if it is not the one that the row means."""
-    path = clone / text.problem.file
-    if text.problem.repository == PROFILED:
-        found = [path.read_text(encoding="utf-8")]
-    else:
+    path = clone / (text.file or text.problem.file)
+    if text.repository == SEARCHED:
         found = [code for score, code in candidates(path) if round(score * 1e3, 3) == text.measured]
+    else:
+        found = [path.read_text(encoding="utf-8")]
     for code in found:
         if digest(code) == text.digest:
             return code
@@ -153,18 +182,25 @@ def run_text(code: str, problem: Problem) -> Simulation:
     """Simulate a text as it is, without data."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "published.py"
-        header = HEADER if problem.repository == SEARCHED else ""
+        header = "" if problem.repository == PROFILED else HEADER
         path.write_text(header + code, encoding="utf-8")
-        specs = [ArraySpec(tuple(shape), problem.dtype) for shape in problem.shapes]
+        specs = [
+            shape if isinstance(shape, float) else ArraySpec(tuple(shape), problem.dtype)
+            for shape in problem.shapes
+        ]
         return simulate(
-            f"{path}:{problem.function}", *specs, target=TARGET, mode="timing", strict=False,
-            **problem.arguments,
+            f"{path}:{problem.function}", *specs, target=problem.target, mode="timing",
+            strict=False, **problem.arguments,
         )  # fmt: skip
 
 
-def ran(text: Text, clone: Path) -> Ran:
-    """Simulate a text; SystemExit if its row says something else of it than the run."""
+def ran(text: Text, clones: Mapping[str, Path]) -> Ran:
+    """Simulate a text; SystemExit if its row says something else of it than the run or the log."""
+    clone = clones[text.repository]
     code, before = published(text, clone), time.process_time()
+    logged = {}
+    if text.logged and text.problem.repository in clones:
+        logged = _row_of_the_log(text, clones[text.problem.repository])
     try:
         run = run_text(code, text.problem)
     except (NmmError, SyntaxError) as error:
@@ -174,10 +210,14 @@ def ran(text: Text, clone: Path) -> Ran:
         if text.problem.repository == PROFILED:
             left_out = _spilled_as_published(text, clone / PROFILES)
         else:
-            left_out = _has_no_room(run.profile)
+            left_out = _has_no_room(run.profile) or _log_says(text)
         kind = kernel_class(run.profile.engine_busy_us)
         size, seconds = len(run.trace.instructions), time.process_time() - before
-        found = Ran(run.profile.device_us, kind, left_out, size, seconds)
+        shares = {
+            engine: round(share * text.measured / run.profile.engine_busy_us[engine], 3)
+            for engine, share in logged.items() if run.profile.engine_busy_us[engine] > _BUSY
+        }  # fmt: skip
+        found = Ran(run.profile.device_us, kind, left_out, shares, size, seconds)
     if bool(found.left_out) == text.counted or found.kind != text.kind:
         raise SystemExit(
             f"{text.name}: {DATA.name} says class {text.kind!r} and counted = {text.counted}; the "
@@ -199,9 +239,43 @@ def _spilled_as_published(text: Text, profiles: Path) -> str:
     raise SystemExit(f"{text.name}: {profiles} has no such time for {name}")
 
 
+def _row_of_the_log(text: Text, clone: Path) -> dict[str, float]:
+    """Return the busy share of each engine; SystemExit if the log has another time for a text.
+
+    The last row of a file that has a time counts.
+    """
+    rows: list[dict[str, Any]]
+    if text.home:
+        found = json.loads((clone / "baselines.json").read_text(encoding="utf-8")).values()
+        rows = [r for r in found if r["kernel"] == Path(text.file).name]
+        times = [r["baseline_latency_ms"] for r in rows]
+    else:
+        folder = clone / text.file.split("/runs/")[0]
+        lines = (folder / "candidates.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [
+            r for r in (json.loads(line) for line in lines if line.strip())
+            if r.get("latency_ms") and Path(r["candidate"].split()[0]).name == Path(text.file).name
+        ]  # fmt: skip
+        times = [r["latency_ms"] for r in rows]
+    if not times or abs(times[-1] - text.logged) > 1e-9:
+        raise SystemExit(f"{text.name}: {text.logged} ms expected; the log of {clone} has {times}")
+    metrics = {}
+    for row in rows:
+        metrics |= row.get("metrics") or row.get("metrics_fast") or {}
+    return {
+        engine: metrics[name] / 100
+        for engine, names in _SHARES.items() for name in names
+        if isinstance(metrics.get(name), (int, float)) and metrics[name] > 0
+    }  # fmt: skip
+
+
+def _log_says(text: Text) -> str:
+    return text.remark if text.remark.startswith("the log says") else ""
+
+
 def _has_no_room(profile: Profile) -> str:
     """Return by what live tensors exceed SBUF or PSUM, "" if they fit."""
-    banks = targets.get(TARGET).psum_banks
+    banks = profile.timeline.target.psum_banks
     if profile.psum_peak_banks > banks:
         return f"spills: live tensors take {profile.psum_peak_banks} PSUM banks of {banks}"
     return next((line for line in profile.unmodelled if line.startswith("spills")), "")
@@ -214,24 +288,28 @@ def results(chosen: Iterable[Text], clones: Mapping[str, Path], pool: Any) -> di
     """
     rows = list(chosen)
     waiting = {
-        text.name: pool.submit(ran, text, clones[text.problem.repository])
-        for text in rows if text.problem.repository in clones
+        text.name: pool.submit(ran, text, clones) for text in rows if text.repository in clones
     }  # fmt: skip
-    known = recorded()
-    old = {t.name: Ran(known[t.name], t.kind) for t in rows if t.name in known}
+    known, shares = recorded("predicted"), recorded("shares")
+    old = {
+        t.name: Ran(known[t.name], t.kind, shares=shares.get(t.name, {}))
+        for t in rows if t.name in known
+    }  # fmt: skip
     return old | {name: one.result() for name, one in waiting.items()}
 
 
 @functools.cache
-def recorded() -> dict[str, float | None]:
-    """Return the predictions of the last run by name; none if a constant has changed since."""
+def recorded(what: str) -> dict[str, Any]:
+    """Return the predictions or the shares of the last run by name; none if a constant changed."""
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     same = record.get("constants") == constants_hash()
-    return dict(record["predicted"]) if same else {}
+    return dict(record.get(what, {})) if same else {}
 
 
-def write_record(predicted: Mapping[str, float]) -> None:
-    """Record the predictions of all texts by name, NaN where one does not run."""
+def write_record(predicted: Mapping[str, float], shares: Mapping[str, dict[str, float]]) -> None:
+    """Record the predictions of all texts by name, NaN where one does not run, and the shares."""
     found = {k: None if math.isnan(us) else round(us, 3) for k, us in sorted(predicted.items())}
-    record = {"constants": constants_hash(), "predicted": found}
+    record = {
+        "constants": constants_hash(), "predicted": found, "shares": dict(sorted(shares.items())),
+    }  # fmt: skip
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

@@ -112,6 +112,8 @@ class Trace:
         the program that the compiler makes holds their instructions once.
     turns: the same of every turn, the first too.
     loads: "as_written", or "reused" when the compiler is taken to drop repeated loads.
+    beta_1: the kernel is one of NKI Beta 1, which has a compiler of its own (neuronx-cc).
+    awaited: storages of right operands of Beta 1's nl.matmul, where that transposes the left one.
     indexed: the allocations hold the first and last indices of just these instructions.
     """
 
@@ -125,6 +127,8 @@ class Trace:
     loop_edges: list[int] = dataclasses.field(default_factory=list)
     turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     loads: str = "as_written"
+    beta_1: bool = False
+    awaited: set[int] = dataclasses.field(default_factory=set)
     indexed: bool = dataclasses.field(default=False, init=False)
 
     @property

@@ -96,6 +96,12 @@ TARGET = Target.of(
     unset_engine_prefers_scalar=measured(
         False, "agent-skill example: all 256 copies out of PSUM on VectorE, 174 us"
     ),
+    beta1_shares_unset_engine=measured(
+        True, "kda-for-trainium: gqa_full v1 has VectorE busy for 41 % and ScalarE for 42 %"
+    ),
+    beta1_product_awaits_load=measured(
+        True, "kda-for-trainium: matmul_add_rmsnorm takes 3.7 us for each load, 0.9 if kept"
+    ),
     activation_table_load_seconds=measured(1.3e-6, "nki-dma-overview figures: about 1.3 us (trn2)"),
     # DMA
     dma_engines=documented(16, "nki-dma-overview: 16 per core"),

@@ -186,7 +186,7 @@ def _matmul(name: str, x: Any, y: Any, transpose_x: bool = False, mask: Any = No
     if not transpose_x:
         turned = transposed(name, tensor(name, "x", x), engine.unknown)
         x = _copy(name, turned)
-    return product(name, x, y, mask)
+    return product(name, x, y, mask, turned=not transpose_x)
 
 
 def _composite(short: str) -> Callable[..., Any]:

@@ -64,6 +64,7 @@ class Session:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        machine.trace.beta_1 = True
         self.pending: Tensor | None = None
         self.zeroed: dict[int, np.ndarray] = {}
         self.program: tuple[int, ...] = ()

@@ -24,9 +24,18 @@ def _operand(name: str, role: str, value: Any) -> tuple[Tensor, Part]:
     return tensor(name, role, value), True
 
 
-def product(name: str, stationary: Any, moving: Any, mask: Any = None, **flags: Any) -> Tensor:
+def product(
+    name: str,
+    stationary: Any,
+    moving: Any,
+    mask: Any = None,
+    *,
+    turned: bool = False,
+    **flags: Any,
+) -> Tensor:
     """Return stationary.T @ moving in PSUM, float32.
 
+    turned: it is that of an `nl.matmul` that transposes; the trace notes its moving tile.
     mask: of the result. An operand may have one of its own: of the rows that are summed over and
     of its part of the result.
     """
@@ -47,6 +56,8 @@ def product(name: str, stationary: Any, moving: Any, mask: Any = None, **flags: 
         out = (left_part[first], *right_part[first:])
         box = True if out == tuple((0, size) for size in shape) else out
     a, b = in_sbuf(read(left, left_part)), in_sbuf(read(right, right_part))
+    if turned:
+        session().machine.trace.awaited.add(b.storage.identity)
 
     def issue(dst: NkiTensor) -> None:
         ISSUE["nc_matmul"](dst, a, b, accumulate=False, **flags)

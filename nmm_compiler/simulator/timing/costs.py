@@ -101,10 +101,10 @@ class ComputeCosts:
             factor = target.fp32_pass_factor
             if transpose and target.tensor_transpose_mode:
                 factor /= 2.0
-            elif attributes.get("onezero"):
-                factor /= 2.0  # an operand of ones and zeros needs no low half
             elif attributes.get("k", target.partitions) <= target.tensor_fp32_short_rows:
                 factor *= target.tensor_fp32_short_factor
+            elif attributes.get("onezero"):
+                factor /= 2.0  # an operand of ones and zeros needs no low half
             if not transpose and _skips_elements(instruction):
                 factor *= target.wide_stride_factor
             columns = max(columns, target.tensor_fp32_min_columns)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from nmm_compiler.simulator.timing.dma import DmaCost
-from nmm_compiler.simulator.timing.load_reuse import reused_loads
+from nmm_compiler.simulator.timing.load_reuse import awaited_tiles, reused_loads
 from nmm_compiler.simulator.timing.regions import Record, Records, is_dense, overlaps
 from nmm_compiler.simulator.timing.repeats import repeated_work
 from nmm_compiler.simulator.timing.resources import Pool
@@ -58,19 +58,42 @@ class _Place:
         self.partitions = (partition, partition + allocation.shape[0])
         self.bytes = (byte, byte + allocation.bytes_per_partition)
 
-    def meets(self, other: _Place) -> bool:
+    def meets(self, other: object) -> bool:
         """Return whether the two share a byte."""
-        return self.memory == other.memory and all(
-            a[0] < b[1] and b[0] < a[1]
-            for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
+        return (
+            isinstance(other, _Place)
+            and self.memory == other.memory
+            and all(
+                a[0] < b[1] and b[0] < a[1]
+                for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
+            )
         )
 
-    def covers(self, other: _Place) -> bool:
+    def covers(self, other: object) -> bool:
         """Return whether every byte of `other` is in this place."""
-        return self.memory == other.memory and all(
-            a[0] <= b[0] and b[1] <= a[1]
-            for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
+        return (
+            isinstance(other, _Place)
+            and self.memory == other.memory
+            and all(
+                a[0] <= b[0] and b[1] <= a[1]
+                for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
+            )
         )
+
+
+class _Buffer:
+    """The one tile that a line of a loop allocates again and again."""
+
+    __slots__ = ("line",)
+
+    def __init__(self, allocation: Allocation) -> None:
+        self.line = allocation.line
+
+    def meets(self, other: object) -> bool:
+        """Return whether the two are one tile."""
+        return isinstance(other, _Buffer) and other.line == self.line
+
+    covers = meets
 
 
 _NOTHING = Records()  # shared by all storages until there is something to remember
@@ -96,7 +119,7 @@ class Storage:
         self.last_use = self.last_write = -1
         self.end = 0.0
         self.floor = -1.0
-        self.place: _Place | None = None
+        self.place: _Place | _Buffer | None = None
         self.pool: Pool | None = None
         self.put_off: Sequence[tuple[Access, bool, Store]] = ()
         self.size = 0
@@ -146,6 +169,7 @@ class Dependences:
         else:
             self._read_uses(trace)
         bank, sbuf = target.psum_bank_bytes_per_partition, self.sbuf
+        awaited = awaited_tiles(trace, target)
         for identity, storage in storages.items():
             found = allocations.get(identity)
             if found is None or found.memory == "hbm":
@@ -154,6 +178,8 @@ class Dependences:
             storage.partitions = found.shape[0]
             if found.address is not None:
                 storage.place = _Place(found)
+            elif identity in awaited:
+                storage.place = _Buffer(found)
             elif found.memory == "psum":
                 storage.pool = self.psum
                 storage.size = -(-storage.size // bank) * bank
@@ -270,7 +296,7 @@ class Dependences:
         else:
             storage.floor = storage.pool.take(storage.size) if storage.pool is not None else 0.0
 
-    def _vacated(self, storage: Storage, place: _Place) -> float:
+    def _vacated(self, storage: Storage, place: _Place | _Buffer) -> float:
         """Return when the earlier tensors at the same manual address have been used last."""
         when, kept = 0.0, []
         for other in self._placed:

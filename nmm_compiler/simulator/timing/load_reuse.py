@@ -49,11 +49,12 @@ def reused_loads(trace: Trace, target: Target) -> dict[int, int]:
         return {}
     tiles = _tiles(trace)
     dropped: dict[int, int] = {}
+    one_buffer = awaited_tiles(trace, target)
     live = _live_bytes(trace)
     limit = target.sbuf_usable_bytes_per_partition // 2
     kept: dict[Key, tuple[int, int]] = {}  # contents -> (storage, its last use so far)
     for identity, tile in tiles.items():
-        if not tile.pure or not tile.loads:
+        if not tile.pure or not tile.loads or identity in one_buffer:
             continue
         allocation = trace.allocations[identity]
         dead = _dead_fills(trace, tile)
@@ -73,6 +74,23 @@ def reused_loads(trace: Trace, target: Target) -> dict[int, int]:
             if index not in dead:
                 dropped[index] = source
     return dropped
+
+
+def awaited_tiles(trace: Trace, target: Target) -> set[int]:
+    """Return the storages whose loads wait for the product that reads the tile before.
+
+    A right operand of nl.matmul that is loaded for this one product has one buffer on trn2.
+    """
+    if not (trace.awaited and target.beta1_product_awaits_load):
+        return set()
+    found, readers = set(trace.awaited), dict.fromkeys(trace.awaited, 0)
+    for instruction in trace.instructions:
+        if instruction.engine != "dma":
+            found.difference_update(access.storage for access in instruction.writes)
+        for access in instruction.reads:
+            if access.storage in readers:
+                readers[access.storage] += 1
+    return {storage for storage in found if readers[storage] == 1}
 
 
 def _tiles(trace: Trace) -> dict[int, _Tile]:

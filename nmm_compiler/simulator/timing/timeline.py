@@ -32,7 +32,7 @@ from nmm_compiler.simulator.timing.placement import PassedOn
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.tensor_clock import TensorClock
 from nmm_compiler.simulator.timing.work import Work, Works
-from nmm_compiler.simulator.trace import Instruction, Trace
+from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
 __all__ = ["Timeline", "Transfer", "collector_held_off", "time_trace", "time_traces"]
@@ -159,7 +159,9 @@ class _Pass:
 
     def __init__(self, trace: Trace, target: Target, reorder: bool, dma_costs: DmaCosts) -> None:
         self.trace, self.target, self.reorder = trace, target, reorder
-        self.works = Works(target, dma_costs)
+        shares = trace.beta_1 and target.beta1_shares_unset_engine
+        self.works = Works(target, dma_costs, shares)
+        self.given = [0.0] * len(ENGINES)  # what each engine has been given, if they share
         self.dependences = Dependences(trace, target, self._book, self._settle, reorder)
         count = len(trace.instructions)
         self.start = [0.0] * count
@@ -199,7 +201,7 @@ class _Pass:
         ready_of, done = self.dependences.ready, self.dependences.done
         kinds, find = self.works.kinds, self.works.find
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
-        repeated = self.dependences.repeated
+        repeated, shares = self.dependences.repeated, self.works.shares
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
                 self._meet(index)
@@ -210,10 +212,12 @@ class _Pass:
                 self._meet(index)
                 yield self.floor
             work = kinds.get(instruction.kind) or find(instruction)
+            reads, writes = instruction.reads, instruction.writes
+            if shares:
+                work = self._shared_work(work, reads, writes)
             engine = work.engine
             if work.placed:
                 self.placed[index] = ENGINES[engine]
-            reads, writes = instruction.reads, instruction.writes
             ready = ready_of(engine, reads, writes)
             if instruction.after:
                 ready = max(ready, self._after(instruction, engine))
@@ -233,6 +237,21 @@ class _Pass:
             done(index, engine, reads, writes, next_free, stop)
         while self._settle():
             pass
+
+    def _shared_work(
+        self, work: Work, reads: tuple[Access, ...], writes: tuple[Access, ...]
+    ) -> Work:
+        """Return the work, or the same on ScalarE if that is free first, or has less to do."""
+        if work.on_scalar is not None:
+            ready = self.dependences.ready(VECTOR, reads, writes)
+            vector, scalar = (
+                (max(ready, self.engines[engine].tail), self.given[engine])
+                for engine in (VECTOR, SCALAR)
+            )
+            if scalar < vector:
+                work = work.on_scalar
+        self.given[work.engine] += work.interval
+        return work
 
     def _meet(self, index: int) -> None:
         """Make all engines wait where a turn of a loop on the device begins or ends.

@@ -25,11 +25,13 @@ class Work:
     engine: where it runs, as an index of ENGINES. placed: the compiler put it there, not the trace.
     interval, latency: as in costs.py. load: a LoadStationary that no product hides.
     table: the activation function whose table it needs, "" for none. dma: the cost of a transfer.
+    on_scalar: the same on ScalarE, if the compiler takes whichever engine is free first.
     psum, sbuf: whether it uses that memory.
     """
 
     __slots__ = (
-        "dma", "engine", "interval", "latency", "load", "placed", "psum", "sbuf", "table",
+        "dma", "engine", "interval", "latency", "load", "on_scalar", "placed", "psum", "sbuf",
+        "table",
     )  # fmt: skip
 
     def __init__(self, engine: int, placed: bool, instruction: Instruction) -> None:
@@ -37,6 +39,7 @@ class Work:
         self.interval = self.latency = self.load = 0.0
         self.table = ""
         self.dma: DmaCost | None = None
+        self.on_scalar: Work | None = None
         memories = {a.memory for a in (*instruction.reads, *instruction.writes)}
         self.psum, self.sbuf = "psum" in memories, "sbuf" in memories
 
@@ -44,20 +47,31 @@ class Work:
 class Works:
     """The work of every kind of instruction on one target.
 
+    shares: the compiler puts what the kernel leaves open on whichever engine is free first.
     kinds: by `Instruction.kind`; what is not there, `find` works out.
     """
 
-    def __init__(self, target: Target, dma_costs: DmaCosts) -> None:
-        self.target, self.dma_costs = target, dma_costs
+    def __init__(self, target: Target, dma_costs: DmaCosts, shares: bool = False) -> None:
+        self.target, self.dma_costs, self.shares = target, dma_costs, shares
         self.costs = ComputeCosts(target)
         self.kinds: dict[int, Work] = {}
         self._codes = {name: code for code, name in enumerate(ENGINES)}
 
     def find(self, instruction: Instruction) -> Work:
         """Return the work of an instruction, and remember it by its kind."""
-        engine, placed = self._codes[instruction.engine], False
-        if engine == VECTOR and self.target.unset_engine_prefers_scalar and scalar_can(instruction):
-            engine, placed = SCALAR, True
+        engine = self._codes[instruction.engine]
+        is_open = engine == VECTOR and scalar_can(instruction)
+        if is_open and self.target.unset_engine_prefers_scalar:
+            work = self._work(SCALAR, True, instruction)
+        else:
+            work = self._work(engine, False, instruction)
+            if is_open and self.shares:
+                work.on_scalar = self._work(SCALAR, True, instruction)
+        if instruction.kind:
+            self.kinds[instruction.kind] = work
+        return work
+
+    def _work(self, engine: int, placed: bool, instruction: Instruction) -> Work:
         work = Work(engine, placed, instruction)
         if engine == DMA:
             work.dma = self.dma_costs.cost(instruction)
@@ -70,6 +84,4 @@ class Works:
             needs_table = engine == SCALAR and instruction.op.startswith("activat")
             if needs_table and name not in _IN_EVERY_TABLE:
                 work.table = name
-        if instruction.kind:
-            self.kinds[instruction.kind] = work
         return work
