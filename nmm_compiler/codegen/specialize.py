@@ -13,6 +13,7 @@ from strings.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def specialize(
     made, calls = _fold_function(entry, environment, helpers, named=True)
     bodies: dict[str, list[Statement]] = {}
     dropped: dict[str, set[str]] = {}
-    for helper in _call_order(functions, function):
+    for helper in _call_order(path, function):
         sites = [call for call in calls if call.helper == helper]
         if not sites:
             continue
@@ -194,12 +195,18 @@ def _bind(node: cst.FunctionDef, sites: Sequence[Call]) -> Environment:
     return bound
 
 
-def _call_order(functions: Mapping[str, cst.FunctionDef], entry: str) -> list[str]:
-    """Return the helpers reachable from `entry`, every caller before what it calls."""
+@functools.lru_cache(maxsize=32)
+def _call_order(path: Path, entry: str) -> list[str]:
+    """Return a template's helpers that `entry` reaches, every caller before what it calls."""
+    functions = functions_of(path)
+    called = {
+        name: sorted(names_used([node]) & set(functions) - {name})
+        for name, node in functions.items()
+    }
     order: list[str] = []
 
     def visit(name: str) -> None:
-        for callee in sorted(names_used([functions[name]]) & set(functions) - {name}):
+        for callee in called[name]:
             if callee not in order:
                 visit(callee)
         order.append(name)
@@ -228,14 +235,19 @@ def _without_leftovers(
     signatures: dict[str, list[str]],
 ) -> dict[str, list[Statement]]:
     """Return the bodies without unused names; adds unused parameters to `dropped`."""
+    swept: dict[str, list[Statement]] = {}
+    used: dict[str, set[str]] = {}
     while True:
         prune = _Prune(dropped, signatures)
-        bodies = {
-            name: remove_unused([prune.edit(s) for s in body]) for name, body in bodies.items()
-        }
+        for name, body in bodies.items():
+            pruned = [prune.edit(s) for s in body]
+            if name not in swept or any(map(operator.is_not, pruned, swept[name])):
+                swept[name] = remove_unused(pruned)
+                used[name] = names_used(swept[name])
+        bodies = dict(swept)
         unread = {
-            name: set(signatures[name]) - dropped[name] - names_used(body)
-            for name, body in bodies.items()
+            name: set(signatures[name]) - dropped[name] - used[name]
+            for name in bodies
             if name in dropped
         }
         if not any(unread.values()):

@@ -32,6 +32,16 @@ def _fields(kind: type[cst.CSTNode], spelling: bool) -> tuple[str, ...]:
     )
 
 
+class _Nodes(dict[type, bool]):
+    """Says of each type whether its values are nodes; isinstance is slow for these classes."""
+
+    def __missing__(self, kind: type) -> bool:
+        return self.setdefault(kind, issubclass(kind, cst.CSTNode))
+
+
+_IS_NODE = _Nodes()
+
+
 def nodes(
     *trees: cst.CSTNode, into: Callable[[cst.CSTNode], Sequence[cst.CSTNode] | None] | None = None
 ) -> Iterator[cst.CSTNode]:
@@ -44,17 +54,15 @@ def nodes(
         node = left.pop()
         yield node
         chosen = None if into is None else into(node)
-        left.extend(children(node) if chosen is None else chosen)
-
-
-def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield the nodes right below one."""
-    for name in _fields(type(node), False):
-        value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from value
+        if chosen is not None:
+            left.extend(chosen)
+            continue
+        for name in _fields(type(node), False):
+            value = getattr(node, name)
+            if isinstance(value, (list, tuple)):
+                left.extend(value)
+            elif _IS_NODE[type(value)]:
+                left.append(value)
 
 
 class Editor:
@@ -69,24 +77,24 @@ class Editor:
     def edit(self, node: Any) -> Any:
         """Return the edited node, the same one if nothing changes."""
         kind: type[cst.CSTNode] = type(node)
-        visit = getattr(self, f"visit_{kind.__name__}", None)
+        editor: Any = type(self)
+        visit, leave = _methods(editor, kind)
         updated = node
-        if visit is None or visit(node) is not False:
+        if visit is None or visit(self, node) is not False:
             changes = {}
             for name in _fields(kind, self.spelling):
                 before = getattr(node, name)
-                if isinstance(before, cst.CSTNode):
-                    after = self.edit(before)
-                elif isinstance(before, (list, tuple)):
+                if isinstance(before, (list, tuple)):
                     after = self.edit_all(before)
+                elif _IS_NODE[type(before)]:
+                    after = self.edit(before)
                 else:
                     continue
                 if after is not before:
                     changes[name] = after
             if changes:
                 updated = node.with_changes(**changes)
-        leave = getattr(self, f"leave_{kind.__name__}", None)
-        return updated if leave is None else leave(node, updated)
+        return updated if leave is None else leave(self, node, updated)
 
     def edit_all(self, before: Any) -> Any:
         """Return a sequence of nodes edited, without those that are removed."""
@@ -94,3 +102,10 @@ class Editor:
         if all(new is old for new, old in zip(after, before, strict=True)):
             return before
         return [node for node in after if isinstance(node, cst.CSTNode)]
+
+
+@functools.cache
+def _methods(editor: Any, kind: type[cst.CSTNode]) -> tuple[Any, Any]:
+    """Return the methods of an editor for a kind of node, None for one that it lacks."""
+    name = kind.__name__
+    return getattr(editor, f"visit_{name}", None), getattr(editor, f"leave_{name}", None)

@@ -19,13 +19,14 @@ _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
 
 def names_used(trees: Sequence[cst.CSTNode]) -> set[str]:
     """Return the names that the trees read."""
-    return {node.value for node in nodes(*trees, into=_read) if isinstance(node, cst.Name)}
+    return {node.value for node in nodes(*trees, into=_read) if type(node) is cst.Name}
 
 
 def _read(node: cst.CSTNode) -> Sequence[cst.CSTNode] | None:
     """Return nothing to follow in bound names: parameters, and assigned names."""
-    bound = isinstance(node, cst.AssignTarget) and isinstance(node.target, cst.Name)
-    return () if bound or isinstance(node, cst.Param) else None
+    kind = type(node)
+    bound = kind is cst.AssignTarget and type(getattr(node, "target")) is cst.Name  # noqa: B009
+    return () if bound or kind is cst.Param else None
 
 
 def remove_unused(statements: list[cst.BaseStatement]) -> list[cst.BaseStatement]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -107,11 +108,17 @@ class Names:
         scope = self.scope_of[node]
         return not (known or self.lookup(node.id, scope) or self.lookup("*", scope))
 
-    def kernel_nodes(self) -> Iterator[ast.AST]:
-        """Yield every node of kernel code once, without annotations and decorators."""
+    def kernel_nodes(self) -> Sequence[ast.AST]:
+        """Return every node of kernel code once, without annotations and decorators."""
+        return self._kernel_nodes
+
+    @functools.cached_property
+    def _kernel_nodes(self) -> list[ast.AST]:
+        found: list[ast.AST] = []
         for function in self.kernel_code:
             if not any(around in self.kernel_code for around in self.above(function)):
-                yield from _evaluated(function)
+                found += _evaluated(function)
+        return found
 
     def entry_kernels(self) -> list[FunctionNode]:
         """Return the kernels that no other kernel code of this file uses."""
