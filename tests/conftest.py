@@ -5,6 +5,10 @@ import os
 import pytest
 from hypothesis import settings
 
+# One thread a worker: the workers fill the cores, and the threads of torch and of BLAS, which wait
+# by spinning, would take each other's time. Set before anything loads them; child processes too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The quick suite draws the same examples every time, so that a failure is the change's own;
 # `make test-long` draws new ones (--hypothesis-profile=default).
 settings.register_profile("quick", derandomize=True)
