@@ -11,6 +11,8 @@ CORE_READY := $(VENV)/.ready-core
 CORE_TESTS := $(addprefix tests/,simulator kernels codegen targets report nki_api passes cache \
 	test_door.py test_import_directions.py test_options.py test_records.py test_style.py)
 WORKERS ?= 2
+# A worker takes whole files, so that each is set up once, and at the end what is left of another.
+SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
@@ -20,14 +22,14 @@ demo: $(DEMO_READY)
 	$(BIN)/nmm demo
 
 test: $(DEV_READY)
-	$(RUN) -m pytest -n $(WORKERS)
+	$(RUN) -m pytest $(SHARED)
 
 # What needs neither transformers nor MLIR: enough for a first patch to passes, kernels, simulator.
 test-core: $(CORE_READY)
-	$(RUN) -m pytest -n $(WORKERS) $(CORE_TESTS)
+	$(RUN) -m pytest $(SHARED) $(CORE_TESTS)
 
 test-long: $(DEV_READY)
-	$(RUN) -m pytest -n $(WORKERS) -m "long or not long" --hypothesis-profile=default
+	$(RUN) -m pytest $(SHARED) -m "long or not long" --hypothesis-profile=default
 
 # On a machine with a Neuron device, in the environment of Neuron's image; elsewhere all is skipped.
 test-device:
