@@ -1,12 +1,19 @@
-"""The command line as a user types it: output, exit codes, one-line errors."""
+"""The command line as a user types it: output, exit codes, one-line errors.
 
+Most lines run in this process; one of each kind, and what only a start shows, in one of its own.
+"""
+
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
+from nmm_compiler.cli import main
 from nmm_compiler.kernels import FAMILIES
 
 
@@ -21,8 +28,21 @@ def nmm(*words, **environment):
     )
 
 
+def here(*words):
+    """Run a line as `nmm` does, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {"COLUMNS": "200"}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main.main(words)
+    return subprocess.CompletedProcess(words, ended.value.code, out.getvalue(), err.getvalue())
+
+
 def test_help_lists_every_command_and_an_example():
-    top = nmm("--help")
+    top = here("--help")
     assert top.returncode == 0
     for command in ("demo", "kernel", "explain", "simulate", "lint", "compress", "export", "cache"):
         assert command in top.stdout
@@ -36,11 +56,11 @@ def test_help_lists_every_command_and_an_example():
         "compress",
         "export",
     ):
-        assert "Example: nmm" in nmm(command, "--help").stdout, command
+        assert "Example: nmm" in here(command, "--help").stdout, command
 
 
 def test_kernel_help_names_every_family_and_layout():
-    shown = nmm("kernel", "--help").stdout
+    shown = here("kernel", "--help").stdout
     assert ", ".join(FAMILIES) in shown
     assert "row [m, k] or col [k, m]" in shown
 
@@ -59,7 +79,7 @@ def test_kernel_check_prints_path_schedule_profile_and_error():
 
 
 def test_kernel_print_is_python_that_imports_only_nki():
-    done = nmm("kernel", "lowrank", "--m", "8", "--k", "64", "--r", "16", "--n", "64", "--print")
+    done = here("kernel", "lowrank", "--m", "8", "--k", "64", "--r", "16", "--n", "64", "--print")
     assert done.returncode == 0, done.stderr
     source = done.stdout[done.stdout.index("import nki") :]
     imports = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
@@ -68,23 +88,23 @@ def test_kernel_print_is_python_that_imports_only_nki():
 
 
 def test_kernel_takes_pairs_for_products_that_share_x():
-    done = nmm(
+    done = here(
         "kernel", "lowrank_shared", "--m", "64", "--k", "256", "--pairs", "64:256",
         "--pairs", "32:128,128", "--set", "bias=true,false,false", "--check", "--schedules",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "pairs=((64, (256,)), (32, (128, 128)))" in done.stdout
     assert "passed: 32768 elements" in done.stdout
-    bad = nmm("kernel", "lowrank_shared", "--m", "64", "--k", "256", "--pairs", "64x256")
+    bad = here("kernel", "lowrank_shared", "--m", "64", "--k", "256", "--pairs", "64x256")
     assert bad.returncode == 2
     assert "pair '64x256' is not a rank" in bad.stderr
-    missing = nmm("kernel", "lowrank_shared", "--m", "64", "--k", "256")
+    missing = here("kernel", "lowrank_shared", "--m", "64", "--k", "256")
     assert "lowrank_shared needs --pairs" in missing.stderr
 
 
 def test_kernel_trace_is_json_with_engine_rows(tmp_path):
     trace = tmp_path / "out.json"
-    done = nmm(
+    done = here(
         "kernel", "lowrank", "--m", "128", "--k", "256", "--r", "128", "--n", "256",
         "--trace", str(trace),
     )  # fmt: skip
@@ -105,7 +125,7 @@ def test_kernel_trace_is_json_with_engine_rows(tmp_path):
     ],
 )
 def test_kernel_bad_input_is_one_line_with_the_way_out(words, wanted):
-    done = nmm("kernel", "lowrank", "--m", "8", "--k", "8", "--r", "4", "--n", "8", *words)
+    done = here("kernel", "lowrank", "--m", "8", "--k", "8", "--r", "4", "--n", "8", *words)
     assert done.returncode == 2
     assert wanted in done.stderr
     assert "Traceback" not in done.stderr
@@ -114,9 +134,9 @@ def test_kernel_bad_input_is_one_line_with_the_way_out(words, wanted):
 def test_unknown_family_and_missing_dimension():
     assert (
         "did you mean 'lowrank'"
-        in nmm("kernel", "lowrnk", "--m", "8", "--k", "8", "--n", "8").stderr
+        in here("kernel", "lowrnk", "--m", "8", "--k", "8", "--n", "8").stderr
     )
-    missing = nmm("kernel", "lowrank", "--m", "8", "--k", "8", "--n", "8")
+    missing = here("kernel", "lowrank", "--m", "8", "--k", "8", "--n", "8")
     assert missing.returncode == 2
     assert "--r" in missing.stderr
 
@@ -150,7 +170,7 @@ def test_explain_predicts_what_low_rank_would_gain():
 
 
 def test_explain_of_an_unknown_model_names_the_choices():
-    done = nmm("explain", "all-MiniLM-L6")
+    done = here("explain", "all-MiniLM-L6")
     assert done.returncode == 2
     assert "all-MiniLM-L6-v2" in done.stderr
 
@@ -176,16 +196,16 @@ def test_simulate_runs_a_file_with_random_arguments(tmp_path):
         "    nisa.dma_copy(dst=out, src=left)\n"
         "    return out\n"
     )
-    done = nmm(
+    done = here(
         "simulate", f"{source}:add", "--arg", "a=128x64:float32", "--arg", "b=128x64:float32"
     )
     assert done.returncode == 0, done.stderr
     assert "(128, 64)" in done.stdout
-    bad = nmm("simulate", f"{source}:sub", "--arg", "a=128x64:float32")
+    bad = here("simulate", f"{source}:sub", "--arg", "a=128x64:float32")
     assert bad.returncode == 2
     assert "sub" in bad.stderr
-    assert nmm("simulate", f"{source}:add", "--arg", "a=128x:float32").returncode == 2
-    assert "dtype" in nmm("simulate", f"{source}:add", "--arg", "a=8x8:float33").stderr
+    assert here("simulate", f"{source}:add", "--arg", "a=128x:float32").returncode == 2
+    assert "dtype" in here("simulate", f"{source}:add", "--arg", "a=8x8:float33").stderr
 
 
 def test_help_is_wrapped_at_the_terminal_and_not_where_a_docstring_is():
