@@ -1,6 +1,7 @@
 """Records in templates: written out before a kernel is folded, and read as constants."""
 
 import dataclasses
+import functools
 import textwrap
 from pathlib import Path
 
@@ -218,15 +219,21 @@ def test_templates_and_schedules_mean_the_same_by_an_operand():
     ]
 
 
+@functools.cache
+def parameters(path):
+    """Return how many parameters each function of a file takes."""
+    return {
+        f.name.value: len(f.params.params)
+        for f in cst.parse_module(path.read_text("utf-8")).body
+        if isinstance(f, cst.FunctionDef)
+    }
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_no_function_of_a_template_takes_a_row_of_parameters(family):
     """Counted as written: records count once."""
     paths = [family.path, *sorted(NKI_PIECES.glob("*.py"))]
-    taken = {
-        (path.name, f.name.value): len(f.params.params)
-        for path in paths
-        for f in cst.parse_module(path.read_text("utf-8")).body
-        if isinstance(f, cst.FunctionDef)
-    }
+    taken = {(path.name, name): n for path in paths for name, n in parameters(path).items()}
+    assert taken
     assert {name: count for name, count in taken.items() if count > 7} == {}
     assert functions_of(family.path).keys() >= {family.folder}

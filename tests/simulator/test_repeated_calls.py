@@ -183,7 +183,7 @@ def test_instructions_of_one_kind_take_what_each_alone_would(name, target):
 def test_a_run_leaves_nothing_for_the_garbage_collector(mode):
     """What no cycle holds is freed at once: many runs keep no old traces in memory."""
     tiled(128, mode)
-    gc.collect()
+    gc.freeze()  # what other tests left, which takes seconds to look through
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)  # what a collection finds is kept in gc.garbage
     try:
@@ -193,5 +193,6 @@ def test_a_run_leaves_nothing_for_the_garbage_collector(mode):
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
         gc.enable()
     assert not [kind for kind in kinds if kind.startswith("nmm_compiler.")]
