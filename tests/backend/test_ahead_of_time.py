@@ -1,5 +1,6 @@
 """aot_compile in one process, load in another without the model: kernels, options, report."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -16,22 +17,9 @@ import torch.nn.functional as F
 def weights():
     g = torch.Generator().manual_seed(0)
     return [torch.randn(s, generator=g) for s in ((5, 64), (8, 64), (48, 8), (48,))]
-"""
-SAVE = """
-import sys
-sys.path.insert(0, sys.argv[3])
-from model_of_the_user import weights
-import torch
-import torch.nn.functional as F
 
 def model(x, a, b, c):
     return torch.relu(F.linear(F.linear(x, a), b, c))
-
-options = {"inner": sys.argv[1], "executor": "simulator", "buckets": (5,), "kernels": "build"}
-with torch.no_grad():
-    compiled = torch.compile(model, fullgraph=True, backend="nmm", options=options)
-    made = compiled.aot_compile((tuple(weights()), {}))
-made.save_compiled_function(sys.argv[2])
 """
 LOAD = """
 import sys, torch
@@ -59,27 +47,34 @@ print("ran", kernel.name)
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_two_processes(inner, tmp_path):
+def test_two_processes(inner, tmp_path, monkeypatch):
+    """Saved in this process; the other one cannot import the model."""
+    import torch
+
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model_of_the_user.py").write_text(MODEL)
     saved = str(tmp_path / "saved.bin")
+    monkeypatch.syspath_prepend(tmp_path / "model")
+    user = importlib.import_module("model_of_the_user")
+    monkeypatch.delitem(sys.modules, "model_of_the_user")
+    options = {"inner": inner, "executor": "simulator", "buckets": (5,), "kernels": "build"}
+    with torch.no_grad():
+        compiled = torch.compile(user.model, fullgraph=True, backend="nmm", options=options)
+        made = compiled.aot_compile((tuple(user.weights()), {}))
+    made.save_compiled_function(saved)
 
-    def run(program, *words, cache):
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "NMM_CACHE_DIR": str(tmp_path / cache),
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        (tmp_path / cache).mkdir(mode=0o700)
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program), *words],
-            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run(SAVE, inner, saved, str(tmp_path / "model"), cache="first")
-    # The second cache is empty: the kernel comes out of the file.
-    assert "ran lowrank" in run(LOAD, saved, cache="second")
+    # Its cache is empty: the kernel comes out of the file.
+    (tmp_path / "second").mkdir(mode=0o700)
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "NMM_CACHE_DIR": str(tmp_path / "second"),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOAD), saved],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ran lowrank" in done.stdout
     kernels = [*(tmp_path / "second").rglob("kernel.py")]
     assert len(kernels) == 1
 
@@ -100,29 +95,6 @@ def test_inductor_calls_the_kernels_of_an_executor():
     assert float((y.double() - exact).abs().max()) <= 2.0**-23 * 72 * float(exact.abs().max())
 
 
-EXPORT = """
-import sys, torch, nmm_compiler as nmm
-from torch import nn
-
-class OfTheUser(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
-
-    def forward(self, x):
-        return torch.relu(self.up(self.down(x)))
-
-kind, path, values = sys.argv[1:]
-model, x = OfTheUser().eval().requires_grad_(False), torch.randn(5, 64)
-result = nmm.rewrite(model, (x,), verify=True)
-assert [m.kind for m in result.rewritten] == ["lowrank"]
-program = torch.export.export(result.graph_module, (x,))
-if kind == "aoti":
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
-else:
-    torch.export.save(program, path)
-torch.save((x, model(x)), values)
-"""
 LOAD_EXPORT = """
 import sys, torch
 import nmm_compiler.backend
@@ -139,12 +111,33 @@ print("ran")
 
 @pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.long)])
 def test_a_rewritten_model_loads_without_its_code(kind, tmp_path):
-    words = (kind, str(tmp_path / "saved.pt2"), str(tmp_path / "values.pt"))
-    for program in (EXPORT, LOAD_EXPORT):
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program), *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True,
-            text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+    import torch
+    from torch import nn
+
+    import nmm_compiler as nmm
+
+    class OfTheUser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
+
+        def forward(self, x):
+            return torch.relu(self.up(self.down(x)))
+
+    path, values = str(tmp_path / "saved.pt2"), str(tmp_path / "values.pt")
+    model, x = OfTheUser().eval().requires_grad_(False), torch.randn(5, 64)
+    result = nmm.rewrite(model, (x,), verify=True)
+    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    program = torch.export.export(result.graph_module, (x,))
+    if kind == "aoti":
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    else:
+        torch.export.save(program, path)
+    torch.save((x, model(x)), values)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOAD_EXPORT), kind, path, values],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     assert "ran" in done.stdout

@@ -34,8 +34,20 @@ def run(tmp_path, first="", **environment):
     return done.stderr
 
 
-def test_torch_logs_knows_nmm_when_the_package_comes_first(tmp_path):
-    said = run(tmp_path, "import nmm_compiler", TORCH_LOGS="nmm")
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A run under TORCH_LOGS and TORCH_TRACE: what it said, and the directory of its trace."""
+    place = tmp_path_factory.mktemp("traced")
+    trace = place / "trace"
+    said = run(
+        place, "import nmm_compiler", TORCH_LOGS="nmm", TORCH_TRACE=str(trace),
+        NMM_PRINT_KERNELS="1",
+    )  # fmt: skip
+    return said, trace
+
+
+def test_torch_logs_knows_nmm_when_the_package_comes_first(traced):
+    said, _ = traced
     assert "1 chain rewritten as 1 call" in said
     assert "def forward" not in said
 
@@ -52,12 +64,11 @@ def test_torch_logs_artefacts_when_torch_comes_first(tmp_path):
     assert "left alone" in said
 
 
-def test_tlparse_shows_the_artefacts(tmp_path):
+def test_tlparse_shows_the_artefacts(traced, tmp_path):
     tlparse = Path(sys.executable).parent / "tlparse"
     if not tlparse.is_file():
         pytest.skip("tlparse is not installed: pip install tlparse")
-    trace = tmp_path / "trace"
-    run(tmp_path, "import nmm_compiler", TORCH_TRACE=str(trace), NMM_PRINT_KERNELS="1")
+    _, trace = traced
     (log,), (page,) = trace.glob("*.log"), trace.glob("*.html")
     done = subprocess.run(
         [str(tlparse), str(log), "-o", str(tmp_path / "out"), "--no-browser"],
