@@ -219,7 +219,13 @@ PLACES = {
 """Files that each toy touches; a family's folder is its four files and what it exports."""
 
 
-@pytest.mark.parametrize("kind", TOYS)
+def kinds():
+    """Return every kind; of the two families one runs by default."""
+    slow = {"kernel family like attention": [pytest.mark.long]}
+    return [pytest.param(kind, marks=slow.get(kind, [])) for kind in TOYS]
+
+
+@pytest.mark.parametrize("kind", kinds())
 def test_a_toy_works_in_as_many_places_as_promised(kind, tmp_path):
     toy, copy = TOYS[kind], tmp_path / "nmm_compiler"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))

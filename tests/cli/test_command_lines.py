@@ -40,7 +40,7 @@ def _faults(place, seed, count, only=None):
 
 
 def test_random_lines_of_every_command(workshop):
-    assert _faults(workshop, 11, 2 * len(command_lines.command_names())) == []
+    assert _faults(workshop, 11, len(command_lines.command_names())) == []
 
 
 @pytest.mark.long

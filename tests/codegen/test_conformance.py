@@ -146,7 +146,7 @@ def test_the_goldens(path):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @given(data=st.data())
-@settings(max_examples=4, **RANDOM)
+@settings(max_examples=3, **RANDOM)
 def test_random_kernels(tmp_path, family, data):
     check_kernel(family, data, tmp_path)
 

@@ -385,7 +385,9 @@ def test_statistics_collected_once_serve_many_calls():
         compress(stack(), 0.2, calibration=statistics, sequential=True, align=4, **QUIET)
 
 
-@pytest.mark.parametrize("first", ["compress.modules", "compress.hf", "errors"])
+@pytest.mark.parametrize(
+    "first", [pytest.param("compress.modules", marks=pytest.mark.long), "compress.hf", "errors"]
+)
 def test_the_door_s_name_is_callable_whatever_was_imported_first(first):
     code = (
         f"import nmm_compiler, nmm_compiler.{first}\n"

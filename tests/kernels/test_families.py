@@ -50,7 +50,7 @@ def check_any_schedule(family, data):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @given(data=st.data())
-@settings(max_examples=6, deadline=None, suppress_health_check=_SLOW)
+@settings(max_examples=4, deadline=None, suppress_health_check=_SLOW)
 def test_emitted_source_equals_float64(family, data):
     check_any_schedule(family, data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,18 @@ def kernel_calls(module: MLIRModule) -> list[str]:
     return [call for call in calls if f"func.func @{call}" not in module.text]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("name", ["llama_mlp", "bert_layer", "lora"])
+def forms() -> list[Any]:
+    """Every model, dialect and mode; of the large model each dialect and mode once by default."""
+    ran = {("torch", "inline"), ("linalg", "call"), ("stablehlo", "inline")}
+    return [
+        pytest.param(
+            *one, marks=[pytest.mark.long] if one[0] == "bert_layer" and one[1:] not in ran else []
+        )
+        for one in product(("llama_mlp", "bert_layer", "lora"), DIALECTS, MODES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dialect", "mode"), forms())
 def test_every_form_parses_back_with_as_many_calls_as_matches(
     name: str, dialect: str, mode: str
 ) -> None:

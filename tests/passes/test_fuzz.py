@@ -66,10 +66,10 @@ def _run(seeds: range) -> Counter:
     return found
 
 
-def test_sixty_random_graphs():
-    found = _run(range(60))
-    assert found["graphs with a match"] >= 30
-    assert found["lowrank"] >= 40
+def test_thirty_random_graphs():
+    found = _run(range(30))
+    assert found["graphs with a match"] >= 15
+    assert found["lowrank"] >= 20
 
 
 @pytest.mark.parametrize("seed", [1605, 2140, 6028, 11752])
@@ -81,7 +81,7 @@ def test_graphs_that_once_went_wrong(seed):
 
 @pytest.mark.long
 def test_two_thousand_random_graphs():
-    found = _run(range(1000, 3000))
+    found = _run(range(30, 60)) + _run(range(1000, 3000))
     assert found["graphs with a match"] >= 1000
     assert found["lora"] >= 100
     assert found["gated_mlp_up"] >= 100
@@ -148,11 +148,11 @@ def check_dynamic(seed: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_thirty_random_graphs_in_low_precision(dtype):
+def test_fifteen_random_graphs_in_low_precision(dtype):
     found = Counter()
-    for seed in range(30):
+    for seed in range(15):
         found.update(check_low_precision(seed, dtype)[0])
-    assert found["lowrank"] >= 15
+    assert found["lowrank"] >= 8
 
 
 def test_six_random_graphs_with_any_token_count():
@@ -163,7 +163,7 @@ def test_six_random_graphs_with_any_token_count():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_thousand_random_graphs_in_low_precision(dtype):
     found = Counter()
-    for seed in range(3000, 4000):
+    for seed in (*range(15, 30), *range(3000, 4000)):
         found.update(check_low_precision(seed, dtype)[0])
     assert found["lora"] >= 50
     assert found["lowrank"] >= 500
