@@ -21,10 +21,13 @@ _VECTORS = 12
 
 def traced_peak(run, path):
     """Return the most bytes that tensors, LAPACK's workspace included, held at once during run."""
-    gc.collect()
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
-        run()
+    gc.freeze()  # what other tests left is not freed meanwhile
+    try:
+        with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+            run()
+    finally:
+        gc.unfreeze()
     profile.export_chrome_trace(str(path))
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"] == "[memory]"]
     totals = [e["args"]["Total Allocated"] for e in sorted(events, key=lambda e: e["ts"])]

@@ -40,8 +40,15 @@ def passes(kernel):
     return double, len(modes) - double
 
 
-@pytest.mark.parametrize("target", ["trn2", "trn3"])
-@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("x_dtype", "target"),
+    [
+        ("bfloat16", "trn2"),
+        ("float16", "trn3"),
+        pytest.param("bfloat16", "trn3", marks=pytest.mark.long),
+        pytest.param("float16", "trn2", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("family", PRODUCTS)
 def test_an_x_of_sixteen_bits_equals_float64(family, x_dtype, target):
     spec = spec_of(family, 5, x_dtype=x_dtype)

@@ -100,7 +100,7 @@ def test_what_pays_on_several_cores_is_named_with_its_predicted_gain():
 
 def test_a_setting_that_cannot_be_had_is_named():
     shown = plan(TINY, ratios=(0.3,), prompts=(16,), contexts=(16,), tps=(1,), lnc=1,
-                 targets=("trn2", "trn1"), weights="float8_e4m3")  # fmt: skip
+                 targets=("trn2", "trn1"), weights="float8_e4m3", jobs=1)  # fmt: skip
     assert {p.target for p in shown.predictions} == {"trn2"}
     assert [one.setting.split()[0] for one in shown.refused] == ["trn1", "trn1"]
     assert "trn1" in str(shown)
