@@ -1,5 +1,6 @@
 """Shared by all rooms: no test touches the user's own kernel cache."""
 
+import gc
 import os
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import settings
 # One thread a worker: the workers fill the cores, and the threads of torch and of BLAS, which wait
 # by spinning, would take each other's time. Set before anything loads them; child processes too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Syntax trees and traces are millions of small objects, and few of them are in cycles.
+gc.set_threshold(50_000, 20, 100)
 
 # The quick suite draws the same examples every time, so that a failure is the change's own;
 # `make test-long` draws new ones (--hypothesis-profile=default).
