@@ -129,7 +129,8 @@ class Storage:
 class Dependences:
     """Storages of one trace, and the memories they live in.
 
-    book: books one put-off store, and calls `done` for it; settle: books the next of all, if any.
+    book: books one put-off store, and calls `done` for it; settle: books the next of all, if it is
+    ready before a time.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Dependences:
         trace: Trace,
         target: Target,
         book: Callable[[Store], None],
-        settle: Callable[[], bool],
+        settle: Callable[[float], bool],
         reorder: bool = True,
     ) -> None:
         self.storages: dict[int, Storage] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections.abc import Callable
 
 _GAPS_KEPT = 64
@@ -129,13 +130,13 @@ class Slots:
 class Pool:
     """The bytes (per partition) of SBUF or PSUM, handed out in program order.
 
-    settle: books one store that was put off, which frees its source; returns False if there is
-    none.
+    settle: books the store that was put off and is ready first, if that is before the given time;
+    this frees its source. Returns whether there was one.
     """
 
     __slots__ = ("capacity", "dead", "free", "overflow", "peak", "settle", "used")
 
-    def __init__(self, capacity: int, settle: Callable[[], bool]) -> None:
+    def __init__(self, capacity: int, settle: Callable[[float], bool]) -> None:
         self.capacity = capacity
         self.settle = settle
         self.free = capacity
@@ -147,6 +148,7 @@ class Pool:
     def take(self, size: int) -> float:
         """Allocate `size` bytes; return the time from which they are free (0 if never used).
 
+        A store that is ready before the oldest dead tensor dies frees its source first.
         A kernel whose live tensors exceed the memory still gets its bytes; `overflow` counts the
         excess. The compiler would spill or load again.
         """
@@ -157,10 +159,14 @@ class Pool:
         when = 0.0
         if free >= 0:
             return when
-        while self.free < 0 and (self.dead or self.settle()):
-            if self.dead:
-                when, released = heapq.heappop(self.dead)
-                self.free += released
+        dead = self.dead
+        while self.free < 0:
+            if self.settle(dead[0][0] if dead else math.inf):
+                continue
+            if not dead:
+                break
+            when, released = heapq.heappop(dead)
+            self.free += released
         if self.free < 0:
             self.overflow = max(self.overflow, -self.free)
         return when

@@ -14,6 +14,7 @@ import bisect
 import contextlib
 import dataclasses
 import gc
+import math
 from collections.abc import Iterator, Sequence
 
 from nmm_compiler.simulator.timing.dependence import (
@@ -340,9 +341,9 @@ class _Pass:
         else:
             self._issue(index, instruction, ready, cost)
 
-    def _settle(self) -> bool:
-        """Book the first store that was put off; return whether there was one."""
-        if not self.waiting:
+    def _settle(self, before: float = math.inf) -> bool:
+        """Book the store that was put off and is ready first; return whether there was one."""
+        if not self.waiting or self.waiting[0][0] >= before:
             return False
         self._book(self.waiting[0][2])
         return True
