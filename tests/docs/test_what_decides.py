@@ -23,16 +23,20 @@ def edit(package):
     """A function that adds a line to a file of the copy, until the test ends."""
     before = {}
 
+    def forget():
+        for one in (what_decides.simulator, what_decides.chosen_by, what_decides.templates):
+            one.cache_clear()
+
     def add(name, line):
         file = package / name
         before.setdefault(file, file.read_text("utf-8"))
         file.write_text(f"{before[file]}\n{line}\n", "utf-8")
-        for one in (what_decides.simulator, what_decides.chosen_by, what_decides.templates):
-            one.cache_clear()
+        forget()
 
     yield add
     for file, text in before.items():
         file.write_text(text, "utf-8")
+    forget()
 
 
 def all_of(package):
