@@ -4,6 +4,7 @@ import pytest
 from trace_builder import STEADY, TRN1, TRN2, TRN3, Builder, matmuls, us
 
 from nmm_compiler.simulator.timing.repeats import repeated_work
+from nmm_compiler.simulator.timing.resources import Pool
 from nmm_compiler.simulator.timing.timeline import time_trace
 
 
@@ -273,3 +274,22 @@ def test_a_load_does_not_cross_the_edge_of_a_turn(edge):
     builder.trace.loop_edges = [1] if edge else []
     timeline = time_trace(builder.trace, TRN2)
     assert (timeline.start[1] >= timeline.end[0]) is edge
+
+
+@pytest.mark.parametrize(("store_ready", "free_from"), [(10.0, 20.0), (60.0, 50.0)])
+def test_a_tile_whose_store_was_put_off_is_free_before_what_dies_later(store_ready, free_from):
+    """100 bytes: 60 die at 50; 40 are read by a store, ready at store_ready and 10 us long."""
+    waiting = [store_ready]
+
+    def settle(before):
+        if not waiting or waiting[0] >= before:
+            return False
+        pool.release(40, waiting.pop() + 10.0)
+        return True
+
+    pool = Pool(100, settle)
+    assert pool.take(60) == pool.take(40) == 0.0
+    pool.release(60, 50.0)
+    assert pool.take(40) == free_from
+    assert bool(waiting) == (store_ready > 50.0)
+    assert pool.overflow == 0
