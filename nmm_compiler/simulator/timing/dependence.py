@@ -10,6 +10,7 @@ itself.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from nmm_compiler.simulator.timing.dma import DmaCost
@@ -146,7 +147,9 @@ class Dependences:
         self._in_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
         self.repeated: dict[int, int] = {}
         self.sbuf = Pool(target.sbuf_usable_bytes_per_partition, settle)
-        self.psum = Pool(target.psum_banks * target.psum_bank_bytes_per_partition, settle)
+        banks = target.psum_banks * target.psum_bank_bytes_per_partition
+        # no store frees PSUM sooner than the copies out of it
+        self.psum = Pool(banks, lambda before: before == math.inf and settle(before))
         self._placed: list[Storage] = []
         self._book = book
         wake = wake_table(target)
