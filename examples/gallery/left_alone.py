@@ -9,33 +9,33 @@ from gallery.case import B, Holder, K, R, T, case, lam
 
 F = nn.functional
 
-lam("no:activation", "tanh_between", lambda p, x: torch.tanh(x @ p.u) @ p.v)
-lam("no:opaque", "pow_between", lambda p, x: (x @ p.u).pow(2) @ p.v)
-lam("no:opaque", "clamp_between", lambda p, x: (x @ p.u).clamp(-1, 1) @ p.v)
-lam("no:opaque", "masked_fill", lambda p, x: (x @ p.u).masked_fill(x[..., :R] > 0, 0.0) @ p.v)
-lam("no:opaque", "where", lambda p, x: torch.where(x[..., :R] > 0, x @ p.u, 0.0) @ p.v)
-lam("no:opaque", "softmax_between", lambda p, x: torch.softmax(x @ p.u, -1) @ p.v)
-lam("no:norm", "layer_norm_between", lambda p, x: F.layer_norm(x @ p.u, (R,)) @ p.v,
-    A="no:opaque", C="no:opaque")  # fmt: skip
-lam("no:dropout", "dropout_train", lambda p, x: F.dropout(x @ p.u, 0.5, True) @ p.v,
-    A="no:opaque", C="no:opaque")  # fmt: skip
+lam("no:between", "tanh_between", lambda p, x: torch.tanh(x @ p.u) @ p.v)
+lam("no:between", "pow_between", lambda p, x: (x @ p.u).pow(2) @ p.v)
+lam("no:between", "clamp_between", lambda p, x: (x @ p.u).clamp(-1, 1) @ p.v)
+lam("no:between", "masked_fill", lambda p, x: (x @ p.u).masked_fill(x[..., :R] > 0, 0.0) @ p.v)
+lam("no:between", "where", lambda p, x: torch.where(x[..., :R] > 0, x @ p.u, 0.0) @ p.v)
+lam("no:between", "softmax_between", lambda p, x: torch.softmax(x @ p.u, -1) @ p.v)
+lam("no:between", "layer_norm_between", lambda p, x: F.layer_norm(x @ p.u, (R,)) @ p.v,
+    A="no:between", C="no:between")  # fmt: skip
+lam("no:training", "dropout_train", lambda p, x: F.dropout(x @ p.u, 0.5, True) @ p.v,
+    A="no:between", C="no:between")  # fmt: skip
 lam("no:other_user", "multi_user", lambda p, x: (lambda h: (h @ p.v, h.sum()))(x @ p.u))
 lam("no:other_user", "middle_returned", lambda p, x: (lambda h: (h @ p.v, h))(x @ p.u))
-lam("no:opaque", "slice_tokens", lambda p, x: (x @ p.u)[:, 1:] @ p.v)
-lam("no:opaque", "slice_channels", lambda p, x: (x @ p.u)[..., :4] @ p.v[:4])
-lam("no:opaque", "split_channels", lambda p, x: (x @ p.u).split([4, 4], -1)[0] @ p.v[:4])
-lam("no:activation_factor", "times_activation", lambda p, x: ((x @ p.u) * x[..., :R]) @ p.v,
-    A="no:factor_shape")  # fmt: skip
-lam("no:activation_addend", "plus_activation", lambda p, x: ((x @ p.u) + x[..., :R]) @ p.v,
-    A="no:factor_shape")  # fmt: skip
-lam("no:inner_reshaped", "heads_between", lambda p, x: (x @ p.u).view(B, T, 2, 4) @ p.v[:4])
-lam("no:features_mixed", "unbalanced", lambda p, x: p.w[:, :B * T] @ (x @ p.u).view(-1, R),
+lam("no:between", "slice_tokens", lambda p, x: (x @ p.u)[:, 1:] @ p.v)
+lam("no:between", "slice_channels", lambda p, x: (x @ p.u)[..., :4] @ p.v[:4])
+lam("no:between", "split_channels", lambda p, x: (x @ p.u).split([4, 4], -1)[0] @ p.v[:4])
+lam("no:between", "times_activation", lambda p, x: ((x @ p.u) * x[..., :R]) @ p.v,
+    A="no:between")  # fmt: skip
+lam("no:between", "plus_activation", lambda p, x: ((x @ p.u) + x[..., :R]) @ p.v,
+    A="no:between")  # fmt: skip
+lam("no:shape", "heads_between", lambda p, x: (x @ p.u).view(B, T, 2, 4) @ p.v[:4])
+lam("no:shape", "unbalanced", lambda p, x: p.w[:, :B * T] @ (x @ p.u).view(-1, R),
     A="lowrank")  # fmt: skip
 lam("no:mutation", "inplace_between", lambda p, x: F.linear(F.linear(x, p.a).mul_(2.0), p.b),
     A="lowrank", C="lowrank")  # fmt: skip
 
 
-@case("no:mutation", A="no:opaque", C="no:opaque", S="n/a")
+@case("no:mutation", A="no:between", C="no:between", S="n/a")
 def inplace_view(p: Holder, x: torch.Tensor) -> torch.Tensor:
     h = F.linear(x, p.a)
     h[:, 0] = 0.0
@@ -58,14 +58,14 @@ def write_to_x(p: Holder, x: torch.Tensor) -> torch.Tensor:
 
 
 lam("-", "attention", lambda p, x: ((x @ p.u) @ (x @ p.u).mT) @ (x @ p.w.t()),
-    A="no:weight_computed")  # fmt: skip
-lam("no:factors_multiplied", "right_associated", lambda p, x: x @ (p.u @ p.v),
+    A="no:weight")  # fmt: skip
+lam("no:order", "right_associated", lambda p, x: x @ (p.u @ p.v),
     A="no:rank_too_large")  # fmt: skip
-lam("no:weight_computed", "lora_delta_weight", lambda p, x: F.linear(x, p.w + 0.5 * p.b @ p.a),
-    A="no:factor_shape")  # fmt: skip
-lam("no:batched_weight", "per_head", lambda p, x: torch.matmul(
+lam("no:order", "lora_delta_weight", lambda p, x: F.linear(x, p.w + 0.5 * p.b @ p.a),
+    A="no:between")  # fmt: skip
+lam("no:weight", "per_head", lambda p, x: torch.matmul(
     torch.matmul(x[:, None], p.heads), p.heads.transpose(1, 2)))  # fmt: skip
-lam("no:dtype_unsupported", "float64", lambda p, x: x @ p.u @ p.v,
+lam("no:dtype", "float64", lambda p, x: x @ p.u @ p.v,
     x=lambda: torch.randn(B, T, K, dtype=torch.float64))  # fmt: skip
 lam("no:dtype", "float_between", lambda p, x: F.linear(
     F.linear(x, p.a).double(), p.b64))  # fmt: skip
@@ -78,14 +78,14 @@ def autocast(p: Holder, x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, p.a), p.b)
 
 
-@case("no:region", A="lowrank", E="no:two_graphs", C="lowrank", S="n/a")
+@case("no:region", A="lowrank", E="no:region", C="lowrank", S="n/a")
 def no_grad_edge(p: Holder, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         h = F.linear(x, p.a)
     return F.linear(h, p.b)
 
 
-@case("no:functorch", A="lowrank", C="lowrank", S="n/a")
+@case("no:region", A="lowrank", C="lowrank", S="n/a")
 def vmap(p: Holder, x: torch.Tensor) -> torch.Tensor:
     return torch.func.vmap(lambda row: row @ p.u @ p.v)(x)
 

@@ -17,8 +17,8 @@ from torch import fx
 
 from nmm_compiler.errors import BrokenRuleError
 from nmm_compiler.options import Options
-from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import in_transform
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.emit.fused_calls import Call
@@ -32,7 +32,6 @@ from nmm_compiler.passes.graph.metadata import value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout.assignment import assign_layouts, count_transposes
 from nmm_compiler.passes.layout.regions import LAYOUT, Pointwise
-from nmm_compiler.passes.multiplied_back import multiplied_back, with_order
 from nmm_compiler.passes.opportunities import opportunities
 from nmm_compiler.passes.result import RewriteResult
 from nmm_compiler.passes.rule_counts import RuleCount
@@ -153,7 +152,6 @@ class Attempt:
         if self.makes_calls:
             taken = {n for match in self.matches for n in match.nodes}
             self.result.opportunities += opportunities(self.c, taken)
-            self._note_multiplied_back(self.c, taken, self.path.rstrip("."))
 
     def emit(self) -> None:
         """Change the graph once, and erase nodes without readers; set `dropped` if a place
@@ -198,20 +196,6 @@ class Attempt:
             raise BrokenRuleError(self.rules[0].name, "graph", error) from error
         self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
         self.findings = ()
-
-    def _note_multiplied_back(self, c: Canonical, taken: set[fx.Node], graph: str) -> None:
-        """Report where factors are multiplied back, instead of other refusals of their use."""
-        with self.faults.guard("looking for products of factors", next(iter(c.graph.nodes))):
-            found = [dataclasses.replace(d, graph=graph) for d in multiplied_back(c, taken)]
-            told = {(d.at, graph) for d in found}
-            kept = [
-                d
-                for d in self.result.declined
-                if d.code != "weight_computed" or (d.at, d.graph) not in told
-            ]
-            here = [d for d in kept if d.graph == graph]
-            others = [d for d in kept if d.graph != graph]
-            self.result.declined[:] = [*others, *with_order(c, here), *found]
 
     def _emit_all(
         self,

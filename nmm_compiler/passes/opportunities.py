@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal, read_stage
-from nmm_compiler.passes.chains.steps import trace_back
+from nmm_compiler.passes.chains.linear_map import read_stage
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import owner_of
 from nmm_compiler.passes.result import Opportunity
@@ -72,7 +72,6 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
                     saved_flops_per_token=2 * saved,
                     m=_count(stage.tokens.values()),
                     dtype=str(dtype).removeprefix("torch."),
-                    x=owner_of(trace_back(c, stage.x)[0].key).name,
                 )
             )
     return found

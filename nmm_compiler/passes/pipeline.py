@@ -23,8 +23,8 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.options import Options
 from nmm_compiler.passes import step_checks
-from nmm_compiler.passes.apart import Edges, across_breaks, across_operators, edges
 from nmm_compiler.passes.attempt import Attempt
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.dump import Dump
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph.canonical import PLAIN
@@ -35,7 +35,7 @@ from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.result import Explanation, RewriteResult
 from nmm_compiler.passes.rules.adapter import Adapter
 from nmm_compiler.passes.rules.attention import Attention
-from nmm_compiler.passes.rules.base import Declined, Rule, module_path
+from nmm_compiler.passes.rules.base import Declined, Rule
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP
 from nmm_compiler.passes.rules.gated_mlp_up import GatedMLPUp
 from nmm_compiler.passes.rules.lora import LoRA
@@ -198,8 +198,6 @@ def explain(
         raise CaptureError(f"cannot explain a {type(model).__name__}; pass a model or a function")
     graphs = all_graphs(model, args, kwargs)
     results = [run(module, inputs, made, rules) for module, inputs in graphs]
-    for result, cut in across_breaks(results) if len(results) > 1 else ():
-        result.declined.append(cut)
     return Explanation(results)
 
 
@@ -275,10 +273,9 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
 
 def _internal(fault: Fault) -> Declined:
     """Return a fault of this package as a refusal, which reports show."""
-    remedy = "report it with the command that the warning names"
-    reason = f"a fault in nmm_compiler, {fault}"
-    where = (fault.at.name, remedy, fault.at.name, module_path(fault.at), fault.graph)
-    return Declined(fault.rule or "reading", "internal", reason, *where)
+    why = Refusal("internal", f"a fault in nmm_compiler, {fault}", fault.at)
+    declined = Declined.of(fault.rule or "reading", why, fault.at)
+    return dataclasses.replace(declined, graph=fault.graph)
 
 
 class _Run:
@@ -288,7 +285,6 @@ class _Run:
         self.options, self.order, self.result = options, order, result
         self.faults = Faults(options.strict, RULES)
         self.done: dict[int, fx.GraphModule] = {}
-        self.edges: dict[int, Edges] = {}
         self.refused: list[Declined] = []
 
     def graph(
@@ -337,13 +333,6 @@ class _Run:
             if whole:
                 break
             mode = mode if dropped else next(modes)
-        if path:
-            self.edges[id(original)] = edges(original.graph, found.opportunities)
-        if children:
-            bodies = {n: self.edges[id(fetch_attribute(original, n))] for n in children}
-            cuts = across_operators(original.graph, found.opportunities, bodies)
-            graph = path.rstrip(".")
-            found.declined += [dataclasses.replace(cut, graph=graph) for cut in cuts]
         self.result.add(found)
         module.recompile()
         self.done[id(original)] = module

@@ -18,7 +18,7 @@ from torch import fx
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.passes import verify
-from nmm_compiler.passes.chains.refusal_codes import distance
+from nmm_compiler.passes.chains.refusal import distance
 from nmm_compiler.passes.graph_view import graph_parts
 from nmm_compiler.passes.low_rank_gain import calls_bring, could_bring
 from nmm_compiler.passes.reproduce import reproducer
@@ -40,11 +40,10 @@ _SHOWN = 3
 class Opportunity:
     """A dense product that could be factorized, and the savings of rank `r`.
 
-    node: the product; x: the value that it contracts, behind views, scales and biases. r is the
-    rank that keeps 80 % of the parameters; break_even is the first rank at which the factors are no
-    smaller than the dense matrix. m: tokens of the product, None for a symbolic count; dtype: its
-    operands'. saved_bytes are bytes of weight read per call, saved_flops are floating-point
-    operations per token.
+    node: the product. r is the rank that keeps 80 % of the parameters; break_even is the first rank
+    at which the factors are no smaller than the dense matrix. m: tokens of the product, None for a
+    symbolic count; dtype: its operands'. saved_bytes are bytes of weight read per call, saved_flops
+    are floating-point operations per token.
     """
 
     node: str
@@ -57,7 +56,6 @@ class Opportunity:
     saved_flops_per_token: int
     m: int | None = None
     dtype: str = "bfloat16"
-    x: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -400,6 +398,7 @@ def _declined(declined: list[Declined]) -> list[Part]:
         count = f"{len(found)} x " if len(found) > 1 else ""
         modules = _places(one.module for one in found if one.module)
         where = f"at {_places(one.at for one in found)}" + (f" in {modules}" if modules else "")
+        where += f" ({found[0].source})" if found[0].source else ""
         helps = f"no remedy: {remedy[9:]}" if remedy[:9] == "nothing: " else f"would help: {remedy}"
         lines += [
             Line(f"{count}{rule}: {found[0].reason}", indent=2, hang=2),

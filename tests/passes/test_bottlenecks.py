@@ -120,11 +120,11 @@ def test_norm_that_no_kernel_computes_is_left_alone():
         model, x = Bottleneck(norm).eval(), torch.randn(TOKENS, K)
         result = nmm.rewrite(model, (x,))
         assert not result.matches, norm
-        assert [(d.rule, d.code) for d in result.declined] == [("lowrank", "norm")]
+        assert [(d.rule, d.code) for d in result.declined] == [("lowrank", "between")]
     model = Bottleneck(SpelledNorm(R), (True, True)).eval()  # its first product has a bias
     result = nmm.rewrite(model, (torch.randn(TOKENS, K),))
     assert not result.rewritten
-    assert [d.code for d in result.declined if d.rule == "mla"] == ["scaled_inner"]
+    assert [d.code for d in result.declined if d.rule == "mla"] == ["between"]
 
 
 class Squeeze(nn.Module):
@@ -180,8 +180,8 @@ def test_wide_mlp_is_no_bottleneck():
 
 def test_what_is_refused_says_why():
     scaled = Bottleneck(lambda h: F.relu(h * torch.arange(1.0, R + 1)))
-    tanh = {("lowrank", "activation")}
-    made = {("adapter", "activation_factor"), ("lowrank", "activation")}  # the graph makes it
+    tanh = {("lowrank", "between")}
+    made = {("adapter", "between"), ("lowrank", "between")}  # the graph makes it
     for model, said in ((Bottleneck(torch.tanh), tanh), (scaled, made)):
         result = nmm.rewrite(model.eval(), (torch.randn(TOKENS, K),))
         assert not result.matches
@@ -200,8 +200,7 @@ def test_factor_before_the_activation_folds_by_hand():
     model, x = Scaled().eval(), torch.randn(TOKENS, K)
     result = nmm.rewrite(model, (x,))
     (declined,) = [d for d in result.declined if d.rule == "adapter"]
-    assert declined.code == "scaled_inner"
-    assert "fold it into the first factor" in declined.remedy
+    assert declined.code == "between"
     folded = Bottleneck(F.relu).eval()
     with torch.no_grad():
         folded.load_state_dict({k: v for k, v in model.state_dict().items() if k != "factor"})

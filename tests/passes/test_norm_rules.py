@@ -185,7 +185,7 @@ def x_is_written_in_between(m, x):
     [
         (norm_read_elsewhere, "other_user"),
         (norm_read_by_a_dense_layer, "other_user"),
-        (norm_over_tokens, "norm_features"),
+        (norm_over_tokens, "shape"),
         (norm_over_two_dimensions, None),
         (x_is_written_in_between, "mutation"),
     ],
@@ -228,11 +228,11 @@ def result_is_turned(m, x):
     ("forward", "code"),
     [
         (result_read_elsewhere, "other_user"),
-        (residual_is_broadcast, "residual_shape"),
-        (residual_is_wider, "residual_shape"),
+        (residual_is_broadcast, "shape"),
+        (residual_is_wider, "shape"),
         (residual_is_scaled, None),
         (sum_in_place, "mutation"),
-        (result_is_turned, "residual_shape"),
+        (result_is_turned, "shape"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -338,7 +338,7 @@ def test_only_what_a_transform_holds_is_left_alone(function, chains, left):
         pytest.skip("this torch does not trace the transform")
     torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
     assert sum(r.chains for r in found) == chains
-    assert sum(d.code == "functorch" for r in found for d in r.declined) == left
+    assert sum(d.code == "region" for r in found for d in r.declined) == left
 
 
 def test_tensor_subclass_weight_is_refused():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.constant_values import constant_value
 from nmm_compiler.passes.graph.effects import fetch_attribute
@@ -76,8 +76,7 @@ def read_mask(graph: Canonical, call: fx.Node, mask: Any, sizes: tuple[int, int]
 
 def _unread(node: fx.Node, reason: str) -> Refusal:
     return Refusal(
-        "attention_mask", reason, node,
-        "pass is_causal=True, or a mask made of static sizes alone, without padding",
+        "no_kernel", reason, node,
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import torch
 
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.passes.chains.chain import Chain, Inner, is_low, join_stages
-from nmm_compiler.passes.chains.linear_map import Refusal, Stage, is_whole_feature, read_stage
+from nmm_compiler.passes.chains.linear_map import Stage, is_whole_feature, read_stage
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.steps import Walk, trace_back, trace_on
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -54,13 +55,10 @@ def read_with_function(
     if scaled or found.per_token or (inner.gain is not None and biases):
         what = "activation" if inner.gain is None else "norm"
         return Refusal(
-            "scaled_inner",
+            "between",
             f"a factor{'' if inner.gain is None else ' or a bias'} stands before the {what} "
             "between the products",
             walk.key,
-            "fold it into the first factor and its bias"
-            if inner.gain is None
-            else "nothing: no kernel computes another norm than that of the product itself",
         )
     return dataclasses.replace(found, middle=biases, inner=inner)
 

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from nmm_compiler.passes.chains.between import follow, name_operation
-from nmm_compiler.passes.chains.linear_map import (
-    Refusal,
-    Stage,
-    Weight,
-    is_whole_feature,
-    part_of_one,
-    read_stage,
-)
+from nmm_compiler.passes.chains.linear_map import Stage, Weight, is_whole_feature, read_stage
+from nmm_compiler.passes.chains.refusal import Refusal, part_of_one
 from nmm_compiler.passes.chains.steps import Step, Walk, trace_back
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -37,6 +30,9 @@ from nmm_compiler.passes.graph.canonical_forms import (
     owner_of,
 )
 from nmm_compiler.passes.graph.views import FEATURE, Dims
+
+_STEPS_BETWEEN = 4
+_GATED = "an activation multiplies between the products"
 
 
 @dataclass(frozen=True)
@@ -130,9 +126,8 @@ def read_chain(
             refusal = mixed or _first_is_given(c, inner, second) or refusal
             continue  # as in attention
         found = join_stages(c, second, walk, inner, computed=inputs)
-        gated = isinstance(found, Refusal) and found.code == "activation_factor"
-        if gated and not is_low(c, inner, second):
-            continue
+        if isinstance(found, Refusal) and found.reason == _GATED and not is_low(c, inner, second):
+            continue  # a gated MLP
         if isinstance(found, Chain):
             if inputs and part_of_one(found.first.x) is not None:
                 return None
@@ -153,33 +148,14 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
     """Return why a product whose `weight` is no constant is in no chain, or None for plain
     cases."""
     for key in (weight, data):
-        owner = owner_of(key)
-        if owner in c.derived and _products_behind(c, key):
-            return Refusal(
-                "weight_computed",
-                "the weight is a product computed in the graph",
-                key,
-                "write (x @ u) @ v"
-                if isinstance(c.form(key), Product)
-                else "add x @ w and (x @ u) @ v, in place of their weights",
-            )
+        computed = owner_of(key) in c.derived
+        if computed and _is_made_of_a_product(c, key):
+            return Refusal("order", "factors are multiplied into a weight at each call", key)
         form = c.form(key)
-        if isinstance(inner, Product) and key is weight and isinstance(form, Scale):
-            scaled = [v for v in (form.value, form.factor) if not isinstance(v, float)]
-            if any(c.is_weight(v) and len(c.shape(v) or ()) > 1 for v in scaled):
-                return Refusal(
-                    "weight_computed",
-                    "the weight is multiplied by an activation",
-                    key,
-                    "multiply the inner value or the result, if it is one number for each token",
-                )
-        if owner in c.derived and isinstance(inner, Product) and key is weight:
-            return Refusal(
-                "weight_computed",
-                "the weight is computed in the graph",
-                key,
-                "compute it once outside the graph and pass it as a parameter",
-            )
+        parts = (form.value, form.factor) if isinstance(form, Scale) else ()
+        scaled = any(not isinstance(v, float) and c.is_weight(v) for v in parts)
+        if (computed or scaled) and key is weight and isinstance(inner, Product):
+            return Refusal("weight", "the weight is computed in the graph", key)
     if isinstance(inner, Product) and owner_of(data) not in c.derived:
         leaf = c.base(weight)[0]
         if leaf in c.input_matrices and not _comes_from(c, inner, leaf):
@@ -204,35 +180,29 @@ def _comes_from(c: Canonical, made: Product, leaf: Key) -> bool:
 
 def _given(factor: Key) -> Refusal:
     return Refusal(
-        "activations",
+        "weight",
         "both operands are activations: the factor is an input of the graph",
         factor,
-        "make the factor a parameter or a buffer (beside a stored base, adapters may be inputs)",
     )
 
 
-def _products_behind(c: Canonical, key: Key, limit: int = 12) -> list[Product]:
-    """Return the first product on each path behind a value, looking at `limit` values at most."""
-    queue, seen, found = [key], {key}, []
+def _is_made_of_a_product(c: Canonical, key: Key, limit: int = 12) -> bool:
+    """Return whether a product is among the first `limit` values that a value is computed from."""
+    queue, seen = [key], {key}
     while queue and limit:
         limit -= 1
         base = c.base(queue.pop(0))[0]
         form = c.forms[base]
         if isinstance(form, Product):
-            found.append(form)
-            continue
-        for operand in _operands(c, base, form):
-            if operand not in seen and operand in c.views:
-                seen.add(operand)
-                queue.append(operand)
-    return found
+            return True
+        new = [k for k in _operands(c, base, form) if k not in seen and k in c.views]
+        seen.update(new)
+        queue += new
+    return False
 
 
 def _is_made_of_weights(c: Canonical, key: Key) -> bool:
     return c.is_weight(key) or owner_of(key) in c.derived
-
-
-_STEPS_BETWEEN = 4
 
 
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
@@ -242,22 +212,23 @@ def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Ref
     """
     if isinstance(walk.key, Virtual):
         return None
-    operands = list(_operands(c, walk.key, c.forms[walk.key]))
-    parts = [key for key in operands if isinstance(key, fx.Node) and c.shape(key) is None]
-    operands += [source for key in parts for source in key.all_input_nodes]  # split, chunk
+    operands = _behind(c, walk.key)
     for _ in range(_STEPS_BETWEEN):
-        behind = [trace_back(c, key) for key in operands if c.shape(key) is not None]
-        if any(isinstance(form, Product) and is_low(c, form, second) for _, form in behind):
-            return name_operation(c, walk.key, why)
-        ends = [seen.key for seen, form in behind if isinstance(form, Refusal)]
-        operands = [key for end in ends for key in _single(c, end)]
+        walked = [trace_back(c, key) for key in operands]
+        if any(isinstance(form, Product) and is_low(c, form, second) for _, form in walked):
+            return why
+        ends = [seen.key for seen, form in walked if isinstance(form, Refusal)]
+        steps = [_behind(c, end) for end in ends if not isinstance(end, Virtual)]
+        operands = [key for step in steps if len(step) == 1 for key in step]
     return None
 
 
-def _single(c: Canonical, key: Key) -> list[Key]:
-    """Return what a refused step of one activation computes from."""
-    form = c.forms[key]
-    return [form.value] if isinstance(form, (Activation, Norm, Cast)) else follow(c, key)
+def _behind(c: Canonical, key: Key) -> list[Key]:
+    """Return the activations that a step computes from, through getitems of several results."""
+    found = list(_operands(c, key, c.forms[key]))
+    parts = [k for k in found if isinstance(k, fx.Node) and k in c.views and c.shape(k) is None]
+    found += [source for part in parts for source in part.all_input_nodes]  # split, chunk
+    return [k for k in found if k in c.views and c.shape(k) is not None and not c.is_weight(k)]
 
 
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
@@ -281,10 +252,9 @@ def _tokens_mixed(c: Canonical, inner: Product, second: Stage, at: Key) -> Refus
         form = trace_back(c, side)[1]
         if isinstance(form, Product) and is_low(c, form, second):
             return Refusal(
-                "features_mixed",
+                "shape",
                 "a product of two activations between the products",
                 at,
-                "mix the tokens first, (a @ x) @ u @ v, if it mixes tokens alone",
             )
     return None
 
@@ -341,10 +311,9 @@ def join_stages(
     given = c.is_constant(operand) or owner_of(operand) in c.derived or computed
     if in_lhs == in_rhs or not given:
         return Refusal(
-            "features_mixed",
+            "shape",
             "the second product contracts tokens, or a mixture of tokens and features",
             walk.key,
-            "contract the whole inner dimension",
         )
     first = read_stage(c, walk.key, inner, in_rhs, computed)
     if isinstance(first, Refusal):
@@ -357,14 +326,12 @@ def join_stages(
             "dtype",
             f"the products compute in {_short(c, walk.key)} and {_short(c, second.key)}",
             walk.key,
-            "keep one dtype through the chain, or cast back before the second product",
         )
     data_dims = views.compose(walk.dims, first.out_dims)
     mismatch = Refusal(
-        "inner_reshaped",
+        "shape",
         "the inner dimension is reshaped, sliced, repeated or left transposed between the products",
         walk.key,
-        "contract exactly the dimension that the first product made",
     )
     if data_dims is None:
         return mismatch
@@ -397,10 +364,9 @@ def join_stages(
             whole = all(len({a.axis in axes for a in _tokens(dim)}) <= 1 for dim in out_dims)
             if any(axis < 0 for axis in axes) or not whole:
                 return Refusal(
-                    "activation_factor",
-                    "multiplied by an activation between the products",
+                    "between",
+                    _GATED,
                     walk.key if step.key is None else step.key,
-                    "nothing: only constants, and one number for each token, pass a product",
                 )
             per_token.append(dataclasses.replace(step, dims=moved))
             continue
@@ -410,10 +376,9 @@ def join_stages(
             step.kind != "scale" and not is_whole_feature(tuple(a for d in moved for a in d), r)
         ):
             return Refusal(
-                "factor_shape",
+                "between",
                 "a constant between the products varies along tokens",
                 step.key or walk.key,
-                "multiply behind the second product; a vector over the inner dimension folds",
             )
         steps.append(step)
     nodes = frozenset(walk.nodes) | first.nodes | second.nodes

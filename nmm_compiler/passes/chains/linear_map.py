@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Key, Product, Virtual, owner_of
+from nmm_compiler.passes.graph.canonical_forms import Key, Product, owner_of
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dims, Size, row_major
 
 
@@ -62,41 +63,6 @@ class Stage:
     nodes: frozenset[fx.Node]
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a place is no match of a rule: a code, a reason, the node, the way out.
-
-    report_even_if_superseded: the report has it even where another rule takes the place. agreed:
-    for a place that is no match of a pattern, how many of its values agree; where the rule matches
-    nothing, the report shows the place with most of them.
-    """
-
-    code: str
-    reason: str
-    key: Key
-    remedy: str
-    report_even_if_superseded: bool = False
-    agreed: int = 0
-
-    @property
-    def node(self) -> fx.Node:
-        """Return the fx node to blame."""
-        return owner_of(self.key)
-
-
-def part_of_one(key: Key) -> Refusal | None:
-    """Refuse a value inside one operation of several products, since no node of the graph holds
-    it."""
-    if not isinstance(key, Virtual) or key.attribute is not None:
-        return None
-    return Refusal(
-        "part_of_one",
-        "the two products are a part of one operation of more",
-        key,
-        "write the products one by one",
-    )
-
-
 def path_nodes(c: Canonical, key: Key) -> frozenset[fx.Node]:
     """Return the fx nodes of the rearrangements between a value and its base."""
     keys = c.through(key)
@@ -133,19 +99,17 @@ def read_stage(
         x_labels, w_labels = w_labels, x_labels
     if not computed and not c.is_weight(w):
         return Refusal(
-            "weight_computed",
+            "weight",
             "the weight is computed in the graph",
             w,
-            "compute it once outside the graph and pass it as a parameter",
         )
     base, w_dims = c.base(w)
     shape = c.shape(base)
     if shape is None or not all(isinstance(s, int) for s in shape):
         return Refusal(
-            "symbolic_weight",
+            "weight",
             "the weight has symbolic dimensions",
             w,
-            "compile without dynamic=True, or call torch._dynamo.mark_static on the weights",
         )
     x_shape = c.shape(x)
     assert x_shape is not None
@@ -155,10 +119,9 @@ def read_stage(
     inputs: list[tuple[int, int, int]] = []
     outputs: list[tuple[int, int, int]] = []
     odd = Refusal(
-        "weight_layout",
+        "weight",
         "the weight is no plain matrix of its parameter (batched, strided or repeated)",
         w,
-        "use one 2-D matrix per product",
     )
     for label, dim in zip(w_labels, w_dims, strict=True):
         atoms = [a for a in views.coalesce(dim) if a.axis != views.BROADCAST]
@@ -168,10 +131,9 @@ def read_stage(
             continue
         if label in out and label in real_x:
             return Refusal(
-                "batched_weight",
+                "weight",
                 "both operands vary along a batch dimension (per-head weights or activations)",
                 w,
-                "use one 2-D weight for all of the batch",
             )
         flat = [(label, int(a.size), strides[a.axis] * int(a.inner)) for a in atoms]
         joined = _ordered(flat)

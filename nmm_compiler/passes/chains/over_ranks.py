@@ -15,7 +15,8 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, join_stages
-from nmm_compiler.passes.chains.linear_map import Refusal, read_stage
+from nmm_compiler.passes.chains.linear_map import read_stage
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.steps import trace_back
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical

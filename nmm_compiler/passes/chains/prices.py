@@ -17,8 +17,9 @@ from torch import fx
 
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.passes.chains.linear_map import Refusal, Stage
+from nmm_compiler.passes.chains.linear_map import Stage
 from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key
@@ -61,7 +62,7 @@ class Predicted:
             f"one call for {_counted(self.tokens)}: {one} on {self.target}, its products one by "
             f"one{between} {self.products:,.1f} us (predicted, {self.price})"
         )
-        return Refusal("slower", reason, node, "nothing: the products run as they are written")
+        return Refusal("slower", reason, node)
 
 
 def _counted(tokens: int) -> str:
@@ -117,6 +118,4 @@ def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | 
             f": {found.dense:,.1f} us for {_counted(m)} on {found.target}, one call "
             f"{found.call:,.1f}, two products {found.products:,.1f} (predicted, {found.price})"
         )
-    most = (k * n - 1) // (k + n)
-    remedy = f"use a rank of at most {most}" if most else "store one dense weight"
-    return Refusal("rank_too_large", text, key, remedy)
+    return Refusal("rank_too_large", text, key)

@@ -12,15 +12,14 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.linear_map import (
-    Refusal,
     Stage,
     Weight,
     is_whole_feature,
-    part_of_one,
     path_nodes,
     read_stage,
 )
 from nmm_compiler.passes.chains.prices import too_wide
+from nmm_compiler.passes.chains.refusal import Refusal, part_of_one
 from nmm_compiler.passes.chains.steps import Step, trace_back
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph.canonical import PLAIN, Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
     Cast,
@@ -53,10 +53,9 @@ def refuse(
     wanted = c.dtype(final)
     if wanted not in DTYPES:
         return Refusal(
-            "dtype_unsupported",
+            "dtype",
             f"dtype {str(wanted).removeprefix('torch.')} has no kernel",
             final,
-            "use bfloat16, float16 or float32",
         )
     casts = casts_operands(c, nodes)
     products = (key for node in nodes for key in (*c.virtuals.get(node, ()), node))
@@ -71,7 +70,6 @@ def refuse(
                 f"dtypes differ: {str(value.dtype).removeprefix('torch.')} and "
                 f"{str(wanted).removeprefix('torch.')}",
                 owner_of(key),
-                "keep one dtype through the chain",
             )
     return None
 
@@ -129,12 +127,9 @@ def _used_elsewhere(c: Canonical, inner: set[fx.Node], users: set[fx.Node]) -> R
                     "mutation",
                     f"an inner value is written in place by {user.name}",
                     node,
-                    "use the functional form",
                 )
             what = "is returned" if user.op == "output" else f"is also used by {user.name}"
-            return Refusal(
-                "other_user", f"an inner value {what}", node, "use only the chain's result"
-            )
+            return Refusal("other_user", f"an inner value {what}", node)
     return None
 
 
@@ -146,10 +141,9 @@ def _unfit_operand(
     distributed = {is_distributed(c.tensor(key)) for key in keys}
     if len(distributed) > 1:
         return Refusal(
-            "subclass",
+            "device",
             "some operands are cut over devices (DTensor) and some are plain tensors",
             final,
-            "parallelize both factors, or none",
         )
     for key in [*keys, *covered]:
         value = c.tensor(key)
@@ -158,19 +152,17 @@ def _unfit_operand(
         odd = c.subclasses.get(owner_of(c.base(key)[0])) if key in c.views else None
         if odd is not None and distributed != {True}:
             return Refusal(
-                "subclass",
+                "device",
                 f"operand is a tensor subclass, {odd}",
                 owner_of(key),
-                "use a plain tensor",
             )
         if value is None:
             continue
         if not _is_plain(value) and not (distributed == {True} and _is_local_or_cut(value)):
             return Refusal(
-                "subclass",
+                "device",
                 f"operand is a tensor subclass, {type(value).__name__}",
                 owner_of(key),
-                "use a plain tensor",
             )
         device = device or value.device
         if value.device != device:
@@ -178,7 +170,6 @@ def _unfit_operand(
                 "device",
                 f"operands on {device} and {value.device}",
                 owner_of(key),
-                "keep the chain on one device",
             )
     return None
 
@@ -186,11 +177,9 @@ def _unfit_operand(
 def in_transform(node: fx.Node) -> Refusal:
     """Refuse nodes inside a functorch transform: an op there has no tangent, or is slow."""
     return Refusal(
-        "functorch",
+        "region",
         "the chain stands inside a functorch transform, or crosses one",
         node,
-        "rewrite what the transform calls, nmm_compiler.rewrite(f, inputs).graph_module, or call f "
-        "on the whole batch",
     )
 
 
@@ -207,9 +196,7 @@ def crossed(
     harmless = set(allowed)
     inner = [n for n in moving if n in effects.writers and n not in harmless]
     if inner:
-        return Refusal(
-            "mutation", "an inner value is written in place", inner[0], "use the functional form"
-        )
+        return Refusal("mutation", "an inner value is written in place", inner[0])
     start = min(effects.position[n] for n in moving)
     end = effects.position[final]
     touched = covered | {owner_of(k) for k in keys}
@@ -221,7 +208,6 @@ def crossed(
             "mutation",
             "memory of an operand or an inner value is written between the products",
             write.node,
-            "write before or after the chain",
         )
     edge = effects.crossed_edge(start, end)
     if edge is not None:
@@ -229,7 +215,6 @@ def crossed(
             "region",
             f"the chain crosses the edge of a region ({edge[1]})",
             edge[0],
-            "keep both products inside of the region, or outside of it",
         )
     return None
 

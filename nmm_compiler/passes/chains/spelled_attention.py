@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.torch_names import target_name
 
@@ -35,7 +35,7 @@ def spelled_out(graph: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | N
         return None
     dropped = _dropout(weights)
     if dropped is not None:
-        return Refusal("dropout", "dropout of the weights is on", dropped, "use eval mode")
+        return Refusal("training", "dropout of the weights is on", dropped)
     dim = passed.args[1] if len(passed.args) > 1 else passed.kwargs.get("dim")
     scores = _through(passed.args[0], _CASTS)
     for inner, mask in _with_mask(scores):
@@ -44,8 +44,8 @@ def spelled_out(graph: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | N
             more = {"value": v, "attn_mask": mask, "enable_gqa": True}
             return found | more
     return Refusal(
-        "attention_spelled", "the scores below the softmax are not scale q k^T, capped and masked",
-        passed, "call scaled_dot_product_attention: attn_implementation='sdpa' in transformers",
+        "no_kernel", "the scores below the softmax are not scale q k^T, capped and masked",
+        passed,
     )  # fmt: skip
 
 

@@ -12,21 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import (
-    Refusal,
-    path_nodes,
-)
+from nmm_compiler.passes.chains.linear_map import path_nodes
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
-    Activation,
     Add,
     Cast,
     Diagonal,
     Form,
     Key,
     Leaf,
-    Norm,
     Opaque,
     Product,
     Scale,
@@ -98,50 +94,16 @@ def _token_step(c: Canonical, factor: Key, target: Key) -> Step | None:
 
 def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
     """Return a refusal that names what is between two products."""
-    shown = describe(form)
+    shown, code = describe(form), "between"
     if owner_of(key) in c.effects.writers:
-        return Refusal(
-            "mutation", "an inner value is written in place", key, "use the functional form"
-        )
-    if isinstance(form, Activation):
-        return Refusal("activation", f"{shown} between the products", key, "nothing: not linear")
-    if isinstance(form, Norm):
-        return Refusal("norm", f"{shown} between the products", key, "nothing: not linear")
-    if isinstance(form, Cast):
-        return Refusal(
-            "dtype", f"{shown} between the products", key, "keep one dtype through the chain"
-        )
-    if isinstance(form, Scale):
-        return Refusal(
-            "activation_factor",
-            "multiplied by an activation between the products",
-            key,
-            "nothing: only constants fold into the factors",
-        )
-    if isinstance(form, Add) and isinstance(form.b, float):
-        return Refusal(
-            "activation_addend",
-            "a number is added between the products",
-            key,
-            "add a vector of the rank's width, a parameter or a buffer: it folds as a bias",
-        )
-    if isinstance(form, Add):
-        return Refusal(
-            "activation_addend",
-            "an activation is added between the products",
-            key,
-            "nothing: only constant biases fold",
-        )
-    if isinstance(form, Opaque) and form.name in DISTRIBUTED:
-        return Refusal(
-            "sharded",
-            "moved between devices between the products",
-            key,
-            "nothing: this moves features of the rank's width, behind the chain there are more",
-        )
-    if "dropout" in shown.lower():
-        return Refusal("dropout", "training dropout between the products", key, "call model.eval()")
-    return Refusal("opaque", f"{shown} between the products", key, "nothing: no kernel takes it")
+        shown, code = "a write in place", "mutation"
+    elif isinstance(form, Cast):
+        code = "dtype"
+    elif isinstance(form, Opaque) and form.name in DISTRIBUTED:
+        shown, code = "a move between devices", "device"
+    elif "dropout" in shown.lower():
+        code = "training"
+    return Refusal(code, f"{shown} between the products", key)
 
 
 @dataclass

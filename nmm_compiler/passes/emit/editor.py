@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key, Virtual
@@ -208,10 +208,9 @@ class Editor:
             elif size not in inputs:
                 raise NotEmittedError(
                     Refusal(
-                        "unknown_sizes",
+                        "shape",
                         f"the sizes {free} and {size} of one reshape stand nowhere in the graph",
-                        self.at or near,  # `near` may be a node of this attempt
-                        "hand the sizes over, or reshape after the chain",
+                        self.at or near,
                     )
                 )
             else:

@@ -12,7 +12,7 @@ from torch import fx
 from nmm_compiler.ops.scaled import SUFFIX
 from nmm_compiler.passes.chains import eight_bits
 from nmm_compiler.passes.chains.chain import Chain
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.steps import Step
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.emit.fold_factors import (
@@ -169,10 +169,9 @@ def _check_placements(editor: Editor, node: fx.Node, call: Call) -> None:
         if value.placements != want:
             raise NotEmittedError(
                 Refusal(
-                    "sharded",
+                    "device",
                     f"one call returns {value.placements}, the products {want}",
                     one.final,
-                    "cut the factors along the rank, or the second one by its outputs",
                 )
             )
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nmm_compiler.errors import PatternError
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
@@ -111,7 +111,7 @@ class PatternRule(Rule):
                 nearest = unifier.nearest
         if refusal is None and nearest is not None:
             depth, why, at = nearest
-            return Refusal("pattern", why, at, "write what is there into a pattern", agreed=depth)
+            return Refusal("pattern", why, at, agreed=depth)
         return refusal
 
     def _refused(self, graph: Canonical, node: fx.Node, found: Found, site: Site) -> Refusal | None:
@@ -119,7 +119,7 @@ class PatternRule(Rule):
         for name in self.constants:
             key = site.tensors[name][0]
             if not graph.is_constant(key):
-                return Refusal("constant", f"{name} is no stored weight", key, "store it")
+                return Refusal("weight", f"{name} is no stored weight", key)
         operands = [key for key, _ in site.tensors.values()]
         why = unsafe(graph, found.nodes, node, operands)
         if why is not None or self.where is None:
@@ -129,7 +129,7 @@ class PatternRule(Rule):
         if answer is True:
             return None
         reason = answer if isinstance(answer, str) else "the rule's condition does not hold"
-        return Refusal("where", reason, node, "change the model or the rule's `where`")
+        return Refusal("pattern", reason, node)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the replacement's graph on the tensors of the site."""

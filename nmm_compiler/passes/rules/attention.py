@@ -29,7 +29,7 @@ from nmm_compiler.passes.chains.attention_operands import (
     read_mask,
     rotation,
 )
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import refuse
 from nmm_compiler.passes.chains.spelled_attention import spelled_out
 from nmm_compiler.passes.emit.editor import Editor
@@ -100,9 +100,7 @@ class Attention(Rule):
                 soft_cap=given.get("soft_cap", 0.0),
             )  # fmt: skip
         except NmmError as error:
-            return Refusal(
-                "attention_spec", str(error), node, "nothing: the call stays with PyTorch"
-            )
+            return Refusal("no_kernel", str(error), node)
         mask = given.get("attn_mask")
         read = (*operands, *(angles or ()), *([mask] if isinstance(mask, fx.Node) else []))
         inner = _between(node, read)
@@ -207,26 +205,23 @@ def _unlike(
     sizes = (*q.shape, *k.shape)
     if q.dim() != 4 or k.dim() != 4 or not all(isinstance(size, int) for size in sizes):
         return Refusal(
-            "attention_shape",
+            "shape",
             f"operands of shapes {tuple(q.shape)} and {tuple(k.shape)}",
             node,
-            "pass [batch, heads, tokens, d] with static sizes",
         )
     if given.get("dropout_p", 0.0) != 0.0:
-        return Refusal("dropout", f"dropout_p is {given['dropout_p']}", node, "use eval mode")
+        return Refusal("training", f"dropout_p is {given['dropout_p']}", node)
     if given.get("is_causal", False) and q.shape[2] != k.shape[2]:
         # PyTorch counts from the first key, the kernel from the last
         return Refusal(
-            "attention_length",
+            "no_kernel",
             f"{q.shape[2]} causal queries for {k.shape[2]} keys",
             node,
-            "pass as many queries as keys",
         )
     if q.shape[1] != k.shape[1] and not given.get("enable_gqa", False):
         return Refusal(
-            "attention_heads",
+            "no_kernel",
             f"{q.shape[1]} heads of q and {k.shape[1]} of k",
             node,
-            "set enable_gqa",
         )
     return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import REMEDIES, Refusal
 from nmm_compiler.passes.emit.call_prices import predicted
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ def module_path(node: fx.Node) -> str:
     return ""
 
 
+def source_line(node: fx.Node) -> str:
+    """Return "file:line" of the model's code that a node was traced from, "" where unknown."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return "{}:{}".format(*frames[-1]) if frames else ""
+
+
 def common_path(nodes: Iterable[fx.Node]) -> str:
     """Return the path of the innermost module that all nodes with a path were traced from."""
     paths = [path.split(".") for path in map(module_path, nodes) if path]
@@ -39,9 +45,9 @@ def common_path(nodes: Iterable[fx.Node]) -> str:
 class Declined:
     """A place that looks like a rule's pattern and was left alone.
 
-    code: one word per kind of reason. reason: what prevents the match. node: the node that causes
-    it.
-    remedy: what would have to change. at: the node where the pattern would have ended.
+    code: a key of `REMEDIES`, or a user's own. reason: what prevents the match. node: the node that
+    causes it, from `source`, a "file:line" of the model where the graph has one. remedy: what would
+    have to change. at: the node where the pattern would have ended.
     """
 
     rule: str
@@ -52,6 +58,7 @@ class Declined:
     at: str
     module: str = ""
     graph: str = ""
+    source: str = ""
 
     @classmethod
     def of(cls, rule: str, refusal: Refusal, at: fx.Node) -> Declined:
@@ -62,9 +69,10 @@ class Declined:
             code=refusal.code,
             reason=refusal.reason,
             node=blamed.name,
-            remedy=refusal.remedy,
+            remedy=refusal.remedy or REMEDIES.get(refusal.code, ""),
             at=at.name,
             module=module_path(at) or module_path(blamed),
+            source=source_line(blamed) or source_line(at),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +80,8 @@ class Declined:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def __str__(self) -> str:
-        return f"{self.rule} at {self.at}: {self.reason} ({self.node}); {self.remedy}"
+        place = f"{self.node}, {self.source}" if self.source else self.node
+        return f"{self.rule} at {self.at}: {self.reason} ({place}); {self.remedy}"
 
 
 @dataclass(repr=False)

@@ -23,13 +23,14 @@ from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.options import LARGEST_BUCKET
-from nmm_compiler.passes.chains.linear_map import Refusal, is_whole_feature, path_nodes
+from nmm_compiler.passes.chains.linear_map import is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.projections import (
     Projection,
     features_over_base,
     over_base,
     read_projection,
 )
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import real_users, refuse
 from nmm_compiler.passes.chains.steps import affine
 from nmm_compiler.passes.emit.fused_calls import GatedCall
@@ -131,10 +132,9 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
     gate, up, down = gated.projections()
     if down.n != gate.k:
         return Refusal(
-            "features",
+            "no_kernel",
             f"the down projection returns {down.n} features, one kernel returns x's {gate.k}",
             gated.node,
-            "nothing: the down projection is a call of its own",
         )
     call = GatedCall.of(c, gated)
     m = call.tokens_count()
@@ -148,8 +148,7 @@ def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
     why = decide(*sizes, ranks, name, c.chip, options.price, fp8, options.lnc)
     if why is None:
         return None
-    code, reason, remedy = why
-    return Refusal(code, reason, gated.node, remedy)
+    return Refusal(why[0], why[1], gated.node)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,8 +162,8 @@ def decide(
     price: str,
     fp8: bool = False,
     lnc: int = 1,
-) -> tuple[str, str, str] | None:
-    """Return (code, reason, remedy) against one kernel for the whole MLP, None for it.
+) -> tuple[str, str] | None:
+    """Return (code, reason) against one kernel for the whole MLP, None for it.
 
     ranks: of gate, up and down, 0 for a dense one. price, lnc: as in Options. fp8: the weights are
     fp8.
@@ -184,7 +183,7 @@ def decide(
     whole = GatedMLPSpec(**common, **gates, down_r=down)
     why = refusal(whole, chip)
     if why is not None:
-        return "sbuf", f"the whole MLP has no kernel: {why}", "nothing: it runs as two kernels"
+        return "no_kernel", f"the whole MLP has no kernel: {why}"
     if any(refusal(spec, chip) for spec in (first, last)):
         return None  # there is no pair to compare with
     one, *two = (calls_us((spec,), chip, price_on(price, lnc)) for spec in (whole, first, last))
@@ -194,4 +193,4 @@ def decide(
         f"one kernel for {m} tokens is predicted to take {one:,.1f} us on {chip.name}, "
         f"two take {two[0]:,.1f} + {two[1]:,.1f} us ({price})"
     )
-    return "slower", reason, "nothing: it runs as two kernels"
+    return "slower", reason

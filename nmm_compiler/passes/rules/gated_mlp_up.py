@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal, path_nodes
+from nmm_compiler.passes.chains.linear_map import path_nodes
 from nmm_compiler.passes.chains.projections import Projection, read_projection, same_tokens
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import refuse
 from nmm_compiler.passes.emit.fused_calls import GatedCall
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -106,24 +107,20 @@ def read_gated(
     if not low and not (down is not None and _is_bottleneck(gate, down)):
         return None
     if not same_tokens(c, gate.first, gate.out_dims, up.first, up.out_dims):
-        return Refusal(
-            "other_x", "gate and up do not read the same x", node, "feed both the same tensor"
-        )
+        return Refusal("other_x", "gate and up do not read the same x", node)
     if activation not in GATES:
         return Refusal(
-            "gate_activation",
+            "no_kernel",
             f"no kernel computes a gate with the activation {activation}",
             node,
-            f"use one of {', '.join(GATES)}; the projections are fused by themselves",
         )
     if gate.n != up.n:
         return None
     if any(not p.low_rank and not p.only_bias() for p in (gate, up)):
         return Refusal(
-            "scaled_gate",
+            "no_kernel",
             "a scale stands behind a dense gate or up projection",
             node,
-            "fold the scale into the weight",
         )
     return Gated(node, activation, gate, up, gate.nodes | up.nodes | nodes | {node})
 
@@ -140,17 +137,15 @@ def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal |
         merged = read_projection(c, sources[0])
         if merged is not None and merged.low_rank:
             return Refusal(
-                "merged_gate",
+                "no_kernel",
                 "gate and up are halves of one projection, and share its first factor",
                 node,
-                "nothing: the projection is fused as one chain; two projections make a gated MLP",
             )
     if is_adapted(c, gate) or is_adapted(c, up):
         return Refusal(
-            "adapted_gate",
+            "no_kernel",
             "gate or up is a dense product with adapters",
             node,
-            "nothing: each is fused as its own call; merge the adapters for a gated MLP",
         )
     return None
 

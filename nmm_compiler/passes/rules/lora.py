@@ -24,9 +24,10 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.epilogue import extend
-from nmm_compiler.passes.chains.linear_map import Refusal, path_nodes
+from nmm_compiler.passes.chains.linear_map import path_nodes
 from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.projections import Projection, read_projection, same_tokens
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import real_users, refuse
 from nmm_compiler.passes.chains.steps import Step
 from nmm_compiler.passes.emit.editor import Editor
@@ -83,7 +84,6 @@ class LoRA(KernelRule):
                     "other_x",
                     "base and branch do not read the same x in the same way",
                     base.out,
-                    "feed base and adapter the same tensor, in one dtype",
                 )
         chains = [_chain_of(branch) for branch in branches]
         wide = too_wide(graph, first.first, sum(c.r for c in chains), first.n, chains[0].second.key)
@@ -237,7 +237,7 @@ def _in_place(
     position = c.effects.position
     for node in writers:
         target = node.args[0] if node.args else None
-        why = Refusal("mutation", "the sum writes memory that others see", node, "add out of place")
+        why = Refusal("mutation", "the sum writes memory that others see", node)
         if not isinstance(target, fx.Node) or isinstance(c.form(target), Leaf):
             return why
         own = c.effects.storages(target)

@@ -16,10 +16,9 @@ from torch import fx
 from nmm_compiler.ops.registration import is_reference
 from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
-from nmm_compiler.passes.chains.linear_map import Refusal, part_of_one
-from nmm_compiler.passes.chains.near_misses import WORTH_ASKING, near_miss
 from nmm_compiler.passes.chains.over_ranks import read_summed_chain
 from nmm_compiler.passes.chains.prices import too_wide
+from nmm_compiler.passes.chains.refusal import Refusal, part_of_one
 from nmm_compiler.passes.chains.safety import refuse, unsafe
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
@@ -27,7 +26,6 @@ from nmm_compiler.passes.emit.ranks_call import RowsCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import (
     Key,
-    Opaque,
     Product,
     Virtual,
     owner_of,
@@ -77,10 +75,9 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
 
 def _bias_behind(key: Key) -> Refusal:
     return Refusal(
-        "part_of_one",
+        "between",
         "the last product adds a bias of its own behind a factor of each token",
         key,
-        "add the bias behind the product",
     )
 
 
@@ -100,25 +97,20 @@ class LowRank(KernelRule):
     """The plain chain of two products."""
 
     name = "lowrank"
-    ends_at = (Product, Opaque)
+    ends_at = (Product,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every product at the node, and what may look like a factor and is none."""
+        """Propose every product at the node."""
         yield from products_at(graph, node)
-        form = graph.forms.get(node)
-        if isinstance(form, Opaque) and form.name in WORTH_ASKING:
-            yield node, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the chain and check whether it may move to its end."""
         key, form = candidate
-        chain = read_chain(graph, key, form) if isinstance(form, Product) else None
-        if isinstance(chain, Refusal) and chain.code == "sharded":
+        chain = read_chain(graph, key, form)
+        if isinstance(chain, Refusal) and chain.code == "device":
             return self._over_ranks(graph, key, form) or chain
-        if chain is None or (isinstance(chain, Refusal) and chain.code == "opaque"):
-            return near_miss(graph, key, form) or chain
-        found = chain if isinstance(chain, Refusal) else check_chain(graph, chain)
-        if isinstance(found, Refusal):
+        found = check_chain(graph, chain) if isinstance(chain, Chain) else chain
+        if not isinstance(found, Chain):
             return found
         call = LowRankCall.of(graph, found)
         return self.matched(graph, owner_of(found.out), found.nodes, call)
@@ -130,20 +122,18 @@ class LowRank(KernelRule):
             return None
         if graph.options.executor in ONE_PROCESS:
             return Refusal(
-                "one_rank",
+                "device",
                 f"executor {graph.options.executor!r} runs one process, and the devices sum "
                 "between the products",
                 key,
-                "use executor 'auto'",
             )
         x = graph.tensor(chain.first.x)
         by_kernel = x is not None and not is_reference(graph.options.executor, x)
         if by_kernel and graph.trains and torch.is_grad_enabled():
             return Refusal(
-                "rank_gradients",
+                "device",
                 "the model trains, and no kernel that sums over devices has gradients",
                 key,
-                "use executor 'reference', or torch.no_grad() and parameters without gradients",
             )
         found = check_chain(graph, chain)
         if isinstance(found, Refusal):

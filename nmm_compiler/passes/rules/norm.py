@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.norm_before import NormBefore, read_norm
 from nmm_compiler.passes.chains.prices import tokens_to_judge
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import DTYPES, crossed, real_users, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.kernel_calls import (
@@ -62,8 +62,8 @@ class NormInside(Rule):
             return None
         if not _along_features(graph, call):
             return Refusal(
-                "norm_features", "the norm is over other dimensions than the features of x",
-                norm.final, "normalize the last dimension",
+                "shape", "the norm is over other dimensions than the features of x",
+                norm.final,
             )  # fmt: skip
         readers = _readers(graph, norm.final)
         for reader in readers:
@@ -71,7 +71,6 @@ class NormInside(Rule):
             if other is None or "norm" in reader.kwargs or not _reads_as_x(graph, other, norm):
                 return Refusal(
                     "other_user", f"the norm is also read by {reader.name}", norm.final,
-                    "let only low-rank calls read it",
                 )  # fmt: skip
         path = {owner_of(key) for key in graph.through(x)}
         # inner values of the norm may have other readers: those are computed as before
@@ -168,9 +167,7 @@ def _slower(
     inside = call_us(c, call, call.ended(nodes, keywords))
     value = c.tensor(norm.value)
     if plain is None or inside is None or value is None:
-        return Refusal(
-            "slower", "no kernel takes the norm in", norm.final, "nothing: the norm runs as it is"
-        )
+        return Refusal("slower", "no kernel takes the norm in", norm.final)
     tokens = tokens_to_judge(value.numel() // value.shape[-1])
     if c.options.price == "closed_form":
         inside += wait_us(c.chip, tokens, int(value.shape[-1]), value.element_size())
@@ -183,5 +180,4 @@ def _slower(
         f"the call with the norm inside: {inside:,.1f} us on {c.chip.name}, without {plain:,.1f}, "
         f"its share of the norm {apart:,.1f} us (predicted, {c.options.price})",
         norm.final,
-        "nothing: the norm runs as it is",
     )

@@ -20,16 +20,10 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, join_stages
 from nmm_compiler.passes.chains.epilogue import extend
-from nmm_compiler.passes.chains.linear_map import (
-    Refusal,
-    Stage,
-    Weight,
-    part_of_one,
-    path_nodes,
-    read_stage,
-)
+from nmm_compiler.passes.chains.linear_map import Stage, Weight, path_nodes, read_stage
 from nmm_compiler.passes.chains.prices import tokens_to_judge, too_wide
 from nmm_compiler.passes.chains.product_order import Cost
+from nmm_compiler.passes.chains.refusal import Refusal, part_of_one
 from nmm_compiler.passes.chains.safety import real_users, refuse
 from nmm_compiler.passes.chains.steps import trace_back
 from nmm_compiler.passes.emit.fused_calls import LowRankCall

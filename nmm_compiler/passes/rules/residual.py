@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Refusal
 from nmm_compiler.passes.chains.prices import tokens_to_judge
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import DTYPES, real_users, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.kernel_calls import KernelCall, call_us, kernel_call, pass_us
@@ -60,15 +60,14 @@ class ResidualInside(Rule):
         base, dims = graph.base(y)
         if not _in_order(dims, graph.shape(base) or ()) or not _is_row(call.node):
             return Refusal(
-                "residual_shape", "the result is rearranged before the sum", node,
-                "add the residual to the result as it is",
+                "shape", "the result is rearranged before the sum", node,
             )  # fmt: skip
         shapes = {graph.shape(key) for key in (node, y, residual)}
         dtypes = {graph.dtype(key) for key in (node, y, residual)}
         if len(shapes) > 1 or len(dtypes) > 1 or not dtypes <= {*DTYPES}:
             return Refusal(
-                "residual_shape", "the residual has another shape or dtype than the result",
-                owner_of(residual), "add tensors of one shape and dtype",
+                "shape", "the residual has another shape or dtype than the result",
+                owner_of(residual),
             )  # fmt: skip
         path = {owner_of(key) for key in graph.through(y)}
         nodes = {node, call.node, *path}
@@ -76,7 +75,6 @@ class ResidualInside(Rule):
         if others:
             return Refusal(
                 "other_user", f"the result is also used by {others[0].name}", call.node,
-                "let only the sum read it",
             )  # fmt: skip
         why = unsafe(graph, nodes, node, [*call.node.all_input_nodes, residual])
         if why is not None:
@@ -128,9 +126,7 @@ def _slower(c: Canonical, call: KernelCall, node: fx.Node, residual: Key) -> Ref
     inside = call_us(c, call, call.ended({call.gain + 2: call.node}, {}))  # of the same shape
     value = c.tensor(node)
     if plain is None or inside is None or value is None:
-        return Refusal(
-            "slower", "no kernel adds the residual", node, "nothing: the sum runs as it is"
-        )
+        return Refusal("slower", "no kernel adds the residual", node)
     tokens = tokens_to_judge(value.numel() // value.shape[-1])
     apart = pass_us(c.chip, 3 * tokens * int(value.shape[-1]) * value.element_size())
     if inside <= plain + apart:
@@ -140,5 +136,4 @@ def _slower(c: Canonical, call: KernelCall, node: fx.Node, residual: Key) -> Ref
         f"the call with the residual inside: {inside:,.1f} us on {c.chip.name}, without "
         f"{plain:,.1f}, the sum {apart:,.1f} us (predicted, {c.options.price})",
         owner_of(residual),
-        "nothing: the sum runs as it is",
     )

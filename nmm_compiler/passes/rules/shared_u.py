@@ -15,7 +15,7 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, read_chain
 from nmm_compiler.passes.chains.epilogue import extend
-from nmm_compiler.passes.chains.linear_map import Refusal
+from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import real_users
 from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import Canonical
