@@ -1,0 +1,153 @@
+"""Counts the code by room and says where a limit of docs/layout.md is broken.
+
+    python tests/size.py [--against DIR]
+
+Statements are what is limited: joining lines saves none. Nodes a statement are limited too, so that
+long expressions save none either. `--against` adds the change from another checkout. The exit code
+is 1 if a limit is broken. The table in docs/layout.md is the only place that names rooms:
+`tests/` is a whole tree, `nmm_compiler/passes/` a room, `nmm_compiler/*.py` the files beside rooms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADING = "| counted together |"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much code a file or a room holds."""
+
+    statements: int = 0
+    lines: int = 0
+    nodes: int = 0
+    functions: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(
+            self.statements + other.statements,
+            self.lines + other.lines,
+            self.nodes + other.nodes,
+            self.functions + other.functions,
+        )
+
+    @property
+    def nodes_per_statement(self) -> float:
+        return self.nodes / self.statements if self.statements else 0.0
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A row of the table: what is counted together, and the most that it may have."""
+
+    name: str
+    rooms: tuple[str, ...]
+    statements: int
+    nodes_per_statement: float | None
+
+    def faults(self, size: Size) -> Iterator[str]:
+        if size.statements > self.statements:
+            yield f"{self.name}: {size.statements:,} statements, over {self.statements:,}"
+        most = self.nodes_per_statement
+        if most is not None and round(size.nodes_per_statement, 2) > most:
+            yield f"{self.name}: {size.nodes_per_statement:.2f} nodes a statement, over {most:.2f}"
+
+
+def size_of(text: str) -> Size:
+    nodes = list(ast.walk(ast.parse(text)))
+    return Size(
+        statements=sum(isinstance(node, ast.stmt) for node in nodes),
+        lines=len(text.splitlines()),
+        nodes=len(nodes),
+        functions=sum(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in nodes),
+    )
+
+
+def limits_of(layout: str) -> list[Limit]:
+    """Return the rows of the table in the text of docs/layout.md."""
+    table = layout.partition(HEADING)[2].partition("\n\n")[0]
+    limits = []
+    for line in table.splitlines()[2:]:
+        name, rooms, statements, nodes = (cell.strip() for cell in line.strip("|").split("|"))
+        limits.append(
+            Limit(
+                name,
+                tuple(re.findall(r"`([^`]+)`", rooms)),
+                int(statements.replace(",", "")),
+                float(nodes) if nodes else None,
+            )
+        )
+    if not limits:
+        raise ValueError(f"docs/layout.md has no table that begins with {HEADING!r}")
+    return limits
+
+
+def sizes_of(root: Path, limits: list[Limit]) -> dict[str, Size]:
+    """Return the size of each room of the trees that the limits name."""
+    sizes: dict[str, Size] = {}
+    for tree in dict.fromkeys(name.split("/")[0] for limit in limits for name in limit.rooms):
+        for path in sorted((root / tree).rglob("*.py")):
+            _, room, *deeper = path.relative_to(root).parts
+            room = f"{tree}/{room}/" if deeper else f"{tree}/*.py"
+            sizes[room] = sizes.get(room, Size()) + size_of(path.read_text("utf-8"))
+    return sizes
+
+
+def total(sizes: dict[str, Size], names: tuple[str, ...]) -> Size:
+    return sum((size for room, size in sizes.items() if room.startswith(names)), Size())
+
+
+def rooms_without_a_limit(sizes: dict[str, Size], limits: list[Limit]) -> list[str]:
+    """Return the rooms that have no row of their own, in trees where other rooms have one."""
+    named = [name for limit in limits for name in limit.rooms if name.split("/")[1]]
+    trees = {name.split("/")[0] for name in named}
+    return [
+        room for room in sizes if room.split("/")[0] in trees and not room.startswith(tuple(named))
+    ]
+
+
+def row(name: str, size: Size, before: Size | None, limit: str = "") -> str:
+    text = f"{name:<28}{size.statements:>11,}{limit:>9}{size.lines:>9,}"
+    text += f"{size.nodes_per_statement:>8.2f}{size.functions:>11,}"
+    return text if before is None else f"{text}{size.statements - before.statements:>+10,}"
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout")
+    against = parser.parse_args(arguments).against
+    if against and not against.is_dir():
+        parser.error(f"--against {against}: no such directory")
+    limits = limits_of((root / "docs" / "layout.md").read_text("utf-8"))
+    sizes = sizes_of(root, limits)
+    before = sizes_of(against, limits) if against else None
+    faults = [
+        f"{room} is in no row of docs/layout.md" for room in rooms_without_a_limit(sizes, limits)
+    ]
+    columns = f"{'':<28}{'statements':>11}{'at most':>9}{'lines':>9}{'nodes':>8}{'functions':>11}"
+    print(columns + (f"{'change':>10}" if against else ""))
+    rooms = {*sizes, *(before or {})}
+    for limit in limits:
+        size = total(sizes, limit.rooms)
+        faults += limit.faults(size)
+        then = total(before, limit.rooms) if before is not None else None
+        print(row(limit.name, size, then, f"{limit.statements:,}"))
+        for room in sorted(room for room in rooms if room.startswith(limit.rooms)):
+            then = before.get(room, Size()) if before is not None else None
+            print(row(f"  {room}", sizes.get(room, Size()), then))
+        rooms = {room for room in rooms if not room.startswith(limit.rooms)}
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
