@@ -23,11 +23,6 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write a file anew."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def computed(
     path: Path, jobs: Sequence[Any], rows_of: Callable[[Any], list[Row]], workers: int
 ) -> Iterator[Row]:

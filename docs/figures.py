@@ -22,7 +22,6 @@ from nmm_compiler.report.parts import Drawing
 from nmm_compiler.simulator.timing.profile_parts import roofline_drawing, timeline_drawing
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
-WIDE = charts.WIDTH
 
 
 def alone(drawing: Drawing) -> str:

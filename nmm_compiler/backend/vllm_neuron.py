@@ -152,13 +152,8 @@ def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, lowered: Lowe
             results += _kernel_call(work, gm, launch.spec, operands, x)
         given = meta_value(node)
         shaped = [
-            _shaped(gm, y, layout, value)
-            for y, layout, value in zip(
-                results,
-                lowered.out_layouts,
-                given if lowered.many else [given],
-                strict=True,
-            )
+            _shaped(gm, y, value)
+            for y, value in zip(results, given if lowered.many else [given], strict=True)
         ]
     if not lowered.many:
         node.replace_all_uses_with(shaped[0])
@@ -238,7 +233,7 @@ def _rows(gm: fx.GraphModule, node: fx.Node, rows: Tensor) -> fx.Node:
     return _contiguous(gm, node, value)
 
 
-def _shaped(gm: fx.GraphModule, y: fx.Node, layout: str, like: Tensor) -> fx.Node:
+def _shaped(gm: fx.GraphModule, y: fx.Node, like: Tensor) -> fx.Node:
     """Return a result with the token dimensions that the op gave it."""
     value = y.meta["example_value"]
     assert math.prod(value.shape) == math.prod(like.shape)

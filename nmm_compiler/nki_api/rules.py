@@ -4,8 +4,7 @@ keeps it.
 `rules()` reads `rules.toml`. A row's call is kernel text with a `$`, which `breaks` and `holds`
 replace, so that the two calls differ in the rule alone. The simulator does not read this table: its
 checks are beside the instructions, and tests/simulator/test_rules.py runs both calls of each row,
-in both modes, and expects the row's error. `docs/rules.md` prints the table with the function of
-the simulator that refused.
+in both modes, and expects the row's error.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Opportunity:
 
     node: the product. r is the rank that keeps 80 % of the parameters; break_even is the first rank
     at which the factors are no smaller than the dense matrix. m: tokens of the product, None for a
-    symbolic count; dtype: its operands'. saved_bytes are bytes of weight read per call, saved_flops
-    are floating-point operations per token.
+    symbolic count; dtype: its operands'. saved_bytes are bytes of weight read per call,
+    saved_flops_per_token are floating-point operations.
     """
 
     node: str

@@ -160,11 +160,6 @@ def keep(c: Canonical, weights: Sequence[Weight], dtype: torch.dtype | None, why
     return Kept(format, () if why else stored, why)
 
 
-def kept_of_chain(c: Canonical, chain: Chain) -> Kept:
-    """Return how the call of a chain reads its factors."""
-    return keep(c, (chain.u, chain.v), c.dtype(owner_of(chain.out)), beside_products(chain))
-
-
 def beside_products(chain: Chain) -> str:
     """Return what stands around the products of a chain that no kernel of fp8 weights computes."""
     steps = (*chain.middle, *chain.after)

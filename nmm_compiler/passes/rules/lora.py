@@ -68,8 +68,8 @@ class LoRA(KernelRule):
         added = _Sum([], set(), [])
         _flatten(graph, node, form, 1.0, added)
         read = _base_and_branches(graph, added.terms)
-        if read is None or isinstance(read, Refusal):
-            return read
+        if read is None:
+            return None
         base, branches = read
         first = branches[0]
         for branch in branches:
@@ -173,7 +173,7 @@ def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | 
 
 def _base_and_branches(
     c: Canonical, terms: list[tuple[Key, float]]
-) -> tuple[Projection | None, list[Projection]] | Refusal | None:
+) -> tuple[Projection | None, list[Projection]] | None:
     """Read the terms as low-rank projections and one dense one at most; None for other terms."""
     base: Projection | None = None
     branches: list[Projection] = []
@@ -205,7 +205,7 @@ def is_adapted(c: Canonical, key: Key) -> bool:
     added = _Sum([], set(), [])
     _flatten(c, found[0], found[1], 1.0, added)
     read = _base_and_branches(c, added.terms)
-    return isinstance(read, tuple) and read[0] is not None
+    return read is not None and read[0] is not None
 
 
 def _chain_of(branch: Projection) -> Chain:
