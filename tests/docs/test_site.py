@@ -37,6 +37,22 @@ def test_the_reference_has_every_name_of_the_door():
     assert set(nmm_compiler.__all__) - {"__version__", "NmmError"} <= shown
 
 
+def unknown_names(text, public):
+    """Return the `nmm.<name>` of a page that the package's door does not have."""
+    return {name for name in re.findall(r"(?<![\w./-])nmm\.(\w+)", text) if name not in public}
+
+
+def test_pages_call_what_the_door_has():
+    import nmm_compiler
+
+    assert unknown_names("nmm.predict(x), torch.ops.nmm.f, nmm.lost(x)", {"predict"}) == {"lost"}
+    attributes = "mlir.md"  # `nmm.spec` and the like are attributes of an operation there
+    pages = [p for p in (ROOT / "docs").rglob("*.md") if p.name != attributes]
+    for page in (ROOT / "README.md", *pages):
+        text = page.read_text(encoding="utf-8")
+        assert not unknown_names(text, nmm_compiler.__all__), page
+
+
 def test_the_table_of_options_has_every_option():
     from nmm_compiler import Options
 
