@@ -132,7 +132,9 @@ def test_every_ending_is_one_line_and_a_code(monkeypatch, capsys, error, code, s
     monkeypatch.setenv("NMM_TRACEBACK", "1")
     with pytest.raises(SystemExit):
         main.main(["doctor", "a b"])
-    assert type(error).__name__ in capsys.readouterr().err or callable(error)
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown
+    assert ("ImportError" if callable(error) else type(error).__name__) in shown
 
 
 def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
