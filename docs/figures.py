@@ -19,7 +19,7 @@ from nmm_compiler.passes.graph_view import graph_parts
 from nmm_compiler.report import charts
 from nmm_compiler.report.page import STYLE
 from nmm_compiler.report.parts import Drawing
-from nmm_compiler.simulator.timing.profile_parts import roofline_drawing, timeline_drawing
+from nmm_compiler.simulator.timing.profile_parts import roofline_drawing
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 
@@ -96,8 +96,7 @@ def data_flow() -> Drawing:
 
 
 def timing() -> dict[str, Drawing]:
-    """Draw a kernel over time, and kernels for more and more tokens on the roofline."""
-    found = nmm.build_kernel(nmm.LowRankSpec(m=128, k=1024, r=256, n=1024)).profile()
+    """Draw kernels for more and more tokens on the roofline."""
     points = []
     for m in (1, 16, 128, 512, 2048):
         kernel = nmm.build_kernel(nmm.LowRankSpec(m=m, k=2048, r=512, n=2048))
@@ -107,7 +106,7 @@ def timing() -> dict[str, Drawing]:
     chip = kernel.target
     peak, rate = chip.peak_flops_per_second(), chip.memory_bytes_per_second
     roof = roofline_drawing(points, chip.name, peak, rate)
-    return {"timeline": timeline_drawing(found.timeline, 600), "roofline": roof}
+    return {"roofline": roof}
 
 
 def error_bounds() -> Drawing:

@@ -15,11 +15,10 @@ from nmm_compiler.simulator.timing.profile_parts import (
     engine_table,
     listings,
     roofline_drawing,
-    timeline_drawing,
+    time_drawing,
 )
 
 _KERNELS_SHOWN = 16
-_SLICES_OF_A_PAGE = 6000  # about 1 MB of marks
 
 
 def kernel_parts(kernels: Sequence[Any]) -> list[Part]:
@@ -38,8 +37,7 @@ def kernel_parts(kernels: Sequence[Any]) -> list[Part]:
         Section("kernels on the roofline", (roofline_drawing(points, target.name, peak, rate),))
     ]
     shown = built[:_KERNELS_SHOWN]
-    slices = _SLICES_OF_A_PAGE // len(shown)
-    parts += [Section(kernel.spec.short(), _of_kernel(kernel, slices), folded=True)
+    parts += [Section(kernel.spec.short(), _of_kernel(kernel), folded=True)
               for kernel in shown]  # fmt: skip
     if len(built) > len(shown):
         more = counted(len(built) - len(shown), "faster kernel")
@@ -53,14 +51,14 @@ def _place(profile: Profile) -> tuple[float, float]:
     return profile.flops / moved, profile.flops * 1e6 / (profile.latency_us or 1.0)
 
 
-def _of_kernel(kernel: Kernel, slices: int) -> tuple[Part, ...]:
+def _of_kernel(kernel: Kernel) -> tuple[Part, ...]:
     profile = kernel.profile()
     found = profile.timeline
     return (
         Line(profile.summary(), "headline"),
         Line(f"{kernel.spec} as {kernel.schedule}"),
         engine_table(found),
-        timeline_drawing(found, slices),
+        time_drawing(found),
         Section("schedule and runners-up", _runners_up(kernel), folded=True),
         Section("source", tuple(listings(found)), folded=True),
     )

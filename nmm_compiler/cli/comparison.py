@@ -11,7 +11,7 @@ from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.simulator.timing.profile_parts import (
     roofline_drawing,
     statement,
-    timeline_drawing,
+    time_drawing,
 )
 from nmm_compiler.simulator.timing.shares import by_instruction, by_line
 
@@ -40,8 +40,8 @@ def comparison_parts(found: Mapping[str, Profile], most_lines: int | None) -> li
     ]  # fmt: skip
     if most_lines is None:
         for name, profile in found.items():
-            parts.append(Section(name, (timeline_drawing(profile.timeline, 1500),
-                                        *profile.source()), folded=True))  # fmt: skip
+            parts.append(Section(name, (time_drawing(profile.timeline), *profile.source()),
+                                 folded=True))  # fmt: skip
     return parts
 
 

@@ -197,11 +197,11 @@ def label(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def svg(body: Sequence[str], height: float, text: str, marks: str = "") -> str:
-    """Return the marks as one picture; text describes it, marks are attributes of the element."""
+def svg(body: Sequence[str], height: float, text: str) -> str:
+    """Return the marks as one picture; text describes it."""
     inner = "\n".join(body)
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img" {marks}'
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img" '
         f'aria-label="{html.escape(text, quote=True)}" font-size="12" '
         f'font-family="system-ui, sans-serif" xmlns="http://www.w3.org/2000/svg">\n{inner}\n</svg>'
     )

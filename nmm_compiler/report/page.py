@@ -29,14 +29,12 @@ STYLE = """
 .nmm pre { background: var(--shade); padding: .8em; overflow-x: auto; font-size: 13px;
   line-height: 1.4; }
 .nmm svg { max-width: 100%; height: auto; } .nmm svg text { fill: var(--ink); }
-.nmm svg.plot { max-width: none; }
 .nmm .listing { font: 13px/1.4 ui-monospace, monospace; } .nmm .listing td { border: 0;
   padding: 0 .8em 0 0; } .nmm .listing td:last-child { white-space: pre; padding: 0 .4em; }
 .nmm .listing td:last-child { background: linear-gradient(to right,
   color-mix(in srgb, var(--b) 30%, transparent) calc(var(--share) * 100%), transparent 0); }
 .nmm .tools button { font: inherit; padding: .2em .7em; margin-right: .3em; color: var(--ink);
   background: var(--shade); border: 1px solid var(--line); border-radius: .3em; }
-.nmm .tools output { color: var(--soft); font-size: .9em; }
 .nmm :focus-visible { outline: 2px solid var(--a); outline-offset: 2px; }
 @media print { .nmm .tools { display: none; } .nmm .wide, .nmm pre { overflow: visible; }
   .nmm pre { white-space: pre-wrap; } .nmm figure, .nmm tr { break-inside: avoid; } }
@@ -44,66 +42,6 @@ STYLE = """
 .nmm figcaption { color: var(--soft); } .nmm figure { margin: 1em 0; }
 .nmm summary { cursor: pointer; font-size: 1.1em; font-weight: 600; margin-top: 1em; }
 """
-
-SCRIPT = """
-document.querySelectorAll("svg.timeline:not([data-ready])").forEach(picture => {
-  const plot = picture.querySelector("svg.plot"), ticks = picture.querySelector("g.ticks");
-  const end = +picture.dataset.end, left = +plot.getAttribute("x");
-  const width = +plot.getAttribute("width"), height = plot.getAttribute("height");
-  const y = ticks.querySelector("text").getAttribute("y");
-  let from = 0, to = end;
-  const show = (a, b) => {
-    const span = Math.min(Math.max(b - a, end / 5000), end);
-    from = Math.min(Math.max(a, 0), end - span); to = from + span;
-    plot.setAttribute("viewBox", `${from} 0 ${span} ${height}`);
-    const power = 10 ** Math.floor(Math.log10(span));
-    const step = [1, .5, .2, .1].map(part => part * power).find(one => span / one >= 4);
-    const texts = [];
-    for (let i = Math.ceil(from / step); i * step <= to; i++) {
-      const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
-      text.setAttribute("x", left + (i * step - from) / span * width);
-      text.setAttribute("y", y); text.setAttribute("text-anchor", "middle");
-      text.textContent = +(i * step).toPrecision(6);
-      texts.push(text);
-    }
-    ticks.replaceChildren(...texts);
-  };
-  const zoom = (factor, at = (from + to) / 2) =>
-    show(at - (at - from) * factor, at + (to - at) * factor);
-  const pan = part => show(from + part * (to - from), to + part * (to - from));
-  const actions = {"+": ["zoom in", () => zoom(.5)], "-": ["zoom out", () => zoom(2)],
-    ArrowLeft: ["earlier", () => pan(-.25)], ArrowRight: ["later", () => pan(.25)],
-    0: ["all", () => show(0, end)]};
-  const tools = document.createElement("p"), said = document.createElement("output");
-  tools.className = "tools"; said.textContent = "keys: + - \u2190 \u2192 0; drag to move";
-  for (const [words, act] of Object.values(actions)) {
-    const button = document.createElement("button");
-    button.type = "button"; button.textContent = words; button.onclick = act;
-    tools.append(button);
-  }
-  tools.append(said); picture.after(tools);
-  picture.addEventListener("keydown", event => {
-    const action = actions[event.key === "=" ? "+" : event.key];
-    if (action) { action[1](); event.preventDefault(); }
-  });
-  picture.addEventListener("wheel", event => {
-    if (!event.ctrlKey) return;
-    const box = plot.getBoundingClientRect();
-    zoom(event.deltaY > 0 ? 1.25 : .8, from + (event.clientX - box.x) / box.width * (to - from));
-    event.preventDefault();
-  }, {passive: false});
-  const tell = event => {
-    const title = event.target.querySelector(":scope > title");
-    if (title) said.textContent = title.textContent;
-  };
-  plot.addEventListener("pointerover", tell); plot.addEventListener("click", tell);
-  plot.addEventListener("pointermove", event => {
-    if (event.buttons) pan(-event.movementX / plot.getBoundingClientRect().width);
-  });
-  picture.dataset.ready = "yes";
-});
-"""
-"""Zoom, pan and spoken hints for the timelines of a page, which also works without them."""
 
 OPENER = """
 (() => {
@@ -131,8 +69,7 @@ _WIDE = '<div class="wide" tabindex="0">'  # scrolls sideways, by keyboard too
 
 def as_html(parts: Sequence[Part]) -> str:
     """Return the parts as one `<div>` with its style."""
-    body = _body(parts)
-    return f'<div class="nmm"><style>{STYLE}</style>\n{body}\n{_script(body)}</div>'
+    return f'<div class="nmm"><style>{STYLE}</style>\n{_body(parts)}\n</div>'
 
 
 def page(title: str, parts: Sequence[Part]) -> str:
@@ -146,17 +83,13 @@ def page(title: str, parts: Sequence[Part]) -> str:
         "<style>:root { color-scheme: light dark; } body { margin: 0; background: canvas; }\n"
         f".nmm {{ margin: 0 auto; padding: 1rem; }} {STYLE}</style></head>\n"
         f'<body><main class="nmm"><h1>{html.escape(title)}</h1>\n{body}\n'
-        f"</main>{_script(body)}{opener}</body></html>\n"
+        f"</main>{opener}</body></html>\n"
     )
 
 
 def write_page(title: str, parts: Sequence[Part], path: str | Path) -> Path:
     """Write `page` to `path`, whole or not at all; return the path. Raises OutputError."""
     return write_text(path, [page(title, parts)])
-
-
-def _script(body: str) -> str:
-    return f"<script>{SCRIPT}</script>" if 'class="timeline"' in body else ""
 
 
 def _body(parts: Sequence[Part]) -> str:

@@ -1,6 +1,5 @@
 """The report toolkit: the same parts as text and as HTML, charts, and files written whole."""
 
-import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -13,7 +12,6 @@ from nmm_compiler.report.page import as_html, page, write_page
 from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
-from nmm_compiler.report.timelines import Lane, Level, Slice, timeline
 
 VOID = {"meta", "br", "img"}
 URL = "https://example.org/a/very/long/path/that-has-hyphens/and_more/of/it/kernel.py"
@@ -161,42 +159,9 @@ def test_what_stands_beside_a_bar_is_inside_of_the_picture():
     assert all(x + 6.5 * len(text) <= charts.WIDTH for text, x in labels.items())
 
 
-def test_a_timeline_joins_what_is_too_thin_to_see():
-    thin = tuple(Slice(i * 0.001, i * 0.001 + 0.0005, "copy") for i in range(5000))
-    long = Slice(10.0, 1000.0, "matmul", "k.py:3")
-    tree, hints = _parsed(timeline([Lane("VectorE", (*thin, long))], "a run"))
-    rects = [e for e in tree.iter() if e.tag.endswith("rect")]
-    assert len(rects) < 100
-    assert any(hint.startswith("matmul: 10.00 to 1000.00 us k.py:3") for hint in hints)
-
-
 def test_an_empty_fragment_is_a_fragment():
     assert as_html([]).startswith("<div")
     assert as_text([]) == ""
-
-
-def test_levels_and_a_bounded_number_of_slices():
-    lanes = [
-        Lane(name, tuple(Slice(2.0 * i, 2.0 * i + 1, "op") for i in range(20000)))
-        for name in ("TensorE", "VectorE")
-    ]
-    level = Level("SBUF", ((0.0, 5.0), (10.0, 2.0)), 10.0, "B")
-    drawing = timeline(lanes, "many", levels=[level], most_slices=3000)
-    tree, hints = _parsed(drawing)
-    assert len([e for e in tree.iter() if e.tag.endswith("rect")]) <= 3000
-    assert len(drawing.svg) < 600_000
-    assert "SBUF: at most 5 of 10 B" in hints
-    assert "SBUF, 50% at most" in [e.text for e in tree.iter() if e.tag.endswith("text")]
-
-
-def test_a_level_far_below_its_capacity_is_seen():
-    def top(full):
-        level = Level("SBUF", ((0.0, 5.0), (4.0, 0.0)), full, "B")
-        drawing = timeline([Lane("TensorE", (Slice(0.0, 9.0, "op"),))], "one", levels=[level])
-        (path,) = re.findall(r'<path d="M0 (\S+?)L0 \S+?L0 (\S+?)L', drawing.svg)
-        return float(path[0]) - float(path[1])
-
-    assert top(5.0) == top(5000.0) > 30  # pixels
 
 
 def test_a_graph_draws_arcs_only_between_what_is_shown():

@@ -53,8 +53,8 @@ return {
   drawn: drawn.length,
   empty: drawn.filter(s => !s.getBoundingClientRect().width || !s.getBoundingClientRect().height
     || !s.querySelector("rect, circle, path")).map(s => s.getAttribute("aria-label")),
-  timelines: [...document.querySelectorAll("svg.timeline")].map(s =>
-    s.querySelectorAll("svg.plot rect").length),
+  charts: [...document.querySelectorAll("svg[aria-label*='what each engine does']")].map(s =>
+    s.querySelectorAll("rect").length),
   dots: [...roofline.querySelectorAll("circle[r='5']")].length,
   runnersUp: named("schedule and runners-up").map(s =>
     s.parentElement.querySelectorAll("tbody tr").length),
@@ -86,8 +86,8 @@ def reported(name, tmp_path, capsys, *options):
     assert not seen["wider"]
     assert not seen["empty"], "drawings without a size or without a mark"
     assert seen["folded"] > 0 == seen["left"]
-    kernels = len(seen["timelines"])
-    assert min(seen["timelines"]) > 3, "a timeline without slices"
+    kernels = len(seen["charts"])
+    assert min(seen["charts"]) > 3, "a chart without bars"
     assert len(seen["runnersUp"]) == len(seen["sources"]) == kernels
     assert min(seen["sources"]) > 30
     assert seen["before"] == seen["after"] > 0
@@ -111,7 +111,7 @@ def test_the_page_of_a_gallery_model(model, tmp_path, capsys):
     assert number.startswith("graph ")
     assert said.startswith("1 chain rewritten")
     assert seen["phases"] == ["pass"]
-    assert len(seen["timelines"]) == seen["dots"] == 1
+    assert len(seen["charts"]) == seen["dots"] == 1
     assert max(seen["runnersUp"]) > 1
     assert seen["compared"] == [], "nobody knows the dense model that it was"
 
@@ -129,7 +129,7 @@ def test_the_page_of_the_demo_model(tmp_path, capsys):
     chains, calls, kernels = map(int, said.groups())
     assert chains >= calls >= 6  # of six layers; which ones low rank slows down stays dense
     assert seen["phases"] == ["pass"]
-    assert len(seen["timelines"]) == seen["dots"] == kernels > 1
+    assert len(seen["charts"]) == seen["dots"] == kernels > 1
 
 
 @pytest.mark.long

@@ -1,5 +1,4 @@
-"""The parts of a profile: figures, why engines wait, the roofline, the timeline, the source
-lines."""
+"""The parts of a profile: figures, why engines wait, the roofline, the source lines."""
 
 from __future__ import annotations
 
@@ -7,12 +6,10 @@ import linecache
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nmm_compiler.report.charts import roofline
+from nmm_compiler.report.charts import Bar, bars, roofline
 from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
-from nmm_compiler.report.timelines import Lane, Level, Slice, timeline
 from nmm_compiler.simulator.timing.advice import Advice
 from nmm_compiler.simulator.timing.causes import WHY, Step, causes_of
-from nmm_compiler.simulator.timing.chrome_trace import live_bytes
 from nmm_compiler.simulator.timing.shares import Share, by_instruction, by_line, waits
 from nmm_compiler.simulator.timing.timeline import Timeline
 
@@ -152,67 +149,18 @@ def line_table(found: Timeline) -> Grid:
     return Grid.of(head, rows, right=head[1:3])
 
 
-def timeline_drawing(found: Timeline, most_slices: int = 3000) -> Drawing:
-    """Return the engines and DMA queues over time, with live SBUF and PSUM below."""
-    target = found.target
-    lanes = [
-        Lane(name, tuple(_slices(found, engine)))
+def time_drawing(found: Timeline) -> Drawing:
+    """Return for each engine how long it works and how long it waits, by what it waits for."""
+    waiting = waits(found)
+    kinds = sorted({kind for reasons in waiting.values() for kind in reasons})
+    rows = [
+        Bar(name, (found.busy_us.get(engine, 0.0),
+                   *(waiting.get(engine, {}).get(kind, 0.0) for kind in kinds)))
         for engine, name in ENGINE_NAMES.items()
-        if engine not in ("sync", "dma")
-    ]
-    for queue in sorted({transfer.queue for transfer in found.transfers}):
-        lanes.append(Lane(f"queue {queue}", tuple(_issues(found, queue))))
-    lanes.append(Lane("DMA engines", tuple(_moves(found))))
-    full = {
-        "sbuf": target.sbuf_bytes_per_partition,
-        "psum": target.psum_banks * target.psum_bank_bytes_per_partition,
-    }
-    levels = [
-        Level(memory.upper(), tuple(live_bytes(found, memory)), full[memory], "B per partition")
-        for memory in ("sbuf", "psum")
-    ]
-    text = (
-        f"timeline of {found.latency_us:.1f} us on {target.name} (simulated): "
-        f"{len(found.trace.instructions):,} instructions by engine, live SBUF and PSUM"
-    )
-    return timeline([lane for lane in lanes if lane.slices], text, levels=levels,
-                    most_slices=most_slices)  # fmt: skip
-
-
-def _slices(found: Timeline, engine: str) -> Iterator[Slice]:
-    for index, instruction in enumerate(found.trace.instructions):
-        on = found.placed.get(index, instruction.engine)
-        if on == engine and index not in found.repeated:
-            name = instruction.name or instruction.op
-            place = f"{Path(instruction.file).name}:{instruction.line}"
-            yield Slice(found.start[index], found.interval_end[index], name, place)
-    if engine == "scalar":
-        for start, stop in found.table_loads:
-            yield Slice(start, stop, "activation table load")
-
-
-def _issues(found: Timeline, queue: str) -> Iterator[Slice]:
-    for transfer in found.transfers:
-        if transfer.queue == queue:
-            instruction = found.trace.instructions[transfer.index]
-            place = f"{Path(instruction.file).name}:{instruction.line}"
-            yield Slice(transfer.issue_start, transfer.issue_end, instruction.op, place)
-
-
-def _moves(found: Timeline) -> Iterator[Slice]:
-    """Yield, for each transfer, the stretch in which an engine moves its bytes, without overlap."""
-    spans = sorted(
-        (min(p[1] for p in t.parts), max(p[2] for p in t.parts), t.index, t)
-        for t in found.transfers
-    )
-    until = 0.0
-    for start, stop, index, transfer in spans:
-        instruction = found.trace.instructions[index]
-        moved = transfer.hbm_read_bytes + transfer.hbm_write_bytes
-        place = f"{Path(instruction.file).name}:{instruction.line}, {moved:,} B of HBM"
-        if stop > until:
-            yield Slice(max(start, until), stop, instruction.op, place)
-            until = stop
+        if found.busy_us.get(engine, 0.0) and engine != "sync"
+    ]  # fmt: skip
+    text = f"{found.latency_us:.1f} us on {found.target.name} (simulated): what each engine does"
+    return bars(rows, ("works", *map(_why, kinds)), "us", text)
 
 
 def roofline_drawing(
@@ -232,12 +180,12 @@ def roofline_drawing(
 
 
 def timeline_parts(found: Timeline, advice: Sequence[Advice] | None = None) -> list[Part]:
-    """Return where the time goes: engines, advice if it was computed, lines, timeline, source."""
+    """Return where the time goes: engines, advice if it was computed, lines, a chart."""
     parts: list[Part] = [Section("engines", (engine_table(found),))]
     if advice is not None:
         parts.append(Section("what would save time (each change timed again)",
                              (advice_table(advice),)))  # fmt: skip
     parts.append(Section("lines", (line_table(found),)))
     parts.append(Section("instructions", (instruction_table(found),)))
-    parts.append(timeline_drawing(found))
+    parts.append(time_drawing(found))
     return parts
