@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
 from nmm_compiler.ops import registration
-from nmm_compiler.ops.products import layouts_of
+from nmm_compiler.ops.products import as_matrix, layouts_of
 
 # Raise the number when a decomposition changes: inductor's caches do not look inside of it.
 _CACHE_TAG = "nmm-decompositions-2"
@@ -104,7 +104,7 @@ def _calls_ops(gm: torch.fx.GraphModule) -> bool:
 
 def _as_col(y: Tensor) -> Tensor:
     """Return a row result [..., n] as [n, m]."""
-    return y.reshape(-1, y.shape[-1]).t()
+    return as_matrix(y).t()
 
 
 @functools.cache

@@ -56,12 +56,15 @@ class KernelCall(torch.autograd.Function):
         """Run the op and save its operands."""
         out = run(_unflatten(form, flat), kwargs)
         ctx.op, ctx.form, ctx.kwargs = op, form, kwargs
+        ctx.set_materialize_grads(False)  # a result that no loss reads has no gradient
         ctx.save_for_backward(*flat)
         return tuple(out) if isinstance(out, list) else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return one gradient, or None, for each flat operand."""
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
         args = _unflatten(ctx.form, ctx.saved_tensors)
         need = _unflatten(ctx.form, ctx.needs_input_grad[4:])
         found = ctx.op.gradient(args, {**ROW, **ctx.kwargs}, grads, need)

@@ -30,11 +30,12 @@ class Op:
 
     schema: arguments and results as PyTorch writes them. reference: what it computes, in plain
     PyTorch; takes exactly the schema's arguments. fake: the same without data, with checks.
-    gradient: (operands, keywords with their layouts, gradients of the results, which gradients are
-    needed) -> a gradient or None for each operand. lower: (x as a matrix, operands, keywords,
-    tokens, transpose) -> launches. sharding: operands and keywords -> placements that DTensor may
-    use, None for whole tensors only. bare, own: the reference of a call that has no more than so
-    many operands, and neither a norm nor a residual: it saves a Python call.
+    gradient: (operands, keywords with their layouts, gradients of the results, None for one that no
+    loss reads, which gradients are needed) -> a gradient or None for each operand. lower: (x as a
+    matrix, operands, keywords, tokens, transpose) -> launches. sharding: operands and keywords ->
+    placements that DTensor may use, None for whole tensors only. bare, own: the reference of a call
+    that has no more than so many operands, and neither a norm nor a residual: it saves a Python
+    call.
     """
 
     schema: str

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nmm_compiler.ops.backward_products import BY_TORCH, Products
 from nmm_compiler.ops.backward_products import inputs_first as inputs_first
-from nmm_compiler.ops.products import activate, rms_norm
+from nmm_compiler.ops.products import activate, as_matrix, rms_norm
 
 Grads = list[Any]
 _aten = torch.ops.aten
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 def rows_of(t: Tensor, layout: str) -> Tensor:
     """Return activations as a matrix with tokens in rows."""
-    return t.t() if layout == "col" else t.reshape(-1, t.shape[-1])
+    return t.t() if layout == "col" else as_matrix(t)
 
 
 def back_to(x: Tensor, grad: Tensor | None, layout: str) -> Tensor | None:

@@ -18,6 +18,7 @@ from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
+from nmm_compiler.ops.products import as_matrix
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 
@@ -66,7 +67,7 @@ def lower(
         raise UnknownNameError("op", name, tuple(DEFINITIONS))
     x = args[0]
     x_layout = kwargs.get("x_layout", "row")
-    rows = x.reshape(-1, x.shape[-1]) if x_layout == "row" else x
+    rows = as_matrix(x) if x_layout == "row" else x
     lead = tuple(x.shape[:-1]) if x_layout == "row" else (x.shape[1],)
     launches = op.lower(rows, args, kwargs, m, transpose)
     for launch in launches:

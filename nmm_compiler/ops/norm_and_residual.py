@@ -21,6 +21,7 @@ from nmm_compiler.ops.definition import Op
 from nmm_compiler.ops.gradients import Grads, back_to, rows_of
 from nmm_compiler.ops.launches import Launch
 from nmm_compiler.ops.operands import check_dtypes, check_vector, read_layouts, tokens_of
+from nmm_compiler.ops.products import as_matrix
 from nmm_compiler.ops.sharding import Placements, features_dim
 
 _VECTORS = ("norm_gain", "norm_bias")
@@ -170,7 +171,7 @@ def _launch(launch: Launch, ends: Ends) -> Launch:
     )
     residual = ends.residual
     if residual is not None and spec.result_layouts()[0] == "row":
-        residual = residual.reshape(-1, residual.shape[-1])
+        residual = as_matrix(residual)
     given = (t for t in (ends.gain, ends.bias, residual) if t is not None)
     return Launch(spec, (*launch.operands, *given))
 

@@ -8,6 +8,7 @@ There are no checks here, to save microseconds; PyTorch's own products check.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,6 +30,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": _gelu_tanh,
 }
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """Return x [..., k] with its tokens in rows, of which there may be none."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def activate(y: Tensor, name: str) -> Tensor:
@@ -55,7 +61,7 @@ def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None, out_layout: 
             return linear(x, w, bias)
         return torch.matmul(x, w) if bias is None else linear(x, w.t(), bias)
     stationary = w if layout == "col" else w.t()
-    moving = x.reshape(-1, x.shape[-1]).t()
+    moving = as_matrix(x).t()
     if bias is None:
         return torch.mm(stationary, moving)
     return torch.addmm(bias.unsqueeze(1), stationary, moving)

@@ -59,9 +59,8 @@ NEURON_DEVICES = ("neuron", "xla")
 
 def is_reference(executor: str, x: Tensor) -> bool:
     """Return whether PyTorch computes a call with this executor and input."""
-    return executor == "reference" or (
-        executor.startswith("auto") and x.device.type not in NEURON_DEVICES
-    )
+    plain = executor.partition("#")[0]
+    return plain == "reference" or (plain == "auto" and x.device.type not in NEURON_DEVICES)
 
 
 def executor_of(name: str) -> Executor:

@@ -87,3 +87,41 @@ def test_a_symbolic_token_count_builds_backward_kernels_per_bucket(launched):
         # two products of at most 32 terms, summed in another order
         bound = 2 * 32 * FP32_ROUNDOFF * float(q.grad.abs().max())
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=bound)
+
+
+class TwoBranches(nn.Module):
+    """Two low-rank products of x, of which the loss reads the first one alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.unread = (FactorPair(nn.Linear(32, 24), 4) for _ in range(2))
+
+    def forward(self, x):
+        return self.read(x) + self.unread(x).detach()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("executor", ["reference", "simulator"])
+def test_gradients_that_eager_does_not_have(executor, strict, dynamic):
+    """A parameter that no loss reaches has no gradient, and no tokens give zeros."""
+    model = TwoBranches()
+    call = torch.compile(
+        model,
+        backend="nmm",
+        dynamic=dynamic,
+        options={"executor": executor, "strict": strict, "inner": "eager"},
+    )
+    for tokens in (12, 7, 0):
+        plain = copy.deepcopy(model)
+        x = torch.randn(tokens, 32)
+        plain(x).sum().backward()
+        model.zero_grad()
+        call(x).sum().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == name.startswith("unread"), name
+            if q.grad is not None:
+                # two products of at most 32 terms, summed in another order
+                bound = 2 * 32 * FP32_ROUNDOFF * float(q.grad.norm())
+                torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=bound)

@@ -5,8 +5,10 @@ import sys
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
 from nmm_compiler.ops import products, registration
 
 NMM = torch.ops.nmm
@@ -190,36 +192,64 @@ def scaled_args(x, u, v, dense):
     }
 
 
-@pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
-def test_opcheck(name, kernel_executor):
-    x, u, v = (
-        make_x(dtype=torch.float32),
-        weight(K, R, dtype=torch.float32),
-        weight(R, N, dtype=torch.float32),
+def example_calls(tokens=M):
+    """Return operands for a call of each op in float32, by its name."""
+    x = torch.randn(tokens, K, requires_grad=True)
+    u, v, other, dense = (
+        weight(inputs, outputs, dtype=torch.float32)
+        for inputs, outputs in ((K, R), (R, N), (K, N), (N, K))
     )
-    dense = weight(N, K, dtype=torch.float32)
-    args = {
+    us, vs = ([t, t.detach().clone().requires_grad_()] for t in (u, v))
+    heads = (torch.randn(1, count, tokens, 4, requires_grad=True) for count in (4, 2, 2))
+    return {
         "lowrank_matmul": (x, u, v),
-        "lowrank_matmul_shared_x": (
-            x,
-            [u, u.detach().clone()],
-            [v, v.detach().clone()],
-            [None, None],
-        ),
-        "lowrank_matmul_shared_u": (x, u, [v, v.detach().clone()], [None, None]),
-        "gated_mlp_up": (x, [u, v], [weight(K, N, dtype=torch.float32)]),
-        "gated_mlp": (x, [u, v], [weight(K, N, dtype=torch.float32)], [dense]),
+        "lowrank_matmul_shared_x": (x, us, vs, [None, None]),
+        "lowrank_matmul_shared_u": (x, u, vs, [None, None]),
+        "gated_mlp_up": (x, [u, v], [other]),
+        "gated_mlp": (x, [u, v], [other], [dense]),
         "matmul": (x, u),
         "matmul_as_stored": (x, u),
-        "attention": tuple(torch.randn(1, heads, 6, 4, requires_grad=True) for heads in (4, 2, 2)),
+        "attention": tuple(heads),
         **scaled_args(x, u, v, dense),
-    }[name]
+    }
+
+
+@pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
+def test_opcheck(name, kernel_executor):
+    args = example_calls()[name]
     for executor in ("reference", "counting"):
         given = {"executor": executor}
         tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
         if not name.endswith("_scaled"):  # this one multiplies operands, and PyTorch has no fp8 mul
             tests.append("test_schema")
         torch.library.opcheck(registration.OPS[name], args, given, test_utils=tests)
+
+
+@pytest.mark.parametrize("tokens", [0, M])
+@pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
+def test_an_operand_without_a_gradient_in_pytorch_has_none_from_kernels(
+    name, tokens, kernel_executor
+):
+    """Each result alone is differentiated; no tokens give zeros."""
+    args = example_calls(tokens)[name]
+    leaves = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def gradients(executor):
+        results = tree_leaves(registration.OPS[name](*args, executor=executor))
+        return [
+            torch.autograd.grad(y.sum(), leaves, allow_unused=True, retain_graph=True)
+            for y in results
+        ]
+
+    want, kernels = gradients("reference"), gradients("counting")
+    assert len(kernel_executor) >= 1
+    for got, expected in zip(sum(kernels, ()), sum(want, ()), strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            assert got.any() or tokens == 0
+            # At most seven products in float32, each with sums of at most K terms.
+            bound = 7 * K * FP32_ROUNDOFF * float(expected.norm())
+            torch.testing.assert_close(got, expected, rtol=0, atol=bound)
 
 
 def test_token_dimensions_are_free():

@@ -209,10 +209,12 @@ def test_second_derivatives_go_through_kernels(launched):
     assert len(launched) >= 5
 
 
-def test_no_tokens_give_zero_gradients_without_a_launch(launched):
+@pytest.mark.parametrize("stored", ["row", "col"])
+def test_no_tokens_give_zero_gradients_without_a_launch(stored, launched):
     x = torch.randn(0, K, requires_grad=True)
-    u, v = weight(K, R), weight(R, N)
-    y = NMM.lowrank_matmul(x, u, v, executor="simulator")
+    u, v = weight(K, R, stored), weight(R, N, stored)
+    layouts = {"u_layout": stored, "v_layout": stored}
+    y = NMM.lowrank_matmul(x, u, v, **layouts, executor="simulator")
     gx, gu, gv = torch.autograd.grad(y.sum(), (x, u, v))
     assert launched == []
     assert gx.shape == x.shape

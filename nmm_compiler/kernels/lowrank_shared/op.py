@@ -131,7 +131,9 @@ def _gradient_shared_x(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grad
         one = {**kw, "activation": activations[i], "out_layout": layouts[i]}
         parts = (x, us[i], vs[i], biases[i])
         needs = (need[0], need[1][i], need[2][i], need[3][i])
-        gx, gu, gv, gb = lowrank_gradient(parts, one, (grad,), needs)
+        gx, gu, gv, gb = (
+            [None] * 4 if grad is None else lowrank_gradient(parts, one, (grad,), needs)
+        )
         total = add(total, gx)
         grad_us.append(gu)
         grad_vs.append(gv)
@@ -146,18 +148,20 @@ def _gradient_shared_u(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grad
     middle = products.times(rows, u, kw["u_layout"], out="col") if any(need[2]) else None
     layouts = layouts_of(kw["out_layout"], kw.get("out_layouts"), len(vs))
     total: Tensor | None = None
-    grad_vs, grad_biases = [], []
+    grad_vs: Grads = [None] * len(vs)
+    grad_biases: Grads = [None] * len(vs)
     for i, grad in enumerate(grads):
+        if grad is None:
+            continue
         grad = rows_of(grad, layouts[i])
         if need[0] or need[1]:
             more = products.times_transposed(grad, vs[i], kw["v_layout"], out="col")
             total = add(total, more)
-        grad_v = None
         if need[2][i]:
             assert middle is not None
-            grad_v = products.summed_over_tokens(middle, grad, kw["v_layout"])
-        grad_vs.append(grad_v)
-        grad_biases.append(grad.sum(0) if need[3][i] else None)
+            grad_vs[i] = products.summed_over_tokens(middle, grad, kw["v_layout"])
+        if need[3][i]:
+            grad_biases[i] = grad.sum(0)
     grad_x, grad_u = None, None
     if total is not None:
         down = Chain(rows, (u,), (kw["u_layout"],), products=products)
