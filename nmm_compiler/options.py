@@ -13,10 +13,12 @@ import functools
 import itertools
 import os
 import re
+import types
+import typing
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
 from nmm_compiler import targets
 from nmm_compiler.errors import CacheDirectoryError, OptionTypeError, UnknownNameError
@@ -38,6 +40,118 @@ LARGEST_BUCKET = 4096
 # By a public report to aws-neuron-sdk far larger ones took half an hour and 30 GB to compile.
 INSTRUCTION_BUDGET = 40_000
 CACHE_OPTIONS = ("cache", "cache_dir", "cache_max_bytes", "remote_cache")
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What an option takes beside its type: one of `names`, or else what passes `test`.
+
+    wanted: the same in words, for the error.
+    """
+
+    wanted: str = ""
+    test: Callable[[Any], bool] | None = None
+    names: tuple[str, ...] = ()
+
+    def take(self, value: Any) -> bool:
+        """Return whether a value of the right type is taken."""
+        if value in self.names:
+            return True
+        return not self.names if self.test is None else self.test(value)
+
+
+def check_fields(record: Any) -> None:
+    """Raise OptionTypeError or UnknownNameError for a field that its annotation does not permit.
+
+    `Annotated[type, Values(...)]` says more than a type can. A bool is no number here, and a whole
+    number is a float too. A default is not checked.
+    """
+    for name, default, kind, values in _fields_of(cast(Any, type(record))):
+        value = getattr(record, name)
+        if value is default:
+            continue
+        right_type = _is_of(value, kind)
+        if right_type and (value is None or values.take(value)):
+            continue
+        if right_type and values.names:
+            raise UnknownNameError(name, value, values.names)
+        listed = f"one of {', '.join(values.names)}" if values.names else _in_words(kind)
+        raise OptionTypeError(name, value, values.wanted or listed)
+
+
+@functools.lru_cache(maxsize=16)
+def _fields_of(cls: type) -> tuple[tuple[str, Any, Any, Values], ...]:
+    """Return the name, the default, the type and the values of each field of a record."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = []
+    for field in dataclasses.fields(cls):
+        kind, values = hints[field.name], Values()
+        if typing.get_origin(kind) is typing.Annotated:
+            kind, values = typing.get_args(kind)
+        found.append((field.name, field.default, kind, values))
+    return tuple(found)
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Return whether a value is of an annotated type, with the items of a tuple or mapping."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of(value, one) for one in inner)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not isinstance(value, origin or kind):
+        return False
+    if isinstance(value, tuple):
+        return all(_is_of(item, inner[0]) for item in value)
+    if isinstance(value, Mapping):
+        return all(_is_of(k, inner[0]) and _is_of(v, inner[1]) for k, v in value.items())
+    return True
+
+
+def _in_words(kind: Any) -> str:
+    """Return what an option of a type takes."""
+    said = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+    several = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return " or ".join(said.get(one, getattr(one, "__name__", str(one))) for one in several)
+
+
+def is_positive(number: float) -> bool:
+    """Return whether a number is above 0."""
+    return number > 0
+
+
+def _is_size(number: int) -> bool:
+    return number >= 0
+
+
+def _is_pair_or_one(cores: int) -> bool:
+    return cores in (1, 2)
+
+
+def is_target_file(target: str) -> bool:
+    """Return whether a target is named by the file of its calibration."""
+    return target.endswith(FILE)
+
+
+def _is_page_if_text(report: object) -> bool:
+    return not isinstance(report, str) or report.endswith(".html")
+
+
+def _is_increasing(counts: tuple[int, ...]) -> bool:
+    return bool(counts) and counts[0] >= 1 and all(a < b for a, b in itertools.pairwise(counts))
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+_Place = Annotated[str | None, Values("a path or URL as a string")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,66 +194,44 @@ class Options:
         environment (NMM_CACHE, NMM_CACHE_DIR, NMM_CACHE_MAX_BYTES, NMM_REMOTE_CACHE).
     """
 
-    target: str = "trn2"
-    dialect: str = "auto"
-    executor: str = "auto"
-    lnc: int = 1
-    inner: str = "auto"
-    kernels: str = "build"
+    target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
+    dialect: Annotated[str, Values(names=DIALECTS)] = "auto"
+    executor: Annotated[str, Values(names=EXECUTORS)] = "auto"
+    lnc: Annotated[int, Values("1 or 2 physical cores of a logical one", _is_pair_or_one)] = 1
+    inner: Annotated[str, Values("the name of a torch.compile backend")] = "auto"
+    kernels: Annotated[str, Values(names=KERNELS)] = "build"
     freeze: bool = False
-    buckets: tuple[int, ...] | None = None
-    price: str = "closed_form"
+    buckets: Annotated[
+        tuple[int, ...] | None,
+        Values("increasing positive token counts, e.g. (1, 128)", _is_increasing),
+    ] = None
+    price: Annotated[str, Values(names=PRICES)] = "closed_form"
     reassociate: bool = False
     attention: bool = False
     norms: bool = False
     strict: bool = False
     verify: bool = False
-    dump: str | None = None
-    report: bool | str | Callable[[Any], None] = False
-    disable: tuple[str, ...] = ()
-    rules: tuple[Any, ...] = ()
-    instruction_budget: int = INSTRUCTION_BUDGET
-    verdicts: str | None = None
-    cache: str | None = None
-    cache_dir: str | None = None
-    cache_max_bytes: int | None = None
-    remote_cache: str | None = None
+    dump: _Place = None
+    report: Annotated[
+        bool | str | Callable[[Any], None],
+        Values(
+            "True, False, a function of the report, or the path of an .html file to write",
+            _is_page_if_text,
+        ),
+    ] = False
+    disable: Annotated[tuple[str, ...], Values("a list of names of rewrite rules")] = ()
+    rules: Annotated[tuple[Any, ...], Values("a list of rules", _is_hashable)] = ()
+    instruction_budget: Annotated[int, Values("a number of instructions above 0", is_positive)] = (
+        INSTRUCTION_BUDGET
+    )
+    verdicts: _Place = None
+    cache: Annotated[str | None, Values(names=CACHE_MODES)] = None
+    cache_dir: _Place = None
+    cache_max_bytes: Annotated[int | None, Values("a whole number of bytes", _is_size)] = None
+    remote_cache: _Place = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.target, str) and self.target.endswith(FILE)):
-            _one_of("target", self.target, TARGETS)
-        _one_of("dialect", self.dialect, DIALECTS)
-        _one_of("executor", self.executor, EXECUTORS)
-        _one_of("kernels", self.kernels, KERNELS)
-        _one_of("price", self.price, PRICES)
-        if self.cache is not None:
-            _one_of("cache", self.cache, CACHE_MODES)
-        if not isinstance(self.inner, str):
-            raise OptionTypeError("inner", self.inner, "the name of a torch.compile backend")
-        for name in ("freeze", "strict", "verify", "reassociate", "attention", "norms"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionTypeError(name, getattr(self, name), "True or False")
-        if not (isinstance(self.disable, tuple) and all(isinstance(n, str) for n in self.disable)):
-            raise OptionTypeError("disable", self.disable, "a list of names of rewrite rules")
-        if not isinstance(self.rules, tuple) or not _hashable(self.rules):
-            raise OptionTypeError("rules", self.rules, "a list of rules")
-        for name in ("cache_dir", "remote_cache", "dump", "verdicts"):
-            if not isinstance(getattr(self, name), (str, type(None))):
-                raise OptionTypeError(name, getattr(self, name), "a path or URL as a string")
-        size = self.cache_max_bytes
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-            raise OptionTypeError("cache_max_bytes", size, "a whole number of bytes")
-        page = isinstance(self.report, str) and self.report.endswith(".html")
-        if not (isinstance(self.report, bool) or page or callable(self.report)):
-            wanted = "True, False, a function of the report, or the path of an .html file to write"
-            raise OptionTypeError("report", self.report, wanted)
-        if self.lnc not in (1, 2) or isinstance(self.lnc, bool):
-            raise OptionTypeError("lnc", self.lnc, "1 or 2 physical cores of a logical one")
-        budget = self.instruction_budget
-        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-            raise OptionTypeError("instruction_budget", budget, "a number of instructions above 0")
-        if self.buckets is not None:
-            _check_buckets(self.buckets)
+        check_fields(self)
 
     @classmethod
     def make(cls, options: Options | Mapping[str, Any] | None = None, **more: Any) -> Options:
@@ -172,29 +264,6 @@ class Options:
         return {
             n: getattr(self, n) for n in (*names, *CACHE_OPTIONS) if getattr(self, n) != fields[n]
         }
-
-
-def _hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _one_of(option: str, value: object, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise OptionTypeError(option, value, f"one of {', '.join(known)}")
-    if value not in known:
-        raise UnknownNameError(option, value, known)
-
-
-def _check_buckets(buckets: object) -> None:
-    if isinstance(buckets, tuple) and buckets:
-        whole = all(isinstance(b, int) and not isinstance(b, bool) and b >= 1 for b in buckets)
-        if whole and all(a < b for a, b in itertools.pairwise(buckets)):
-            return
-    raise OptionTypeError("buckets", buckets, "increasing positive token counts, e.g. (1, 128)")
 
 
 # The bytes that `os.environ` holds on POSIX. It raises two exceptions inside for a name that is not
@@ -293,7 +362,8 @@ def neuron_environment(target: str) -> Iterator[None]:
 def cache_mode(options: Options | None = None) -> str:
     """Return the cache mode: the option, else NMM_CACHE, else "rw"."""
     mode = (options.cache if options else None) or _environment("NMM_CACHE") or "rw"
-    _one_of("NMM_CACHE", mode, CACHE_MODES)
+    if mode not in CACHE_MODES:
+        raise UnknownNameError("NMM_CACHE", mode, CACHE_MODES)
     return mode
 
 

@@ -125,6 +125,13 @@ def test_the_closest_option_is_named(wrong, right):
         ("cache_max_bytes", -1, "bytes"),
         ("cache_max_bytes", True, "bytes"),
         ("cache_max_bytes", 1.5, "bytes"),
+        ("lnc", 2.0, "1 or 2"),
+        ("lnc", True, "1 or 2"),
+        ("lnc", 3, "1 or 2"),
+        ("instruction_budget", 0, "above 0"),
+        ("instruction_budget", 1e4, "above 0"),
+        ("verdicts", 3, "string"),
+        ("norms", 1, "True or False"),
     ],
 )
 def test_a_bad_value_names_the_option_and_the_way_out(option, value, said):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nmm_compiler.compress import experts, hf
-from nmm_compiler.compress.arguments import Request, check_arguments, make_config
+from nmm_compiler.compress.arguments import Request, Selection, make_config
 from nmm_compiler.compress.calibrate import OutputFn, Statistics, as_batches, collect
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.factorize import balance, check_finite, factorize
@@ -41,9 +41,8 @@ from nmm_compiler.compress.plan import (
     resolve,
 )
 from nmm_compiler.compress.plan import measure as measure_losses
-from nmm_compiler.compress.predicted_time import read_workload
 from nmm_compiler.compress.progress import Steps
-from nmm_compiler.compress.quantize import quantize_factors, read_format
+from nmm_compiler.compress.quantize import quantize_factors
 from nmm_compiler.compress.ranks import Cost
 from nmm_compiler.compress.report import CompressionReport, LayerReport, Skipped
 from nmm_compiler.compress.select import (
@@ -127,8 +126,6 @@ def compress(
     transformers model that is quantized (or was loaded from GGUF) and could not be saved
     afterwards.
     """
-    check_arguments(model, dtype, cost)
-    factors = None if factors is None else read_format(factors)
     config = make_config(
         ratio,
         rank=rank,
@@ -139,20 +136,20 @@ def compress(
         sensitivity=sensitivity,
         sequential=sequential,
     )
-    hf.check_savable(model)
     request = Request(
-        config, calibration, include, exclude, filter_fn, dtype, device, cost, target,
-        read_workload(workload, tokens), allow_slower, output, memory, progress, factors,
+        model, include, exclude, filter_fn, output, progress, config, calibration, dtype, device,
+        cost, target, tokens, workload, allow_slower, resume, memory, factors,
     )  # fmt: skip
+    hf.check_savable(model)
     started = time.monotonic()
     before = count_parameters(model)
     journal = None if resume is None else Journal(resume, config)
     experts.split(model)
     try:
         report = _compress(model, request, journal)
-        report = dataclasses.replace(report, factors=factors or "")
-        if factors is not None and report.compressed:
-            quantize_factors(model, factors)
+        report = dataclasses.replace(report, factors=request.format or "")
+        if request.format is not None and report.compressed:
+            quantize_factors(model, request.format)
         return dataclasses.replace(
             report, model_parameters_before=before, seconds=time.monotonic() - started
         )
@@ -296,7 +293,7 @@ def calibrate(
     One pass over the data then serves any number of ratios and methods. Arguments are those of
     `compress`; gradients: also sample the gradients that global allocation compares matrices by.
     """
-    check_arguments(model, None, None)
+    Selection(model, include, exclude, filter_fn, output, progress)
     experts.split(model)
     try:
         sites, _ = find_sites(model, include, exclude, filter_fn)

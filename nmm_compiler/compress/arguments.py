@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -12,25 +13,31 @@ from torch import nn
 from nmm_compiler.compress.calibrate import OutputFn
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.layer_calls import Layer
+from nmm_compiler.compress.memory import read_bytes
 from nmm_compiler.compress.predicted_time import (
     Prices,
     Workload,
     given_prices,
     kernel_prices,
+    read_workload,
 )
+from nmm_compiler.compress.quantize import FORMAT_NAMES, read_format
 from nmm_compiler.compress.ranks import Cost
 from nmm_compiler.compress.select import FilterFn, Patterns, Site
 from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.options import TARGETS, Values, check_fields, is_positive, is_target_file
 
 
-def check_arguments(model: object, dtype: object, cost: object) -> None:
-    """Raise OptionTypeError for a wrong type of model, dtype or cost function."""
-    if not isinstance(model, nn.Module):
-        raise OptionTypeError("model", type(model).__name__, "a torch.nn.Module")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionTypeError("dtype", dtype, "a floating-point torch.dtype, or None")
-    if cost is not None and not callable(cost):
-        raise OptionTypeError("cost", cost, "a function (k, n, rank or None) -> microseconds")
+def _is_floating_point(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point
+
+
+def _is_device(device: torch.device | str) -> bool:
+    try:
+        torch.device(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def make_config(ratio: float | CompressionConfig | None, **keywords: Any) -> CompressionConfig:
@@ -47,24 +54,58 @@ def make_config(ratio: float | CompressionConfig | None, **keywords: Any) -> Com
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Request:
+class Selection:
+    """The arguments that `compress` and `calibrate` share."""
+
+    model: nn.Module
+    include: Patterns
+    exclude: Patterns
+    filter_fn: Annotated[FilterFn | None, Values("a function (module, name) -> bool")]
+    output: Annotated[
+        OutputFn | None, Values("a function (result, batch) -> the tensor whose change matters")
+    ]
+    progress: bool
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request(Selection):
     """The arguments of one call of `compress`, which says what each of them means."""
 
     config: CompressionConfig
     calibration: Any
-    include: Patterns
-    exclude: Patterns
-    filter_fn: FilterFn | None
-    dtype: torch.dtype | None
-    device: torch.device | str | None
-    cost: Cost | None
-    target: str
-    workload: Workload
+    dtype: Annotated[
+        torch.dtype | None, Values("a floating-point torch.dtype, or None", _is_floating_point)
+    ]
+    device: Annotated[
+        torch.device | str | None, Values("a device of PyTorch, e.g. 'cpu', or None", _is_device)
+    ]
+    cost: Annotated[Cost | None, Values("a function (k, n, rank or None) -> microseconds")]
+    target: Annotated[str, Values(names=TARGETS, test=is_target_file)]
+    tokens: Annotated[int, Values("a positive number of tokens a call", is_positive)]
+    given_workload: Any
     allow_slower: bool
-    output: OutputFn | None
-    memory: str | int | None
-    progress: bool
-    factors: str | None = None
+    resume: Annotated[str | Path | None, Values("a directory, or None")]
+    memory: Annotated[
+        str | int | None, Values("a size like '8GiB', or bytes as a whole number", read_bytes)
+    ]
+    factors: Annotated[str | None, Values(names=FORMAT_NAMES)]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read_workload(self.given_workload, self.tokens)
+
+    @property
+    def workload(self) -> Workload:
+        """The kinds of passes that times are predicted for."""
+        return read_workload(self.given_workload, self.tokens)
+
+    @property
+    def format(self) -> str | None:
+        """The number format of the factors, None for that of the weights."""
+        return None if self.factors is None else read_format(self.factors)
 
     def prices(
         self, model: nn.Module, sites: Sequence[Site], batches: list[Any] | None
@@ -82,7 +123,7 @@ class Request:
         dtype = str(self.dtype or sites[0].weight.dtype).removeprefix("torch.")
         first = None if batches is None else batches[0]
         inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
-        made = kernel_prices(model, layers, dtype, self.workload, self.target, inputs, self.factors)
+        made = kernel_prices(model, layers, dtype, self.workload, self.target, inputs, self.format)
         if made is None and self.config.budget == "latency":
             raise OptionTypeError("budget", "latency", f"cost= with it: no kernel computes {dtype}")
         return made
@@ -90,7 +131,7 @@ class Request:
     def settings(self) -> dict[str, object]:
         """Return the arguments beside the config that decide which factors come out."""
         priced = f"the kernels' for {self.target}" if self.cost is None else _name(self.cost)
-        rounded = {} if self.factors is None else {"factors": self.factors}
+        rounded = {} if self.format is None else {"factors": self.format}
         return rounded | {
             "dtype": self.dtype,
             "output": _name(self.output),

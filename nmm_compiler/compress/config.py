@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from nmm_compiler.errors import OptionTypeError, UnknownNameError
+from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.options import Values, check_fields, is_positive
 from nmm_compiler.records import Record
 
 METHODS = ("auto", "svd", "whitened", "two-sided")
@@ -13,6 +15,18 @@ ALLOCATIONS = ("auto", "uniform", "global")
 BUDGETS = ("parameters", "latency")
 SENSITIVITIES = ("gradient", "output")
 DEFAULT_RATIO = 0.2
+
+
+def _is_share(value: float) -> bool:
+    return 0 <= value < 1
+
+
+def _is_share_or_all(value: float) -> bool:
+    return 0 <= value <= 1
+
+
+def _are_ranks(given: int | dict[str, int]) -> bool:
+    return all(rank >= 1 for rank in (given.values() if isinstance(given, dict) else (given,)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,59 +56,36 @@ class CompressionConfig(Record):
         estimates it (Ledoit and Wolf, 2004).
     """
 
-    ratio: float | None = None
-    rank: int | dict[str, int] | None = None
-    method: str = "auto"
-    allocation: str = "auto"
-    budget: str = "parameters"
-    align: int | None = None
-    sensitivity: str = "gradient"
+    ratio: Annotated[
+        float | None,
+        Values("a number in [0, 1): the share of parameters to remove, e.g. 0.2", _is_share),
+    ] = None
+    rank: Annotated[
+        int | dict[str, int] | None,
+        Values("a positive whole number, or {name pattern: rank}", _are_ranks),
+    ] = None
+    method: Annotated[str, Values(names=METHODS)] = "auto"
+    allocation: Annotated[str, Values(names=ALLOCATIONS)] = "auto"
+    budget: Annotated[str, Values(names=BUDGETS)] = "parameters"
+    align: Annotated[int | None, Values("a positive whole number, or None", is_positive)] = None
+    sensitivity: Annotated[str, Values(names=SENSITIVITIES)] = "gradient"
     sequential: bool = False
-    damping: float = 1e-6
-    shrinkage: float | None = None
+    damping: Annotated[float, Values("a number in [0, 1), e.g. 1e-6", _is_share)] = 1e-6
+    shrinkage: Annotated[float | None, Values("a number in [0, 1], or None", _is_share_or_all)] = (
+        None
+    )
 
     def __post_init__(self) -> None:
-        for kind, value, known in (
-            ("method", self.method, METHODS),
-            ("allocation", self.allocation, ALLOCATIONS),
-            ("budget", self.budget, BUDGETS),
-            ("sensitivity", self.sensitivity, SENSITIVITIES),
-        ):
-            if value not in known:
-                raise UnknownNameError(kind, value, known)
-        self._check_ratio_and_rank()
         if isinstance(self.rank, Mapping):  # a copy: the caller's may change
             object.__setattr__(self, "rank", dict(self.rank))
-        if self.rank is not None and self.allocation != "auto":
-            raise OptionTypeError(
-                "allocation", self.allocation, "it with a ratio: given ranks are not allocated"
-            )
-        if self.align is not None and (not _whole(self.align) or self.align < 1):
-            raise OptionTypeError("align", self.align, "a positive whole number, or None")
-        if not _number(self.damping) or not 0 <= self.damping < 1:
-            raise OptionTypeError("damping", self.damping, "a number in [0, 1), e.g. 1e-6")
-        if self.shrinkage is not None and not (
-            _number(self.shrinkage) and 0 <= self.shrinkage <= 1
-        ):
-            raise OptionTypeError("shrinkage", self.shrinkage, "a number in [0, 1], or None")
-
-    def _check_ratio_and_rank(self) -> None:
+        check_fields(self)
         if self.ratio is not None and self.rank is not None:
             raise OptionTypeError(
                 "rank", self.rank, f"either a rank or a ratio (ratio is {self.ratio!r}), not both"
             )
-        if self.ratio is not None and not (_number(self.ratio) and 0 <= self.ratio < 1):
+        if self.rank is not None and self.allocation != "auto":
             raise OptionTypeError(
-                "ratio",
-                self.ratio,
-                "a number in [0, 1): the share of parameters to remove, e.g. 0.2",
-            )
-        if self.rank is None:
-            return
-        ranks = list(self.rank.values()) if isinstance(self.rank, Mapping) else [self.rank]
-        if not all(_whole(rank) and rank >= 1 for rank in ranks):
-            raise OptionTypeError(
-                "rank", self.rank, "a positive whole number, or {name pattern: rank}"
+                "allocation", self.allocation, "it with a ratio: given ranks are not allocated"
             )
 
     @property
@@ -103,11 +94,3 @@ class CompressionConfig(Record):
         if self.rank is not None:
             return None
         return DEFAULT_RATIO if self.ratio is None else float(self.ratio)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

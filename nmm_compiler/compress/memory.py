@@ -13,23 +13,20 @@ from pathlib import Path
 
 from nmm_compiler.compress.moments import moment_bytes
 from nmm_compiler.compress.select import Site
-from nmm_compiler.errors import MemoryBudgetError, OptionTypeError
+from nmm_compiler.errors import MemoryBudgetError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def parse_bytes(memory: str | int) -> int:
+def read_bytes(memory: str | int) -> int:
     """Return the bytes of "8GiB", "500MB", or of a number; all units are powers of 1024.
 
-    Raises OptionTypeError for anything else.
+    0 is the answer to anything else.
     """
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", str(memory).strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and isinstance(memory, str) else 0
-    if not size:
-        raise OptionTypeError("memory", memory, "a size like '8GiB', or bytes as a whole number")
-    return size
+    if isinstance(memory, int):
+        return max(memory, 0)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", memory.strip().upper())
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def available_bytes() -> int | None:

@@ -81,7 +81,7 @@ class Calibration:
 
     def _room_by_blocks(self, sites: Sequence[Site], limit: str | int | None) -> int | None:
         """Return None where everything fits at once, else the bytes left beside one block."""
-        most = memory.available_bytes() if limit is None else memory.parse_bytes(limit)
+        most = memory.available_bytes() if limit is None else memory.read_bytes(limit)
 
         def need(some: Sequence[Site], reads: dict[str, str] | None) -> int:
             work = memory.work_needs(some, self.sequential)

@@ -20,13 +20,14 @@ from nmm_compiler.errors import NoMatchingModulesError, UnknownNameError
 # to 448: values up to 240 have the same bits in both.
 FORMATS = {"int8": 127.0, "fp8": 240.0}
 _NAMES = {"float8_e4m3": "fp8"}  # as specs call it
+FORMAT_NAMES = (*FORMATS, *_NAMES)
 
 
 def read_format(format: str) -> str:
     """Return "int8" or "fp8" for the name of a format; raise UnknownNameError for any other."""
     found = _NAMES.get(format, format)
     if found not in FORMATS:
-        raise UnknownNameError("factor format", format, (*FORMATS, *_NAMES))
+        raise UnknownNameError("factor format", format, FORMAT_NAMES)
     return found
 
 

@@ -1,6 +1,7 @@
 """Arguments, statistics, journals and shared objects that must not be passed over in silence."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from nmm_compiler.compress import apply as module
 from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.config import CompressionConfig
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers
-from nmm_compiler.errors import FactorsFileError, NoMatchingModulesError, OptionTypeError
+from nmm_compiler.errors import (
+    FactorsFileError,
+    NoMatchingModulesError,
+    OptionTypeError,
+    UnknownNameError,
+)
 
 QUIET = {"progress": False}
 
@@ -228,3 +234,29 @@ def test_explain_and_compress_agree_on_a_tied_head(tied):
     report = compress(model, 0.3, align=4, **QUIET)
     (skip,) = [skip for skip in report.skipped if skip.name == "lm_head"]
     assert ("tied" in skip.reason) == tied
+
+
+WRONG = {
+    "ratio": ["0.2", True], "rank": [True, "4", {"q": 2.0}], "include": [3], "exclude": [3],
+    "filter_fn": ["mlp"], "method": [3, "svdd"], "align": [4.0, True], "dtype": ["bfloat16"],
+    "device": [3.5, "bogus"], "progress": ["yes", 1], "allocation": [True, "globl"],
+    "budget": [0, "time"], "cost": [3.0], "target": ["bogus", 2], "tokens": [0, 512.0, True],
+    "workload": [3, {"prefill": 512}], "allow_slower": ["yes", 1], "sensitivity": ["no", 1],
+    "sequential": ["yes", 0], "output": ["logits"], "resume": [3], "memory": ["much", True, -1],
+    "factors": ["fp4", 8],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["kernels", "cost", "float64"])
+@pytest.mark.parametrize("keyword", sorted(WRONG))
+def test_a_wrong_value_is_refused_by_its_name(keyword, how):
+    """Whether or not something would have asked for it."""
+    assert set(WRONG) == set(inspect.signature(compress).parameters) - {"model", "calibration"}
+    model = stack().double() if how == "float64" else stack()
+    before = copy.deepcopy(model.state_dict())
+    for value in WRONG[keyword]:
+        given = {"cost": lambda k, n, rank: 1.0} if how == "cost" else {}
+        with pytest.raises((OptionTypeError, UnknownNameError), match=keyword):
+            compress(model, **{**QUIET, **given, keyword: value})
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
