@@ -413,6 +413,10 @@ class DialectError(NmmError, ValueError):
         )
 
 
+TO_MEND = (BrokenRuleError, CacheMissError, MachineFileError, NeuronSetupError, OptionTypeError)
+"""What the user has to mend: raised from wherever it is met, and never taken for a fault."""
+
+
 class WorkerError(NmmError, RuntimeError):
     """A process that builds or times kernels ended, or its call raised."""
 

@@ -32,13 +32,7 @@ from nmm_compiler.backend.published import reports as reports
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
 from nmm_compiler.backend.torch_version import warn_if_untested
 from nmm_compiler.codegen.build_many import fill_cache
-from nmm_compiler.errors import (
-    BrokenRuleError,
-    CacheMissError,
-    NeuronSetupError,
-    OptionTypeError,
-    UnknownNameError,
-)
+from nmm_compiler.errors import TO_MEND, UnknownNameError
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
@@ -188,7 +182,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     try:
         options = dataclasses.replace(work.options, verify=False)
         result = pipeline.run(work.gm, work.example_inputs, options)
-    except (BrokenRuleError, OptionTypeError, UnknownNameError):  # the user has to mend it
+    except (*TO_MEND, UnknownNameError):
         raise
     except Exception as error:  # a fault in a pass must not break the user's model
         work.give_up("the passes", error)
@@ -299,7 +293,7 @@ def _build_all(work: Compilation, rewritten: fx.GraphModule) -> None:
     warning."""
     try:
         _build_kernels(work, rewritten)
-    except (CacheMissError, NeuronSetupError):  # the user has to mend it
+    except TO_MEND:
         raise
     except Exception as error:
         if work.options.strict:

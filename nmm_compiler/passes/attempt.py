@@ -97,15 +97,17 @@ class Attempt:
         search = _Search(self.c)
         for rule in self.rules:
             count = self._count(rule)
-            for node in search.places(rule):
-                if node not in search.taken:
-                    try:
-                        search.ask(rule, node, count)
-                    except Exception as error:  # kept, or raised again
-                        self.faults.keep(error, "matching", node, rule)
+            with self.faults.only_reading(rule, self.c.graph):
+                for node in search.places(rule):
+                    if node not in search.taken:
+                        try:
+                            search.ask(rule, node, count)
+                        except Exception as error:  # kept, or raised again
+                            self.faults.keep(error, "matching", node, rule)
         for rule in self.later:
             count = self.taken_before.setdefault(rule.name, RuleCount(rule.name, False))
-            search.ask_who_took(rule, count)
+            with self.faults.only_reading(rule, self.c.graph):
+                search.ask_who_took(rule, count)
         self.matches = search.matches
         names = {node.name for node in search.taken}
         declined = [d for d in search.declined if d.at not in names or d in search.kept]
@@ -132,7 +134,9 @@ class Attempt:
             with self.faults.guard("joining matches of the graph that ends at", last, rule):
                 left = [m for m in self.matches if self.faults.is_dropped(rule.name, m.name)]
                 free = [m for m in self.matches if m not in left] if left else self.matches
-                self.matches = [*rule.combine(self.c, free), *left]
+                with self.faults.only_reading(rule, self.c.graph):
+                    joined = rule.combine(self.c, list(free))
+                self.matches = [*_combined(rule, free, joined), *left]
         position = self.c.effects.position
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
@@ -367,10 +371,20 @@ class _Search:
                     break
 
 
-def _checked(rule: Rule, found: Any) -> Match | Refusal | None:
+def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match]:
+    """Return the result of a rule's combine; raise TypeError for what is no match of the rule."""
+    if not isinstance(joined, (list, tuple)) or not all(isinstance(m, Match) for m in joined):
+        raise TypeError(f"combine returned {joined!r}; return a list of matches")
+    for match in joined:
+        if not any(match is known for known in given):
+            _checked(rule, match, "combine")
+    return list(joined)
+
+
+def _checked(rule: Rule, found: Any, method: str = "check") -> Match | Refusal | None:
     """Return the result of a rule's check; raise TypeError for a wrong type."""
     if isinstance(found, Match) and found.rule != rule.name:
-        raise TypeError(f"check returned a match of rule {found.rule!r}; pass rule=self.name")
+        raise TypeError(f"{method} returned a match of rule {found.rule!r}; pass rule=self.name")
     if found is not None and not isinstance(found, (Match, Refusal)):
         raise TypeError(f"check returned {found!r}; return a Match, a Refusal, or None for no")
     return found

@@ -9,6 +9,7 @@ of a user's own rule are raised as BrokenRuleError, since the user has to mend i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import warnings
 from collections import Counter
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.errors import BrokenRuleError, InternalFaultError, NoShapesError
+from nmm_compiler.errors import TO_MEND, BrokenRuleError, InternalFaultError, NoShapesError
 
 # A built-in rule that fails at more places than this is left out of the graph.
 _MOST_PLACES = 8
@@ -62,7 +63,7 @@ class Faults:
         """Keep an exception of the block as a fault; raise it under strict, or of a user's rule.
 
         rule: a rule, or the name of another step. Raises InternalFaultError under strict,
-        BrokenRuleError for a rule that is not built in, and NoShapesError, which the caller has to
+        BrokenRuleError for a rule that is not built in, NoShapesError, and what the user has to
         mend.
         """
         try:
@@ -75,7 +76,7 @@ class Faults:
 
         For loops over all nodes, where a context manager for each node costs more than its block.
         """
-        if isinstance(error, (InternalFaultError, BrokenRuleError, NoShapesError)):
+        if isinstance(error, (InternalFaultError, NoShapesError, *TO_MEND)):
             raise error
         if not isinstance(rule, str) and not self.is_built_in(rule):
             raise BrokenRuleError(rule.name, node.name, error) from error
@@ -85,6 +86,23 @@ class Faults:
             raise InternalFaultError(str(fault)) from error
         if not any(_same(fault, known) for known in self.found):
             self.found.append(fault)
+
+    @contextlib.contextmanager
+    def only_reading(self, rule: Any, graph: fx.Graph) -> Iterator[None]:
+        """Raise BrokenRuleError for a rule of a user that edits the graph in the block."""
+        if self.is_built_in(rule):
+            yield
+            return
+        before = _parts(graph)
+        yield
+        for was, now in itertools.zip_longest(before, _parts(graph), fillvalue=(None,)):
+            if any(a is not b for a, b in itertools.zip_longest(was, now)):
+                raise BrokenRuleError(
+                    rule.name,
+                    str(was[0] or now[0]),
+                    "pattern, check or combine edited the graph, which they only read; add nodes "
+                    "in rewrite, with the editor",
+                )
 
     def drop(self, rule: str, *names: str) -> None:
         """Leave a rule's match at these nodes alone from now on; all of them after many faults."""
@@ -113,6 +131,11 @@ class Faults:
             f"{_command(module, inputs, options)} ; please report it with what that prints",
             stacklevel=4,
         )
+
+
+def _parts(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Return what an edit of a graph replaces: its nodes, and what each of them holds."""
+    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 def _same(one: Fault, two: Fault) -> bool:

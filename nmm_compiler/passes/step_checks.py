@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from nmm_compiler.errors import BrokenRuleError
 from nmm_compiler.passes.attempt import Attempt
 from nmm_compiler.passes.emit.fused_calls import Call
 from nmm_compiler.passes.graph import views
@@ -27,16 +28,19 @@ def every_node_is_read(attempt: Attempt) -> None:
 
 
 def matches_are_apart(attempt: Attempt) -> None:
-    """No two matches of built-in rules take over the same node; constants may be shared."""
+    """No two matches take over the same node; constants may be shared."""
     c = attempt.c
     owners: dict[fx.Node, Any] = {}
-    for match in attempt.matches if attempt.built_in else ():
+    for match in attempt.matches:
         for node in match.nodes if match.rewritten else ():
             if c.is_weight(node) or isinstance(c.forms.get(node), Leaf):
                 continue
             other = owners.setdefault(node, match)
             if other is not match:
-                raise ValueError(f"{match} and {other} both take over node {node.name}")
+                both = f"{match} and {other} both take over node {node.name}"
+                if not attempt.built_in:
+                    raise BrokenRuleError(attempt.rules[0].name, node.name, both)
+                raise ValueError(both)
 
 
 def _calls(attempt: Attempt) -> Iterator[Call]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -317,6 +318,111 @@ def test_a_wrong_answer_of_a_rule_is_named(answer, said):
         run(module, rules=[answer, "..."])
     assert module.code == before
     assert rewrite(Pair(), X, rules=[Answers(lambda node: None), "..."]).rewritten
+
+
+class Combines(Answers):
+    """Matches each linear, and joins the matches as it is told."""
+
+    name = "combines"
+
+    def __init__(self, joined):
+        super().__init__(of("combines"), lambda match, editor: match.node)
+        self.joined = joined
+
+    def combine(self, graph, matches):
+        return self.joined(matches)
+
+
+def covering(nodes):
+    return Match(rule="combines", node=max(nodes, key=lambda n: n.name), nodes=frozenset(nodes))
+
+
+@pytest.mark.parametrize(
+    ("joined", "said"),
+    [
+        (lambda ms: [of("lowrank")(ms[0].node)], "combine returned a match of rule 'lowrank'"),
+        (lambda ms: [of("unheard")(ms[0].node)], "combine returned a match of rule 'unheard'"),
+        (lambda ms: None, "combine returned None; return a list of matches"),
+        (lambda ms: [ms[0].node], "combine returned .*; return a list of matches"),
+        (lambda ms: [*ms, covering([m.node for m in ms])], "both take over node"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_wrong_answer_of_combine_is_the_fault_of_its_rule(joined, said, strict):
+    module = torch.export.export(Pair(), (X,)).module()
+    with pytest.raises(BrokenRuleError, match=rf"rule 'combines' failed .*{said}"):
+        run(module, options=Options(strict=strict, disable=("lowrank",)), rules=[Combines(joined)])
+
+
+def retarget(node):
+    node.target = torch.ops.aten.neg.default
+
+
+def reorder(node):
+    next(iter(node.graph.nodes)).prepend(node)
+
+
+EDITS = {
+    "target": retarget,
+    "arguments": lambda node: setattr(node, "args", node.args[:2]),
+    "keywords": lambda node: setattr(node, "kwargs", {"bias": None}),
+    "readers": lambda node: node.replace_all_uses_with(node.args[0]),
+    "new node": lambda node: node.graph.call_function(torch.neg, (node.args[0],)),
+    "order": reorder,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("where", ["pattern", "check", "combine"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rule_that_edits_the_graph_while_it_looks_is_named(where, edit, first):
+    """Before the built-in rules, or behind them, which have taken its places by then."""
+
+    class Edits(Answers):
+        name = "edits"
+
+        def at(self, step, node):
+            if step == where:
+                EDITS[edit](node)
+
+        def pattern(self, graph, node):
+            for candidate in super().pattern(graph, node):
+                self.at("pattern", candidate)
+                yield candidate
+
+        def check(self, graph, candidate):
+            self.at("check", candidate)
+
+        def combine(self, graph, matches):
+            linears = [n for n in graph.graph.nodes if n.target == torch.ops.aten.linear.default]
+            for node in linears[:1]:
+                self.at("combine", node)
+            return matches
+
+    module = torch.export.export(Pair(), (X,)).module()
+    before = module.code
+    rule = Edits(lambda node: None)
+    disable = () if where != "combine" else ("lowrank",)  # which leaves no linear to combine
+    with pytest.raises(BrokenRuleError, match=r"rule 'edits' failed .*edited the graph"):
+        run(module, options=Options(disable=disable), rules=[rule, "..."] if first else [rule])
+    assert module.code == before
+
+
+def compiled(model, x, *, options):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="nmm", options={**options, "inner": "eager"})(x)
+
+
+@pytest.mark.parametrize("call", [rewrite, explain, compiled], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("option", ["verdicts", "target"])
+def test_a_file_of_the_user_that_is_missing_is_no_fault(option, strict, call, tmp_path):
+    missing = str(tmp_path / "missing.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Exception, match=r"missing\.json") as caught:
+            call(Pair(), X, options={option: missing, "strict": strict})
+    assert "fault in nmm_compiler" not in str(caught.value)
 
 
 @pytest.mark.parametrize("rules", [[Raises], [Raises("never"), Raises("never")]])
