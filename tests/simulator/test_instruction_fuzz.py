@@ -7,10 +7,10 @@ import re
 
 import numpy as np
 import pytest
+from documented_rules import rules
 from test_rules import attempt
 
 from nmm_compiler import errors
-from nmm_compiler.nki_api.rules import rules
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, MEMBERS
 from nmm_compiler.simulator.loading.standins import MODULES
 from nmm_compiler.simulator.run import simulate

@@ -8,12 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from documented_rules import rules
 from simulator_kernels import kernel_file, run
 from test_rules import attempt
 
 from benchmarks.simulator import LOW_RANK, SOFTMAX, TILED
 from nmm_compiler import errors, targets
-from nmm_compiler.nki_api.rules import rules
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.simulator.timing.timeline import time_trace
 

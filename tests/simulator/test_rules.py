@@ -5,11 +5,11 @@ import textwrap
 
 import numpy as np
 import pytest
+from documented_rules import RULE_KERNEL, rules
 from simulator_kernels import kernel_file
 
 from nmm_compiler import errors
 from nmm_compiler.nki_api.api import api
-from nmm_compiler.nki_api.rules import RULE_KERNEL, rules
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
 from nmm_compiler.simulator.run import simulate
 

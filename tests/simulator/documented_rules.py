@@ -1,7 +1,7 @@
 """The documented rules of NKI as data: one row per rule, with a call that breaks it and one that
 keeps it.
 
-`rules()` reads `rules.toml`. A row's call is kernel text with a `$`, which `breaks` and `holds`
+`rules()` reads `documented_rules.toml`. A row has a call with a `$`, which `breaks` and `holds`
 replace, so that the two calls differ in the rule alone. The simulator does not read this table: its
 checks are beside the instructions, and tests/simulator/test_rules.py runs both calls of each row,
 in both modes, and expects the row's error.
@@ -14,7 +14,7 @@ import functools
 import tomllib
 from pathlib import Path
 
-TABLE = Path(__file__).with_name("rules.toml")
+TABLE = Path(__file__).with_name("documented_rules.toml")
 
 
 @dataclasses.dataclass(frozen=True)
