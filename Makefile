@@ -56,7 +56,7 @@ format: $(DEV_READY)
 docs: $(DEV_READY)
 	$(BIN)/mkdocs build --strict
 
-# What each command prints at 80 columns, as docs/screens.md; needs tmux.
+# What each command prints at 80 columns, as out/screens.md; needs tmux.
 captures: $(DEV_READY)
 	$(RUN) docs/captures.py $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Compares docs/conformance.md with AWS's documents: does each cited file say what the row quotes?
+"""Compares conformance.toml with AWS's documents: does each cited file say what the row quotes?
 
 Two checks of tests/codegen/conformance.toml against clones at the commits that it names:
 

@@ -288,7 +288,7 @@ def check(given: argparse.Namespace, rows: list[Row]) -> None:
 
 INTRO = """# The low-rank paper's models
 
-Written by `python benchmarks/paper_table.py --markdown docs/paper-table.md` from
+Written by `python benchmarks/paper_table.py --markdown FILE` from
 `benchmarks/data/paper_table.jsonl`. Low-rank MLPs (the paper compresses these) against dense
 models. Simulated and computed, nothing measured. In each cell: ratio {ratios}.
 

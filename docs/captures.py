@@ -1,4 +1,4 @@
-"""Writes docs/screens.md: what each command of nmm prints on a terminal of 80 columns.
+"""Writes a page in out/: what each command of nmm prints on a terminal of 80 columns.
 
     python docs/captures.py              # all commands: some minutes
     python docs/captures.py kernel lint  # these anew, the others as they stand
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "screens.md"
+PAGE = ROOT / "out" / "screens.md"
 WIDTH = 80
 INSTALL = "tmux is missing: apt-get install tmux"
 
@@ -193,6 +193,7 @@ def main(wanted: list[str]) -> int:
                 print(f"  wider than {WIDTH} columns: {line}")
     made = [f"## nmm {name}\n\n```text\n$ {command}\n{shown[name]}\n```\n"
             for name, command in COMMANDS.items() if name in shown]  # fmt: skip
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join([HEAD, *made]), encoding="utf-8")
     return 0
 

@@ -1,6 +1,6 @@
 """Every construct of every emitted kernel has an AWS document, or a kernel of AWS, that allows it.
 
-`python tests/codegen/test_conformance.py` prints docs/conformance.md from conformance.toml.
+`python tests/codegen/test_conformance.py` prints conformance.toml as a page.
 """
 
 import ast
@@ -32,7 +32,6 @@ from specs import SPECS  # noqa: E402
 
 ROWS = tomllib.loads((HERE / "conformance.toml").read_text(encoding="utf-8"))["row"]
 KNOWN = {construct for row in ROWS for construct in row["constructs"]}
-PAGE = HERE.parents[1] / "docs" / "conformance.md"
 GOLDEN = HERE.parent / "golden"
 DOCUMENTS = (
     "nki-language-guide", "nki-library d2ad3a5, ", "nki.", "nki-dge", "nki/", "release notes of NKI"
@@ -217,7 +216,7 @@ emitted kernel ran on a device yet: see [Neuron](neuron.md)."""
 
 
 def page():
-    """Return the text of docs/conformance.md."""
+    """Return the rows of conformance.toml as a page."""
     lines = [INTRODUCTION.format(count=len(KNOWN))]
     for row in ROWS:
         lines += ["", f"## {row['says']}", "", f"Source: {row['source']}.", ""]
@@ -226,9 +225,10 @@ def page():
     return "\n".join(lines) + "\n"
 
 
-def test_the_page_is_current():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run this file as a script"
+def test_the_page_has_every_construct():
+    shown = page()
+    assert all(f"- `{construct}`" in shown for construct in KNOWN)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())

@@ -1,7 +1,6 @@
-"""docs/paper-table.md is what its rows say, and the rows keep to what weights allow."""
+"""The table of the paper's models: which rows are stale, and what a run computes anew."""
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -9,20 +8,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import paper_table as table
-from row_file import read_rows
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_the_page_is_written_from_the_rows(monkeypatch):
-    """But for the marks of rows that later code made stale."""
-    rows = read_rows(table.ROWS)
-    page = (ROOT / "docs" / "paper-table.md").read_text()
-    monkeypatch.setattr(table, "is_stale", lambda row: False)
-    told = page.replace("Rows with + are stale: what decides their figures is another now.\n", "")
-    assert re.sub(r"^(\| [^|]*?)\+ \|", r"\1 |", told, flags=re.MULTILINE) == (
-        table.markdown(rows) + "\n"
-    )
 
 
 def test_gains_at_other_contexts_differ_in_attention_alone():
