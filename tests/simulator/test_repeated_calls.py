@@ -14,6 +14,7 @@ from test_rules import attempt
 
 from benchmarks.simulator import LOW_RANK, SOFTMAX, TILED
 from nmm_compiler import errors, targets
+from nmm_compiler.simulator import machine
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.simulator.timing.timeline import time_trace
 
@@ -64,6 +65,56 @@ def test_a_call_within_one_tensor_is_known_by_where_its_operands_begin():
     return out(a)
     """
     with pytest.raises(errors.HazardError):
+        run(body, mode="timing")
+
+
+@pytest.mark.parametrize(
+    "number", ["1.0 / n", "float(n) + 0.5", "n * 1000", "np.float32(1.0) / n", "-(1.0 / n)"]
+)
+def test_a_number_that_is_computed_for_each_call_is_known_by_its_value(number, monkeypatch):
+    """Its identity is new each time: so the memory of calls grew, and knew none of them."""
+    monkeypatch.setattr(machine, "_ALIKE", {})
+    body = f"""
+    t = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+    nisa.memset(dst=t, value=0.0)
+    for n in [64] * 300:
+        s = {number}
+        nisa.tensor_scalar(dst=t, data=t, op0=nl.multiply, operand0=s)
+    return out(t)
+    """
+    trace = run(body, mode="timing").trace
+    ((_, known),) = machine._ALIKE.values()
+    assert len(known) <= 4
+    (kind,) = {i.kind for i in trace.instructions if i.op == "tensor_scalar"}
+    assert kind
+
+
+def test_places_of_tiles_that_are_computed_for_each_call_are_known_by_their_values(monkeypatch):
+    monkeypatch.setattr(machine, "_ALIKE", {})
+    body = """
+    t = nl.ndarray((32, 32), nl.bfloat16, nl.sbuf)
+    nisa.memset(dst=t, value=0.0)
+    p = nl.ndarray((32, 32), nl.float32, nl.psum)
+    for n in range(300):
+        nisa.nc_matmul(dst=p, stationary=t, moving=t, tile_position=(n % 2 * 32, 0),
+                       tile_size=(32, 32))
+    return out(p)
+    """
+    run(body, mode="timing")
+    ((_, known),) = machine._ALIKE.values()
+    assert len(known) <= 6
+
+
+def test_an_equal_number_of_another_class_is_checked_anew():
+    body = """
+    t = nl.ndarray((32, 32), nl.bfloat16, nl.sbuf)
+    nisa.memset(dst=t, value=0.0)
+    p = nl.ndarray((32, 32), nl.float32, nl.psum)
+    for place in (0, 0, 0.0):
+        nisa.nc_matmul(dst=p, stationary=t, moving=t, tile_position=(place, 0), tile_size=(32, 32))
+    return out(p)
+    """
+    with pytest.raises(errors.KernelArgumentError, match="tile_position is float"):
         run(body, mode="timing")
 
 

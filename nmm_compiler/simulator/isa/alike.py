@@ -12,20 +12,24 @@ import itertools
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 
 _KINDS = itertools.count(1)
 _KEPT = 100_000
-_PLAIN = (int, float, str, Enum, type(None), type)
+_PLAIN = (int, float, np.number, str, Enum, type(None), type)
+COMPUTED = frozenset({int, float, tuple, *(np.dtype(code).type for code in np.typecodes["All"])})
+"""The classes of what a kernel computes anew for each call, and that is told by its value."""
 
 
 def recall(written: list[str], read: list[str], parameters: list[str], defaults: set[str]) -> str:
     """Return the text that records a call like an earlier one, of an instruction's function.
 
-    The key holds what each tensor is like, the identity of each other argument (which the memory
-    keeps alive), and where operands lie that share the storage of dst.
+    The key holds what each tensor is like, each number's value, the identity of each other argument
+    (which the memory keeps alive), and where operands lie that share the storage of dst.
     """
     required = [*written, *read]
     dst, parts = written[0], ["OP"]
@@ -34,9 +38,9 @@ def recall(written: list[str], read: list[str], parameters: list[str], defaults:
         if p in required:
             parts.append(f"({p}.like or like_of({p}))")
         elif p != "name" and p not in defaults:
-            parts.append(f"{_form_or_identity(p)}")
+            parts.append(f"{_key_part(p)}")
     if optional:
-        given = "".join(f"0 if {p} is {p}_default else {_form_or_identity(p)}, " for p in optional)
+        given = "".join(f"0 if {p} is {p}_default else {_key_part(p)}, " for p in optional)
         parts.append(f"0 if {' and '.join(f'{p} is {p}_default' for p in optional)} else ({given})")
     parts += [
         f"({p}.offset, {dst}.offset) if {p}.storage is {dst}.storage else 0"
@@ -69,8 +73,21 @@ def recall(written: list[str], read: list[str], parameters: list[str], defaults:
     )
 
 
-def _form_or_identity(p: str) -> str:
-    return f"({p}.form or form_of({p}) if {p}.__class__ is NkiTensor else id({p}))"
+def _key_part(p: str) -> str:
+    return (
+        f"({p}.form or form_of({p}) if {p}.__class__ is NkiTensor else "
+        f"id({p}) if {p}.__class__ not in COMPUTED else key_of({p}))"
+    )
+
+
+def key_of(value: Any) -> Any:
+    """Return a key that equal numbers of one class share, and tuples of them."""
+    kind = value.__class__
+    if kind not in COMPUTED:
+        return id(value)
+    if kind is tuple:
+        return kind, *map(key_of, value)
+    return kind, value if value == value else "nan"
 
 
 REMEMBER = (

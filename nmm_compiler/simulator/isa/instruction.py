@@ -27,7 +27,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
 )
 from nmm_compiler.simulator.isa import enums
-from nmm_compiler.simulator.isa.alike import REMEMBER, recall, remember
+from nmm_compiler.simulator.isa.alike import COMPUTED, REMEMBER, key_of, recall, remember
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     check_destination,
@@ -219,7 +219,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
             "refuse_dtype": refuse_dtype, "refuse_rank": refuse_rank, "check_pair": check_pair,
             "member": member, "spread": spread, "CURRENT": CURRENT, "form_of": form_of,
-            "like_of": like_of, "remember": remember,
+            "like_of": like_of, "remember": remember, "COMPUTED": COMPUTED, "key_of": key_of,
         }  # fmt: skip
         for p in parameters:
             if p.default is not p.empty:
