@@ -71,7 +71,7 @@ def _issue(machine: Machine, op: str, mode: Any, given: Any, same_dtype: bool) -
                 TensorDtypeError,
                 f"nisa.{op}: hwdge cannot convert dtypes; use the same dtype or another dge_mode",
             )
-    if given is not _UNKNOWN and given is not None:
+    if given is not _UNKNOWN:
         if given not in (engine.sync, engine.scalar) and name == "hwdge":
             raise machine.error(
                 EngineRuleError,

@@ -307,7 +307,7 @@ def tensor_scalar(
                 f"nisa.tensor_scalar on ScalarE: operators {pair} on {machine.target.name}; it "
                 "takes (multiply, add), multiply or add, on trn2 or newer",
             )
-    elif chosen == "gpsimd" and engine is not _UNKNOWN and engine is not None:
+    elif chosen == "gpsimd" and engine is not _UNKNOWN:
         if first.name != "rsqrt":
             machine.rule(
                 EngineRuleError,

@@ -266,7 +266,7 @@ def _signature(op: str, parameters: list[inspect.Parameter]) -> str:
     ]
     for name in (p.name for p in parameters if p.name in MEMBERS):
         lines += [
-            f"    if {name}.__class__ is not {name}_members and {name} is not None:",
+            f"    if {name}.__class__ is not {name}_members:",
             f"        {name} = member(machine, OP, {name!r}, {name}, {name}_members)",
         ]
     return "\n".join(lines) + "\n"

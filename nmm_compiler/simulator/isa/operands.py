@@ -99,11 +99,16 @@ def refuse_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int
     )
 
 
-def member(machine: Machine, op: str, role: str, given: Any, members: type[Enum]) -> Enum:
+def member(
+    machine: Machine, op: str, role: str, given: Any, members: type[Enum]
+) -> Enum | None:
     """Return the member of an enumeration that a parameter means, or refuse it.
 
+    None means `unknown`, and stays None where the enumeration has no such member.
     A member's number warns: NKI 0.3.0 refuses it, and production kernels of nki-library pass it.
     """
+    if given is None:
+        return members.__members__.get("unknown")
     for known in members:
         if given.__class__ is int and known.value == given:
             machine.warn(

@@ -123,7 +123,7 @@ def core_barrier(
             "it in nl.shared_hbm",
         )
     call.writes += call.reads
-    call.engine = "gpsimd" if engine is None or engine.name == "unknown" else engine.name
+    call.engine = "gpsimd" if engine.name == "unknown" else engine.name
     if call.engine == "dma":
         raise call.error(EngineRuleError, "engine=dma has no sequencer; use another engine")
     yield attributes(cores=2)

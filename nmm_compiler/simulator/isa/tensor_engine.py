@@ -352,8 +352,7 @@ def nc_transpose(
     p, f = data.shape[0], data.free_size
     small = p <= 32 and f <= 32
     fits_tensor = dst.memory == "psum" and data.memory == "sbuf"
-    default = "tensor" if fits_tensor and not (small and engine is None) else "vector"
-    chosen = call.choose(default)
+    chosen = call.choose("tensor" if fits_tensor else "vector")
     if chosen == "tensor":
         if not fits_tensor:
             raise machine.error(
