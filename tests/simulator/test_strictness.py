@@ -1,5 +1,6 @@
 """Each strict rule, by a kernel that breaks it; and what strict=False makes of it."""
 
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -267,6 +268,60 @@ def test_psum_tiles_take_whole_banks():
     assert run(body.format(8), ones(8, 4)).trace.psum_peak_banks == 8
     with pytest.raises(errors.OnChipCapacityError, match="9 PSUM banks"):
         run(body.format(9), ones(8, 4))
+
+
+FULL = """
+    r = nl.ndarray((8, 4), nl.float32, nl.sbuf)
+    nisa.dma_copy(dst=r, src=a)
+    early = nl.ndarray((128, {early}), nl.float32, nl.{memory})
+    fill(early)
+    use(early)
+    first = nl.ndarray((128, {size}), nl.float32, nl.{memory}, {first})
+    second = nl.ndarray((128, {size}), nl.float32, nl.{memory}, {second})
+    fill(first)
+    fill(second)
+    use(second)
+    use(first)
+    return out(r)
+"""
+USES = """
+def fill(tile):
+    tile = tile[0:4, 0:4]
+    if tile.buffer is nl.sbuf:
+        nisa.memset(dst=tile, value=0.0)
+    else:
+        ones = nl.ndarray((4, 4), nl.float32, nl.sbuf)
+        nisa.memset(dst=ones, value=1.0)
+        nisa.nc_matmul(dst=tile, stationary=ones, moving=ones)
+
+
+def use(tile):
+    seen = nl.ndarray((4, 4), nl.float32, nl.sbuf)
+    nisa.tensor_copy(dst=seen, src=tile[0:4, 0:4])
+
+
+"""
+
+
+@pytest.mark.parametrize("placed", [(), ("first",), ("second",)])
+@pytest.mark.parametrize(
+    ("memory", "early", "size", "unit"),
+    [("sbuf", 33_000, 30_000, "B"), ("psum", 512, 2560, "bank")],
+)
+def test_a_capacity_error_names_the_tensors_that_make_up_its_figure(
+    memory, early, size, unit, placed
+):
+    """At an instruction at which all of them live; wherever some were placed by hand."""
+    at = {name: "address=(0, 0)" if name in placed else "" for name in ("first", "second")}
+    body = FULL.format(memory=memory, early=early, size=size, **at)
+    with pytest.raises(errors.OnChipCapacityError) as caught:
+        run(body, ones(8, 4), header=HEADER + USES, mode="timing")
+    text = str(caught.value).replace(",", "")
+    total, at = map(int, re.search(r"(\d+) \w+ .*at instruction (\d+)", text).groups())
+    shown = re.findall(rf": (\d+) {unit}.*live in instructions (\d+)\.\.(\d+)", text)
+    assert len(shown) >= 2
+    assert sum(int(size) for size, *_ in shown) == total
+    assert all(int(first) <= at <= int(last) for _, first, last in shown)
 
 
 ADDRESSES = """

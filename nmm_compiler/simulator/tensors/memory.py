@@ -137,15 +137,15 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
             )
 
 
-def _describe(allocations: Iterable[Allocation], unit: str, limit: int = 12) -> str:
-    ranked = sorted(allocations, key=lambda a: -a.bytes_per_partition)
+def _describe(items: Iterable[tuple[Allocation, int]], unit: str, limit: int = 12) -> str:
+    ranked = sorted(items, key=lambda item: -item[1])
     shown = [
-        f"  {a.name} {a.shape} {a.dtype}: {a.bytes_per_partition:,} {unit}, allocated on line "
-        f"{a.line}, live in instructions {a.first_index}..{a.last_index}"
-        for a in ranked[:limit]
+        f"  {a.name} {a.shape} {a.dtype}: {size:,} {unit}, allocated on line {a.line}, live in "
+        f"instructions {a.first_index}..{a.last_index}"
+        for a, size in ranked[:limit]
     ]
     if len(ranked) > limit:
-        rest = sum(a.bytes_per_partition for a in ranked[limit:])
+        rest = sum(size for _, size in ranked[limit:])
         shown.append(f"  and {len(ranked) - limit} more, {rest:,} {unit} together")
     return "\n".join(shown)
 
@@ -195,40 +195,35 @@ def check_capacity(machine: Machine) -> None:
                 sbuf.append((a, a.bytes_per_partition))
             elif a.memory == "psum":
                 psum.append((a, -(-a.bytes_per_partition // bank)))
-    chosen = {"sbuf": sbuf, "psum": psum}
     file = machine.instructions[0].file if machine.instructions else ""
-    for memory in ("sbuf", "psum"):
-        floating, placed = chosen[memory], [a for a, _ in chosen[memory] if a.address is not None]
-        if placed:
-            floating = [item for item in floating if item[0].address is None]
+    for memory, items in (("sbuf", sbuf), ("psum", psum)):
+        placed = [a for a, _ in items if a.address is not None]
+        floating = len(placed) < len(items)
         _check_addresses(machine, placed, memory)
-        peak, at = _peak(floating)
         if memory == "sbuf":
             limit, unit = target.sbuf_usable_bytes_per_partition, "B"
-            if placed:
-                top = max(a.address[1] + a.bytes_per_partition for a in placed if a.address)
-                peak = peak if not floating else _peak(chosen[memory])[0]
-                peak = max(peak, top) if not floating else peak
+            peak, at = _peak(items)
+            if placed and not floating:
+                peak = max(a.address[1] + a.bytes_per_partition for a in placed if a.address)
             trace.sbuf_peak_bytes = peak
         else:
-            limit, unit = target.psum_banks, "banks"
-            if placed:
-                peak = max(peak, _banks_in_use(placed, bank, floating))
+            limit, unit = target.psum_banks, "bank(s)"
+            peak, at = _banks_in_use(items, bank) if placed else _peak(items)
             trace.psum_peak_banks = peak
-        if peak > limit and not (placed and not floating):
-            if memory == "sbuf" and _fits_side_by_side(chosen["sbuf"], limit):
+        if peak > limit and floating:
+            if memory == "sbuf" and _fits_side_by_side(sbuf, limit):
                 machine.warnings.append(
                     f"{peak:,} SBUF bytes per partition are live at once at instruction {at}, "
                     f"{target.name} has {limit:,}; they fit only if the compiler places tensors of "
                     "at most 64 partitions beside each other"
                 )
                 continue
-            live = [a for a, _ in chosen[memory] if a.first_index <= at <= a.last_index]
             what = "SBUF bytes per partition" if memory == "sbuf" else "PSUM banks"
+            live = [item for item in items if item[0].first_index <= at <= item[0].last_index]
             message = (
-                f"{peak:,} {what} are live at once at instruction {at}, {target.name} has "
-                f"{limit:,}; use smaller or fewer tiles. Live tensors ({unit} per partition):\n"
-                + _describe(live, "B")
+                f"{peak:,} {what} are live at once at instruction {at}, "
+                f"{target.name} has {limit:,}; use smaller or fewer tiles. Live tensors:\n"
+                + _describe(live, unit)
             )
             if machine.strict and not getattr(machine.dialect, "spills", False):
                 line = machine.instructions[at].line if machine.instructions else 0
@@ -236,19 +231,19 @@ def check_capacity(machine: Machine) -> None:
             machine.warnings.append(message)
 
 
-def _banks_in_use(
-    placed: list[Allocation], bank: int, floating: list[tuple[Allocation, int]]
-) -> int:
-    """Return the most PSUM banks in use at once, counting banks that placed tensors share once."""
-    events: list[tuple[int, int, Allocation]] = []
-    for a in placed + [a for a, _ in floating]:
-        events += [(a.first_index, 0, a), (a.last_index, 1, a)]
+def _banks_in_use(items: list[tuple[Allocation, int]], bank: int) -> tuple[int, int]:
+    """Return the most PSUM banks in use at once, and an instruction where they are.
+
+    Banks that placed tensors share count once.
+    """
+    events: list[tuple[int, int, Allocation, int]] = []
+    for a, size in items:
+        events += [(a.first_index, 0, a, size), (a.last_index, 1, a, size)]
     events.sort(key=lambda e: (e[0], e[1]))
     used: dict[int, int] = {}
-    free = best = 0
-    for _, end, a in events:
+    free = best = at = 0
+    for index, end, a, size in events:
         step = -1 if end else 1
-        size = -(-a.bytes_per_partition // bank)
         if a.address is None:
             free += step * size
         else:
@@ -258,8 +253,9 @@ def _banks_in_use(
                 used[number] = used.get(number, 0) + step
                 if not used[number]:
                     del used[number]
-        best = max(best, free + len(used))
-    return best
+        if free + len(used) > best:
+            best, at = free + len(used), index
+    return best, at
 
 
 def _check_addresses(machine: Machine, placed: list[Allocation], memory: str) -> None:
