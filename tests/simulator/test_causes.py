@@ -1,15 +1,21 @@
 """Why instructions wait, and the critical path: nothing is left unexplained."""
 
+import dataclasses
+import gc
 import itertools
+import weakref
 
 import pytest
 
+from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.simulator.timing.causes import WHY, Causes
+from nmm_compiler.simulator.timing.causes import WHY, Causes, causes_of
+from nmm_compiler.simulator.timing.profile import profile_trace
 from nmm_compiler.simulator.timing.shares import waits
+from nmm_compiler.simulator.trace import Trace
 
 SPECS = [
     LowRankSpec(m=512, k=512, r=256, n=1024),
@@ -72,3 +78,40 @@ def test_a_wait_ends_with_the_signal_of_the_one_that_is_blamed(timeline):
             assert 0 <= timeline.start[index] - cause.ended_us < 3
             blamed = timeline.trace.instructions[cause.index]
             assert (blamed.engine == "dma") == (cause.kind == "load")
+
+
+class Watched(Trace):
+    """A trace that a weak reference can point to."""
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda profile, folder: profile.by_line(),
+        lambda profile, folder: profile.by_instruction(),
+        lambda profile, folder: profile.waits(),
+        lambda profile, folder: profile.critical_path(),
+        lambda profile, folder: profile.advice(),
+        lambda profile, folder: profile.report(),
+        lambda profile, folder: profile.to_chrome_trace(folder / "t.json"),
+    ],
+)
+def test_a_profile_that_is_let_go_keeps_no_trace_in_memory(ask, tmp_path):
+    trace = build_kernel(SPECS[1], "trn2").profile().timeline.trace
+    fields = {f.name: getattr(trace, f.name) for f in dataclasses.fields(trace) if f.init}
+    profile = profile_trace(Watched(**fields), targets.get("trn2"))
+    trace = weakref.ref(profile.timeline.trace)
+    gc.disable()
+    try:
+        ask(profile, tmp_path)
+        assert trace() is not None
+        del profile
+        assert trace() is None
+    finally:
+        gc.enable()
+
+
+def test_causes_are_found_once():
+    timeline = build_kernel(SPECS[1], "trn2").profile().timeline
+    assert causes_of(timeline) is causes_of(timeline)
+    assert dataclasses.replace(timeline) == timeline

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from trace_builder import Builder
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
@@ -81,7 +82,38 @@ def test_no_two_slices_of_a_row_overlap_as_perfetto_reads_them(events):
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
+def placed():
+    """Copies that the compiler puts on ScalarE, between loads and a sum on VectorE."""
+    builder = Builder()
+    for _ in range(3):
+        source = builder.tensor("hbm", 128, 512)
+        tile, copy, total = (builder.tensor("sbuf", 128, 512) for _ in range(3))
+        builder.dma(tile.all, source.all)
+        builder.add("tensor_copy", "vector", [copy.all], [tile.all], unset=True)
+        builder.add("tensor_tensor", "vector", [total.all], [copy.all, tile.all], function="add")
+        builder.copy(tile.all, total.all)
+    return profile_trace(builder.trace, targets.get("trn1"))
+
+
 def test_arrows_lead_forward_from_slice_to_slice(events):
+    check_arrows(events)
+
+
+def test_placed_work_is_shown_on_the_engine_that_it_runs_on(tmp_path):
+    made = placed()
+    timeline = made.timeline
+    assert set(timeline.placed.values()) == {"scalar"}
+    events = json.loads(made.to_chrome_trace(tmp_path / "t.json").read_text())["traceEvents"]
+    check_arrows(events)
+    ends = {(e["tid"], perfetto_ns(e["ts"])) for e in events if e["ph"] == "f" and e["pid"] == 1}
+    starts = {(e["tid"], perfetto_ns(e["ts"])) for e in events if e["ph"] == "X"}
+    assert {row for row, _ in ends} == {2, 3}
+    assert ends <= starts
+    used = {(share.name, share.engine): share.instructions for share in made.by_instruction()}
+    assert used["tensor_copy", "scalar"] == used["tensor_copy", "vector"] == 3
+
+
+def check_arrows(events):
     slices = {}
     for event in events:
         if event["ph"] == "X":

@@ -226,8 +226,8 @@ def _uneven_copies(timeline: Timeline) -> Advice | None:
     if busy.get(most, 0.0) < 2 * busy.get(least, 0.0) or not timeline.target.scalar_tensor_copy:
         return None
     copies = [
-        i for i in timeline.trace.instructions
-        if i.engine == most and i.op in ("tensor_copy", "activation", "copy")
+        i for index, i in enumerate(timeline.trace.instructions)
+        if timeline.engine(index) == most and i.op in ("tensor_copy", "activation")
         and i.attributes.get("function", "copy") in ("copy", "identity", None)
     ]  # fmt: skip
 

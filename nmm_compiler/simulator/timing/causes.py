@@ -75,15 +75,14 @@ class Step:
 
 
 def causes_of(timeline: Timeline) -> Causes:
-    """Return the causes of a timeline, found once."""
-    found = _KNOWN.get(id(timeline))
-    if found is None or found.timeline is not timeline:
-        _KNOWN.clear()
-        found = _KNOWN[id(timeline)] = Causes(timeline)
+    """Return the causes of a timeline, found once.
+
+    They know a copy of it, so that no cycle keeps its trace in memory.
+    """
+    found = timeline.causes
+    if not isinstance(found, Causes):
+        found = timeline.causes = Causes(dataclasses.replace(timeline))
     return found
-
-
-_KNOWN: dict[int, Causes] = {}  # of the timeline asked about last
 
 
 class _Ends:
@@ -133,7 +132,7 @@ class Causes:
                 continue
             if instruction.engine != "dma":
                 free = timeline.interval_end[index]
-                engine = self.engine(index)
+                engine = timeline.engine(index)
                 self.freed.setdefault(engine, _Ends()).add(free, index)
                 runs.setdefault(engine, []).append(index)
             end, read = timeline.end[index], timeline.interval_end[index]
@@ -161,10 +160,6 @@ class Causes:
             one.pairs.sort()
         self.loads = {stop: start for start, stop in timeline.table_loads}
 
-    def engine(self, index: int) -> str:
-        """Return the engine that the instruction ran on."""
-        return self.timeline.placed.get(index, self.instructions[index].engine)
-
     def of(self, index: int) -> Cause:
         """Return the cause of the instruction's start (of a DMA: of its issue)."""
         instruction = self.instructions[index]
@@ -177,10 +172,11 @@ class Causes:
             return Cause("engine" if before >= 0 else "start", before, free)
         cause = self._waited(index, instruction, start)
         fill_us = self.timeline.target.tensor_latency_seconds * 1e6
-        if cause.kind == "other" and self.engine(index) == "tensor" and start - free <= fill_us:
+        engine = self.timeline.engine(index)
+        if cause.kind == "other" and engine == "tensor" and start - free <= fill_us:
             # the sum that it adds to has yet to come through
             return Cause("engine", before, free, start - free)
-        if self.engine(index) == "scalar" and start in self.loads:
+        if engine == "scalar" and start in self.loads:
             cause = Cause("table", before, self.loads[start])
         return dataclasses.replace(cause, waited_us=start - free)
 
@@ -195,7 +191,7 @@ class Causes:
         return cause
 
     def _waited(self, index: int, instruction: Instruction, start: float) -> Cause:
-        engine = self.codes[self.engine(index)]
+        engine = self.codes[self.timeline.engine(index)]
         for reading, accesses in ((True, instruction.reads), (False, instruction.writes)):
             for access in accesses:
                 groups = ((self.writers, True),) if reading else (
@@ -212,7 +208,8 @@ class Causes:
             at = self.numbers.get(id(producer), -1)
             if at >= 0:
                 when = self.timeline.end[at]
-                if abs(when + self.wake[self.codes[self.engine(at)]][engine] - start) < _SAME_US:
+                wake = self.wake[self.codes[self.timeline.engine(at)]][engine]
+                if abs(when + wake - start) < _SAME_US:
                     return Cause("result", at, when)
         signal = self.wake[VECTOR if engine == TENSOR else TENSOR][engine]
         for access in instruction.writes:
@@ -224,7 +221,7 @@ class Causes:
         if at >= 0 and self._edge_between(at, index):
             return Cause("loop", at, start)
         for name, freed in self.freed.items():
-            at = self._first(freed, start, index) if name != self.engine(index) else -1
+            at = self._first(freed, start, index) if name != ENGINES[engine] else -1
             if at >= 0:
                 return Cause("port", at, start)
         return Cause("other", -1, start)
@@ -245,10 +242,11 @@ class Causes:
             return None
         for signal in {row[engine] for row in self.wake}:
             for other in users.at(start - signal):
-                instruction = self.instructions[other]
-                if other == index or self.wake[self.codes[self.engine(other)]][engine] != signal:
+                ran_on = self.codes[self.timeline.engine(other)]
+                if other == index or self.wake[ran_on][engine] != signal:
                     continue
-                theirs = instruction.writes if written else instruction.reads
+                user = self.instructions[other]
+                theirs = user.writes if written else user.reads
                 if any(a.storage == access.storage and overlaps(a, access) for a in theirs):
                     return other, start - signal
         return None

@@ -118,7 +118,7 @@ def _compute_slices(timeline: Timeline) -> Iterator[Event]:
         instruction = instructions[index]
         if instruction.engine == "dma" or index in timeline.repeated:
             continue
-        row = _ROWS[timeline.placed.get(index, instruction.engine)]
+        row = _ROWS[timeline.engine(index)]
         stop = timeline.interval_end[index]
         start = min(max(timeline.start[index], free.get(row, 0.0)), stop)
         free[row] = stop
@@ -161,7 +161,7 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
     def place(index: int) -> tuple[int, int, float, float]:
         if index in places:
             return places[index]
-        row = _ROWS[instructions[index].engine]
+        row = _ROWS[timeline.engine(index)]
         return _CORE, row, timeline.start[index], timeline.interval_end[index]
 
     def arrow(name: str, first: int, second: int) -> Iterator[Event]:

@@ -32,8 +32,7 @@ def engine_table(found: Timeline) -> Grid:
         if not (busy or kinds) or engine == "sync":
             continue
         counts = sum(
-            found.placed.get(index, i.engine) == engine
-            for index, i in enumerate(found.trace.instructions)
+            found.engine(index) == engine for index in range(len(found.trace.instructions))
         )
         why = "; ".join(f"{_why(kind)} {us:.1f}" for kind, us in kinds if us > _LEAST_SHARE * total)
         if engine == "dma":

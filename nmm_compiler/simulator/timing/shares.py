@@ -68,7 +68,7 @@ def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
 
     def of(index: int) -> _Sum:
         ins = instructions[index]
-        key = (ins.file, ins.line) if lines else ("", 0, ins.op, causes.engine(index))
+        key = (ins.file, ins.line) if lines else ("", 0, ins.op, timeline.engine(index))
         return sums.setdefault(key, _Sum())
 
     moved = {transfer.index: transfer for transfer in timeline.transfers}
@@ -79,7 +79,7 @@ def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
             us = sum(stop - start for _, start, stop in transfer.parts)
             us /= 1 if transfer.parts[0][0] < 0 else timeline.target.dma_engines
         found = of(index)
-        found.add(instruction.op, causes.engine(index), us)
+        found.add(instruction.op, timeline.engine(index), us)
         if transfer is not None:
             found.bytes += transfer.hbm_read_bytes + transfer.hbm_write_bytes
     for step in causes.path():
@@ -97,7 +97,7 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     last: dict[str, float] = {}
     for index, instruction in enumerate(timeline.trace.instructions):
-        engine = causes.engine(index)
+        engine = timeline.engine(index)
         if instruction.engine == "dma" or index in timeline.repeated:
             continue
         last[engine] = max(last.get(engine, 0.0), timeline.interval_end[index])

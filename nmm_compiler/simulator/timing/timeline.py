@@ -73,6 +73,7 @@ class Timeline:
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
+    causes: what `causes_of` has found out about this timeline.
     """
 
     trace: Trace
@@ -92,6 +93,11 @@ class Timeline:
     sbuf_peak_bytes: int
     psum_peak_bytes: int
     sbuf_overflow_bytes: int
+    causes: object = dataclasses.field(default=None, init=False, repr=False, compare=False)
+
+    def engine(self, index: int) -> str:
+        """Return the engine that an instruction ran on."""
+        return self.placed.get(index, self.trace.instructions[index].engine)
 
 
 def time_trace(
