@@ -1,7 +1,9 @@
 """Profile: figures by hand, JSON round trip, Chrome trace."""
 
+import dataclasses
 import itertools
 import json
+import random
 
 import pytest
 from trace_builder import Builder, matmuls
@@ -79,6 +81,46 @@ def test_scratch_is_not_minimal_traffic():
     builder.dma(scratch.all, source)
     builder.dma(tile.all, scratch.all)
     assert minimal_hbm_bytes(builder.trace) == before
+
+
+def touched(access):
+    """Every byte of a region, one by one."""
+    offsets = {0}
+    for step, count in access.pattern:
+        offsets = {offset + step * i for offset in offsets for i in range(count)}
+    least = min(offsets)
+    return {access.byte_start + o - least + b for o in offsets for b in range(access.item_bytes)}
+
+
+REGIONS = {
+    "windows that slide": lambda r: [((256, 4), (2, 40)) for _ in range(6)],
+    "tiles of two sizes": lambda r: [((256, 4), (2, r.choice([16, 32]))) for _ in range(9)],
+    "columns and rows": lambda r: [((256, 8), (2, 1)), ((2, 128),), ((2, 8), (256, 8))],
+    "every second element": lambda r: [((256, 4), (4, 9)) for _ in range(6)],
+    "windows within one": lambda r: [((2, 9), (2, 5)), ((4, 9), (2, 5))],
+    "a row again and again": lambda r: [((0, 7), (2, 16)), ((256, 3), (0, 2), (2, 16))],
+    "backwards": lambda r: [((-256, 4), (-2, 8)), ((256, 4), (2, 8))],
+    "tiles of a grid": lambda r: [((256, 4), (2, 32)) for _ in range(9)],
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_byte_that_is_loaded_twice_is_minimal_traffic_once(name, seed):
+    builder, chance = Builder(), random.Random(f"{name} {seed}")
+    whole = builder.tensor("hbm", 64, 128, "bfloat16").all
+    tile = builder.tensor("sbuf", 128, 512, "bfloat16").all
+    expected = set()
+    for pattern in REGIONS[name](chance):
+        start = chance.randrange(8) * (1024 if "grid" in name else 256)
+        start += chance.randrange(4) * 64 if "grid" in name else chance.randrange(48) * 2
+        extent = sum(abs(step) * (count - 1) for step, count in pattern) + 2
+        access = dataclasses.replace(
+            whole, byte_start=start, byte_stop=start + extent, pattern=pattern
+        )
+        builder.dma(tile, access)
+        expected |= touched(access)
+    assert minimal_hbm_bytes(builder.trace) == len(expected)
 
 
 def test_transposes_are_counted_by_place():

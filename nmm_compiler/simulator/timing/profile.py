@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from nmm_compiler.simulator.timing.causes import Step, causes_of
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_trace, write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, bands, kernel_class
-from nmm_compiler.simulator.timing.regions import Pattern
+from nmm_compiler.simulator.timing.regions import Pattern, distinct_bytes
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
 from nmm_compiler.simulator.timing.unmodelled import unmodelled
-from nmm_compiler.simulator.trace import Instruction, Trace
+from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
 _US = 1e6
@@ -369,8 +368,7 @@ def minimal_hbm_bytes(trace: Trace) -> int:
 
     HBM that is written first and read later is scratch and does not count.
     """
-    # storage -> region -> item_bytes
-    regions: dict[int, dict[tuple[int, Pattern], int]] = collections.defaultdict(dict)
+    regions: dict[int, dict[tuple[int, Pattern], Access]] = collections.defaultdict(dict)
     written_first: set[int] = set()
     scratch: set[int] = set()
     for instruction in trace.instructions:
@@ -380,23 +378,17 @@ def minimal_hbm_bytes(trace: Trace) -> int:
             if access.memory == "hbm":
                 if access.storage in written_first:
                     scratch.add(access.storage)
-                regions[access.storage][access.byte_start, access.pattern] = access.item_bytes
+                regions[access.storage][access.byte_start, access.pattern] = access
         for access in instruction.writes:
             if access.memory == "hbm":
                 if access.storage not in regions:
                     written_first.add(access.storage)
-                regions[access.storage][access.byte_start, access.pattern] = access.item_bytes
-    total = 0
-    for storage, touched in regions.items():
-        if storage in scratch:
-            continue
-        size = sum(
-            math.prod(count for _, count in pattern) * item
-            for (_, pattern), item in touched.items()
-        )
-        allocation = trace.allocations.get(storage)
-        total += min(size, allocation.bytes_per_partition) if allocation else size
-    return total
+                regions[access.storage][access.byte_start, access.pattern] = access
+    return sum(
+        distinct_bytes(list(touched.values()))
+        for storage, touched in regions.items()
+        if storage not in scratch
+    )
 
 
 def _transposes_on(instruction: Instruction) -> str:

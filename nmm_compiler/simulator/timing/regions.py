@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -167,6 +167,25 @@ class Tiling:
         return (
             row % self.rows == 0 and column % self.width == 0 and column + self.width <= self.pitch
         )
+
+
+def distinct_bytes(accesses: Sequence[Access]) -> int:
+    """Return how many bytes accesses to one HBM tensor touch; a shared byte counts once."""
+    tiling = Tiling.of(accesses[0])
+    if tiling and all(tiling.same(a) and tiling.aligned(a.byte_start) for a in accesses):
+        return len(accesses) * tiling.rows * tiling.width
+    starts, lengths = [], []
+    for access in accesses:
+        steps = [(abs(step), count) for step, count in access.pattern if step and count > 1]
+        offsets, run = _run_starts(tuple(sorted(steps, reverse=True)), access.item_bytes)
+        starts.append(offsets + access.byte_start)
+        lengths.append(np.full(len(offsets), run))
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    order = np.argsort(start)
+    start, stop = start[order], start[order] + length[order]
+    seen = np.maximum.accumulate(stop)
+    seen = np.concatenate(([start[0]], seen[:-1]))
+    return int(np.maximum(stop - np.maximum(start, seen), 0).sum())
 
 
 class Records:
