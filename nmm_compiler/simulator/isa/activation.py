@@ -107,7 +107,7 @@ def activation(
         raise call.error(UnsupportedInstructionError, "reduce_op must be nl.add")
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
     reduce_result(call, reduce_res, partitions)
-    yield attributes(function=function.name, reduces=reduces, reads_out=reduce_res is not None)
+    yield attributes(function=function.name, reduces=reduces)
     result = _apply(machine, function, f32(data), scale, bias)
     write(dst, result)
     if reduces:
@@ -198,7 +198,7 @@ def activate2(
         )
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
     reduce_result(call, reduce_res, partitions)
-    yield attributes(function=function.name, reduces=reduces, reads_out=reduce_res is not None)
+    yield attributes(function=function.name, reduces=reduces)
     values = apply_scalar(machine, first, f32(data), imm0, reverse0)
     values = apply_scalar(machine, second, values, imm1, reverse1)
     if function.name == "prelu":

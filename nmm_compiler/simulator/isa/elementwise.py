@@ -46,6 +46,7 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
 _UNSET = attributes(unset=True)  # the compiler may choose another engine
+_NONZERO = attributes(nonzero=True)
 _INT32 = ("int32", "uint32")
 _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
 _ALL_ENGINES = ("vector", "scalar", "gpsimd")
@@ -119,7 +120,7 @@ def memset(
     """Fill dst with a compile-time constant."""
     _check_constant(call, "value", value, dst)
     dtype = dst.dtype
-    yield NO_ATTRIBUTES
+    yield _NONZERO if value != 0 else NO_ATTRIBUTES
     target = dst.array()
     target[...] = cast(np.asarray(F32(value)), dtype) if dtype.kind == "float" else int(value)
     if dst.storage.unwritten is not None:

@@ -143,7 +143,7 @@ class ComputeCosts:
         if engine == "sync" or not (instruction.reads or instruction.writes):
             cycles = 0.0
         else:
-            rule = _RULES.get(instruction.op, _one_pass)
+            rule = RULES.get(instruction.op, _one_pass)
             cycles = rule(target, instruction, engine, elements(instruction))
             if self._wide_stride(instruction):
                 cycles *= target.wide_stride_factor
@@ -265,7 +265,7 @@ def _reduce(target: Target, instruction: Instruction, engine: str, n: int) -> fl
 
 def _memset(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     if all(a.dtype in _SIXTEEN_BIT for a in instruction.writes):
-        return float(n) if instruction.attributes.get("value") else n / 2.0
+        return float(n) if instruction.attributes.get("nonzero") else n / 2.0
     return target.vector_memset_cycles * n if engine == "vector" else float(n)
 
 
@@ -301,10 +301,6 @@ def _predicated(target: Target, instruction: Instruction, engine: str, n: int) -
     return target.vector_two_input_passes * n
 
 
-def _slow_function(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return 4.0 * n
-
-
 def _topk(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     return 4.0 * n + float(instruction.attributes.get("k", 8))
 
@@ -314,13 +310,11 @@ def _partition_reduce(target: Target, instruction: Instruction, engine: str, n: 
     return float(target.gpsimd_fixed_cycles + 16 * n)
 
 
-_RULES: dict[str, Callable[[Target, Instruction, str, int], float]] = {
+RULES: dict[str, Callable[[Target, Instruction, str, int], float]] = {
     "tensor_copy": _copy,
     "tensor_scalar": _copy,
-    "copy": _copy,
     "tensor_scalar_reduce": _always_reducing,
     "activation": _reducing,
-    "activation_reduce": _always_reducing,
     "tensor_tensor": _two_inputs,
     "scalar_tensor_tensor": _two_inputs,
     "select_reduce": _two_inputs,
@@ -328,7 +322,6 @@ _RULES: dict[str, Callable[[Target, Instruction, str, int], float]] = {
     "tensor_reduce": _reduce,
     "memset": _memset,
     "reciprocal": _reciprocal,
-    "rsqrt": _slow_function,
     "bn_aggr": _aggregate,
     "iota": _gpsimd_fixed,
     "affine_select": _gpsimd_fixed,
