@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.timing import evidence, resources
+from nmm_compiler.simulator.timing import costs, dma, evidence, resources
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "timing.md"
@@ -91,6 +91,35 @@ def test_the_hash_notices_a_constant(monkeypatch):
     slower = dataclasses.replace(targets.get("trn1"), semaphore_seconds=1e-6)
     monkeypatch.setattr(targets, "get", lambda name: slower)
     assert len({before, other, evidence.constants_hash()}) == 3
+
+
+@pytest.mark.parametrize("op", [*costs.RULES, "_one_pass", "_fast_mode", "_pipeline_cycles"])
+def test_the_hash_notices_a_cost_rule(op, monkeypatch):
+    before = evidence.constants_hash()
+    if op in costs.RULES:
+        rule = costs.RULES[op]
+        monkeypatch.setitem(costs.RULES, op, lambda *given: rule(*given) + 0.5)
+    else:
+        rule = getattr(costs, op)
+        monkeypatch.setattr(costs, op, lambda *given: rule(*given) + 0.5)
+    assert evidence.constants_hash() != before
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "other"),
+    [
+        (dma, "_LARGEST_DESCRIPTOR_BYTES", 32768),
+        (dma, "_split", lambda target, reads, writes, transpose: [(0, 1.0)]),
+        (dma.DmaCosts, "_transpose_fraction", lambda self, reads, writes: 0.1),
+        (dma.DmaCosts, "_issue", lambda self, mode, issuer, descriptors: ("software", 1e-9)),
+        (costs, "_skips_elements", lambda instruction: False),
+        (costs, "tensor_dtype", lambda instruction: "bfloat16"),
+    ],
+)
+def test_the_hash_notices_how_transfers_and_products_are_priced(module, name, other, monkeypatch):
+    before = evidence.constants_hash()
+    monkeypatch.setattr(module, name, other)
+    assert evidence.constants_hash() != before
 
 
 def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch):

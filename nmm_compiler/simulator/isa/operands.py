@@ -99,9 +99,7 @@ def refuse_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int
     )
 
 
-def member(
-    machine: Machine, op: str, role: str, given: Any, members: type[Enum]
-) -> Enum | None:
+def member(machine: Machine, op: str, role: str, given: Any, members: type[Enum]) -> Enum | None:
     """Return the member of an enumeration that a parameter means, or refuse it.
 
     None means `unknown`, and stays None where the enumeration has no such member.
