@@ -32,6 +32,13 @@ _UNUSUAL = {
 }
 
 
+_COLLECTIONS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+_CHANGES = frozenset(
+    ("append", "extend", "insert", "pop", "popitem", "remove", "reverse", "clear", "update", "add",
+     "discard", "setdefault", "sort")
+)  # fmt: skip
+
+
 def check_subset(names: Names, api: Api) -> Iterator[Finding]:
     """E201-E210, W206, E214: Python that the compilers before 0.7 do not read."""
     if not before(api.version, "0.7"):
@@ -156,8 +163,10 @@ def check_purity(names: Names, api: Api) -> Iterator[Finding]:
 
 
 def check_device_loops(names: Names, api: Api) -> Iterator[Finding]:
-    """E215-E220, W215: loops that run on the device."""
+    """E215-E221, W215: loops that run on the device."""
     for node in names.kernel_nodes():
+        if isinstance(node, ast.For) and _calls(node.iter, "nki.language.dynamic_range", names):
+            yield from _check_carried(node, names, None)
         if isinstance(node, ast.While) and _is_register(node.test, names):
             if before(api.version, "0.6"):
                 continue
@@ -199,14 +208,18 @@ def _check_bounds(node: ast.Call, names: Names) -> Iterator[Finding]:
             todo.append(names.definition(call.func))
 
 
+def _calls(node: ast.AST | None, path: str, names: Names) -> bool:
+    return isinstance(node, ast.Call) and names.resolve(node.func) == path
+
+
 def _is_register(node: ast.expr, names: Names) -> bool:
-    if isinstance(node, ast.Call):
-        return names.resolve(node.func) == "nki.isa.register_alloc"
+    if _calls(node, "nki.isa.register_alloc", names):
+        return True
     if not isinstance(node, ast.Name):
         return False
     for binding in names.lookup(node.id, names.scope_of[node]):
         made = binding.node.value if isinstance(binding.node, ast.Assign) else None
-        if isinstance(made, ast.Call) and names.resolve(made.func) == "nki.isa.register_alloc":
+        if _calls(made, "nki.isa.register_alloc", names):
             return True
     return False
 
@@ -214,9 +227,7 @@ def _is_register(node: ast.expr, names: Names) -> bool:
 def _check_device_loop(node: ast.Call, loop: str, names: Names) -> Iterator[Finding]:
     for around in names.above(node):
         if isinstance(around, ast.With) and any(
-            isinstance(i.context_expr, ast.Call)
-            and names.resolve(i.context_expr.func) == "nki.language.no_reorder"
-            for i in around.items
+            _calls(i.context_expr, "nki.language.no_reorder", names) for i in around.items
         ):
             yield at(node, "NKI-E216", f"nl.{loop} cannot stand inside nl.no_reorder()")
     given = dict(zip(("lower", "upper", "body_fun", "step"), node.args, strict=False))
@@ -229,6 +240,7 @@ def _check_device_loop(node: ast.Call, loop: str, names: Names) -> Iterator[Find
     body = names.definition(given["body_fun"]) if "body_fun" in given else None
     if not isinstance(body, ast.FunctionDef):
         return
+    yield from _check_carried(body, names, body)
     returned = [r for r in _own_returns(body) if r.value is not None]
     if loop == "fori_loop":
         for statement in returned:
@@ -238,6 +250,72 @@ def _check_device_loop(node: ast.Call, loop: str, names: Names) -> Iterator[Find
     elif not returned:
         text = f"{body.name} must return the register that continues nl.while_loop"
         yield at(body, "NKI-E217", text)
+
+
+def _check_carried(
+    loop: ast.For | ast.FunctionDef, names: Names, body: ast.FunctionDef | None
+) -> Iterator[Finding]:
+    """E221: a Python value that one turn of a loop on the device leaves to the next.
+
+    body: the function that is the loop's body, whose own names end with each turn.
+    """
+    first: dict[str, ast.AST] = {}
+    written: dict[str, ast.AST] = {}
+    changed: dict[ast.AST, str] = {}
+    for node in (n for statement in loop.body for n in _in_order(statement)):
+        if isinstance(node, ast.Name):
+            first.setdefault(node.id, node)
+            if isinstance(node.ctx, ast.Store):
+                written.setdefault(node.id, node)
+        kept = _changed_collection(node)
+        if kept is not None and _collection_outside(kept, loop, names):
+            changed[kept] = kept.id
+    for name, node in written.items():
+        inner = None if body is None else names.scope_of[node]
+        own = inner is not None and name not in inner.outward
+        if not own and first[name] is not node:
+            changed[node] = name
+    for node, name in changed.items():
+        text = (
+            f"{name} changes from turn to turn in Python, and the body of a loop on the device is "
+            "traced once; keep it in a register or a tile, or unroll with a Python for loop"
+        )
+        yield at(node, "NKI-E221", text)
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a statement's nodes as they are evaluated: values before what is assigned."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+        return
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        yield ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+        children.remove(node.value)
+        children.insert(0, node.value)
+    for child in children:
+        yield from _in_order(child)
+    yield node
+
+
+def _changed_collection(node: ast.AST) -> ast.Name | None:
+    """Return the name whose items or attributes a node may change in Python."""
+    changed: ast.expr | None = None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in _CHANGES:
+            changed = node.func.value
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        changed = node.value
+    return changed if isinstance(changed, ast.Name) else None
+
+
+def _collection_outside(name: ast.Name, loop: ast.For | ast.FunctionDef, names: Names) -> bool:
+    """Return whether a name is a list, dict or set that is made before the loop."""
+    for binding in names.lookup(name.id, names.scope_of[name]):
+        made = binding.node.value if isinstance(binding.node, ast.Assign) else None
+        if isinstance(made, _COLLECTIONS) and loop not in names.above(made):
+            return True
+    return False
 
 
 def _check_loop_variable(body: ast.FunctionDef) -> Iterator[Finding]:

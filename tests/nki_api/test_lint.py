@@ -199,6 +199,50 @@ def test_device_loops_that_keep_the_rules() -> None:
     assert codes(loop("return i", "nl.while_loop(x, body)")) == []
 
 
+CARRIED = [
+    "n += 1\nnisa.memset(x, n)",
+    "nisa.memset(x, n)\nn = n + 1",
+    "a, b = b, a\nnisa.tensor_copy(x, a)",
+    "if n == 0:\n    nisa.memset(x, 1)\nn = 1",
+    "for j in range(2):\n    n += j\nnisa.memset(x, n)",
+    "kept.append(nl.ndarray((1, 1), nl.int8))\nnisa.tensor_copy(x, kept[0])",
+    "kept[0] += 1\nnisa.memset(x, kept[0])",
+    "table['n'] = 1\nnisa.tensor_copy(x, y)",
+    "nisa.tensor_copy(x, kept.pop())",
+]
+OWN = [
+    "m = 1\nm += 1\nnisa.memset(x, m)",
+    "m = 0\nfor j in range(4):\n    m = m + j\nnisa.memset(x, m)",
+    "own = []\nown.append(y)\nnisa.tensor_copy(x, own[0])",
+    "n = 1\nnisa.memset(x, n)",
+    "x[0:1] = y",
+    "nisa.memset(x, kept[0])",
+]
+BEFORE = "n = 0\na = x\nb = y\nkept = [x, y]\ntable = {'n': 0}\n"
+TURNS = {
+    "fori_loop": "def body(i):\n    nonlocal n, a, b\n{}\nnl.fori_loop(0, 4, body)",
+    "while_loop": "def body(i):\n    nonlocal n, a, b\n{}\n    return i\nnl.while_loop(x, body)",
+    "dynamic_range": "for i in nl.dynamic_range(4):\n{}",
+}
+
+
+def in_turns(loop: str, body: str) -> list[str]:
+    text = BEFORE + TURNS[loop].format(textwrap.indent(body, "    "))
+    return [code for code in codes(kernel(text)) if code != "W104"]
+
+
+@pytest.mark.parametrize("loop", TURNS)
+@pytest.mark.parametrize("body", CARRIED)
+def test_python_that_changes_from_turn_to_turn_is_found(loop: str, body: str) -> None:
+    assert set(in_turns(loop, body)) == {"E221"}
+
+
+@pytest.mark.parametrize("loop", TURNS)
+@pytest.mark.parametrize("body", OWN)
+def test_python_that_is_the_same_in_every_turn_is_not(loop: str, body: str) -> None:
+    assert in_turns(loop, body) == []
+
+
 @pytest.mark.parametrize(
     ("header", "call"),
     [
