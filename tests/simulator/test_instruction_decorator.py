@@ -19,7 +19,7 @@ nl = MODULES["nki.language"]
     writes={"dst": ON_CHIP},
     reads={"data": SBUF},
     like_dst=("data",),
-    hazards=("data",),
+    streams=("data",),
 )
 def twice(call, dst, data, times=2.0, engine=None, name=None):
     """dst = data * times."""

@@ -61,7 +61,7 @@ def test_writing_over_it_ends_it():
          "a comparison, nisa.sequence_bounds"),
         ("p = nl.ndarray((8, 8), nl.uint8)\n"
          "nisa.tensor_copy_predicated(dst=r, src=0.0, predicate=p)", "predicate"),
-        ("i = nl.ndarray((8, 8), nl.uint32)\nnisa.nc_n_gather(dst=r, data=r, indices=i)",
+        ("i = nl.ndarray((8, 8), nl.uint32)\nnisa.nc_n_gather(dst=r, data=load(a), indices=i)",
          "indices"),
         ("i = nl.ndarray((8, 1), nl.uint32)\n"
          "nisa.dma_copy(dst=r, src=a.ap(pattern=[[8, 8], [1, 8]], vector_offset=i))",

@@ -16,50 +16,42 @@ from nmm_compiler.simulator.isa.instruction import Call
 from nmm_compiler.simulator.isa.operands import refuse_dtype
 from nmm_compiler.simulator.isa.operators import Op
 from nmm_compiler.simulator.isa.values import F32, scalar_value, write
-from nmm_compiler.simulator.machine import Machine
 
 
-def _accumulate(
-    machine: Machine,
-    register: str,
-    command: Any,
-    op: Op,
-    values: np.ndarray | None,
-    initial: Any = None,
+def begin(
+    call: Call, register: str, command: Any, op: Op, partitions: int, initial: Any = None
 ) -> np.ndarray:
-    """Update the accumulator registers of an engine; return float32 [P].
+    """Return float32 [P]: what the accumulators hold before an instruction adds to them.
 
-    register: "scalar" or "vector". values: what is reduced along the free axes, [P, ...].
+    register: "scalar" or "vector". Each partition has its own, so `reduce` and `idle` find what an
+    instruction of the same partitions has left there, and nothing else.
     """
-    name = getattr(command, "name", "idle")
-    state = machine.accumulators.get(register)
-    partitions = 0 if values is None else values.shape[0]
+    machine, name = call.machine, getattr(command, "name", "idle")
     if name in ("reset", "reset_reduce"):
-        state = np.full(partitions, op.identity, F32)
-    elif name == "load_reduce":
-        start = scalar_value(initial, 1)
-        state = np.broadcast_to(np.asarray(start, F32).reshape(-1), (partitions,)).copy()
-    elif name == "reduce" and (state is None or state.shape[0] != partitions):
-        machine.rule(
-            TensorShapeError,
-            f"reduce_cmd.reduce continues the {register} engine's accumulators, which hold "
-            f"{0 if state is None else state.shape[0]} partitions, not {partitions}; start with "
-            "reset_reduce",
-        )
-        state = np.full(partitions, op.identity, F32)
-    if name in ("reduce", "reset_reduce", "load_reduce") and values is not None:
-        assert state is not None
-        flat = np.asarray(values, F32).reshape(partitions, -1)
-        part = op.reduce.reduce(flat, axis=1)
-        state = op.reduce(state, part).astype(F32)
-    if state is None or state.shape[0] != partitions:
+        return np.full(partitions, op.identity, F32)
+    if name == "load_reduce":
+        start = np.asarray(scalar_value(initial, 1), F32).reshape(-1)
+        return np.broadcast_to(start, (partitions,)).copy()
+    first = call.reads[0].partition_start
+    held, state = machine.accumulators.get(register, (None, None))
+    if held != (first, partitions):
         machine.rule(
             UninitializedReadError,
-            f"reduce_res reads the {register} engine's accumulators, which no instruction has set "
-            f"for {partitions} partitions; pass reduce_cmd=nisa.reduce_cmd.reset_reduce",
-        )
-        return np.full(partitions, np.nan, F32)
-    machine.accumulators[register] = state
+            f"nisa.{call.op}: reduce_cmd.{name} reads the {register} engine's accumulators of "
+            f"partitions {first}..{first + partitions - 1}, "
+            + ("which no instruction has set" if held is None else
+               f"the last instruction has set {held[0]}..{held[0] + held[1] - 1}")
+            + "; start with reset_reduce",
+        )  # fmt: skip
+        return np.full(partitions, op.identity if name == "reduce" else np.nan, F32)
+    return np.asarray(state)
+
+
+def keep(call: Call, register: str, command: Any, state: np.ndarray) -> None:
+    """Leave `state` in the accumulators, with the elements that depend on unwritten memory."""
+    machine, name = call.machine, getattr(command, "name", "idle")
+    partitions = len(state)
+    machine.accumulators[register] = (call.reads[0].partition_start, partitions), state
     key = f"poison of {register}"
     before = None if name not in ("idle", "reduce") else machine.accumulators.get(key)
     now = [(m, origin) for _, m, origin in machine.poisoned if len(m) == partitions]
@@ -71,7 +63,6 @@ def _accumulate(
         machine.accumulators[key] = rows[:, None], now[0][1]
     else:
         machine.accumulators.pop(key, None)
-    return state
 
 
 def write_sum(
@@ -93,7 +84,11 @@ def write_sum(
         if register == "vector":
             call.machine.accumulators.pop(register, None)
         return
-    total = _accumulate(call.machine, register, command, op, values, initial)
+    total = begin(call, register, command, op, len(values), initial)
+    if not idle and command.name != "reset":
+        part = op.reduce.reduce(np.asarray(values, F32).reshape(len(values), -1), axis=1)
+        total = op.reduce(total, part).astype(F32)
+    keep(call, register, command, total)
     if result is not None:
         write(result, (-total if negate else total).reshape(result.shape))
 

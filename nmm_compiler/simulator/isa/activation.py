@@ -67,7 +67,7 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
     like_dst=("data",),
-    hazards=("data",),
+    streams=("data",),
     indirect={"dst": ("scalar",), "data": ("scalar",)},
     alike=True,
 )
@@ -147,7 +147,7 @@ def activation_reduce(
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
     like_dst=("data",),
-    hazards=("data",),
+    streams=("data",),
     indirect={"dst": ("scalar",), "data": ("scalar",)},
 )
 def activate2(
@@ -216,7 +216,7 @@ def activate2(
     writes={"dst": ON_CHIP},
     reads={"src": ON_CHIP},
     like_dst=("src",),
-    hazards=("src",),
+    streams=("src",),
     dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS},
     ranks={"dst": 4, "src": 4},
     indirect={"dst": ("vector",), "src": ("vector",)},

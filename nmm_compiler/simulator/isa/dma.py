@@ -28,6 +28,7 @@ from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
     check_conversion,
+    check_hazard,
     require_form,
 )
 from nmm_compiler.simulator.isa.operators import find_op
@@ -36,7 +37,7 @@ from nmm_compiler.simulator.isa.values import (
 )
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast
-from nmm_compiler.simulator.tensors.indirect import gather, scatter
+from nmm_compiler.simulator.tensors.indirect import gather, positions, scatter, store_at
 from nmm_compiler.simulator.tensors.races import settled
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -122,7 +123,7 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
     engines=("dma",),
     writes={"dst": DMA_MEMORIES},
     reads={"src": DMA_MEMORIES},
-    hazards=("src",),
+    streams=("src",),
     alike=True,
 )
 def dma_copy(
@@ -205,16 +206,8 @@ def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiT
     rows = src.shape[0]
     keep = np.repeat(valid, values.size // rows).reshape(dst.shape)
     stored = cast(values.reshape(dst.shape), dst.dtype)
-    target = dst.array()
-    target[keep] = stored[keep]
-    mask = dst.unwritten_view()
-    if mask is not None:
-        storage = dst.storage
-        mask[keep] = False
-        assert storage.unwritten is not None
-        storage.missing = int(np.count_nonzero(storage.unwritten))
-        if storage.missing == 0:
-            storage.unwritten = None
+    places = positions(dst)[0].reshape(dst.shape)
+    store_at(dst, places[keep], stored[keep])
 
 
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
@@ -455,6 +448,8 @@ def dma_compute(
         _check_read_modify_write(call, dst, srcs)
     elif oob_mode is not None and oob_mode.name == "skip":
         raise call.error(EngineRuleError, "oob_mode.skip without row indices; leave it unset")
+    for s in srcs:
+        check_hazard(call, dst, s, True)
     yield _attributes(
         "gpsimd" if indirect else "sync", "swdge" if indirect else "none", False, indirect
     )

@@ -42,6 +42,7 @@ from nmm_compiler.simulator.isa.values import (
 )
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, INTEGERS, cast
+from nmm_compiler.simulator.tensors.indirect import positions, store_at
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
@@ -57,7 +58,7 @@ _ALL_ENGINES = ("vector", "scalar", "gpsimd")
     writes={"dst": ON_CHIP},
     reads={"src": ON_CHIP},
     like_dst=("src",),
-    hazards=("src",),
+    streams=("src",),
     indirect={"dst": ("vector", "scalar"), "src": ("vector", "scalar")},
     alike=True,
 )
@@ -182,7 +183,7 @@ def _exact(machine: Machine, function: Any, a: Any, b: Any, dtype: Any) -> np.nd
     writes={"dst": ON_CHIP},
     reads={"data1": ON_CHIP, "data2": ON_CHIP},
     like_dst=("data1", "data2"),
-    hazards=("data1", "data2"),
+    streams=("data1", "data2"),
     pair=("data1", "data2"),
     indirect={"dst": ("vector", "gpsimd"), "data1": ("vector", "gpsimd")},
     alike=True,
@@ -257,7 +258,7 @@ def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
     like_dst=("data",),
-    hazards=("data",),
+    streams=("data",),
     indirect={"dst": _ALL_ENGINES, "data": _ALL_ENGINES},
     alike=True,
 )
@@ -339,7 +340,7 @@ def tensor_scalar(
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP, "operand1": ON_CHIP},
     like_dst=("data", "operand1"),
-    hazards=("data", "operand1"),
+    streams=("data", "operand1"),
     pair=("data", "operand1"),
     alike=True,
 )
@@ -384,7 +385,7 @@ def scalar_tensor_tensor(
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
     like_dst=("data",),
-    hazards=("data",),
+    streams=("data",),
     alike=True,
 )
 def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
@@ -398,6 +399,7 @@ def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> Step
     writes={"dst": ON_CHIP},
     reads={"predicate": ON_CHIP},
     like_dst=("predicate",),
+    streams=("predicate",),
     dtypes={"predicate": frozenset({"uint8", "uint16", "uint32", "bool"})},
     indirect={"dst": ("vector",), "predicate": ("vector",)},
 )
@@ -421,7 +423,7 @@ def tensor_copy_predicated(
                 f"src is {src.dtype}, dst {dst.dtype}; they must be the same",
             )
         check_pair(machine, op, ("src", "predicate"), src, predicate)
-        check_hazard(machine, op, dst, src)
+        check_hazard(call, dst, src, True)
     else:
         _check_constant(call, "src", src, dst)
     yield NO_ATTRIBUTES
@@ -429,18 +431,10 @@ def tensor_copy_predicated(
     if reverse_pred:
         chosen = ~chosen
     machine.kept = chosen
-    target = dst.array()
     if src.__class__ is NkiTensor:
-        target[chosen] = raw(src).reshape(dst.shape)[chosen]
+        values = raw(src).reshape(dst.shape)[chosen]
     else:
-        target[chosen] = F32(src) if dst.dtype.kind == "float" else int(src)
-    mask = dst.unwritten_view()
-    if mask is not None:
-        mask[chosen] = False
-        storage = dst.storage
-        assert storage.unwritten is not None
-        storage.missing = int(np.count_nonzero(storage.unwritten))
-        if storage.missing == 0:
-            storage.unwritten = None
+        values = F32(src) if dst.dtype.kind == "float" else int(src)
+    store_at(dst, positions(dst)[0].reshape(dst.shape)[chosen], values)
     if dst.memory == "psum":
         note_psum_write(dst)

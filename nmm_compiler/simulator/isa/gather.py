@@ -47,7 +47,7 @@ def _same_dtype(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> No
     engines=("gpsimd",),
     writes={"dst": SBUF},
     reads={"data": SBUF, "indices": SBUF},
-    hazards=("data",),
+    streams=("indices",),
     dtypes={"indices": frozenset({"uint32"})},
 )
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None = None) -> Steps:
@@ -151,7 +151,7 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
             )
 
 
-@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"src": ON_CHIP})
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"src": ON_CHIP}, streams=("src",))
 def nc_stream_shuffle(
     call: Call, dst: Any, src: Any, shuffle_mask: Any, name: str | None = None
 ) -> Steps:

@@ -4,15 +4,17 @@ An instruction is one decorated generator. First, its declared tensors are check
 tensor, in a memory that the instruction reaches, at a legal partition, of a dtype and rank that it
 takes, as large as dst where `like_dst` says so. Then the generator runs to its `yield`: it makes
 its own checks and yields the attributes that its cost depends on. Then dst must not be a constant,
-no element may be overwritten before it is read (`hazards`), the engine is chosen, and runtime
-addresses are checked. Then the instruction is recorded, so a refused one is never in the trace.
-With data, the rest of the generator computes.
+the engine is chosen, runtime addresses are checked, and no element may be overwritten before it is
+read (`streams`). Then the instruction is recorded, so a refused one is never in the trace. With
+data, the rest of the generator computes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from operator import index as as_index
@@ -147,11 +149,11 @@ class Call:
 
     def integer(self, role: str, value: Any, low: int = -(2**31), high: int = 2**31 - 1) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
-        try:
-            number = as_index(value)
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, VirtualRegister):
+        number = None
+        if not isinstance(value, VirtualRegister):
+            with contextlib.suppress(TypeError):
+                number = as_index(value)
+        if number is None:
             raise self.error(
                 KernelArgumentError,
                 f"{role} is {type(value).__name__} {value!r:.40}; pass a compile-time integer",
@@ -184,7 +186,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
         the default. writes, reads: required tensors and the memories that each may be in.
     like_dst: operands with the partitions, and elements per partition, of dst.
-    hazards: operands that stream through the engine while dst, the first of `writes`, is written.
+    streams: operands that stream through the engine while dst, the first of `writes`, is written,
+        so that dst may be such an operand. All others are read in an order of their own: no
+        destination may share elements with one.
     dtypes, ranks: the dtypes that an operand may have, the most dimensions that it may have.
     pair: two operands that VectorE or GpSimd reads at once: not both in PSUM, in SBUF from the
         same partition on.
@@ -198,7 +202,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     writes: Memories = dataclasses.field(default_factory=dict)
     reads: Memories = dataclasses.field(default_factory=dict)
     like_dst: tuple[str, ...] = ()
-    hazards: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
     dtypes: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pair: tuple[str, str] | None = None
@@ -238,7 +242,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         text += _checks(self) + _body(self, parameters)
         several = len(self.engines) > 1
         text += _choice("engine" if several else "None", (*self.writes, *self.reads))
-        text += _indirections((*self.reads, *self.writes))
+        text += _indirections((*self.reads, *self.writes)) + _hazards(self)
         text += _record(self, names)
         # a path in the simulator's folder: errors then name the kernel's line, not one of this text
         exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
@@ -323,11 +327,6 @@ def _body(declared: instruction, parameters: list[inspect.Parameter]) -> str:
             f"    if {role}.storage.constant:",
             f"        check_destination(machine, OP, {role})",
         ]
-    for role in declared.hazards:
-        lines += [
-            f"    if {role}.storage is {written[0]}.storage:",
-            f"        check_hazard(machine, OP, {written[0]}, {role})",
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -339,6 +338,18 @@ def _indirections(roles: tuple[str, ...]) -> str:
         f"            machine, OP, {role!r}, {role}, chosen, {role}_engines\n"
         "        )\n"
         for role in roles
+    )
+
+
+def _hazards(declared: instruction) -> str:
+    """Return the text that compares what is read with what is written."""
+    written = list(declared.writes)
+    return "".join(
+        f"    if {role}.storage is {dst}.storage:\n"
+        f"        check_hazard(\n"
+        f"            call, {dst}, {role}, {dst == written[0] and role in declared.streams}\n"
+        "        )\n"
+        for dst, role in itertools.product(written, declared.reads)
     )
 
 

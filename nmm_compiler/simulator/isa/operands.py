@@ -20,6 +20,7 @@ from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.data import out_of_reach
 from nmm_compiler.simulator.tensors.dtypes import INTEGERS
+from nmm_compiler.simulator.tensors.indirect import positions
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access
@@ -295,27 +296,34 @@ def no_psum_on_gpsimd(machine: Machine, op: str, chosen: str, *views: Any) -> No
             )
 
 
-def _positions(view: NkiTensor) -> np.ndarray:
-    """Return the byte position of each element of the view, in stream order."""
+def _addresses(view: NkiTensor, unit: int) -> np.ndarray:
+    """Return where each element of the view lies, in units of bytes: [P, elements, units]."""
+    table, valid = positions(view)
     item = view.dtype.item_bytes
-    positions = np.zeros((), np.int64)
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        positions = positions[..., None] + np.arange(size) * (stride * item)
-    return (positions + view.offset * item).reshape(view.shape[0], -1)
+    return np.asarray((table[valid] * item)[..., None] + np.arange(0, item, unit))
 
 
-def check_hazard(
-    machine: Machine, op: str, dst: NkiTensor, src: NkiTensor, reads_per_write: int = 1
-) -> None:
+def _same_view(a: Any, b: Any) -> bool:
+    """Return whether two views, or their runtime indices, are of the same elements."""
+    if a.__class__ is not NkiTensor or b.__class__ is not NkiTensor:
+        return a is b
+    if (a.storage, a.offset, a.shape, a.strides) != (b.storage, b.offset, b.shape, b.strides):
+        return False
+    i, j = a.indirection, b.indirection
+    if i is None or j is None:
+        return a.itemsize == b.itemsize and i is j
+    return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and _same_view(i.index, j.index)
+
+
+def check_hazard(call: Any, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
     """Refuse an instruction that overwrites an element before it reads it.
 
-    Elements stream through an engine in order in all partitions at once; writing at or behind
-    the reading position is safe, ahead of it is not.
-    reads_per_write: elements that a reduction reads before it writes one.
+    streams: elements of src are read in the order in which those of dst are written, so that an
+        identical view is safe. Engines other than DMAs read all partitions at once: what lies at or
+        behind the reading position is safe to write, also by a reduction, which reads several
+        elements before it writes one. DMAs move elements in no order.
     """
-    if dst.storage is not src.storage:
-        return
-    if dst.offset == src.offset and dst.strides == src.strides and dst.shape == src.shape:
+    if dst.storage is not src.storage or (streams and _same_view(dst, src)):
         return
     a, b = dst.access(), src.access()
     if (
@@ -325,23 +333,28 @@ def check_hazard(
         or b.partition_stop <= a.partition_start
     ):
         return
-    written, read = _positions(dst), _positions(src)
-    if written.shape[0] != read.shape[0] or written.shape[1] * reads_per_write != read.shape[1]:
+    if (dst.is_indirect() or src.is_indirect()) and not call.machine.data:
+        return
+    unit = min(dst.itemsize, src.itemsize)
+    written, read = _addresses(dst, unit), _addresses(src, unit)
+    steps, rest = divmod(read.shape[1], written.shape[1])
+    if not streams or rest or call.kind.engines == ("dma",):
         hazard = bool(np.intersect1d(written, read).size)
     else:
-        width = written.shape[1]
         order = np.argsort(written, axis=None, kind="stable")
         flat = written.reshape(-1)[order]
-        place = np.searchsorted(flat, read.reshape(-1))
-        place = np.minimum(place, flat.size - 1)
+        place = np.minimum(np.searchsorted(flat, read.reshape(-1)), flat.size - 1)
         hit = flat[place] == read.reshape(-1)
-        write_step = (order % width)[place] * reads_per_write + reads_per_write - 1
-        read_step = np.arange(read.size) % (width * reads_per_write)
-        hazard = bool((hit & (write_step < read_step)).any())
+        writing, reading = (
+            np.broadcast_to(np.arange(v.shape[1])[:, None], v.shape).reshape(-1)
+            for v in (written, read)
+        )
+        write_step = writing[order][place] * steps + steps - 1
+        hazard = bool((hit & (write_step < reading)).any())
     if hazard:
-        machine.rule(
+        call.machine.rule(
             HazardError,
-            f"nisa.{op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements "
+            f"nisa.{call.op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements "
             f"that it still has to read as {src.get_pattern()} at {src.offset}; write to "
             "another tensor",
         )

@@ -143,7 +143,11 @@ def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> 
 
 
 @instruction(
-    engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP}, like_dst=("data",)
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"data": ON_CHIP},
+    like_dst=("data",),
+    streams=("data",),
 )
 def dropout(call: Call, dst: Any, data: Any, prob: Any, name: str | None = None) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""

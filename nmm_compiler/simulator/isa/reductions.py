@@ -12,7 +12,13 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import check_command, reduce_result, write_sum
+from nmm_compiler.simulator.isa.accumulators import (
+    begin,
+    check_command,
+    keep,
+    reduce_result,
+    write_sum,
+)
 from nmm_compiler.simulator.isa.elementwise import check_operators, check_unary
 from nmm_compiler.simulator.isa.enums import (
     reduce_cmd,
@@ -27,7 +33,6 @@ from nmm_compiler.simulator.isa.instruction import (
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     SBUF,
-    check_hazard,
     refuse_dtype,
 )
 from nmm_compiler.simulator.isa.operators import Op, alu, reduction
@@ -74,6 +79,7 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
     engines=("vector",),
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
+    streams=("data",),
     indirect={"dst": ("vector",), "data": ("vector",)},
     alike=True,
 )
@@ -120,8 +126,6 @@ def tensor_reduce(
         raise call.error(TensorDtypeError, "bit operators need integer tensors")
     if bitvec and negate:
         raise call.error(UnsupportedInstructionError, "negate goes with arithmetic operators only")
-    if dst.storage is data.storage:
-        check_hazard(machine, "tensor_reduce", dst, data, data.free_size // kept)
     yield attributes(function=function.name)
     values = (raw(data) if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
     result = _reduce(function, values)
@@ -158,7 +162,7 @@ def tensor_partition_reduce(
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
     like_dst=("data",),
-    hazards=("data",),
+    streams=("data",),
     indirect={"dst": ("vector",), "data": ("vector",)},
 )
 def tensor_scalar_reduce(
@@ -214,7 +218,7 @@ def tensor_scalar_reduce(
     writes={"dst": ON_CHIP},
     reads={"src": ON_CHIP},
     like_dst=("src",),
-    hazards=("src",),
+    streams=("src",),
     dtypes={"dst": _CUMULATIVE, "src": _CUMULATIVE},
     indirect={"dst": ("vector",), "src": ("vector",)},
 )
@@ -247,27 +251,14 @@ def tensor_scalar_cumulative(
         call.scalar("imm1", imm1, partitions, FLOAT32)
     yield attributes(function=first.name, function1=second.name)
     values = apply_scalar(machine, first, f32(src), imm0, False).reshape(partitions, -1)
-    start = _start(machine, reduce_cmd, second, partitions, imm1)
+    register = begin(call, "vector", reduce_cmd, second, partitions, imm1)
     result = np.empty_like(values)
-    register = start.astype(F32)
     assert second.alu is not None
     for i in range(values.shape[1]):
         register = np.asarray(second.alu(values[:, i], register), F32)
         result[:, i] = register
-    machine.accumulators["vector"] = register
+    keep(call, "vector", reduce_cmd, register)
     write(dst, result)
-
-
-def _start(machine: Machine, command: Any, op: Op, partitions: int, initial: Any) -> np.ndarray:
-    name = getattr(command, "name", "")
-    if name == "load_reduce":
-        return np.broadcast_to(
-            np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,)
-        ).copy()
-    state = machine.accumulators.get("vector")
-    if name == "reduce" and state is not None and state.shape[0] == partitions:
-        return np.asarray(state)
-    return np.full(partitions, op.identity, F32)
 
 
 @instruction(
@@ -275,7 +266,7 @@ def _start(machine: Machine, command: Any, op: Op, partitions: int, initial: Any
     writes={"dst": ON_CHIP},
     reads={"data0": ON_CHIP, "data1": ON_CHIP},
     like_dst=("data0", "data1"),
-    hazards=("data0", "data1"),
+    streams=("data0", "data1"),
     pair=("data0", "data1"),
 )
 def tensor_tensor_scan(
@@ -312,9 +303,7 @@ def tensor_tensor_scan(
     write(dst, result)
 
 
-@instruction(
-    engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP}, hazards=("data",)
-)
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP})
 def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
     """dst = (count, mean, variance * count) of the even, then of the odd elements."""
     if data.free_size > 512 or dst.shape[0] != data.shape[0] or dst.free_size != 6:
@@ -337,9 +326,7 @@ def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
     write(dst, result)
 
 
-@instruction(
-    engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP}, hazards=("data",)
-)
+@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP})
 def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
     """dst = (mean, variance) from (count, mean, variance * count) triples."""
     if data.free_size % 3 or dst.shape[0] != data.shape[0] or dst.free_size != 2:
@@ -370,7 +357,6 @@ def _eight(machine: Machine, op: str, data: NkiTensor, result: NkiTensor) -> Non
     engines=("vector",),
     writes={"dst": ON_CHIP},
     reads={"src": ON_CHIP},
-    hazards=("src",),
     ranks={"dst": 2, "src": 3},
 )
 def max8(call: Call, dst: Any, src: Any, name: str | None = None) -> Steps:
@@ -429,7 +415,7 @@ def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any, name: str | None 
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP, "vals": ON_CHIP},
     like_dst=("data",),
-    hazards=("data",),
+    streams=("data",),
 )
 def nc_match_replace8(
     call: Call,

@@ -114,7 +114,7 @@ def _comparison(machine: Machine, op: str, function: Any) -> Any:
     writes={"dst": SBUF},
     reads={"on_true_tile": SBUF},
     like_dst=("on_true_tile",),
-    hazards=("on_true_tile",),
+    streams=("on_true_tile",),
 )
 def affine_select(
     call: Call,
@@ -150,7 +150,7 @@ def affine_select(
     writes={"dst": ON_CHIP},
     reads={"on_true_tile": ON_CHIP},
     like_dst=("on_true_tile",),
-    hazards=("on_true_tile",),
+    streams=("on_true_tile",),
     dtypes={"on_true_tile": FLOATS},
 )
 def range_select(
@@ -220,7 +220,7 @@ def range_select(
     writes={"dst": ON_CHIP},
     reads={"predicate": ON_CHIP, "on_true": ON_CHIP},
     like_dst=("on_true", "predicate"),
-    hazards=("on_true",),
+    streams=("on_true", "predicate"),
     dtypes={"on_true": _SELECTED, "predicate": _PREDICATES},
     pair=("on_true", "predicate"),
 )

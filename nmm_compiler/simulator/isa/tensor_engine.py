@@ -341,7 +341,6 @@ def _check_operand_dtypes(
     engines=("tensor", "vector"),
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
-    hazards=("data",),
     alike=True,
 )
 def nc_transpose(

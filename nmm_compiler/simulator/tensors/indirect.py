@@ -45,18 +45,20 @@ def _scalar_index(index: Any) -> int:
 
 
 def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return (positions [rows, elements], valid [rows]) of an indirect view in its storage.
+    """Return (positions [rows, elements], valid [rows]) of a view in its storage.
 
     Positions are elements of the view's dtype from the start of the storage. Rows that leave
     the storage are not valid and their positions are 0.
     """
     indirection = view.indirection
-    assert indirection is not None
+    rows = view.shape[0]
+    inner = _inner_positions(view)
+    if indirection is None:
+        starts = view.offset + np.arange(rows) * view.strides[0]
+        return starts[:, None] + inner[None, :], np.ones(rows, np.bool_)
     storage = view.storage
     assert storage.raw is not None
     total = storage.raw.size // view.dtype.item_bytes
-    rows = view.shape[0]
-    inner = _inner_positions(view)
     if indirection.kind == "columns":
         return _column_positions(view), np.ones(rows, np.bool_)
     if indirection.kind == "scalar":
@@ -193,11 +195,15 @@ def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False, adds: bool 
     """
     table, valid = positions(view)
     _check_valid(view, valid, skip)
-    storage = view.storage
-    assert storage.raw is not None
     stored = cast(values.reshape(table.shape), view.dtype)
     _check_unique(view, table[valid], stored[valid], adds)
-    places, stored = table[valid], stored[valid]
+    store_at(view, table[valid], stored[valid])
+
+
+def store_at(view: NkiTensor, places: np.ndarray, stored: np.ndarray) -> None:
+    """Write stored values to some elements of the view's storage, which `places` numbers."""
+    storage = view.storage
+    assert storage.raw is not None
     if storage.shared:
         stored = settled(view, stored, places)
     storage.raw.view(view.dtype.numpy)[places] = stored

@@ -417,7 +417,14 @@ class NkiTensor(TensorData):
         if storage.memory != "hbm" and len(counts) == 1:
             counts, steps = (*counts, 1), (*steps, 1)
         indirection = None
+        indirect_dim = self._dimension(indirect_dim)
         if vector_offset is not None:
+            if indirect_dim:
+                raise fail(
+                    UnsupportedInstructionError,
+                    f"ap of {self.name!r} with a vector_offset and indirect_dim={indirect_dim}; "
+                    "a vector of offsets chooses along dimension 0 only",
+                )
             step = math.prod(self.shape[indirect_dim + 1 :])
             indirection = Indirection("vector", 0, vector_offset, step)
         elif scalar_offset is not None:
