@@ -21,6 +21,7 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
+from nmm_compiler.simulator.isa.dma import store
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, check_destination, operand
 from nmm_compiler.simulator.isa.operands import require_form as require_form_of
 from nmm_compiler.simulator.isa.operators import find_op
@@ -193,9 +194,7 @@ def _reduced(
 
 
 def _write(dst: NkiTensor, values: np.ndarray) -> None:
-    dst.array()[...] = values if values.dtype == dst.dtype.numpy else cast(values, dst.dtype)
-    if dst.storage.unwritten is not None:
-        dst.mark_written()
+    store(dst, values if values.dtype == dst.dtype.numpy else cast(values, dst.dtype), True)
 
 
 def _reduction(move: _Move, op: Any) -> Combine:

@@ -100,8 +100,14 @@ class Grid(Protocol):
     def barrier(self, machine: Machine) -> None:
         """Wait until every program is here."""
 
-    def next_write(self, machine: Machine, storage: Any) -> int:
-        """Return the number of the program's write to shared HBM since the programs last met."""
+    def used(self, machine: Machine, storage: Any) -> None:
+        """Note that a program uses shared HBM, which is forgotten when the programs meet."""
+
+    def next_write(self, machine: Machine) -> int:
+        """Return the number, from 1, of a write to shared HBM since the programs last met."""
+
+    def agree(self, machine: Machine, what: str, value: Any) -> None:
+        """Refuse the n-th `what` of a program if it differs from that of another."""
 
     def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
         """Wait for all ranks of a group; return what each one sent to the same collective."""

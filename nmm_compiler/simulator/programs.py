@@ -38,9 +38,10 @@ class Programs:
         self.tensors: dict[int, list[NkiTensor]] = {}
         self.mail: dict[tuple[Any, ...], Any] = {}
         self.sequence: dict[tuple[Any, ...], int] = {}
-        # by rank: what was written since the programs last met, and how many writes each has begun
-        self.written: dict[int, dict[int, Storage]] = {}
+        # by rank: what was used since the programs last met, and how many writes each has begun
+        self.shared_uses: dict[int, dict[int, Storage]] = {}
         self.writes: dict[int, dict[int, int]] = {}
+        self.agreed: dict[tuple[Any, ...], Any] = {}
 
     def shared(
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
@@ -111,17 +112,30 @@ class Programs:
             machine, lambda: all(self.arrived[p] >= count for p in peers), "nisa.core_barrier"
         )
 
-    def next_write(self, machine: Machine, storage: Storage) -> int:
-        """Return the number of the program's write to shared HBM since the programs last met."""
-        self.written.setdefault(machine.rank, {})[storage.identity] = storage
+    def used(self, machine: Machine, storage: Storage) -> None:
+        """Note that a program uses shared HBM, which is forgotten when the programs meet."""
+        self.shared_uses.setdefault(machine.rank, {})[storage.identity] = storage
+
+    def next_write(self, machine: Machine) -> int:
+        """Return the number, from 1, of a write to shared HBM since the programs last met."""
         counts = self.writes.setdefault(machine.rank, {})
-        counts[machine.program_id] = counts.get(machine.program_id, -1) + 1
+        counts[machine.program_id] = counts.get(machine.program_id, 0) + 1
         return counts[machine.program_id]
 
+    def agree(self, machine: Machine, what: str, value: Any) -> None:
+        """Refuse the n-th `what` of a program if it differs from that of another."""
+        number = self._number(machine.place, what)
+        if self.agreed.setdefault((machine.rank, what, number), value) != value:
+            raise machine.error(
+                ProgramsDisagreeError,
+                f"{what} number {number} of program {machine.program_id} is not what another "
+                "program has; all programs of a grid share it, so make it the same",
+            )
+
     def _met(self, machine: Machine) -> None:
-        """Forget who wrote what: both programs are here, so what they did is in order."""
-        for storage in self.written.pop(machine.rank, {}).values():
-            storage.writers = None
+        """Forget who used what: both programs are here, so what they did is in order."""
+        for storage in self.shared_uses.pop(machine.rank, {}).values():
+            storage.uses = None
         self.writes.pop(machine.rank, None)
 
     def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:

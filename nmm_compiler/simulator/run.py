@@ -332,13 +332,11 @@ def _load(kernel: Any) -> tuple[Any, str]:
 
 def _check_dependencies(trace: Trace) -> None:
     """Refuse a `depends_on` whose semaphore fires once a turn for one wait, or never."""
-    found = trace.dependency_out_of_a_loop()
+    found = trace.refused_dependency()
     if found is not None:
-        consumer, producer = found
+        consumer, producer, why = found
         raise HazardError(
-            f"nisa.{consumer.op} depends on nisa.{producer.op} (line {producer.line}), which is "
-            "inside a loop on the device that it is not in; wait for an instruction of its own "
-            "loop, or outside of it",
+            f"nisa.{consumer.op} depends on nisa.{producer.op} (line {producer.line}), {why}",
             consumer.file,
             consumer.line,
         )

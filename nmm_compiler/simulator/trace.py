@@ -141,18 +141,38 @@ class Trace:
             seen = max(seen, stop)
         return len(self.instructions) - again
 
-    def dependency_out_of_a_loop(self) -> tuple[Instruction, Instruction] | None:
-        """Return (consumer, producer) where `depends_on` reaches into a turn of a device loop.
-
-        Both must be in the same turn, or the producer outside of the consumer's loop.
-        """
-        if not self.turns:
-            return None
-        index = {id(instruction): i for i, instruction in enumerate(self.instructions)}
-        for consumer in self.instructions:
+    def refused_dependency(self) -> tuple[Instruction, Instruction, str] | None:
+        """Return (consumer, producer, why) of a `depends_on` that no semaphore can keep."""
+        consumers = [instruction for instruction in self.instructions if instruction.after]
+        index = {id(i): n for n, i in enumerate(self.instructions)} if consumers else {}
+        for consumer in consumers:
+            place = index[id(consumer)]
             for producer in consumer.after:
-                place, source = index[id(consumer)], index.get(id(producer), -1)
+                source = index.get(id(producer), -1)
                 for first, stop in self.turns:
                     if first <= source < stop and not first <= place < stop:
-                        return consumer, producer
+                        return consumer, producer, _OUT_OF_A_LOOP
+                if source >= place and _waits_for(producer, consumer):
+                    return consumer, producer, _CYCLE
         return None
+
+
+_OUT_OF_A_LOOP = (
+    "which is inside a loop on the device that it is not in; wait for an instruction of its own "
+    "loop, or outside of it"
+)
+_CYCLE = "which waits for it in turn, so that neither ever runs; remove one of the two"
+
+
+def _waits_for(first: Instruction, wanted: Instruction) -> bool:
+    """Return whether `first` is `wanted`, or waits for it over any number of `depends_on`."""
+    todo, seen = [first], {id(first)}
+    while todo:
+        instruction = todo.pop()
+        if instruction is wanted:
+            return True
+        for producer in instruction.after:
+            if id(producer) not in seen:
+                seen.add(id(producer))
+                todo.append(producer)
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -206,6 +207,9 @@ def shared_constant(constant: Any) -> NkiTensor:
         raise machine.error(
             TensorDtypeError, f"nl.shared_constant: dtype {array.dtype} is no NKI dtype"
         )
+    if machine.programs is not None:
+        content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
+        machine.programs.agree(machine, "nl.shared_constant", (array.shape, kind, content))
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy() if machine.data else None
     shape = array.shape or (1,)
     storage = Storage(machine, "constant", shared_hbm, "hbm", shape, kind, None, raw)
@@ -361,7 +365,8 @@ def shared_identity_matrix(
     if known is None:
         known = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
         dma_copy(known, identity(machine, n, kind))
-        machine.identities[key] = known
+        known.storage.constant = True
+        known = machine.identities[key] = make_tensor(known.storage)
     if dst is not None:
         tensor_copy(dst, known)
         return dst

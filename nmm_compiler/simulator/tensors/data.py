@@ -14,6 +14,7 @@ from nmm_compiler.errors import UninitializedReadError
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage
+from nmm_compiler.simulator.tensors.races import note_read
 from nmm_compiler.simulator.tensors.reshaping import Reshaping
 from nmm_compiler.simulator.trace import Access
 
@@ -234,6 +235,8 @@ class TensorData(Reshaping):
 
     def known(self, what: str) -> np.ndarray:
         """Return the stored elements; refuses unwritten ones, because `what` needs values."""
+        if self.storage.shared:
+            note_read(self)
         if self.storage.unwritten is not None:
             mask = self.missing()
             if mask is not None:
@@ -264,6 +267,8 @@ class TensorData(Reshaping):
 
     def load(self) -> np.ndarray:
         """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted."""
+        if self.storage.shared:
+            note_read(self)
         if self.storage.unwritten is not None:
             mask = self.missing()
             if mask is not None:

@@ -20,7 +20,7 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.data import FILL, first_read
 from nmm_compiler.simulator.tensors.dtypes import cast
-from nmm_compiler.simulator.tensors.races import settled
+from nmm_compiler.simulator.tensors.races import note_read, settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -137,6 +137,8 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray]
     _check_valid(view, valid, skip)
     storage = view.storage
     assert storage.raw is not None
+    if storage.shared:
+        note_read(view, table[valid])
     values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
     if storage.unwritten is not None:
         mask = _unwritten_rows(view, table, valid)

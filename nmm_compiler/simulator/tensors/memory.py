@@ -31,15 +31,15 @@ class Storage:
     raw: the bytes (None in timing mode). line: the kernel's line that allocates it, if known.
     unwritten: bool per `granule` bytes: never written, or dependent on unwritten elements; None
         when there are none. origin: of dependent elements, which unwritten elements were read
-        first, and where. shared: several programs write to it, with data. writers: of those, who
-        wrote each element since they last met, and when (`races.py`); None if nobody.
+        first, and where. shared: several programs use it, with data. uses: which of those read and
+        wrote each element since they last met (`races.py`); None if nobody.
     """
 
     __slots__ = (
         "address", "allocation", "bytes_per_partition", "constant", "dtype", "granule",
         "identity", "is_input", "machine", "matmul",
         "matmul_granule", "memory", "missing", "name", "origin", "products",
-        "raw", "region", "shape", "shared", "unwritten", "writers",
+        "raw", "region", "shape", "shared", "unwritten", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,7 @@ class Storage:
         self.matmul: Any = None
         self.matmul_granule = 1
         self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
-        self.writers: np.ndarray | None = None
+        self.uses: Any = None
         self.products: Any = None
         self.unwritten: np.ndarray | None = None
         self.missing = 0
