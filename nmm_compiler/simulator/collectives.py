@@ -144,6 +144,7 @@ def _exchange(
             )
     size = sum(max(s.size, d.size) * s.dtype.item_bytes for s, d in pairs)
     published = collective_alone_us(size, ranks, machine.target) if ranks > 1 else None
+    machine.note(move.op, pairs, local, move.ranks)
     record = machine.record(
         move.op,
         "dma",
@@ -378,7 +379,8 @@ def collective_permute_implicit_current_processing_rank_id(
 ) -> VirtualRegister:
     """Return the rank whose data a ring step processes: the own one first, then predecessors'."""
     move = _group("collective_permute_implicit_current_processing_rank_id", replica_group)
-    return VirtualRegister(move.ranks[(move.place - int(iteration_id)) % len(move.ranks)])
+    step = iteration_id.read() if isinstance(iteration_id, VirtualRegister) else int(iteration_id)
+    return VirtualRegister(move.ranks[(move.place - step) % len(move.ranks)])
 
 
 def rank_id(name: Any = None) -> VirtualRegister:

@@ -157,20 +157,23 @@ class Machine:
     program_id, grid, rank, ranks, programs, alone: as in `Seat`.
     poison_spreads: unwritten elements may be read; what depends on them is marked.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
-    storages: the identity of the next storage. names: of the variables that places assign to.
+    storages: the identity of the next storage or register. names: of the variables that places
+        assign to.
     kept: mask of the inputs that the running instruction reads, None for all of them.
     alike: without data, what calls of instructions came to (`isa/alike.py`), in all runs on this
         target; None with data.
+    failure: what a place that cannot raise has refused; raised at the program's end.
+    turn: the turn of a loop on the device that runs, None outside of those loops.
     warned: how often a rule was broken that only warns.
     """
 
     __slots__ = (
-        "absent", "accumulators", "alike", "alone", "assign", "data", "dialect", "grid",
+        "absent", "accumulators", "alike", "alone", "assign", "data", "dialect", "failure", "grid",
         "identities", "instructions", "kept", "max_instructions", "names", "no_reorder_depth",
         "outputs",
         "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank", "ranks",
-        "shared_count", "storages", "strict", "target", "trace", "warned", "warning_keys",
-        "warnings",
+        "shared_count", "storages", "strict", "target", "trace", "turn", "warned",
+        "warning_keys", "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -207,10 +210,22 @@ class Machine:
         self.accumulators: dict[str, Any] = {}
         self.identities: dict[Any, Any] = {}
         self.random_state: Any = None
+        self.turn: Any = None
+        self.failure: SimulationError | None = None
         self.shared_count = 0
         self.no_reorder_depth = 0
         self.outputs: Any = None
         self.dialect: Any = None
+
+    def new_identity(self) -> int:
+        """Return a number that no other storage and no other register of the program has."""
+        self.storages += 1
+        return self.storages - 1
+
+    def note(self, what: str, *values: Any) -> None:
+        """Tell the running turn of a loop on the device, if any, what else it issues."""
+        if self.turn is not None:
+            self.turn.note(what, values)
 
     def forget_tensors(self) -> None:
         """Let go of all tensors, which know their machine: so no cycle keeps a trace in memory."""

@@ -290,6 +290,8 @@ def _result(
         check_capacity(machine)
         _check_dependencies(machine.trace)
     tensors, single = _outputs(machines[0], machines[0].outputs, function)
+    for machine in machines:
+        _check_turns(machine, tensors)
     outputs = None
     if machines[0].data:
         given: set[int] = set()
@@ -342,11 +344,31 @@ def _check_dependencies(trace: Trace) -> None:
         )
 
 
+def _check_turns(machine: Machine, outputs: list[NkiTensor]) -> None:
+    """Refuse a tensor that is used after the turn of a loop on the device that makes it."""
+    trace = machine.trace
+    shared = {tensor.storage.identity for tensor in machine.identities.values()}
+    found = trace.outlived_turn([tensor.storage.identity for tensor in outputs], shared)
+    if found is None:
+        return
+    last = machine.instructions[found.last_index]
+    message = (
+        f"tensor {found.name!r} {found.shape} of line {found.line} is made in a turn of a loop on "
+        f"the device and used after it (nisa.{last.op}, or as an output); on the device all turns "
+        "have one such tensor, allocate it before the loop"
+    )
+    if machine.strict:
+        raise HazardError(message, last.file, last.line)
+    machine.warnings.append(message)
+
+
 def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
     set_current(machine)
     try:
         with np.errstate(all="ignore"):
             machine.outputs = function(*args, **kwargs)
+        if machine.failure is not None:
+            raise machine.failure
     except (NmmError, KeyboardInterrupt, Stopped):
         raise
     except RecursionError as error:

@@ -8,6 +8,7 @@ reads and writes, plus the on-chip allocations. It holds no data, so a trace mad
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -111,6 +112,8 @@ class Trace:
     iterations: (first, stop) instruction ranges of a loop on the device, after its first turn:
         the program that the compiler makes holds their instructions once.
     turns: the same of every turn, the first too.
+    made_in_turns: (first, stop) identities of the tensors that a turn makes, and its last
+        instruction's index plus one: they end with it.
     loads: "as_written", or "reused" when the compiler is taken to drop repeated loads.
     beta_1: the kernel is one of NKI Beta 1, which has a compiler of its own (neuronx-cc).
     awaited: storages of right operands of Beta 1's nl.matmul, where that transposes the left one.
@@ -126,6 +129,7 @@ class Trace:
     iterations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     loop_edges: list[int] = dataclasses.field(default_factory=list)
     turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    made_in_turns: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     loads: str = "as_written"
     beta_1: bool = False
     awaited: set[int] = dataclasses.field(default_factory=set)
@@ -154,6 +158,21 @@ class Trace:
                         return consumer, producer, _OUT_OF_A_LOOP
                 if source >= place and _waits_for(producer, consumer):
                     return consumer, producer, _CYCLE
+        return None
+
+    def outlived_turn(self, returned: Iterable[int], shared: set[int]) -> Allocation | None:
+        """Return a tensor that a turn of a loop on the device makes and that is used after it.
+
+        returned: identities of the kernel's outputs. shared: those of constants of the program.
+        """
+        last = dict.fromkeys(returned, len(self.instructions))
+        for first, stop, end in self.made_in_turns:
+            for identity in range(first, stop):
+                allocation = self.allocations.get(identity)
+                if allocation is None or identity in shared:
+                    continue
+                if last.get(identity, allocation.last_index) >= end:
+                    return allocation
         return None
 
 

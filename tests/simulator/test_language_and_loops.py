@@ -202,7 +202,7 @@ def test_registers_and_device_loops():
         ("nl.fori_loop(0, 2, lambda i: None, step=0)", "positive"),
         ("nl.while_loop(1, lambda r: r)", "must be registers"),
         ("with nl.no_reorder():\n    nl.fori_loop(0, 2, lambda i: None)", "no_reorder"),
-        ("r = nisa.register_alloc()\nint(r)", "before it has a value"),
+        ("r = nisa.register_alloc()\na.ap([[2, 1], [1, 2]], offset=0)[r]", "before it has a value"),
     ],
 )
 def test_loop_rules(body, text):

@@ -389,8 +389,6 @@ def test_kernels_that_fail(body, kind, text):
     "loop",
     [
         "while True:\n    nisa.memset(dst=t, value=0.0)",
-        "r = nisa.register_alloc(1)\nwhile r:\n    nisa.memset(dst=t, value=0.0)",
-        "r = nisa.register_alloc(1)\nwhile r:\n    pass",
         "nl.while_loop(nisa.register_alloc(1), lambda r: r)",
         "nl.fori_loop(0, 10**9, lambda i: None)",
         "for i in nl.dynamic_range(10**9):\n    pass",

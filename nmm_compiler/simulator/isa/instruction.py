@@ -262,9 +262,12 @@ def _signature(op: str, parameters: list[inspect.Parameter]) -> str:
     shown = ", ".join(
         p.name if p.default is p.empty else f"{p.name}={p.name}_default" for p in parameters
     )
+    given = "".join(f"{p.name}, " for p in parameters if p.name != "name")
     lines = [
         f"def {op}({shown}):",
         "    machine = CURRENT.machine or current()",
+        "    if machine.turn is not None:",
+        f"        machine.turn.note(OP, ({given}))",
         "    if OP in machine.absent:",
         "        require_instruction(machine, OP)",
     ]

@@ -38,6 +38,7 @@ def accumulate_product(
     storage = dst.storage
     key = (dst.offset, dst.shape, dst.strides)
     if storage.products == key and accumulate is not False and dst.dtype == "float32":
+        _note_sum(machine, accumulate, True)
         target = dst.array()  # the same region as the matmul before has the same state
         target += product
         return
@@ -65,6 +66,7 @@ def accumulate_product(
         put(dst, f32(dst) + product)
         state[...] = 1
         return
+    _note_sum(machine, accumulate, bool(state.any()))
     if state.any():
         if state.max() == 2 and not machine.target.matmul_adds_to_written_psum:
             text = (
@@ -90,3 +92,10 @@ def accumulate_product(
     else:
         put(dst, product)
     state[...] = 1
+
+
+def _note_sum(machine: Machine, accumulate: Any, adds: bool) -> None:
+    """Tell a loop on the device whether a product adds: the compiler decides that once."""
+    if machine.turn is not None and accumulate is None:
+        machine.note("nc_matmul(accumulate=None) that adds" if adds else
+                     "nc_matmul(accumulate=None) that overwrites")  # fmt: skip

@@ -46,6 +46,7 @@ def get_nc_sub_version() -> int:
 def register_alloc(x: Any = None) -> VirtualRegister:
     """Return a new register, with a value when `x` is an integer."""
     machine = current()
+    machine.note("register_alloc", x)
     if x is None:
         return VirtualRegister()
     if isinstance(x, VirtualRegister):

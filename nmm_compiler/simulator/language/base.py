@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -12,17 +12,16 @@ import numpy as np
 
 from nmm_compiler.errors import (
     KernelArgumentError,
-    SimulationError,
     TensorDtypeError,
     TensorShapeError,
 )
 from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
+from nmm_compiler.simulator.language.device_loops import of_the_whole_program
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, running
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
-from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor
 from nmm_compiler.simulator.variable_names import assigned_name
 from nmm_compiler.targets import get
@@ -207,6 +206,7 @@ def shared_constant(constant: Any) -> NkiTensor:
         raise machine.error(
             TensorDtypeError, f"nl.shared_constant: dtype {array.dtype} is no NKI dtype"
         )
+    machine.note("nl.shared_constant", array)
     if machine.programs is not None:
         content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
         machine.programs.agree(machine, "nl.shared_constant", (array.shape, kind, content))
@@ -229,83 +229,6 @@ def affine_range(start: Any, stop: Any = None, step: int = 1) -> range:
 
 
 sequential_range = static_range = affine_range
-
-
-def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
-    """Yield frozen registers of a loop on the device."""
-    machine = current()
-    if stop is None:
-        start, stop = 0, start
-    _check_loop(machine, "dynamic_range", step)
-    low, high = _bound(start), _bound(stop)
-    for count, value in enumerate(range(low, high, step)):
-        machine.tick("nl.dynamic_range", count)
-        with _iteration(machine, count):
-            yield VirtualRegister(value, frozen=True)
-
-
-@contextlib.contextmanager
-def _iteration(machine: Machine, count: int) -> Iterator[None]:
-    """Record which instructions a turn of a loop on the device runs."""
-    trace, first = machine.trace, len(machine.instructions)
-    trace.loop_edges.append(first)
-    yield
-    stop = len(machine.instructions)
-    trace.loop_edges.append(stop)
-    if stop > first:
-        trace.turns.append((first, stop))
-    if count and stop > first:
-        trace.iterations.append((first, stop))
-
-
-def _bound(value: Any) -> int:
-    return value.read() if isinstance(value, VirtualRegister) else int(value)
-
-
-def _check_loop(machine: Machine, what: str, step: Any = 1) -> None:
-    if isinstance(step, VirtualRegister) or int(step) < 1:
-        raise machine.error(
-            SimulationError, f"nl.{what}: step {step!r}; use a positive compile-time integer"
-        )
-    if machine.no_reorder_depth:
-        raise machine.error(
-            SimulationError, f"nl.{what} inside nl.no_reorder() is not supported; move it out"
-        )
-
-
-def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 1) -> None:
-    """Run body_fun(i) for i in lower..upper on the device."""
-    machine = current()
-    _check_loop(machine, "fori_loop", step)
-    low, high = _bound(lower), _bound(upper)
-    for count, value in enumerate(range(low, high, step)):
-        machine.tick("nl.fori_loop", count)
-        with _iteration(machine, count):
-            returned = body_fun(VirtualRegister(value))
-        if returned is not None:
-            raise machine.error(
-                SimulationError, "the body of nl.fori_loop returned a value; it must not"
-            )
-
-
-def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
-    """Run r = body_fun(r) on the device while the register r is not zero."""
-    machine = current()
-    _check_loop(machine, "while_loop")
-    register, count = init, 0
-    while True:
-        if not isinstance(register, VirtualRegister):
-            raise machine.error(
-                SimulationError,
-                f"nl.while_loop: the condition is {type(register).__name__}; init and what "
-                "the body returns must be registers",
-            )
-        if register.read() == 0:
-            return
-        count += 1
-        machine.tick("nl.while_loop", count)
-        with _iteration(machine, count - 1):
-            register = body_fun(VirtualRegister(register.read()))
 
 
 @contextlib.contextmanager
@@ -340,6 +263,7 @@ def program_ndim() -> int:
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     """Print a tensor's values at this point of the run."""
     machine = current()
+    machine.note("nl.device_print", print_prefix, tensor)
     if machine.data:
         print(print_prefix, tensor.array() if tensor.indirection is None else tensor)
 
@@ -363,8 +287,9 @@ def shared_identity_matrix(
     key = (n, str(kind))
     known = machine.identities.get(key)
     if known is None:
-        known = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
-        dma_copy(known, identity(machine, n, kind))
+        with of_the_whole_program(machine):
+            known = ndarray((n, n), kind, sbuf, f"identity_{kind}_{n}")
+            dma_copy(known, identity(machine, n, kind))
         known.storage.constant = True
         known = machine.identities[key] = make_tensor(known.storage)
     if dst is not None:

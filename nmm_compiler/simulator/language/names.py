@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmm_compiler.simulator.language import base, math, random_numbers, reductions, tiles
+from nmm_compiler.simulator.language import (
+    base,
+    device_loops,
+    math,
+    random_numbers,
+    reductions,
+    tiles,
+)
 from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -28,10 +35,12 @@ for _name in (
 for _name in (
     "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "is_hbm", "is_on_chip",
     "is_psum", "is_sbuf", "ndarray", "shared_constant", "shared_identity_matrix", "ds",
-    "affine_range", "sequential_range", "static_range", "dynamic_range", "fori_loop", "while_loop",
-    "no_reorder", "program_id", "num_programs", "program_ndim", "device_print",
+    "affine_range", "sequential_range", "static_range", "no_reorder", "program_id", "num_programs",
+    "program_ndim", "device_print",
 ):  # fmt: skip
     NAMES[_name] = getattr(base, _name)
+for _name in ("dynamic_range", "fori_loop", "while_loop"):
+    NAMES[_name] = getattr(device_loops, _name)
 for _name in (
     "load", "store", "load_transpose2d", "transpose", "matmul", "expand_dims", "broadcast_to",
     "gather_flattened", "full", "zeros", "ones", "zeros_like", "empty_like",

@@ -12,6 +12,7 @@ from typing import Any
 
 from nmm_compiler.simulator.isa import activation, elementwise, tensor_engine
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
+from nmm_compiler.simulator.language.device_loops import of_the_whole_program
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import float32
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -27,8 +28,9 @@ def spread_by_product(machine: Machine, dst: NkiTensor, row: NkiTensor, copied: 
     key = ("ones", row.dtype.name)
     ones = machine.identities.get(key)
     if ones is None:  # a constant of the program, written once
-        ones = machine.identities[key] = ndarray((1, 128), row.dtype, sbuf, "broadcast_ones")
-        elementwise.memset(ones, 1.0)
+        with of_the_whole_program(machine):
+            ones = machine.identities[key] = ndarray((1, 128), row.dtype, sbuf, "broadcast_ones")
+            elementwise.memset(ones, 1.0)
     for block in _blocks(row.shape[1:], machine.target.psum_bank_bytes_per_partition // 4):
         where = (slice(None), *block)
         moving = row[where]

@@ -36,9 +36,12 @@ from nmm_compiler.simulator.trace import Access
 
 
 class NkiTensor(TensorData):
-    """A view of a tensor in HBM, SBUF or PSUM."""
+    """A view of a tensor in HBM, SBUF or PSUM.
 
-    __slots__ = ("form", "indirection", "like", "parts", "shape", "strides")
+    moved: the registers that slices start at: (symbol, step, value) of each part of the offset.
+    """
+
+    __slots__ = ("form", "indirection", "like", "moved", "parts", "shape", "strides")
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class NkiTensor(TensorData):
         offset: int,
         dtype: DType,
         indirection: Indirection | None = None,
+        moved: tuple[tuple[Any, int, int], ...] = (),
     ) -> None:
         self.storage = storage
         self.shape = shape
@@ -59,6 +63,7 @@ class NkiTensor(TensorData):
         self._array: np.ndarray | None = None
         self.special = False
         self.form = self.like = 0
+        self.moved = moved
         self.parts: dict[tuple[Any, ...], NkiTensor] | None = None
 
     # Attributes that a kernel may read
@@ -154,13 +159,15 @@ class NkiTensor(TensorData):
         self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
     ) -> NkiTensor:
         start = self.offset if offset is None else offset
-        return NkiTensor(self.storage, shape, strides, start, self.dtype, self.indirection)
+        return NkiTensor(
+            self.storage, shape, strides, start, self.dtype, self.indirection, self.moved
+        )
 
     def __getitem__(self, key: Any) -> NkiTensor:
         """Return the view that a key selects; the same view for the same numbers."""
         if key.__class__ is not tuple:
             key = (key,)
-        if self.indirection is not None:
+        if self.indirection is not None or self.moved:
             return self._view(key)
         at = None
         if len(key) == 2:
@@ -203,6 +210,7 @@ class NkiTensor(TensorData):
                 f"{given} indices into tensor {self.name!r} of shape {shape}; use at most {rank}",
             )
         offset = self.offset
+        moved = self.moved
         new_shape: list[int] = []
         new_strides: list[int] = []
         dropped = 0
@@ -222,11 +230,11 @@ class NkiTensor(TensorData):
                 if start is None:
                     start = 0
                 elif start.__class__ is not int:
-                    start = self._number(start)
+                    start, moved = self._start(d, start, moved)
                 if stop is None:
                     stop = size
                 elif stop.__class__ is not int:
-                    stop = self._number(stop)
+                    stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
                 if start < 0:
                     start += size
                 if stop < 0:
@@ -253,7 +261,7 @@ class NkiTensor(TensorData):
             elif kind is DynamicSlice:
                 start, count = k.start, k.size
                 if start.__class__ is not int:
-                    start = self._number(start)
+                    start, moved = self._start(d, start, moved)
                 if count.__class__ is not int:
                     count = self._number(count)
                 if start < 0 or count < 1 or start + count > size:
@@ -263,7 +271,7 @@ class NkiTensor(TensorData):
                 new_strides.append(stride)
                 offset += start * stride
             else:
-                number = self._number(k)
+                number, moved = self._start(d, k, moved)
                 if number < 0:
                     number += size
                 if not 0 <= number < size:
@@ -291,7 +299,7 @@ class NkiTensor(TensorData):
             self._check_indirect_index(new_shape)
         return NkiTensor(
             self.storage, tuple(new_shape), tuple(new_strides), offset, self.dtype,
-            self.indirection,
+            self.indirection, moved,
         )  # fmt: skip
 
     def _check_indirect_index(self, new_shape: list[int]) -> None:
@@ -305,9 +313,15 @@ class NkiTensor(TensorData):
                 f"indirect view of {self.name!r}: the indirect dimension cannot be indexed again",
             )
 
+    def _start(self, dim: int, value: Any, moved: Any) -> tuple[int, Any]:
+        """Return where a slice or an index starts, and the registers that move the view."""
+        if not isinstance(value, VirtualRegister):
+            return self._number(value), moved
+        self._free_only(dim, "dynamic selection")
+        number = value.read()
+        return number, (*moved, (value.symbol, self.strides[dim], number))
+
     def _number(self, value: Any) -> int:
-        if isinstance(value, VirtualRegister):
-            return value.read()
         try:
             return as_index(value)
         except TypeError:
@@ -335,7 +349,7 @@ class NkiTensor(TensorData):
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Return elements start..end of dimension `dim`."""
         dim = self._dimension(dim)
-        if self._number(start) >= self._number(end):
+        if not isinstance(start, VirtualRegister) and self._number(start) >= self._number(end):
             self._bad_slice(dim, slice(start, end, step), False)
         return self[(slice(None),) * dim + (slice(start, end, step),)]
 
@@ -361,8 +375,7 @@ class NkiTensor(TensorData):
             raise fail(
                 UnsupportedInstructionError, f"{self.name!r} is indirect already; select once"
             )
-        if dim == 0:
-            self._free_only(dim, "dynamic selection")
+        self._free_only(dim, "dynamic selection")
         step = self.strides[dim]
         view = self._like(
             self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
@@ -428,10 +441,13 @@ class NkiTensor(TensorData):
             step = math.prod(self.shape[indirect_dim + 1 :])
             indirection = Indirection("vector", 0, vector_offset, step)
         elif scalar_offset is not None:
+            self._free_only(indirect_dim, "dynamic selection")
             step = self.strides[indirect_dim]
             step = step * self.dtype.item_bytes // kind.item_bytes
             indirection = Indirection("scalar", indirect_dim, scalar_offset, step)
-        view = NkiTensor(storage, counts, steps, start, kind, indirection)
+        view = NkiTensor(
+            storage, counts, steps, start, kind, indirection, self._moved_in(kind.item_bytes)
+        )
         problem = "" if indirection is not None else view.leaves()
         return UnusableView(storage.machine, problem) if problem else view
 
@@ -445,8 +461,9 @@ class NkiTensor(TensorData):
                 UnsupportedInstructionError, f"view(dtype) of {self.name!r}, which is indirect"
             )
         old, new = self.dtype.item_bytes, kind.item_bytes
+        moved = self._moved_in(new)
         if old == new:
-            return NkiTensor(self.storage, self.shape, self.strides, self.offset, kind)
+            return NkiTensor(self.storage, self.shape, self.strides, self.offset, kind, None, moved)
         if self.strides[-1] != 1 and self.shape[-1] != 1:
             raise fail(
                 TensorShapeError,
@@ -463,8 +480,12 @@ class NkiTensor(TensorData):
             )
         return NkiTensor(
             self.storage, (*self.shape[:-1], total // new), (*(s // new for s in outer), 1),
-            start // new, kind,
+            start // new, kind, None, moved,
         )  # fmt: skip
+
+    def _moved_in(self, item: int) -> tuple[tuple[Any, int, int], ...]:
+        """Return `moved` in steps of elements of `item` bytes."""
+        return tuple((s, step * self.itemsize // item, v) for s, step, v in self.moved)
 
     reinterpret_cast = view
 
@@ -480,7 +501,7 @@ class NkiTensor(TensorData):
         row = self.strides[0]
         return NkiTensor(
             self.storage, (self.shape[0], count), (row, 1), self.offset, self.dtype,
-            Indirection("columns", 1, index, self.strides[-1], self.free_size),
+            Indirection("columns", 1, index, self.strides[-1], self.free_size), self.moved,
         )  # fmt: skip
 
 

@@ -1,0 +1,236 @@
+"""Loops on the device: dynamic_range, fori_loop, while_loop, and what their turns may not do.
+
+The device's compiler traces the body of such a loop once. The simulator runs it turn by turn, as
+Python, so a body that counts or that toggles its tiles in Python would compute something else
+here. So every turn must issue what the first one did: the same instructions with the same
+immediates, tiles, dtypes and access patterns. A register is the same whatever its value is. Tensors
+and registers that a turn makes have numbers, from the turn's start on. A loop in a loop is
+compared over all of its turns, in all turns of the outer one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import HazardError, SimulationError
+from nmm_compiler.simulator.machine import Machine, current, kernel_frame
+from nmm_compiler.simulator.tensors.data import DynamicSlice, Indirection
+from nmm_compiler.simulator.tensors.registers import VirtualRegister
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.trace import Instruction
+
+
+class _Body:
+    """What the first turn of a loop issues: (name, arguments), and the line of each."""
+
+    def __init__(self) -> None:
+        self.issued: list[tuple[str, Any]] = []
+        self.lines: list[int] = []
+        self.loops: dict[int, _Body] = {}
+        self.known = False
+
+
+class _Turn:
+    """A running turn, and its comparison with the first one."""
+
+    def __init__(self, machine: Machine, body: _Body, outer: _Turn | None) -> None:
+        self.machine, self.body, self.outer = machine, body, outer
+        self.depth: int = 0 if outer is None else outer.depth + 1
+        self.place = 0
+        self.first = machine.storages
+        self.left_out: list[tuple[int, int]] = []
+
+    def note(self, what: str, values: tuple[Any, ...]) -> None:
+        """Compare an instruction and its arguments with the first turn's."""
+        body, issued = self.body, (what, self._same(values))
+        if not body.known:
+            body.issued.append(issued)
+            body.lines.append(kernel_frame()[1])
+        elif self.place >= len(body.issued) or body.issued[self.place] != issued:
+            self._refuse(what)
+        self.place += 1
+
+    def end(self) -> None:
+        """Refuse a turn that issued less than the first one."""
+        if self.place < len(self.body.issued):
+            self._refuse("nothing more")
+        self.body.known = True
+
+    def _refuse(self, what: str) -> None:
+        body, place = self.body, self.place
+        before = "ended" if place >= len(body.issued) else \
+            f"issued {body.issued[place][0]} of line {body.lines[place]}"  # fmt: skip
+        if place < len(body.issued) and body.issued[place][0] == what:
+            before += " with other arguments"
+        self.machine.rule(
+            HazardError,
+            f"a turn of a loop on the device issues {what} where the first turn {before}; the "
+            "device's compiler traces the body once, so nothing in it may change from turn to turn "
+            "but what goes through registers: keep counts in a register or a tile, or write a "
+            "Python for loop, which is unrolled",
+        )
+
+    @contextlib.contextmanager
+    def leave_out(self) -> Iterator[None]:
+        """Hold a block that makes a constant of the whole program, or is a loop of its own."""
+        start = self.machine.storages
+        self.machine.turn = None
+        yield
+        self.machine.turn = self
+        self.left_out.append((start, self.machine.storages))
+
+    def _number(self, identity: int) -> Any:
+        """Return the identity of what is older than the turn, else its number within the turn."""
+        if not self.first <= identity < self.machine.storages:
+            return identity if self.outer is None else self.outer._number(identity)
+        before = 0
+        for start, stop in self.left_out:
+            if start <= identity < stop:
+                return identity
+            if stop <= identity:
+                before += stop - start
+        return self.depth, identity - self.first - before
+
+    def _symbol(self, symbol: Any) -> Any:
+        if symbol.__class__ is tuple:
+            return tuple(self._symbol(s) if i else s for i, s in enumerate(symbol))
+        return self._number(symbol)
+
+    def _same(self, value: Any) -> Any:
+        """Return what is equal for arguments that a traced body may pass in all of its turns."""
+        kind = value.__class__
+        if kind is NkiTensor:
+            base = value.offset - sum(step * number for _, step, number in value.moved)
+            moved = [(self._symbol(register), step) for register, step, _ in value.moved]
+            return (
+                self._number(value.storage.identity), value.shape, value.strides, value.dtype, base,
+                moved, value.indirection and self._same(value.indirection),
+            )  # fmt: skip
+        if kind is tuple or kind is list:
+            return tuple([self._same(v) for v in value])
+        if kind is VirtualRegister:
+            return self._symbol(value.symbol)
+        if kind is Indirection:
+            return value.kind, value.dim, self._same(value.index), value.step, value.column_count
+        if kind is DynamicSlice:
+            return self._same(value.start), self._same(value.size)
+        if isinstance(value, np.ndarray):
+            return value.shape, str(value.dtype), value.tobytes()
+        if isinstance(value, Instruction):
+            return value.op
+        # equal numbers of two kinds are two immediates, and so are 0.0 and -0.0; NaN is one
+        return repr(value) if isinstance(value, (int, float, np.generic)) else value
+
+
+@contextlib.contextmanager
+def of_the_whole_program(machine: Machine) -> Iterator[None]:
+    """Hold a block that makes a constant of the whole program, wherever it is asked for."""
+    with contextlib.nullcontext() if machine.turn is None else machine.turn.leave_out():
+        yield
+
+
+class _Loop:
+    """The turns of a loop that begins now."""
+
+    def __init__(self, machine: Machine, name: str, *bounds: Any) -> None:
+        self.machine, self.name, self.count = machine, name, 0
+        self.body, self.outer = _Body(), machine.turn
+        if self.outer is not None:
+            self.body = self.outer.body.loops.setdefault(self.outer.place, self.body)
+            machine.note(name, *bounds)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold one turn: record its instructions, and compare them with the first turn's."""
+        machine = self.machine
+        machine.tick(self.name, self.count)
+        trace, first, made = machine.trace, len(machine.instructions), machine.storages
+        trace.loop_edges.append(first)
+        with of_the_whole_program(machine):
+            machine.turn = running = _Turn(machine, self.body, self.outer)
+            yield
+            running.end()
+        machine.turn = self.outer
+        stop = len(machine.instructions)
+        trace.loop_edges.append(stop)
+        if stop > first:
+            trace.turns.append((first, stop))
+            trace.made_in_turns.append((made, machine.storages, stop))
+            if self.count:
+                trace.iterations.append((first, stop))
+        self.count += 1
+
+
+def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
+    """Yield frozen registers of a loop on the device."""
+    machine = current()
+    if stop is None:
+        start, stop = 0, start
+    _check_loop(machine, "dynamic_range", step)
+    loop = _Loop(machine, "nl.dynamic_range", start, stop, step)
+    for value in range(_bound(start), _bound(stop), step):
+        with loop.turn():
+            try:
+                yield VirtualRegister(value, frozen=True)
+            except GeneratorExit:  # Python drops what is raised while it closes a generator
+                machine.turn = loop.outer
+                if machine.strict and machine.failure is None:
+                    machine.failure = machine.error(
+                        SimulationError,
+                        "Python leaves nl.dynamic_range in the middle of a turn; a loop on the "
+                        "device runs to its bound, use nl.while_loop to end it by a register",
+                    )
+                raise
+
+
+def _bound(value: Any) -> int:
+    return value.read() if isinstance(value, VirtualRegister) else int(value)
+
+
+def _check_loop(machine: Machine, what: str, step: Any = 1) -> None:
+    if isinstance(step, VirtualRegister) or int(step) < 1:
+        raise machine.error(
+            SimulationError, f"nl.{what}: step {step!r}; use a positive compile-time integer"
+        )
+    if machine.no_reorder_depth:
+        raise machine.error(
+            SimulationError, f"nl.{what} inside nl.no_reorder() is not supported; move it out"
+        )
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 1) -> None:
+    """Run body_fun(i) for i in lower..upper on the device."""
+    machine = current()
+    _check_loop(machine, "fori_loop", step)
+    loop = _Loop(machine, "nl.fori_loop", lower, upper, step)
+    for value in range(_bound(lower), _bound(upper), step):
+        with loop.turn():
+            returned = body_fun(VirtualRegister(value))
+        if returned is not None:
+            raise machine.error(
+                SimulationError, "the body of nl.fori_loop returned a value; it must not"
+            )
+
+
+def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
+    """Run r = body_fun(r) on the device while the register r is not zero."""
+    machine = current()
+    _check_loop(machine, "while_loop")
+    loop = _Loop(machine, "nl.while_loop", init)
+    register = init
+    while True:
+        if not isinstance(register, VirtualRegister):
+            raise machine.error(
+                SimulationError,
+                f"nl.while_loop: the condition is {type(register).__name__}; init and what "
+                "the body returns must be registers",
+            )
+        if register.read() == 0:
+            return
+        with loop.turn():
+            register = body_fun(VirtualRegister(register.read()))
+            machine.note("the next condition", register)
