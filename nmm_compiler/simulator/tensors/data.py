@@ -6,6 +6,7 @@ storage's bytes, and the check that no element is read before it is written.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import numpy as np
@@ -106,6 +107,49 @@ class TensorData(Reshaping):
     _array: np.ndarray | None
     special: bool
     """Whether `operand` must check the view in detail; known after `access()`."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.storage.name
+
+    @property
+    def buffer(self) -> Any:
+        """The memory region: nl.sbuf, nl.psum, nl.private_hbm or nl.shared_hbm."""
+        return self.storage.region
+
+    @property
+    def memory(self) -> str:
+        """Either "sbuf", "psum" or "hbm"."""
+        return self.storage.memory
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.item_bytes
+
+    @property
+    def partition_start(self) -> int:
+        """First partition the view touches, within its memory when placed by hand."""
+        storage = self.storage
+        row_bytes = storage.bytes_per_partition
+        base = storage.address[0] if storage.address else 0
+        return base + (self.offset * self.dtype.item_bytes) // row_bytes if row_bytes else base
+
+    @property
+    def free_size(self) -> int:
+        """Elements per partition."""
+        return math.prod(self.shape[1:])
 
     def get_pattern(self) -> list[list[int]]:
         """Return [[stride, count], ...] of all dimensions."""

@@ -69,52 +69,9 @@ class NkiTensor(TensorData):
     # Attributes that a kernel may read
 
     @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self.storage.name
-
-    @property
-    def buffer(self) -> Any:
-        """The memory region: nl.sbuf, nl.psum, nl.private_hbm or nl.shared_hbm."""
-        return self.storage.region
-
-    @property
-    def memory(self) -> str:
-        """Either "sbuf", "psum" or "hbm"."""
-        return self.storage.memory
-
-    @property
     def base_tensor(self) -> NkiTensor:
         """The tensor that this is a view of; nki-library reads it, AWS's stubs do not have it."""
         return make_tensor(self.storage)
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.dtype.item_bytes
-
-    @property
-    def partition_start(self) -> int:
-        """First partition the view touches, within its memory when placed by hand."""
-        storage = self.storage
-        row_bytes = storage.bytes_per_partition
-        base = storage.address[0] if storage.address else 0
-        return base + (self.offset * self.dtype.item_bytes) // row_bytes if row_bytes else base
-
-    @property
-    def free_size(self) -> int:
-        """Elements per partition."""
-        return math.prod(self.shape[1:])
 
     def __repr__(self) -> str:
         text = f"NkiTensor({self.name!r}, shape={self.shape}, dtype={self.dtype}, {self.memory}"
