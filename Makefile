@@ -39,9 +39,9 @@ test-device:
 stress: $(STRESS_READY)
 	$(RUN) -m benchmarks.stress $(ARGS)
 
-# Breaks one line at a time; the tests have to notice: make mutants ARGS="--room passes"
+# Breaks one place at a time; the tests have to notice: make mutants ARGS="--room cache --count 20"
 mutants: $(DEV_READY)
-	$(RUN) tests/mutants/run_mutants.py --workers $(WORKERS) $(ARGS)
+	$(RUN) tests/mutants/run_mutants.py --workers $(WORKERS) $(or $(ARGS),--room passes)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

@@ -1,176 +1,167 @@
-"""Breaks one line of the package at a time and runs the tests that have to notice.
+"""Breaks one place of the package at a time, by rule, and runs the tests that have to notice.
 
-In: `mutants.toml`, a list of single-line mutations. Out: one line per mutation and the survivors;
-exit code 1 if any survives. Each worker has its own copy of the repository in a temporary
-directory, so the working tree is never touched. A mutation is found by its snippet, which occurs
-exactly once in its room, and a test by its file's name, so that both may move to other folders.
-A mutation counts as killed when the named tests fail or time out; a test file that cannot be
-collected, or a test that is not there, is a fault of the list and ends the run.
+    python tests/mutants/run_mutants.py --room cache [--count 20] [--seed 0] [--seconds 1800]
+
+Four rules make mutants: a comparison is flipped, a number is changed, the operands of a product,
+difference or quotient are swapped, a statement is dropped. Of all places of the rooms a seed
+chooses some. Each is tried in a copy of the repository, against the tests of its room, those first
+that name its file. A mutant is killed when a test fails or runs on without an end. Some survivors
+compute the same: the exit code is 1 if fewer than `--least` of the mutants are killed.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import ast
 import os
-import queue
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIST = Path(__file__).with_name("mutants.toml")
+PACKAGE = "nmm_compiler"
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "out", "build", "dist", "*.egg-info")
-SECONDS = 180
-_PASSED, _FAILED = 0, 1  # exit codes of pytest; all others say that it could not run the tests
+FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.Eq: ast.NotEq, ast.In: ast.NotIn, ast.Is: ast.IsNot,
+}  # fmt: skip
+FLIPPED |= {new: old for old, new in FLIPPED.items()}
+ORDERED = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult, ast.Pow)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Mutant:
-    """One mutation: in the one file of `room` that holds `old`, `new` stands in its place.
+    """One mutation of a file: bytes `start` to `end` become `new`."""
 
-    tests: test ids without folders, e.g. "test_strides.py::test_strides_at_the_output".
-    breaks: one sentence that says what goes wrong.
-    """
-
-    name: str
-    room: str
-    old: str
+    rule: str
+    line: int
+    start: int
+    end: int
     new: str
-    tests: tuple[str, ...]
-    breaks: str
 
-    def file(self, root: Path = ROOT) -> Path:
-        """Return the file to change; raise ValueError unless `old` occurs exactly once."""
-        texts = {
-            path: path.read_text() for path in (root / "nmm_compiler" / self.room).rglob("*.py")
-        }
-        found = [path for path, text in texts.items() for _ in range(text.count(self.old))]
-        if len(found) != 1:
-            places = ", ".join(str(path.relative_to(root)) for path in found) or "no file"
-            raise ValueError(f"{self.name}: {self.old!r} is in {places}; it has to occur once")
-        return found[0]
-
-    def changed(self, text: str) -> str:
-        """Return the text with the mutation."""
-        return text.replace(self.old, self.new)
-
-    def node_ids(self, root: Path = ROOT) -> list[str]:
-        """Return the tests with their folders; raise ValueError for a file that is not there."""
-        ids = []
-        for test in self.tests:
-            file, _, rest = test.partition("::")
-            paths = list((root / "tests").rglob(file))
-            if len(paths) != 1:
-                raise ValueError(f"{self.name}: tests/**/{file} is {len(paths)} files")
-            ids.append(str(paths[0].relative_to(root)) + (f"::{rest}" if rest else ""))
-        return ids
+    def changed(self, text: bytes) -> bytes:
+        return text[: self.start] + self.new.encode() + text[self.end :]
 
 
-def read_list(path: Path = LIST) -> list[Mutant]:
-    """Return the mutations of a list."""
-    entries = tomllib.loads(path.read_text())["mutant"]
-    return [Mutant(**(entry | {"tests": tuple(entry["tests"])})) for entry in entries]
+def broken(node: ast.AST) -> tuple[str, ast.AST] | None:
+    """Return the rule that breaks a node, and what takes its place."""
+    match node:
+        case ast.Compare(ops=[op]):
+            flipped = ast.Compare(node.left, [FLIPPED[type(op)]()], node.comparators)
+            return "comparison flipped", flipped
+        case ast.BinOp(op=op) if isinstance(op, ORDERED):
+            return "operands swapped", ast.BinOp(node.right, op, node.left)
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            return "number changed", ast.Constant(2 * node.value + 1)
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Continue():
+            return "statement dropped", ast.Pass()
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            return "statement dropped", ast.Pass()
+    return None
 
 
-def copy_repository(directory: Path) -> Path:
-    """Copy what the tests need; compiled files are checked by content, so none can be stale."""
-    root = directory / "repository"
-    shutil.copytree(ROOT, root, ignore=NOT_COPIED)
-    compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
-    subprocess.run([*compiled, str(root / "nmm_compiler")], check=True)
-    return root
+def code_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run: no annotation, and no formatted text, which has no positions."""
+    if isinstance(node, ast.JoinedStr):
+        return
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from code_nodes(child)
 
 
-def run_tests(root: Path, node_ids: list[str], seconds: float) -> tuple[int, str]:
-    """Run tests in a copy; return pytest's exit code (1 after a timeout) and the last line."""
+def mutants_of(text: bytes) -> list[Mutant]:
+    """Return every mutation of a file, in the order of its lines."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    mutants = []
+    for node in code_nodes(ast.parse(text)):
+        change = broken(node)
+        if change is not None:
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            mutants.append(Mutant(change[0], node.lineno, start, end, ast.unparse(change[1])))
+    return sorted(mutants, key=lambda mutant: mutant.start)
+
+
+def chosen(rooms: list[str], count: int, seed: int) -> list[tuple[Path, Mutant]]:
+    """Return some mutations of the files of rooms, each with the path of its file."""
+    files = [path for room in rooms for path in sorted((ROOT / PACKAGE / room).rglob("*.py"))]
+    every = [(path, mutant) for path in files for mutant in mutants_of(path.read_bytes())]
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def tests_of(file: Path) -> list[str]:
+    """Return the test files of a file's room, those that name its module first."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    paths = sorted((ROOT / "tests" / parts[1]).rglob("test_*.py"))
+    paths.sort(key=lambda path: ".".join(parts) not in path.read_text("utf-8"))
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def run_tests(root: Path, tests: list[str], workers: int, seconds: float) -> tuple[bool, str]:
+    """Return whether tests pass in a copy, and what pytest said last."""
     settings = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", "long or not long"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", f"-n{workers}", "-p", "no:cacheprovider"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *node_ids],
-        cwd=root,
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        [*command, *tests], cwd=root, env=os.environ | settings, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     try:
-        output = process.communicate(timeout=seconds)[0].strip()
+        lines = process.communicate(timeout=seconds)[0].splitlines()
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return _FAILED, f"timed out after {seconds:.0f} s"
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return process.returncode, (failed or output.splitlines() or [""])[-1]
-
-
-def try_mutant(mutant: Mutant, root: Path) -> tuple[bool, str]:
-    """Return whether the tests notice a mutation, and pytest's last words."""
-    path = mutant.file(root)
-    text = path.read_text()
-    path.write_text(mutant.changed(text))
-    try:
-        code, words = run_tests(root, mutant.node_ids(root), SECONDS)
-    finally:
-        path.write_text(text)
-    if code not in (_PASSED, _FAILED):
-        raise ValueError(f"{mutant.name}: pytest could not run its tests: {words}")
-    return code == _FAILED, words
+        return False, f"no end after {seconds:.0f} s"
+    words = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines or [""]
+    return process.returncode == 0, words[-1]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Try the mutations that the command line selects; return 1 if any survives."""
+    """Try mutations until the count or the time is over; return 1 if too many survive."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="mutations whose name contains this")
-    parser.add_argument("--room", help="mutations of this folder of the package")
+    parser.add_argument("--room", action="append", required=True, help="a folder of the package")
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1800, help="no mutant begins after them")
+    parser.add_argument("--least", type=float, default=0.7, help="share that has to be killed")
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args(arguments)
-    mutants = [
-        mutant
-        for mutant in read_list()
-        if (asked.only or "") in mutant.name and asked.room in (None, mutant.room)
-    ]
-    if not mutants:
-        parser.error("no mutation has that name or room")
-    started, survivors = time.monotonic(), []
+    begun = time.monotonic()
+    tried, survivors = 0, []
     with tempfile.TemporaryDirectory(prefix="nmm_mutants_") as directory:
-        roots: queue.Queue[Path] = queue.Queue()
-        first = copy_repository(Path(directory) / "0")
-        roots.put(first)
-        for number in range(1, min(asked.workers, len(mutants))):
-            roots.put(Path(shutil.copytree(first, Path(directory) / str(number))))
-        every = sorted({test for mutant in mutants for test in mutant.node_ids()})
-        code, words = run_tests(first, every, SECONDS * len(mutants))
-        if code != _PASSED:
-            print(f"the tests fail without any mutation: {words}")
-            return 1
-        print(f"{len(mutants)} mutations; the tests pass without any: {words}", flush=True)
-
-        def work(mutant: Mutant) -> tuple[Mutant, bool, str, float]:
-            root, begun = roots.get(), time.monotonic()
-            try:
-                return mutant, *try_mutant(mutant, root), time.monotonic() - begun
-            finally:
-                roots.put(root)
-
-        with ThreadPoolExecutor(asked.workers) as pool:
-            for done, (mutant, killed, words, took) in enumerate(pool.map(work, mutants), 1):
-                verdict = "killed" if killed else "SURVIVED"
-                count = f"{done:3}/{len(mutants)}"
-                print(f"{count} {took:5.1f} s  {verdict:8} {mutant.name}  {words:.120}", flush=True)
-                if not killed:
-                    survivors.append(mutant)
-    for mutant in survivors:
-        print(f"survivor: {mutant.name} ({mutant.file().relative_to(ROOT)}): {mutant.breaks}")
-    print(f"{len(survivors)} survivors of {len(mutants)} in {time.monotonic() - started:.0f} s")
-    return 1 if survivors else 0
+        root = Path(shutil.copytree(ROOT, Path(directory) / "copy", ignore=NOT_COPIED))
+        limits = {}
+        for room in asked.room:
+            passed, words = run_tests(root, [f"tests/{room}"], asked.workers, asked.seconds)
+            if not passed:
+                parser.error(f"tests/{room} fails without any mutation: {words}")
+            limits[room] = 60 + 3 * (time.monotonic() - begun)
+        for path, mutant in chosen(asked.room, asked.count, asked.seed):
+            if time.monotonic() - begun > asked.seconds:
+                break
+            file = path.relative_to(ROOT)
+            text = path.read_bytes()
+            (root / file).write_bytes(mutant.changed(text))
+            passed, words = run_tests(root, tests_of(path), asked.workers, limits[file.parts[1]])
+            (root / file).write_bytes(text)
+            old = " ".join(text[mutant.start : mutant.end].decode().split())
+            said = f"{file}:{mutant.line}: {mutant.rule}: {old} -> {mutant.new}"
+            print(f"SURVIVED {said}" if passed else f"killed   {said}  {words}", flush=True)
+            tried += 1
+            survivors += [said] if passed else []
+    killed = tried - len(survivors)
+    print(f"{killed} of {tried} killed in {time.monotonic() - begun:.0f} s", *survivors, sep="\n")
+    return 1 if killed < asked.least * tried else 0
 
 
 if __name__ == "__main__":
