@@ -30,11 +30,6 @@ MINUTES_AN_AREA = 14.0
 COUNTS = {
     "cache": 5000,
     "save": 200,
-    "archives": 500,
-    "models": 100,
-    "remotes": 14,
-    "environments": 30,
-    "hostile_files": 100,
     "command_lines": 3000,
 }
 # Starts the area and writes its tally; nothing but that file counts, whatever it prints.

@@ -7,6 +7,7 @@ writes a line for each to a file of its own. The parent kills and replaces proce
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -16,12 +17,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.stress.children import environment
 from benchmarks.stress.tally import Tally
 
 PROCESSES = 12
 KEYS = 400
 SECONDS = 150.0  # of the whole area, however slow the machine is
+ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 WORKER = """
 import random, sys, warnings
@@ -67,7 +73,7 @@ def attempt(count: int, seed: int) -> Tally:
                 started += 1
                 arguments = [str(folder / "cache"), str(folder / f"log-{started}")]
                 command = [sys.executable, "-c", WORKER, *arguments, str(seed + started), str(KEYS)]
-                running.append(subprocess.Popen(command, env=environment(), stderr=faults))
+                running.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=faults))
             time.sleep(drawn.uniform(0.05, 0.4))
             if time.monotonic() < end and started > PROCESSES // 2:
                 victim = running.pop(drawn.randrange(len(running)))

@@ -6,11 +6,16 @@ import time
 
 import pytest
 
-from benchmarks.stress import hostile_files
+from nmm_compiler.cli import main
 from nmm_compiler.cli.kernel_arguments import arguments_of
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import NmmError, ResourceLimitError, ShapeError, WorkerEndedError
 from nmm_compiler.nki_api.lint import lint_source
+
+HEAD = (
+    "import nki\nimport nki.isa as nisa\nimport nki.language as nl\n\n\n@nki.jit\ndef k(a):\n"
+    "    t = nl.ndarray((8, 8), nl.float32, nl.sbuf)\n"
+)
 
 
 def limited(work, seconds=20.0, gigabytes=1.0):
@@ -106,16 +111,79 @@ def test_timing_mode_makes_no_data():
     assert array.shape == (99999999, 99999999)
 
 
-@pytest.mark.parametrize("names", [("hard exit", "exit", "parentheses")])
-def test_the_commands_refuse_hostile_files(monkeypatch, names):
-    chosen = [case for case in hostile_files.cases() if case.name in names]
-    monkeypatch.setattr(hostile_files, "cases", lambda: chosen)
-    tally = hostile_files.attempt(4, 0)
-    assert tally.clean, tally.examples
-    assert tally.attempts == 4
+# Statements of a kernel, and a word of the refusal.
+BODIES = [
+    ("while True: pass", "--time-limit"),
+    ("import sys; sys.exit(0)", "SystemExit"),
+    ("import os; os._exit(0)", "exit code 0"),
+    ("return 3", "returned int"),
+    ("exec('while 1:\\n try: 1/0\\n except BaseException: pass')", "limit"),
+    ("x = 10 ** 10 ** 10", "--time-limit"),
+    ("import threading; l = threading.Lock(); l.acquire(); l.acquire()", "--time-limit"),
+    (
+        "import signal, time; signal.pthread_sigmask(0, range(1, 32)); time.sleep(1e6)",
+        "--time-limit",
+    ),
+    ("nl.fori_loop(0, 10**9, lambda i: None)", "max_instructions"),
+    ("r = nisa.register_alloc(1); nl.while_loop(r, lambda r: r)", "max_instructions"),
+    ("import numpy; numpy.ones(10 ** 12)", "--memory-limit"),
+    ("import os; os.abort()", "SIGABRT"),
+    ("import os; os.killpg(0, 9)", "ended the process"),
+    ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+    ("f = lambda: f()\n    f()", "recursed"),
+    ("import os; os.closerange(0, 4096)", "ended the process"),
+    (
+        "import os, time\n    if not os.fork(): time.sleep(10**6)\n    raise ValueError('x')",
+        "ValueError",
+    ),
+    ("import os; os.execv('/bin/true', ['true'])", "exit code 0"),
+    ("raise GeneratorExit", "GeneratorExit"),
+    ("raise type('E', (Exception,), {'__str__': lambda s: 1 / 0})()", "ZeroDivisionError"),
+    ("raise ValueError('a\\nb\\n' * 100)", "ValueError"),
+    ("raise ValueError('\\x1b[2J\\x1b]0;gone\\x07')", "ValueError"),
+    ("raise ValueError('\\ud800')", "ValueError"),
+    ("raise ValueError('[/red][bold')", "ValueError"),
+    ("import builtins; builtins.print = None\n    raise ValueError('x')", "ValueError"),
+    ("import sys; sys.stdout = sys.stderr = None\n    raise ValueError('x')", "ValueError"),
+    ("return type('T', (), {'__class__': nl.ndarray})()", "returned"),
+    ("while True: print('x' * 10**5)", "limit"),
+]
+QUICK = 4  # of them; the rest takes a minute
+FILES = {  # what stands at the top of a file, and what `nmm lint` finds
+    "import sys\nsys.exit(0)\n": 0,
+    "import os\nos._exit(0)\n": 0,
+    "while True: pass\n": 0,
+    "x = " + "(" * 5000 + "\n": 1,
+    "x = 1\0\n": 1,
+}
 
 
-@pytest.mark.long
-def test_every_hostile_file():
-    tally = hostile_files.attempt(len(hostile_files.cases()), 1)
-    assert tally.clean, tally.examples
+def ended(capsys, *words):
+    """Return the exit code of a command, and what it said; a refusal is one line."""
+    with pytest.raises(SystemExit) as end:
+        main.main([*words, "--time-limit=1", "--memory-limit=1"])
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.count("\n") == (end.value.code == 2), said
+    return end.value.code, said
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [*BODIES[:QUICK], *(pytest.param(*row, marks=pytest.mark.long) for row in BODIES[QUICK:])],
+)
+def test_a_hostile_kernel_is_refused_on_one_line(tmp_path, capsys, body, shown):
+    path = tmp_path / "k.py"
+    path.write_text(f"{HEAD}    {body}\n")
+    words = ["--arg", "a=8x8:float32", "--mode", "functional", "--max-instructions", "20000"]
+    code, said = ended(capsys, "simulate", str(path), *words)
+    assert code == 2
+    assert shown in said
+
+
+@pytest.mark.parametrize(("text", "found"), FILES.items())
+def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, capsys, text, found):
+    path = tmp_path / "k.py"
+    path.write_text(text)
+    assert ended(capsys, "simulate", str(path))[0] == 2
+    assert ended(capsys, "lint", str(path))[0] == found

@@ -31,9 +31,9 @@ def run(tmp_path, monkeypatch):
 
 
 def test_areas_that_are_right_end_with_0(run):
-    code, said = run(cache=RIGHT, remotes=RIGHT)
+    code, said = run(cache=RIGHT, save=RIGHT)
     assert code == 0, said
-    assert "5,014" in said  # the counts of both areas, added
+    assert "5,200" in said  # the counts of both areas, added
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_areas_that_are_right_end_with_0(run):
         ("return Tally(count, count - 1, wrong=1, examples=['served a lie'])\n", "served a lie"),
         ("return Tally(count, count, lost=1, examples=['gone'])\n", "gone"),
         ("return Tally(count, count, tracebacks=1, examples=['ouch'])\n", "ouch"),
-        ("return Tally(count, count - 1)\n", "remotes"),
-        ("return Tally()\n", "remotes"),
+        ("return Tally(count, count - 1)\n", "save"),
+        ("return Tally()\n", "save"),
         ("raise ValueError('broken area')\n", "broken area"),
         ("import os; os._exit(0)\n", "without a tally"),
     ],
 )
 def test_an_area_that_is_not_clean_ends_with_1(run, body, example):
-    code, said = run(remotes=body)
+    code, said = run(save=body)
     assert code == 1
     assert example in said
 
