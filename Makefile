@@ -15,8 +15,8 @@ WORKERS ?= 2
 SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
-	bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-neuronmm bench-models bench-paper bench-public bench-scale bench-attention bench-cores bench-ranks
+	bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-neuronmm bench-models bench-paper \
+	bench-public bench-attention bench-cores bench-ranks
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -64,11 +64,11 @@ captures: $(DEV_READY)
 figures: $(DEV_READY)
 	$(RUN) docs/figures.py
 
-bench: bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache \
-	bench-timing bench-models
+bench: bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-models
 
 # Kernels beside another version's: make bench-kernels ARGS="--against ../nmm_compiler-0.1"
-bench-kernels bench-simulator bench-passes bench-cpu bench-build bench-compress bench-cache: $(DEV_READY)
+# One part: make bench-speed ARGS="--only passes"
+bench-kernels bench-simulator bench-speed bench-compress: $(DEV_READY)
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 
 # Against published runs; with AWS's dense layer: make bench-models ARGS="--library ../nki-library"
@@ -129,10 +129,6 @@ bench-cores: $(DEV_READY)
 # A low-rank product shared by the ranks of a group: make bench-ranks ARGS="--m 1 --tp 4,16"
 bench-ranks: $(DEV_READY)
 	$(RUN) benchmarks/kernels_over_ranks.py $(ARGS)
-
-# Minutes: make bench-scale ARGS="--only build,s3"
-bench-scale: $(STRESS_READY)
-	$(RUN) benchmarks/scale.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -22,12 +22,9 @@ proof: a sixth could win by its first loads.
 
 The kernels come from a clone of github.com/dinghongsong/NeuronMM, ./NeuronMM unless --checkout says
 otherwise. Every figure is a line of --rows (benchmarks/data/neuronmm.jsonl); a run that is
-interrupted continues there; --print and --check compute nothing. A line holds digests of what
-decides its figure (what_decides.py): of other people's kernels the kernel, the simulator, the
-target and the search; of ours the emitted kernel, how its schedule is chosen, the simulator and the
-target. Where one differs, the figure is stale: the table marks it, and a run simulates its block
-sizes once more and keeps them if the latency is the same, else searches anew. Figures of our
-kernels are always made anew then. --check counts what is current in each column.
+interrupted continues there; --print and --check compute nothing. A figure that other code than
+today's made is stale: the table marks it, and a run makes it anew. The block sizes of other
+people's kernels are kept where their latency is still the same, else searched again.
 
 Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [--m 1,512]
        [--parts up,down,gated] [--workers 2] [--target trn1] [--loads as_written]
@@ -37,8 +34,6 @@ Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [-
 from __future__ import annotations
 
 import argparse
-import functools
-import inspect
 import json
 import math
 import os
@@ -48,12 +43,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import what_decides
 from beta1_kernels import unpacked
 from kernel_rows import MODELS, rank
-from neuronmm_table import HOW, checked, is_stale, shown, written
+from neuronmm_table import HOW, checked, shown, written
 from rich.console import Console
-from row_file import Row, computed, read_rows
+from row_file import Row, computed, is_stale, read_rows, version
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import NmmError
@@ -129,23 +123,6 @@ class Job:
             return GatedMLPUpSpec(m=self.m, k=k, r=r, n=n, x_layout="row", out_layout="col")
         return LowRankSpec(m=self.m, k=k, r=r, n=n, x_layout="col")
 
-    def code(self, schedule: dict[str, Any] | None = None) -> dict[str, str]:
-        """Return digests of what decides the figure.
-
-        schedule: the one that a kernel of ours has it with.
-        """
-        found = {"machine": what_decides.machine(self.target)}
-        if self.how in ("ours", "dense"):
-            found["simulator"] = what_decides.simulator()
-            found["choice"] = what_decides.chosen_by(self.kernel)
-            found["kernel"] = what_decides.emitted(self.spec, self.target, schedule or {})
-            return found
-        found["simulator"] = what_decides.simulator(beta_1=True)
-        if Path(self.file).is_file():
-            found["theirs"] = what_decides.foreign(Path(self.file), self.kernel)
-        found["search"] = what_decides.digest(_search(), repr(SIZES[self.kernel]))
-        return found
-
     @property
     def key(self) -> str:
         """What the figure is of: the kernel, the way and the sizes, not the model."""
@@ -163,12 +140,6 @@ class Job:
         return k, rank(k, n), n
 
 
-@functools.cache
-def _search() -> str:
-    sources = map(inspect.getsource, (values, fastest))
-    return "".join(map(what_decides.meaning, sources)) + repr((SHORTLIST, LARGEST_BLOCK))
-
-
 def rows_of(job: tuple[Job, Row | None]) -> list[Row]:
     """Return the figure of a job; where a stale one still holds, it is kept."""
     wanted, stale = job
@@ -181,13 +152,12 @@ def measured(job: Job, stale: Row | None) -> Row:
     if job.how in ("ours", "dense"):
         kernel = build_kernel(job.spec, job.target, options=Options(cache="off"))
         us, schedule = kernel.profile().latency_us, kernel.schedule
-        return {**_row(job, us, schedule.short(), 1, schedule.to_dict()),
-                "schedule": schedule.to_dict()}  # fmt: skip
+        return {**_row(job, us, schedule.short(), 1), "schedule": schedule.to_dict()}
     clock = Clock(job)
-    if stale is not None and stale["us"] and stale["code"].get("search") == job.code()["search"]:
+    if stale is not None and stale["us"]:
         blocks = tuple(map(int, stale["what"].split(", ")))
         if clock.latency(m, blocks) == stale["us"]:
-            return {**stale, "code": job.code()}
+            return {**stale, "code": version()}
     shipped: list[Blocks] = []
     if job.how != "tutorial":
         chosen = getattr(load_file(Path(job.file)), f"get_{job.kernel}_params")(m)
@@ -247,7 +217,6 @@ class Clock:
 
     def __init__(self, job: Job, timed: Path = TIMED) -> None:
         self.job, self.file = job, timed
-        self.code = what_decides.digest(json.dumps({**job.code(), "search": ""}))
         self.known: dict[str, float | None] = {}
         self.asked: set[str] = set()
         for row in read_rows(timed):
@@ -257,7 +226,7 @@ class Clock:
         """Return the simulated latency in us; None when SBUF does not hold the blocks."""
         job = self.job
         shapes = self._shapes(m)
-        key = "/".join(map(str, (self.code, job.target, job.loads, job.kernel, shapes, blocks)))
+        key = "/".join(map(str, (version(), job.target, job.loads, job.kernel, shapes, blocks)))
         self.asked.add(key)
         if key not in self.known:
             self.known[key] = self._simulated(shapes, blocks)
@@ -292,13 +261,9 @@ class Clock:
         return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
 
 
-def _row(
-    job: Job, latency: float | None, what: str, simulations: int,
-    schedule: dict[str, Any] | None = None,
-) -> Row:  # fmt: skip
+def _row(job: Job, latency: float | None, what: str, simulations: int) -> Row:
     return {
-        "key": job.key, "us": latency, "what": what, "simulations": simulations,
-        "code": job.code(schedule),
+        "key": job.key, "us": latency, "what": what, "simulations": simulations, "code": version(),
     }  # fmt: skip
 
 
@@ -308,7 +273,7 @@ def run(jobs: list[Job], rows: Path, workers: int) -> dict[str, Row]:
     wanted = {job.key: job for job in reversed(jobs)}
     todo = [
         (job, known.get(key)) for key, job in wanted.items()
-        if key not in known or is_stale(job, known[key])
+        if key not in known or is_stale(known[key])
     ]  # fmt: skip
     todo.sort(key=lambda one: (one[0].m, one[0].part, one[0].model, one[0].how == "tuned"))
     for row in computed(rows, todo, rows_of, workers):

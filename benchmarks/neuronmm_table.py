@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from row_file import Row
+from row_file import Row, is_stale
 
 HOW = ("shipped", "tuned", "tutorial", "dense", "ours")
 # What is divided by ours: the faster of these.
@@ -21,18 +20,6 @@ RATIOS = {
 SHORT = ("over dense", "over tuned", "over shipped")
 MARKS = ("<!-- rows -->", "<!-- end of rows -->")
 Shape = tuple[str, str, int]
-
-
-def changed(job: Any, row: Row) -> list[str]:
-    """Return what decides a row's figure and is another now; a clone that is not there is not
-    compared."""
-    now = job.code(row.get("schedule"))
-    return [name for name, digest in now.items() if row["code"].get(name) != digest]
-
-
-def is_stale(job: Any, row: Row) -> bool:
-    """Return whether something that decides a row's figure is another now."""
-    return bool(changed(job, row))
 
 
 def ratios(us: dict[str, float]) -> list[float | None]:
@@ -77,7 +64,7 @@ def shown(console: Console, jobs: list[Any], rows: dict[str, Row]) -> None:
         table.add_column(name, justify="left" if name in ("model", "part") else "right")
     stale = {
         (job.model, job.part, job.m) for job in jobs
-        if job.key in rows and is_stale(job, rows[job.key])
+        if job.key in rows and is_stale(rows[job.key])
     }  # fmt: skip
     found = list(lines(jobs, rows))
     for shape, us in found:
@@ -92,21 +79,17 @@ def shown(console: Console, jobs: list[Any], rows: dict[str, Row]) -> None:
             )
     asked = len({(job.model, job.part, job.m) for job in jobs})
     missing = asked - sum(None not in ratios(us) for _, us in found)
-    console.print(f"{missing} of {asked} shapes are not complete; {len(stale)} rows (*) are stale: "
-                  "what decides a figure is another now")  # fmt: skip
+    console.print(f"{missing} of {asked} shapes are not complete; {len(stale)} rows (*) are stale")
 
 
 def checked(jobs: list[Any], rows: dict[str, Row]) -> None:
     """Print how many figures of each column are current, stale and missing."""
     for how in HOW:
-        mine = {job.key: job for job in jobs if job.how == how}
-        there = {key: job for key, job in mine.items() if key in rows}
-        why = Counter(name for key, job in there.items() for name in changed(job, rows[key]))
-        stale = sum(is_stale(job, rows[key]) for key, job in there.items())
-        told = "".join(f", {count} for {name}" for name, count in why.most_common())
+        keys = {job.key for job in jobs if job.how == how}
+        stale = [is_stale(rows[key]) for key in keys & rows.keys()]
         print(
-            f"{how:8} {len(there) - stale:3} current, {stale:3} stale{told}, "
-            f"{len(mine) - len(there):3} missing"
+            f"{how:8} {stale.count(False):3} current, {stale.count(True):3} stale, "
+            f"{len(keys) - len(stale):3} missing"
         )
 
 

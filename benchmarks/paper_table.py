@@ -5,11 +5,9 @@
         [--weights bfloat16,float8_e4m3] [--price simulated|closed_form] [--subset]
         [--rows FILE.jsonl] [--check] [--markdown FILE.md]
 
-A setting's ratios are lines of `--rows` (default benchmarks/data/paper_table.jsonl). A line holds
-digests of what decides its figures (what_decides.py): a run computes what is missing, and of a
-stale line the columns that are stale: the low-rank model, our dense one, the tutorial's, attention.
-`--markdown`, which writes the tables of the rows and computes nothing, marks stale lines; `--check`
-counts what is current in each column. `--subset` leaves settings out but those that the page has
+A setting's ratios are lines of `--rows` (default benchmarks/data/paper_table.jsonl): a run computes
+what is missing or stale. `--markdown`, which writes the tables of the rows and computes nothing,
+marks stale lines; `--check` counts them. `--subset` leaves settings out but those that are kept
 simulated: one sequence on one core, on four of trn2, and with fp8 on one core of trn2. A
 simulated row is shown before one of the closed form. Decode is predicted with 4,096 tokens in the
 cache; other contexts differ in attention alone, whose price each row has. The baselines: our
@@ -21,17 +19,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import what_decides
-from row_file import computed, read_rows
+from row_file import Row, computed, is_stale, read_rows, version
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
@@ -45,18 +40,12 @@ from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 
-Row = dict[str, Any]
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
 DENSE = f"{Path(__file__).parent / 'kernels_nki' / 'dense_blocked.py'}:dense_blocked"
 ROWS = Path(__file__).parent / "data" / "paper_table.jsonl"
 MOST_TOKENS = 512  # what is longer repeats it, as the tutorial's blocks do
 CONTEXT = 4096
 CONTEXTS = (512, 4096, 32768)
-# Files that add up what a model's kernels and regions take.
-PRICED = ("prediction/predict.py", "prediction/prices.py", "prediction/collectives.py",
-          "prediction/tensor_parallel.py", "prediction/public_models.json",
-          "targets/collective_time.py")  # fmt: skip
-COLUMNS = ("low", "dense", "tutorial", "attention")
 
 
 @functools.cache
@@ -106,108 +95,35 @@ def attention_us(model: str, target: str, context: int, **setting: Any) -> float
     return times(made)["attention"]
 
 
-def code(row: Row) -> dict[str, str]:
-    """Return digests of what decides a row's figures."""
-    return dict(_code(_kind(row), row["target"], row["tp"], row["price"]))
-
-
-def _kind(row: Row) -> str:
-    """Return a model whose layers are those of the row's."""
-    kind = row["model"].partition("-")[0]
-    return next(model for model in MODELS if model.startswith(kind))
-
-
-@functools.cache
-def _code(model: str, target: str, tp: int, price: str) -> dict[str, str]:
-    traced = what_decides.as_traced(model, tp)
-    families = traced.dense | traced.low
-    if price == "simulated":
-        found = {family: what_decides.templates(family) for family in families}
-    else:
-        found = {family: what_decides.closed_form(family, target) for family in families}
-    found["calls"] = traced.digest
-    found["machine"] = what_decides.machine(target)
-    package = what_decides.PACKAGE
-    found["prediction"] = what_decides.of_files(package / name for name in PRICED)
-    file, _, kernel = DENSE.rpartition(":")
-    sources = map(inspect.getsource, (tutorial_us, tutorial_price, tutorial))
-    texts = [*map(what_decides.meaning, sources), str(MOST_TOKENS)]
-    found["tutorial"] = what_decides.digest(what_decides.foreign(Path(file), kernel), *texts)
-    found["simulator"] = what_decides.simulator()
-    return found
-
-
-def families_of(row: Row) -> dict[str, frozenset[str]]:
-    """Return the families whose kernels decide each column."""
-    traced = what_decides.as_traced(_kind(row), row["tp"])
-    attention = frozenset({"attention"})
-    return {"low": traced.low | traced.dense, "dense": traced.dense, "tutorial": traced.dense,
-            "attention": attention}  # fmt: skip
-
-
-def decides(column: str, row: Row) -> tuple[str, ...]:
-    """Return the names of the digests that decide a column of a row."""
-    names = (*sorted(families_of(row)[column]), "machine", "prediction", "calls")
-    if column == "tutorial":
-        return (*names, "tutorial", "simulator")
-    return (*names, "simulator") if row["price"] == "simulated" else names
-
-
-def changed(row: Row) -> dict[str, list[str]]:
-    """Return, of each stale column, what decides it and is another now."""
-    now, then = code(row), row["code"]
-    other = {name for name, digest in now.items() if then.get(name) != digest}
-    found = {c: [name for name in decides(c, row) if name in other] for c in COLUMNS}
-    return {column: names for column, names in found.items() if names}
-
-
-def is_stale(row: Row) -> bool:
-    """Return whether something that decides a column of a row is another now."""
-    return bool(changed(row))
-
-
-def rows_of(job: tuple[Row, dict[float, Row | None]]) -> list[Row]:
-    """Return the rows of one setting, one for each ratio; none where it cannot be predicted.
-
-    job: the setting, and of each ratio the row whose columns are kept where they are not stale.
-    """
-    setting, before = job
+def rows_of(job: tuple[Row, list[float]]) -> list[Row]:
+    """Return the rows of one setting, one for each ratio; none where it cannot be predicted."""
+    setting, ratios = job
     asked = {key: setting[key] for key in ("tp", "batch", "prompt", "price")}
     alike = {key: setting[key] for key in ("tp", "batch", "price")}
     model, target = setting["model"], setting["target"]
     made = []
     try:
-        for ratio, stale in before.items():
-            row: Row = dict(stale or {}) | setting | {"ratio": ratio}
-            columns = COLUMNS if stale is None else changed(stale).keys()
-            if "tutorial" in columns:
-                row["tutorial"] = times(tutorial(model, target, context=CONTEXT, **asked))
-            if "attention" in columns:
-                row["attention"] = {
-                    str(c): attention_us(model, target, c, **alike) for c in CONTEXTS
-                }
-            if "low" in columns:  # whatever decides the dense model decides the low-rank one, too
-                low = prediction.predict(
-                    model, target, context=CONTEXT, ratio=ratio, include=["mlp"],
-                    weights=setting["weights"], **asked,
-                )  # fmt: skip
-                assert low.dense is not None
-                phases = ("decode", "prefill")
-                row |= {
-                    "low": times(low), "dense": times(low.dense),
-                    "mlp": {name: layer_gains(low, name).get("mlp") for name in phases},
-                    "weight_limit": round(
-                        low.dense.memory.weight_bytes / low.memory.weight_bytes, 5
-                    ),
-                    "fits": low.memory.fits,
-                }  # fmt: skip
-            made.append(row | {"code": code(row)})
+        blocked = times(tutorial(model, target, context=CONTEXT, **asked))
+        attention = {str(c): attention_us(model, target, c, **alike) for c in CONTEXTS}
+        for ratio in ratios:
+            low = prediction.predict(
+                model, target, context=CONTEXT, ratio=ratio, include=["mlp"],
+                weights=setting["weights"], **asked,
+            )  # fmt: skip
+            assert low.dense is not None
+            limit = low.dense.memory.weight_bytes / low.memory.weight_bytes
+            made.append(setting | {
+                "ratio": ratio, "low": times(low), "dense": times(low.dense), "tutorial": blocked,
+                "attention": attention, "fits": low.memory.fits, "weight_limit": round(limit, 5),
+                "mlp": {name: layer_gains(low, name).get("mlp") for name in ("decode", "prefill")},
+                "code": version(),
+            })  # fmt: skip
     except NmmError as error:
         print(f"{setting}: {error}", file=sys.stderr)
     return made
 
 
-def rows_of_group(jobs: list[tuple[Row, dict[float, Row | None]]]) -> list[Row]:
+def rows_of_group(jobs: list[tuple[Row, list[float]]]) -> list[Row]:
     """Return the rows of settings of one model, which is traced once for all targets."""
     return [row for job in jobs for row in rows_of(job)]
 
@@ -244,7 +160,7 @@ def settings_of(given: argparse.Namespace) -> list[Row]:
 
 
 def in_subset(setting: Row) -> bool:
-    """Return whether the page has the setting simulated: the others would take hours."""
+    """Return whether the setting is kept simulated: the others would take hours."""
     if setting["batch"] > 1:
         return False
     if setting["tp"] == 1 and setting["weights"] == "bfloat16":
@@ -255,40 +171,28 @@ def in_subset(setting: Row) -> bool:
 
 def compute(given: argparse.Namespace, rows: list[Row]) -> None:
     """Append the rows that are missing or stale to the file."""
-    there = {(*key(row), row["ratio"]): row for row in rows}
-    todo: list[tuple[Row, dict[float, Row | None]]] = []
+    there = {(*key(row), row["ratio"]) for row in rows if not is_stale(row)}
+    groups: dict[tuple[Any, ...], list[tuple[Row, list[float]]]] = {}
     for setting in settings_of(given):
-        known = {ratio: there.get((*key(setting), ratio)) for ratio in map(float, given.ratios)}
-        left = {ratio: row for ratio, row in known.items() if row is None or is_stale(row)}
+        left = [r for r in map(float, given.ratios) if (*key(setting), r) not in there]
         if left:
-            todo.append((setting, left))
-    groups: dict[tuple[Any, ...], list[tuple[Row, dict[float, Row | None]]]] = {}
-    for setting, left in todo:
-        traced = tuple(setting[name] for name in ("model", "tp", "batch"))
-        groups.setdefault(traced, []).append((setting, left))
+            traced = tuple(setting[name] for name in ("model", "tp", "batch"))
+            groups.setdefault(traced, []).append((setting, left))
     rows += computed(given.rows, list(groups.values()), rows_of_group, given.workers)
 
 
 def check(given: argparse.Namespace, rows: list[Row]) -> None:
-    """Print how many figures of each column are current, stale and missing."""
-    there = {(*key(row), row["ratio"]): row for row in rows}
-    asked = [
-        (*key(setting), float(ratio)) for setting in settings_of(given) for ratio in given.ratios
-    ]
-    found = [changed(there[one]) for one in asked if one in there]
-    for column in COLUMNS:
-        why = Counter(name for columns in found for name in columns.get(column, ()))
-        stale = sum(column in columns for columns in found)
-        told = "".join(f", {count} for {name}" for name, count in why.most_common())
-        print(
-            f"{column:9} {len(found) - stale:4} current, {stale:4} stale{told}, "
-            f"{len(asked) - len(found):4} missing"
-        )
+    """Print how many rows are current, stale and missing."""
+    there = {(*key(row), row["ratio"]): is_stale(row) for row in rows}
+    settings = settings_of(given)
+    asked = [there.get((*key(one), float(ratio))) for one in settings for ratio in given.ratios]
+    counts = {"current": False, "stale": True, "missing": None}
+    print(", ".join(f"{asked.count(state)} {name}" for name, state in counts.items()))
 
 
 INTRO = """# The low-rank paper's models
 
-Written by `python benchmarks/paper_table.py --markdown FILE` from
+Written by `python benchmarks/paper_table.py --markdown FILE.md` from
 `benchmarks/data/paper_table.jsonl`. Low-rank MLPs (the paper compresses these) against dense
 models. Simulated and computed, nothing measured. In each cell: ratio {ratios}.
 
@@ -307,7 +211,7 @@ tutorial baseline stays in bfloat16. trn1 has no such kernels. Settings that a t
 computed: `make bench-paper` adds them. A core is one physical core.
 {marks}
 
-Four cores (tp 4) cut a model as [latency.md](latency.md) says, and low rank pays less there.
+Four cores (tp 4) cut a model as docs/latency.md says, and low rank pays less there.
 """
 
 
@@ -337,7 +241,7 @@ def markdown(rows: list[Row]) -> str:
     if any(row["price"] == "closed_form" for row in rows):
         marks.append("Rows with * have kernels priced by the closed form; others are simulated.")
     if any(map(is_stale, rows)):
-        marks.append("Rows with + are stale: what decides their figures is another now.")
+        marks.append("Rows with + are stale: other code than today's made them.")
     text = [INTRO.format(ratios=ratios, marks="\n".join(marks))]
     head = ["model", "tp", "batch", "MLP, token", "MLP, prompt 2048",
             *(f"token over dense, context {c}" for c in CONTEXTS),
@@ -393,8 +297,8 @@ def main() -> int:
     parser.add_argument("--price", choices=("simulated", "closed_form"), default="simulated")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--subset", action="store_true", help="what the page has simulated")
-    parser.add_argument("--check", action="store_true", help="count current and stale figures")
+    parser.add_argument("--subset", action="store_true", help="what is kept simulated")
+    parser.add_argument("--check", action="store_true", help="count current and stale rows")
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     rows = read_rows(given.rows)

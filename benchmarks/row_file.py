@@ -1,11 +1,14 @@
 """Rows of a long benchmark in a file of JSON lines: a run that is interrupted continues there.
 
 A row is written as soon as it is known. Nothing is ever taken away from the file by a run: of two
-rows of one key the later one counts.
+rows of one key the later one counts. A row names the `version` of the code that made it, and is
+stale under another.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import multiprocessing
 import sys
@@ -13,7 +16,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import nmm_compiler
+
 Row = dict[str, Any]
+DECIDE = ("kernels", "codegen", "simulator", "targets", "passes", "prediction")  # every figure
+PACKAGE = Path(nmm_compiler.__file__).parent
+
+
+@functools.cache
+def version() -> str:
+    """Return a digest of the code that decides figures."""
+    files = sorted(path for room in DECIDE for path in (PACKAGE / room).rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+def is_stale(row: Row) -> bool:
+    """Return whether other code than today's made a row."""
+    return bool(row["code"] != version())
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -1,6 +1,6 @@
 """Every construct of every emitted kernel has an AWS document, or a kernel of AWS, that allows it.
 
-`python tests/codegen/test_conformance.py` prints conformance.toml as a page.
+conformance.toml has the rows.
 """
 
 import ast
@@ -200,35 +200,3 @@ def test_a_new_construct_is_found():
     ):
         assert of_source(kernel.format(line)) - KNOWN, line
     assert not of_source(kernel.format("nisa.dma_copy(dst=x, src=x)")) - KNOWN
-
-
-INTRODUCTION = """\
-# Conformance
-
-Every construct that emitted kernels hold, {count} of them, and where AWS allows it: a document, of
-Neuron SDK 2.32 unless it says otherwise, or a kernel of AWS that has the same (`nki-library`,
-commit d2ad3a5, files under `src/nkilib_src/nkilib`). Calls are shown with what is fixed in them;
-`op: memory dtype from ...`, `op reads` and `op writes` are of runs in the simulator.
-`tests/codegen/test_conformance.py` walks the goldens and random kernels, fails on a construct
-without a row, and prints this page when it is run as a script. `benchmarks/conformance.py` compares
-every quote with clones of AWS's repositories, every name and argument with the stubs of the API. No
-emitted kernel ran on a device yet: see [Neuron](neuron.md)."""
-
-
-def page():
-    """Return the rows of conformance.toml as a page."""
-    lines = [INTRODUCTION.format(count=len(KNOWN))]
-    for row in ROWS:
-        lines += ["", f"## {row['says']}", "", f"Source: {row['source']}.", ""]
-        lines += ["\n>\n".join(f"> {quote}" for _, quote in row["quotes"]), ""]
-        lines += [f"- `{construct}`" for construct in row["constructs"]]
-    return "\n".join(lines) + "\n"
-
-
-def test_the_page_has_every_construct():
-    shown = page()
-    assert all(f"- `{construct}`" in shown for construct in KNOWN)
-
-
-if __name__ == "__main__":
-    print(page())
