@@ -415,7 +415,7 @@ def python_frames(call):
 
 
 def test_a_call_on_the_cpu_enters_few_python_functions():
-    """What a call costs beyond two linears is its Python: `benchmarks/cpu.py` prints the time."""
+    """What a call costs beyond two linears is its Python: `benchmarks/speed.py` prints the time."""
     x, u, v = torch.randn(1, 16), torch.randn(8, 16), torch.randn(16, 8)
     op = NMM.lowrank_matmul.default
     kw = {"u_layout": "col", "v_layout": "col", "target": "trn2", "executor": "auto"}
