@@ -25,7 +25,7 @@ def records():
     result = nmm.rewrite(low_rank(), (x,))
     dense = torch.nn.Sequential(torch.nn.Linear(256, 256))
     squares = lambda x, u, v: (x @ u) @ v + x.sum()  # noqa: E731  (its sum is no chain)
-    explained = nmm.explain(squares, x, torch.randn(64, 16), torch.randn(16, 96))
+    explained = nmm.explain(squares, (x, torch.randn(64, 16), torch.randn(16, 96)))
     kernel = nmm.build_kernel(nmm.LowRankSpec(m=8, k=64, r=16, n=96))
     arrays = [np.zeros(t.shape, t.dtype if t.dtype != "bfloat16" else "float32")
               for t in kernel.spec.inputs()]  # fmt: skip

@@ -51,12 +51,8 @@ def explain(
     with Console(markup=False, stderr=True).status(Text(f"loading {model}")):
         loaded, inputs = models.load(model, tokens)
     with Console(markup=False, stderr=True).status("tracing and matching"):
-        named: dict[str, Any] = dict(inputs)
-        taken = sorted({"model", "options", "rules"} & set(named))
-        if taken:
-            raise OptionTypeError("inputs", taken, "inputs of other names: explain() has these")
         own = [rule for name in rules or () for rule in models.rules_of(name)]
-        report = run(loaded, options={"target": target, "rules": own}, **named)
+        report = run(loaded, dict(inputs), options={"target": target, "rules": own})
     show(str(report))
     made: Any = None
     if predict or html is not None:

@@ -23,6 +23,7 @@ from nmm_compiler.mlir.describe import describe
 from nmm_compiler.mlir.module import ExportedKernel, MLIRModule
 from nmm_compiler.mlir.program import export_program, exported_module, quiet
 from nmm_compiler.options import Options
+from nmm_compiler.passes.graph.capture import arguments
 
 MODES = ("call", "inline")
 WEIGHTS = ("args", "resources")
@@ -30,7 +31,7 @@ WEIGHTS = ("args", "resources")
 
 def export_mlir(
     model_or_graph: Any,
-    example_inputs: Sequence[Any] | Mapping[str, Any],
+    example_inputs: Any,
     *,
     dialect: str = "stablehlo",
     kernels: str = "call",
@@ -43,7 +44,7 @@ def export_mlir(
 
     model_or_graph: an nn.Module (or GraphModule) in eval mode, or an ExportedProgram; ops of
         namespace nmm that are in it already stay.
-    example_inputs: positional inputs as a sequence, or keyword inputs as a dict.
+    example_inputs: as for `rewrite`: a tensor, a tuple of positional or a dict of keyword inputs.
     dialect: "torch", "linalg" (linalg on tensors) or "stablehlo".
     kernels: "call" declares each distinct kernel and calls it (custom_call in StableHLO);
         "inline" gives the same functions the op's PyTorch reference as body, so that the module
@@ -67,7 +68,7 @@ def export_mlir(
             raise UnknownNameError(kind, value, known)
     options = Options.make(options)
     load()  # a missing package is reported before any work
-    args, kwargs = _inputs(example_inputs)
+    args, kwargs = arguments(example_inputs)
     rewritten = _rewritten(model_or_graph, args, kwargs, dynamic_shapes, options)
     program = export_program(rewritten, args, kwargs, dynamic_shapes, weights)
     calls = calls_of(program.graph)
@@ -94,16 +95,6 @@ def export_mlir(
         arguments=program.arguments,
         outputs=program.outputs,
     )
-
-
-def _inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    if isinstance(given, torch.Tensor) or not isinstance(given, Sequence):
-        raise ExportError(
-            f"example_inputs is {type(given).__name__}; pass a tuple, or a dict of keywords"
-        )
-    return tuple(given), {}
 
 
 def _rewritten(

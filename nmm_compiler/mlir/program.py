@@ -22,6 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from nmm_compiler.errors import ExportError
 from nmm_compiler.mlir.bindings import load
+from nmm_compiler.passes.graph.capture import export
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +133,8 @@ def exported_module(
             "read)"
         )
     try:
-        with torch.no_grad(), quiet():
-            return torch.export.export(
-                model, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False
-            )
+        with torch.no_grad():
+            return export(model, args, kwargs, dynamic_shapes)
     except Exception as error:  # torch.export raises many types; the reason is passed on
         raise ExportError(
             f"torch.export cannot trace {type(model).__name__}: {error}\n"

@@ -179,24 +179,24 @@ def rewrite(
 
 
 def explain(
-    model: Any,
-    *args: Any,
+    model_or_graph: Any,
+    example_inputs: Any = None,
+    *,
     options: Options | Mapping[str, Any] | None = None,
     rules: Sequence[Rule | str] | None = None,
-    **kwargs: Any,
 ) -> Explanation:
-    """Dry run of `rewrite` over every graph of a model called as model(*args, **kwargs).
+    """Dry run of `rewrite` over every graph of a model; arguments as for `rewrite`.
 
     The model runs once, under torch.compile with a backend that only collects. A GraphModule or
     an ExportedProgram is read as it is.
     """
     made = Options.make(options)
-    if isinstance(model, (fx.GraphModule, torch.export.ExportedProgram)):
-        inputs = kwargs or (args or None)
-        return Explanation([rewrite(model, inputs, options=made, rules=rules)])
-    if not callable(model):
-        raise CaptureError(f"cannot explain a {type(model).__name__}; pass a model or a function")
-    graphs = all_graphs(model, args, kwargs)
+    if isinstance(model_or_graph, (fx.GraphModule, torch.export.ExportedProgram)):
+        return Explanation([rewrite(model_or_graph, example_inputs, options=made, rules=rules)])
+    if not callable(model_or_graph):
+        kind = type(model_or_graph).__name__
+        raise CaptureError(f"cannot explain a {kind}; pass a model or a function")
+    graphs = all_graphs(model_or_graph, *arguments(example_inputs))
     results = [run(module, inputs, made, rules) for module, inputs in graphs]
     return Explanation(results)
 

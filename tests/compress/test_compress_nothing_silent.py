@@ -229,7 +229,7 @@ def test_explain_and_compress_agree_on_a_tied_head(tied):
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
     )  # fmt: skip
     model = LlamaForCausalLM(shape).eval()
-    found = explain(model, input_ids=torch.arange(8)[None])
+    found = explain(model, torch.arange(8)[None])
     assert ("lm_head" in str(found)) == (not tied)
     report = compress(model, 0.3, align=4, **QUIET)
     (skip,) = [skip for skip in report.skipped if skip.name == "lm_head"]

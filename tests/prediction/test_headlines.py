@@ -38,7 +38,7 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     assert "in the products that could be low-rank (at 80 % of their parameters" in " ".join(
         str(dense).split()
     )
-    said = str(explain(model, input_ids=torch.zeros(1, 64, dtype=torch.long), use_cache=False))
+    said = str(explain(model, torch.zeros(1, 64, dtype=torch.long)))
     assert "next: nmm_compiler.compress(model, 0.2)" in " ".join(said.split())
 
     report = nmm.compress(model, 0.3, progress=False)

@@ -6,12 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from nmm_compiler.errors import CaptureError
 
@@ -73,13 +78,60 @@ def to_graph(model: Any, example_inputs: Any) -> Captured:
         )
     module = model if isinstance(model, nn.Module) else _Function(model)
     try:
-        program = torch.export.export(module, args, kwargs, strict=False)
+        program = export(module, args, kwargs)
     except Exception as error:
         raise CaptureError(
             f"torch.export could not make one graph of {type(model).__name__}: {error}. "
             'Use torch.compile(model, backend="nmm"), which handles graph breaks, or explain()'
         ) from error
     return Captured(program.module(), None)
+
+
+def export(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None
+) -> ExportedProgram:
+    """Return torch.export's program of a module; raises what torch.export raises.
+
+    Caches of transformers, such as the DynamicCache in a causal language model's output, become
+    trees of tensors, which torch.export passes in and out.
+    """
+    for kind in _cache_classes(module):
+        if kind not in pytree.SUPPORTED_NODES:
+            unflatten = functools.partial(_unflatten_attributes, kind)
+            pytree.register_pytree_node(kind, _flatten_attributes, unflatten)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch.export's own deprecated internals
+        return torch.export.export(
+            module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False
+        )
+
+
+def _cache_classes(module: nn.Module) -> Iterator[type]:
+    """Yield transformers' classes of caches and of their layers, and those of the model's file."""
+    files = map(sys.modules.get, ("transformers.cache_utils", type(module).__module__))
+    shared, own = (vars(file) if file is not None else {} for file in files)
+    found = [*shared.values(), *(value for name, value in own.items() if name.endswith("Cache"))]
+    for kind in found:
+        if isinstance(kind, type) and kind.__module__.startswith("transformers."):
+            yield kind
+
+
+def _flatten_attributes(thing: Any) -> tuple[list[Any], Any]:
+    """Return the attributes that can hold tensors, and the names of these with all others."""
+    held = vars(thing)
+    trees = {
+        name: value
+        for name, value in held.items()
+        if isinstance(value, torch.Tensor) or type(value) in pytree.SUPPORTED_NODES
+    }
+    return list(trees.values()), (tuple(trees), {n: v for n, v in held.items() if n not in trees})
+
+
+def _unflatten_attributes(kind: type, values: Any, context: Any) -> Any:
+    names, others = context
+    made = kind.__new__(kind)
+    vars(made).update(others, **dict(zip(names, values, strict=True)))
+    return made
 
 
 class _Function(nn.Module):
