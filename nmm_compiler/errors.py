@@ -10,6 +10,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_SHOWN = 8
+"""Known names that an error lists."""
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return the known names, of more than eight the nearest to `name` and how many there are."""
+    names = list(known)
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    matcher = difflib.SequenceMatcher(b=str(name))
+
+    def distance(other: str) -> float:
+        matcher.set_seq1(other)
+        return -matcher.ratio()
+
+    shown = sorted(names, key=distance)[:_SHOWN]
+    return f"{', '.join(shown)} and {len(names) - _SHOWN:,} more"
+
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
@@ -18,16 +36,28 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 class NmmError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    exit_code: what the command line ends with: 2 for an argument, a file or the environment, 1 for
+    an error in a kernel, 70 for a fault of this package.
+    """
+
+    exit_code = 2
 
 
 class UnknownNameError(NmmError, ValueError):
-    """A name that must come from a fixed set does not: target, dtype, layout, option, method..."""
+    """A name that must come from a fixed set does not: target, dtype, layout, option, method...
 
-    def __init__(self, kind: str, name: object, known: Sequence[str]) -> None:
+    forms: what may be given instead of a known name, such as "DIRECTORY".
+    """
+
+    def __init__(
+        self, kind: str, name: object, known: Sequence[str], forms: Sequence[str] = ()
+    ) -> None:
         self.kind, self.name, self.known = kind, name, tuple(known)
+        choices = "; or ".join(filter(None, (nearest(name, known), ", ".join(forms))))
         super().__init__(
-            f"unknown {kind} {name!r}{closest(str(name), known)} (known: {', '.join(known)})"
+            f"unknown {kind} {name!r:.200}{closest(str(name), known)} (known: {choices})"
         )
 
 
@@ -171,6 +201,8 @@ class NoKernelError(NmmError, RuntimeError):
 class SimulationError(NmmError):
     """Base of what the simulator refuses; `file` and `line` are the kernel's own."""
 
+    exit_code = 1
+
     def __init__(self, message: str, file: str = "", line: int = 0) -> None:
         self.file, self.line = file, line
         super().__init__(f"{message} [{file}:{line}]" if file else message)
@@ -179,9 +211,13 @@ class SimulationError(NmmError):
 class KernelNotFoundError(SimulationError, LookupError):
     """The kernel file, or the function in it, is not there; lists what is."""
 
+    exit_code = 2
+
 
 class KernelArgumentError(SimulationError, TypeError):
     """Arguments that the kernel, or the simulator, cannot take: wrong count, dtype, kind."""
+
+    exit_code = 2
 
 
 class KernelFailedError(SimulationError, RuntimeError):
@@ -231,6 +267,8 @@ class OnChipCapacityError(SimulationError, CapacityError):
 class InstructionLimitError(SimulationError):
     """More instructions than `max_instructions`: an endless loop, or a limit set too low."""
 
+    exit_code = 2
+
 
 class ProgramsDisagreeError(SimulationError):
     """The programs of a grid took different paths: one waits for a step that the other skips."""
@@ -241,6 +279,8 @@ class SimulatorFaultError(SimulationError):
 
     call: the function with its arguments, as far as they can be shown.
     """
+
+    exit_code = 70
 
     def __init__(self, call: str, cause: BaseException, file: str = "", line: int = 0) -> None:
         text = " ".join(str(cause).split())[:300]
@@ -299,6 +339,8 @@ class TimelineMissingError(NmmError, ValueError):
 class ImpossibleProfileError(NmmError, ValueError):
     """A profile whose latency is below what the hardware's peak allows: a fault of the model."""
 
+    exit_code = 70
+
     def __init__(self, what: str, least_us: float, latency_us: float) -> None:
         super().__init__(
             f"{what} take at least {least_us:.4g} us at the target's peak, but the profile says "
@@ -337,6 +379,8 @@ class InternalFaultError(NmmError):
 
     Without strict, the place that met it stays as it was.
     """
+
+    exit_code = 70
 
     def __init__(self, what: str) -> None:
         super().__init__(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nmm_compiler.errors import OptionTypeError, ShapeError, UserFileError
+from nmm_compiler.errors import OptionTypeError, ShapeError, UserFileError, nearest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,7 +92,7 @@ def _random(text: str, shape_text: str, dtype_text: str, seed: int, data: bool) 
     kind = dtypes.ALL.get(dtype_text)
     allowed = {str(d) for d in dtypes.ALL.values() if d.kind != "packed"} - {"tfloat32"}
     if kind is None or kind not in allowed:
-        known = ", ".join(sorted(allowed))
+        known = nearest(dtype_text, sorted(allowed))
         raise ShapeError(f"--arg {text!r}: {dtype_text!r} is no dtype of NKI; use one of {known}")
     shape = tuple(map(int, sizes))
     if not data:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nmm_compiler.errors import NmmError, ResourceLimitError, WorkerEndedError
+from nmm_compiler.errors import NmmError, ResourceLimitError, SimulatorFaultError, WorkerEndedError
 
 _GIB = 1 << 30
 _START_SECONDS = 60.0
@@ -40,8 +40,9 @@ def run_limited(
 
     what: the file, for messages. modules: imported before the memory limit is set, which counts
     the address space that is added from then on (Linux; macOS does not enforce it).
-    Raises NmmError with the message of an error of the catalogue; ResourceLimitError when the child
-    ran too long or asked for too much memory; WorkerEndedError when it ended in any other way.
+    Raises NmmError with the message and exit code of an error of the catalogue; ResourceLimitError
+    when the child ran too long or asked for too much memory; WorkerEndedError when it ended in any
+    other way.
     """
     if not (seconds > 0 and gigabytes > 0):
         raise ResourceLimitError(
@@ -111,7 +112,7 @@ def _read_line(end: int, seconds: float) -> bytes | None:
 def _value(line: bytes, what: str, status: int, gigabytes: float) -> Any:
     try:
         answer = json.loads(line)
-        kind, value = answer["kind"], _printable(answer["value"])
+        kind, value, code = answer["kind"], _printable(answer["value"]), answer.get("code")
     except (ValueError, TypeError, KeyError):
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
             how = f"crashed it with {signal.Signals(os.WTERMSIG(status)).name}"
@@ -128,7 +129,9 @@ def _value(line: bytes, what: str, status: int, gigabytes: float) -> Any:
         raise ResourceLimitError(
             f"{what} needed more memory than --memory-limit={gigabytes:g} GiB; raise the limit"
         )
-    raise NmmError(str(value))
+    refused = NmmError(str(value))
+    refused.exit_code = code
+    raise refused
 
 
 def _printable(value: Any) -> Any:
@@ -174,13 +177,17 @@ def _outcome(
     except NmmError as error:
         if isinstance(error.__cause__, MemoryError):
             return {"kind": "memory", "value": ""}
-        return {"kind": "error", "value": str(error)}
+        return {"kind": "error", "value": str(error), "code": error.exit_code}
     except MemoryError:
         return {"kind": "memory", "value": ""}
+    except KeyboardInterrupt as error:  # the file's own: Ctrl-C does not reach this session
+        said = f"{what} raised KeyboardInterrupt: {error}"
+        return {"kind": "error", "value": said, "code": NmmError.exit_code}
     except BaseException as error:  # a traceback of the child must not reach the user
         place = "".join(traceback.format_tb(error.__traceback__)[-1:]).split("\n")[0].strip()
         return {
             "kind": "error",
+            "code": SimulatorFaultError.exit_code,
             "value": f"a fault in nmm_compiler while it worked on {what}: {type(error).__name__}: "
             f"{error} ({place}); please report it with this command",
         }

@@ -2,7 +2,8 @@
 
 No command needs a handler, and no traceback reaches a user:
 
-    0    done                         1    done, and a check failed (or the question was declined)
+    0    done
+    1    done, and a check failed; an error in a kernel; or the question was declined
     2    an argument or a file is wrong: one line that names it and the way out
     70   a fault of nmm itself: one line that asks to report it
     130  Ctrl-C                       141  the reader of the output went away (nmm ... | head)
@@ -91,7 +92,7 @@ def _verdict(error: BaseException, given: list[str]) -> tuple[int, str]:
         _drop_output()
         return NO_READER, ""
     if isinstance(error, NmmError):
-        return REFUSED, f"error: {error}"
+        return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
         whole = "no output file is half-written, and kernels that were built stay in the cache"

@@ -22,7 +22,7 @@ from nmm_compiler.compress.experts import ExpertLinear, StackedFactors
 from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.compress.probe import difference_from_linear, only_reads
 from nmm_compiler.compress.report import Skipped
-from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, closest
+from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, closest, nearest
 
 Patterns = str | Iterable[str] | None
 FilterFn = Callable[[nn.Module, str], bool]
@@ -321,7 +321,7 @@ def _check_found(
         if not any(matches(name, pattern) for name in linears + hit):
             raise NoMatchingModulesError(
                 f"include pattern {pattern!r} matches no linear layer of "
-                f"{type(model).__name__}{closest(pattern, linears)}; {_listing(seen)}"
+                f"{type(model).__name__}{closest(pattern, linears)}; {_listing(seen, pattern)}"
             )
     if not sites:
         reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:8])
@@ -331,8 +331,7 @@ def _check_found(
         )
 
 
-def _listing(seen: list[str]) -> str:
+def _listing(seen: list[str], pattern: str = "") -> str:
     if not seen:
         return "the model has no nn.Linear or Conv1D"
-    more = f" and {len(seen) - 12} more" if len(seen) > 12 else ""
-    return f"linear layers seen: {', '.join(seen[:12])}{more}"
+    return f"linear layers seen: {nearest(pattern, seen)}"

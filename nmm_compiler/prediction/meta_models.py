@@ -92,8 +92,8 @@ def read_config(given: Any) -> Any:
             name = str(given).lower()
             given = public_models()[name]
         else:
-            known = [*public_models(), "DIRECTORY with config.json", "CONFIG.json"]
-            raise UnknownNameError("model", str(given), known)
+            forms = ("DIRECTORY with config.json", "CONFIG.json")
+            raise UnknownNameError("model", str(given), list(public_models()), forms)
     if not isinstance(given, Mapping) or "model_type" not in given:
         raise PredictionError(
             f"cannot predict {given!r:.80}: pass an nn.Module, a transformers config, a dict with "

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import KernelArgumentError
+from nmm_compiler.errors import KernelArgumentError, nearest
 from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors import dtypes
@@ -87,8 +87,8 @@ class Binder:
         kind = dtypes.find(array.dtype)
         if kind is None or kind.item_bytes == 8:
             raise KernelArgumentError(
-                f"argument {name!r} is {array.dtype}; NKI has {', '.join(sorted(dtypes.ALL))}; "
-                "convert it first"
+                f"argument {name!r} is {array.dtype}; NKI has "
+                f"{nearest(array.dtype, sorted(dtypes.ALL))}; convert it first"
             )
         if array.size == 0:
             raise KernelArgumentError(f"argument {name!r} has shape {array.shape}, which is empty")

@@ -152,7 +152,8 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main.main(words)
         shown = capsys.readouterr().err
-        assert ended.value.code == 2, (words, shown)
+        in_a_kernel = words == ["simulate", "leaves.py"]
+        assert ended.value.code == (1 if in_a_kernel else 2), (words, shown)
         assert said in shown
     with pytest.raises(SystemExit) as ended:  # any name of a kernel's argument can be given
         main.main(["simulate", "add.py", "--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32"])

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from nmm_compiler.errors import CaptureError
+from nmm_compiler.errors import CaptureError, nearest
 
 _NO_LIMIT = 1 << 30
 
@@ -61,7 +61,8 @@ def to_graph(model: Any, example_inputs: Any) -> Captured:
             names = [str(n.target) for n in model.graph.nodes if n.op == "placeholder"]
             missing = [n for n in names if n not in kwargs]
             if missing:
-                raise CaptureError(f"example_inputs lack {missing}; the graph takes {names}")
+                taken = nearest(missing[0], names)
+                raise CaptureError(f"example_inputs lack {missing[0]!r}; the graph takes {taken}")
             args = tuple(kwargs[n] for n in names)
         return Captured(model, args if example_inputs is not None else None)
     if isinstance(model, torch.export.ExportedProgram):

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.errors import KernelNotFoundError, closest
+from nmm_compiler.errors import KernelNotFoundError, closest, nearest
 from nmm_compiler.simulator.beta1 import kernel as beta1
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
@@ -90,7 +90,7 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
         known = [*own, *functions]
         raise KernelNotFoundError(
             f"{path} has no kernel {name!r}{closest(name, known)} (it has: "
-            f"{', '.join(known) or 'no function'})"
+            f"{nearest(name, known) or 'no function'})"
         )
     choices: dict[str, Any] = own or {k: v for k, v in functions.items() if not k.startswith("_")}
     if len(choices) != 1:
