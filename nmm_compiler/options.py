@@ -32,6 +32,14 @@ INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
 KERNELS = ("build", "lazy")
 DIALECTS = ("auto", "nki", "neuronxcc")
 PRICES = ("closed_form", "simulated")
+DTYPES = ("bfloat16", "float16", "float32")
+"""What a whole model computes in."""
+WEIGHTS = (*DTYPES, "float8_e4m3", "int8")
+"""Formats of a model's stored matrices."""
+FACTORS = ("int8", "fp8", "float8_e4m3")
+"""Formats that factors are rounded to; the last two are one."""
+FACTOR_SPLITS = ("row", "rank")
+"""How factors are cut for the cores that share a model."""
 CACHE_MODES = ("off", "ro", "rw", "require")
 LARGEST_BUCKET = 4096
 """The last power of two of the default ladder of token counts; multiples of it follow."""

@@ -18,6 +18,7 @@ from nmm_compiler.cli.wanted_kernels import (
     lines_of,
     wanted_kernels,
 )
+from nmm_compiler.options import DTYPES, FACTOR_SPLITS
 from nmm_compiler.outputs import write_text
 
 
@@ -27,8 +28,13 @@ def build(
     ratio: Ratios = None,
     tokens: Tokens = None,
     tp: Cores = "1",
-    split: Annotated[str, typer.Option(help="how these cut factors: row or rank")] = "row",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    split: Annotated[
+        str,
+        values.choice_option("split", lambda: FACTOR_SPLITS, "how these cut factors: row or rank"),
+    ] = "row",
+    dtype: Annotated[
+        str, values.choice_option("dtype", lambda: DTYPES, "bfloat16, float16 or float32")
+    ] = "bfloat16",
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
     jobs: Jobs = None,

@@ -16,7 +16,10 @@ from nmm_compiler.report.parts import Line
 
 def calibrate(
     verdicts: Annotated[
-        Path, typer.Argument(help="the file that nmm doctor --device wrote", metavar="FILE")
+        Path,
+        typer.Argument(
+            help="the file that nmm doctor --device wrote", metavar="FILE", parser=values.input_file
+        ),
     ],
     out: Annotated[
         Path | None,

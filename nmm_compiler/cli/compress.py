@@ -12,7 +12,9 @@ from rich.text import Text
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, write_html
-from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError, UnknownNameError
+from nmm_compiler.compress.config import ALLOCATIONS, BUDGETS, METHODS, SENSITIVITIES
+from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError
+from nmm_compiler.options import FACTORS
 from nmm_compiler.outputs import write_text
 
 if TYPE_CHECKING:
@@ -24,22 +26,34 @@ _EPILOG = "Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text cali
 
 
 def compress(
-    model_dir: Annotated[str, typer.Argument(help="DIRECTORY of a model, or all-MiniLM-L6-v2")],
+    model_dir: Annotated[str, values.model_argument(weights=True)],
     out_dir: Annotated[Path, typer.Argument(help="directory for the low-rank model")],
     ratio: Annotated[float | None, values.share_option("share of parameters to remove")] = None,
     rank: Annotated[
         int | None, values.size_option(help_="one rank for all, instead of --ratio")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="calibration text, one passage a line")] = None,
+    text: Annotated[
+        Path | None, values.input_option(help_="calibration text, one passage a line")
+    ] = None,
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
-    method: Annotated[str, typer.Option(help="auto, svd, whitened or two-sided")] = "auto",
-    allocation: Annotated[str, typer.Option(help="auto, uniform or global ranks")] = "auto",
+    method: Annotated[
+        str, values.choice_option("method", lambda: METHODS, "auto, svd, whitened or two-sided")
+    ] = "auto",
+    allocation: Annotated[
+        str,
+        values.choice_option("allocation", lambda: ALLOCATIONS, "auto, uniform or global ranks"),
+    ] = "auto",
     sensitivity: Annotated[
-        str, typer.Option(help="global ranks by: gradient or output")
+        str,
+        values.choice_option(
+            "sensitivity", lambda: SENSITIVITIES, "global ranks by: gradient or output"
+        ),
     ] = "gradient",
     align: Annotated[int | None, values.size_option(help_="ranks are multiples of it")] = None,
-    budget: Annotated[str, typer.Option(help="parameters, or predicted latency")] = "parameters",
+    budget: Annotated[
+        str, values.choice_option("budget", lambda: BUDGETS, "parameters, or predicted latency")
+    ] = "parameters",
     tokens: Annotated[
         int, values.size_option(help_="tokens per call that times are predicted for")
     ] = 512,
@@ -56,11 +70,12 @@ def compress(
         bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
     ] = False,
     factors: Annotated[
-        str | None, typer.Option(help="round the factors to float8_e4m3 or int8")
+        str | None,
+        values.choice_option("format", lambda: FACTORS, "round the factors to float8_e4m3 or int8"),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="JSON file of a CompressionConfig, e.g. with ranks per layer"),
+        values.input_option(help_="JSON file of a CompressionConfig, e.g. with ranks per layer"),
     ] = None,
     recover_steps: Annotated[
         int,
@@ -107,7 +122,7 @@ def compress(
         raise CalibrationError("--recover needs text to train on; pass --text FILE")
     transformers = models.require_transformers("nmm compress")
     with Console(markup=False, stderr=True).status(Text(f"loading {model_dir}")):
-        model, tokenizer = _load(model_dir)
+        model, tokenizer = models.with_weights(model_dir)
     batches = None
     if text is not None:
         batches = read_batches(text, tokenizer, model, length, batch)
@@ -193,21 +208,6 @@ def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
         raise OptionTypeError(
             "config", str(path), f'JSON like {{"ratio": 0.2, "align": 64}} ({error})'
         ) from error
-
-
-def _load(name: str) -> tuple[Any, Any]:
-    """Return (model, tokenizer or None) of a directory, or of the demo's encoder."""
-    from nmm_compiler.cli import models
-    from nmm_compiler.compress.load import load_directory, load_tokenizer
-    from nmm_compiler.compress.replace import put_back
-
-    put_back(Path(name))
-    if name == models.ENCODER:
-        return models.encoder()
-    if not (Path(name) / "config.json").is_file():
-        raise UnknownNameError("model", name, [models.ENCODER, "DIRECTORY with config.json"])
-    tokenizer = load_tokenizer(name)
-    return load_directory(name), tokenizer
 
 
 def read_batches(

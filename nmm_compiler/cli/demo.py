@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
+from nmm_compiler.cli.models import PACKAGED
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.cli.show import show
@@ -40,7 +41,12 @@ _PLANNED = (0.1, 0.2)
 
 def demo(
     model: Annotated[
-        str, typer.Option(help="smollm2-135m, a language model; or all-MiniLM-L6-v2, an encoder")
+        str,
+        values.choice_option(
+            "model",
+            lambda: PACKAGED,
+            "smollm2-135m, a language model; or all-MiniLM-L6-v2, an encoder",
+        ),
     ] = "smollm2-135m",
     ratio: Annotated[list[float] | None, values.share_option("parameters removed")] = None,
     target: values.Target = "trn2",
@@ -61,10 +67,7 @@ def demo(
     let_threads_sleep()  # two processes share the cores
 
     from nmm_compiler.cli.demo_models import SUBJECTS
-    from nmm_compiler.errors import UnknownNameError
 
-    if model not in SUBJECTS:
-        raise UnknownNameError("model", model, list(SUBJECTS))
     started, kind = time.monotonic(), SUBJECTS[model]
     ratios = ratio or [0.1]
     # Predictions need shapes and ranks only, proofs the kernels' sources: a second process has

@@ -12,6 +12,7 @@ import typer
 from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.options import KERNEL_EXECUTORS
 from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.version import VERSION
 
@@ -34,10 +35,14 @@ def doctor(
     ] = False,
     executor: Annotated[
         str | None,
-        typer.Option(help="of --device: neuron, nki_simulate or simulator; default: the best here"),
+        values.choice_option(
+            "executor",
+            lambda: KERNEL_EXECUTORS,
+            "of --device: neuron, nki_simulate or simulator; default: the best here",
+        ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="of --device; default: the device's, else trn2")
+        str | None, values.target_option("; of --device; default: the device's, else trn2")
     ] = None,
     out: Annotated[
         Path | None,

@@ -9,19 +9,23 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from nmm_compiler.cli import values
+from nmm_compiler.cli import models, values
 from nmm_compiler.cli.show import show, write_html
 from nmm_compiler.errors import NmmError, OptionTypeError
 from nmm_compiler.outputs import write_text
 
 
 def explain(
-    model: Annotated[str, typer.Argument(help="DIRECTORY, FILE.py:function or all-MiniLM-L6-v2")],
+    model: values.Model,
     tokens: values.Tokens = 64,
     target: values.Target = "trn2",
     rules: Annotated[
         list[str] | None,
-        typer.Option(help="FILE.py:name, a rule or a list of rules of your own; may be repeated"),
+        typer.Option(
+            help="FILE.py:name, a rule or a list of rules of your own; may be repeated",
+            parser=values.refusing(models.check_rules),
+            metavar="FILE.py:NAME",
+        ),
     ] = None,
     predict: Annotated[
         bool, typer.Option("--predict", help="predict what it takes, and low-rank at ratio 0.2")
@@ -44,7 +48,6 @@ def explain(
     """
     if match is not None and repro is None:
         raise OptionTypeError("match", match, "it with --repro FILE, which it is for")
-    from nmm_compiler.cli import models
     from nmm_compiler.cli.predicted import predict_loaded, predicted_parts
     from nmm_compiler.passes.pipeline import explain as run
 

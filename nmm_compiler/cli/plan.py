@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,17 +12,18 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, write_html
 from nmm_compiler.cli.wanted_kernels import Jobs
+from nmm_compiler.options import DTYPES, WEIGHTS
 from nmm_compiler.outputs import write_text
 
 
+def _prices() -> Sequence[str]:
+    from nmm_compiler.codegen.latency import PRICES
+
+    return tuple(PRICES)
+
+
 def plan(
-    config: Annotated[
-        str,
-        typer.Argument(
-            help="CONFIG.json, DIRECTORY, or a public name such as llama-3.2-1b",
-            autocompletion=values.public_models,
-        ),
-    ],
+    model: values.Model,
     target: Annotated[str, values.list_option("target", "targets, as trn1,trn2,trn3")] = "trn2",
     ratio: Annotated[str, values.list_option("share", "shares of the parameters")] = "0.1,0.2",
     batch: Annotated[str, values.list_option("size", "sequences at once")] = "1",
@@ -31,16 +32,22 @@ def plan(
     tp: Annotated[str, values.list_option("size", "cores that share the model")] = "1",
     lnc: Annotated[int, typer.Option(min=1, max=2, help="physical cores of a core, 1 or 2")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 (the default), float16 or float32")
+        str | None,
+        values.choice_option("dtype", lambda: DTYPES, "bfloat16 (the default), float16 or float32"),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="stored matrices: also float8_e4m3 or int8")
+        str | None,
+        values.choice_option(
+            "format", lambda: WEIGHTS, "stored matrices: also float8_e4m3 or int8"
+        ),
     ] = None,
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
     price: Annotated[
         str,
-        typer.Option(help="of a kernel: simulated, tuned (by nmm tune), closed_form (quick)"),
+        values.choice_option(
+            "price", _prices, "of a kernel: simulated, tuned (by nmm tune), closed_form (quick)"
+        ),
     ] = "simulated",
     jobs: Jobs = None,
     html: Annotated[Path | None, values.output_option(help_="write one page here")] = None,
@@ -58,9 +65,9 @@ def plan(
     def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    with steps(f"reading {config}") as step:
+    with steps(f"reading {model}") as step:
         made = run(
-            config,
+            models.described(model),
             targets=listed(target, str),
             ratios=listed(ratio, float),
             batches=listed(batch, int),

@@ -6,8 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json, write_html
@@ -22,7 +20,7 @@ _PHASES_OF_KERNELS = 12
 
 
 def report(
-    model: Annotated[str, typer.Argument(help="DIRECTORY, FILE.py:function or all-MiniLM-L6-v2")],
+    model: values.Model,
     html: Annotated[Path, values.output_option("--html", "-o", help_="the page to write")] = Path(
         "nmm-report.html"
     ),

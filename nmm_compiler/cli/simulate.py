@@ -24,12 +24,20 @@ _MODULES = (
 )
 
 
+def _modes() -> tuple[str, ...]:
+    from nmm_compiler.simulator.run import MODES
+
+    return MODES
+
+
 def simulate(
     kernel: Annotated[str, typer.Argument(help="FILE.py:function, an NKI kernel")],
     arg: Arguments = None,
     target: values.Target = "trn2",
     grid: values.Grid = 1,
-    mode: Annotated[str, typer.Option(help="full, functional or timing")] = "full",
+    mode: Annotated[
+        str, values.choice_option("mode", _modes, "full, functional or timing")
+    ] = "full",
     strict: Annotated[bool, typer.Option(help="--no-strict records warnings instead")] = True,
     seed: values.Seed = 0,
     reference: Annotated[

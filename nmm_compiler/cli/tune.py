@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
@@ -17,8 +18,21 @@ from nmm_compiler.cli.wanted_kernels import (
     Wanted,
     wanted_kernels,
 )
+from nmm_compiler.errors import UnknownNameError
 
 _ON = "local, ray (a cluster started here), auto (Ray's own on this machine) or ray://HOST:PORT"
+
+
+def _searches() -> Sequence[str]:
+    from nmm_compiler.codegen.tune import SEARCHES
+
+    return SEARCHES
+
+
+def _place(value: str) -> str:
+    if value not in ("local", "ray", "auto") and not value.startswith("ray://"):
+        raise UnknownNameError("place", value, ["local", "ray", "auto", "ray://HOST:PORT"])
+    return value
 
 
 def tune(
@@ -27,9 +41,14 @@ def tune(
     ratio: Ratios = None,
     tokens: Tokens = None,
     tp: Cores = "1",
-    on: Annotated[str, typer.Option(help=_ON, metavar="WHERE")] = "local",
+    on: Annotated[
+        str, typer.Option(help=_ON, parser=values.refusing(_place), metavar="WHERE")
+    ] = "local",
     search: Annotated[
-        str, typer.Option(help="candidates, grid (all legal), or guided (needs optuna)")
+        str,
+        values.choice_option(
+            "search", _searches, "candidates, grid (all legal), or guided (needs optuna)"
+        ),
     ] = "candidates",
     trials: Annotated[int, values.size_option(help_="schedules of a guided search")] = 64,
     jobs: Jobs = None,
@@ -70,8 +89,5 @@ def _executor(on: str, jobs: int | None) -> AbstractContextManager[Any]:
     if on == "local":
         return nullcontext()
     from nmm_compiler.codegen.on_ray import RayExecutor
-    from nmm_compiler.errors import UnknownNameError
 
-    if on not in ("ray", "auto") and not on.startswith("ray://"):
-        raise UnknownNameError("place", on, ["local", "ray", "auto", "ray://HOST:PORT"])
     return RayExecutor(None if on == "ray" else on, jobs)

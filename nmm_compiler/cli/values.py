@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler import outputs, targets
-from nmm_compiler.errors import NmmError, OutputError
+from nmm_compiler.cli import models
+from nmm_compiler.errors import NmmError, OutputError, UnknownNameError
 from nmm_compiler.targets.this_machine import FILE
 
 LARGEST_SIZE = 1 << 20
@@ -27,7 +28,7 @@ WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
 """The words of the command line."""
 
 
-def _refusing(check: Callable[[str], Any]) -> Callable[[Any], Any]:
+def refusing(check: Callable[[str], Any]) -> Callable[[Any], Any]:
     """Return a parser for typer that turns an error of the catalogue into one about the option."""
 
     def parse(value: Any) -> Any:
@@ -117,7 +118,7 @@ def _count(value: str | int) -> int:
 def target_option(more: str = "") -> Any:
     """Return the option --target: the name of a target; `more` follows the names in the help."""
     return typer.Option(
-        help=", ".join(targets.names()) + more, parser=_refusing(_target), metavar="TARGET",
+        help=", ".join(targets.names()) + more, parser=refusing(_target), metavar="TARGET",
         autocompletion=targets.names,
     )  # fmt: skip
 
@@ -128,12 +129,55 @@ def output_option(*names: str, help_: str, make_parents: bool = False) -> Any:
     make_parents: directories above it that are missing will be made.
     """
     check = _output_file_with_parents if make_parents else _output_file
-    return typer.Option(*names, help=help_, parser=_refusing(check), metavar="FILE")
+    return typer.Option(*names, help=help_, parser=refusing(check), metavar="FILE")
 
 
 def output_argument(help_: str) -> Any:
     """Return an argument that names a file to write, which must be no device or pipe."""
-    return typer.Argument(help=help_, parser=_refusing(_whole_file), metavar="FILE")
+    return typer.Argument(help=help_, parser=refusing(_whole_file), metavar="FILE")
+
+
+def choice_option(kind: str, known: Callable[[], Sequence[str]], help_: str, *names: str) -> Any:
+    """Return an option that takes one of the known names. known: may import what holds them, which
+    must not be torch."""
+
+    def check(value: str) -> str:
+        if value not in known():
+            raise UnknownNameError(kind, value, known())
+        return value
+
+    return typer.Option(*names, help=help_, parser=refusing(check), metavar="NAME",
+                        autocompletion=lambda: list(known()))  # fmt: skip
+
+
+def input_file(value: str | Path) -> Path:
+    """Return the path of a file to read; refuse one that is not there."""
+    path = Path(value)
+    if path.is_dir() or not path.exists():
+        said = "it is a directory" if path.is_dir() else "there is no such file"
+        raise typer.BadParameter(f"cannot read {path}: {said}")
+    return path
+
+
+def input_option(*names: str, help_: str) -> Any:
+    """Return an option that names a file to read, which is there."""
+    return typer.Option(*names, help=help_, parser=input_file, metavar="FILE")
+
+
+def model_argument(more: str = "", *, weights: bool = False, also: str = "") -> Any:
+    """Return the argument of a command that takes a model.
+
+    weights: it needs them. also: the suffix of another file that the command takes. more: words
+    for the help.
+    """
+
+    def check(value: str) -> str:
+        return value if also and value.endswith(also) else models.check(value, weights=weights)
+
+    help_ = "DIRECTORY" if weights else "DIRECTORY, CONFIG.json, FILE.py:function"
+    names = " or ".join(models.PACKAGED) if weights else "a public name such as llama-3.2-1b"
+    return typer.Argument(help=f"{help_}, {names}{more}", parser=refusing(check), metavar="MODEL",
+                          autocompletion=models.public_names)  # fmt: skip
 
 
 def share_option(help_: str) -> Any:
@@ -158,15 +202,6 @@ def families() -> list[str]:
     return list(FAMILIES)
 
 
-def public_models() -> list[str]:
-    """Return the names of the models whose shapes come with the package, for completion."""
-    import json
-    from importlib.resources import files
-
-    shapes = files("nmm_compiler.prediction").joinpath("public_models.json")
-    return list(json.loads(shapes.read_text("utf-8")))
-
-
 Family = Annotated[
     str,
     typer.Argument(help="see `nmm kernel --help`", metavar="FAMILY", autocompletion=families),
@@ -187,6 +222,7 @@ def list_option(kind: str, help_: str) -> Any:
     return typer.Option(help=f"{help_}; commas between", parser=parse, metavar=f"{kind.upper()}S")
 
 
+Model = Annotated[str, model_argument()]
 Target = Annotated[str, target_option()]
 Seed = Annotated[int, count_option(help_="seed of the random arrays")]
 Tokens = Annotated[int, size_option(help_="tokens of the example input")]

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from nmm_compiler.cli import values
 from nmm_compiler.errors import NmmError, UserFileError
 
@@ -20,13 +18,7 @@ if TYPE_CHECKING:
     from nmm_compiler.kernels.base import KernelSpec
 
 SUFFIX = ".jsonl"
-Wanted = Annotated[
-    str,
-    typer.Argument(
-        help="CONFIG.json, DIRECTORY, a public name such as llama-3.2-1b, or SPECS.jsonl",
-        metavar="MODEL|FILE",
-    ),
-]
+Wanted = Annotated[str, values.model_argument(", or SPECS.jsonl", also=SUFFIX)]
 Targets = Annotated[str, values.list_option("target", "targets, as trn1,trn2,trn3")]
 Ratios = Annotated[
     str | None, values.list_option("share", "shares of the parameters; none: the model as it is")
@@ -60,7 +52,7 @@ def wanted_kernels(
 
     models.require_transformers("a model without its weights")
     return model_kernels(
-        given,
+        models.described(given),
         targets,
         ratios=[None] if ratio is None else [float(part) for part in ratio.split(",")],
         tokens=BUCKETS if tokens is None else [int(part) for part in tokens.split(",")],

@@ -21,11 +21,11 @@ from nmm_compiler.compress.predicted_time import (
     kernel_prices,
     read_workload,
 )
-from nmm_compiler.compress.quantize import FORMAT_NAMES, read_format
+from nmm_compiler.compress.quantize import read_format
 from nmm_compiler.compress.ranks import Cost
 from nmm_compiler.compress.select import FilterFn, Patterns, Site
 from nmm_compiler.errors import OptionTypeError
-from nmm_compiler.options import TARGETS, Values, check_fields, is_positive, is_target_file
+from nmm_compiler.options import FACTORS, TARGETS, Values, check_fields, is_positive, is_target_file
 
 
 def _is_floating_point(dtype: torch.dtype) -> bool:
@@ -91,7 +91,7 @@ class Request(Selection):
     memory: Annotated[
         str | int | None, Values("a size like '8GiB', or bytes as a whole number", read_bytes)
     ]
-    factors: Annotated[str | None, Values(names=FORMAT_NAMES)]
+    factors: Annotated[str | None, Values(names=FACTORS)]
 
     def __post_init__(self) -> None:
         super().__post_init__()

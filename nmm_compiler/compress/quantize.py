@@ -15,19 +15,19 @@ from torch.nn import functional
 
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.errors import NoMatchingModulesError, UnknownNameError
+from nmm_compiler.options import FACTORS
 
 # Largest number of each format; fp8 is NKI's float8_e4m3, which ends at 240 where PyTorch's goes on
 # to 448: values up to 240 have the same bits in both.
 FORMATS = {"int8": 127.0, "fp8": 240.0}
 _NAMES = {"float8_e4m3": "fp8"}  # as specs call it
-FORMAT_NAMES = (*FORMATS, *_NAMES)
 
 
 def read_format(format: str) -> str:
     """Return "int8" or "fp8" for the name of a format; raise UnknownNameError for any other."""
     found = _NAMES.get(format, format)
     if found not in FORMATS:
-        raise UnknownNameError("factor format", format, FORMAT_NAMES)
+        raise UnknownNameError("factor format", format, FACTORS)
     return found
 
 

@@ -26,12 +26,12 @@ from torch import nn
 
 from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.errors import MissingPackageError, OptionTypeError, ShapeError, UnknownNameError
+from nmm_compiler.options import FACTOR_SPLITS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-SPLITS = ("row", "rank")
 _HEADS = ("colwise_rep", "colwise_gather_output")
 
 
@@ -47,8 +47,8 @@ def tensor_parallel_plan(
     """
     if not torch.distributed.is_available():
         raise MissingPackageError("torch.distributed", "tensor parallelism", "hf")
-    if split not in SPLITS:
-        raise UnknownNameError("split", split, SPLITS)
+    if split not in FACTOR_SPLITS:
+        raise UnknownNameError("split", split, FACTOR_SPLITS)
     if mesh.ndim != 1:
         raise OptionTypeError("mesh", mesh, 'a mesh of one dimension, such as mesh["tp"]')
     roles = linear_roles(model)

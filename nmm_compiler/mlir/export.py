@@ -25,9 +25,6 @@ from nmm_compiler.mlir.program import export_program, exported_module, quiet
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.capture import arguments
 
-MODES = ("call", "inline")
-WEIGHTS = ("args", "resources")
-
 
 def export_mlir(
     model_or_graph: Any,
@@ -61,8 +58,8 @@ def export_mlir(
     """
     for kind, value, known in (
         ("dialect", dialect, lower.DIALECTS),
-        ("kernels mode", kernels, MODES),
-        ("weights mode", weights, WEIGHTS),
+        ("kernels mode", kernels, lower.MODES),
+        ("weights mode", weights, lower.WEIGHTS),
     ):
         if value not in known:
             raise UnknownNameError(kind, value, known)

@@ -15,6 +15,8 @@ from nmm_compiler.errors import ExportError
 from nmm_compiler.mlir.bindings import load, text_attribute, walk
 
 DIALECTS = ("torch", "linalg", "stablehlo")
+MODES = ("call", "inline")
+WEIGHTS = ("args", "resources")
 
 _TO_TORCH = "torchdynamo-export-to-torch-backend-pipeline"
 _FROM_TORCH = {

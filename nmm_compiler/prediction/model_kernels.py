@@ -17,18 +17,18 @@ from nmm_compiler.codegen.latency import PRICES
 from nmm_compiler.codegen.rank_ways import rank_way
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
-from nmm_compiler.compress.tensor_parallel import SPLITS, linear_roles
+from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import PredictionError, UnknownNameError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.ops.lower import fitting, lower, op_name
 from nmm_compiler.ops.lower import tokens as tokens_of
-from nmm_compiler.options import LARGEST_BUCKET, Options
+from nmm_compiler.options import DTYPES, FACTOR_SPLITS, LARGEST_BUCKET, Options
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.prediction.meta_models import MetaModel, read_config
-from nmm_compiler.prediction.predict import WEIGHTS, model_phases, prepare
+from nmm_compiler.prediction.predict import model_phases, prepare
 
 BUCKETS = tuple(1 << power for power in range(LARGEST_BUCKET.bit_length()))
 """Token counts of calls that the backend builds kernels for by default."""
@@ -54,10 +54,10 @@ def model_kernels(
     `tensor_parallel_plan` cuts its factors. progress: called with (setting, done, of how many).
     Raises PredictionError for a model that cannot be traced or cut, and where no kernel is found.
     """
-    if dtype not in WEIGHTS[:3]:
-        raise UnknownNameError("dtype", dtype, WEIGHTS[:3])
-    if split not in SPLITS:
-        raise UnknownNameError("split", split, SPLITS)
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    if split not in FACTOR_SPLITS:
+        raise UnknownNameError("split", split, FACTOR_SPLITS)
     given = model_or_config
     if not isinstance(given, nn.Module):
         given = read_config(given)

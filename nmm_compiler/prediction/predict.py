@@ -24,6 +24,7 @@ from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
 from nmm_compiler.kernels.base import CORES
+from nmm_compiler.options import DTYPES, WEIGHTS
 from nmm_compiler.prediction.meta_models import (
     dense_config,
     meta_model,
@@ -37,7 +38,6 @@ from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
 
 # One call from the host, with its result read back: published for trn2; about 94 us on trn1.
 HOST_CALL_US = 133.0
-WEIGHTS = ("bfloat16", "float16", "float32", "float8_e4m3", "int8")
 
 
 def predict(
@@ -93,7 +93,7 @@ def predict(
     dtype = _dtype_of(model_or_config) if dtype is None else dtype
     weights = dtype if weights is None else weights
     for kind, value, known in (
-        ("dtype", dtype, WEIGHTS[:3]),
+        ("dtype", dtype, DTYPES),
         ("weights", weights, WEIGHTS),
         ("price", price, tuple(PRICES)),
     ):

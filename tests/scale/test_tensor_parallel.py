@@ -18,9 +18,10 @@ import nmm_compiler as nmm
 from nmm_compiler.codegen.estimate import estimate_us
 from nmm_compiler.codegen.rank_ways import rank_way
 from nmm_compiler.compress.modules import LowRankLinear
-from nmm_compiler.compress.tensor_parallel import SPLITS, linear_roles
+from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import NeuronSetupError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.options import FACTOR_SPLITS
 from nmm_compiler.prediction.model_kernels import model_kernels
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is missing")
@@ -88,7 +89,7 @@ def worker(rank, processes, port, results):
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (processes,))
-        for split in SPLITS:
+        for split in FACTOR_SPLITS:
             check(mesh, split, False)
             if processes > 2:
                 check(mesh, split, True)
@@ -114,7 +115,7 @@ def on_processes(count):
         one.join(20)
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", FACTOR_SPLITS)
 def test_a_mesh_of_one_gives_the_values_and_gradients_of_the_model(split):
     """The styles and their hooks, without other processes."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -213,7 +214,7 @@ def test_the_plan_names_every_linear_that_is_cut():
     model = Block()
     assert linear_roles(model) == {
         "gate": "colwise", "up": "colwise", "down": "rowwise", "head": "head"}  # fmt: skip
-    for split in SPLITS:
+    for split in FACTOR_SPLITS:
         assert set(nmm.tensor_parallel_plan(model, Mesh(2), split=split)) == {
             "gate", "up", "down", "head"}  # fmt: skip
 
@@ -239,7 +240,7 @@ def test_what_cannot_be_cut_is_named():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", FACTOR_SPLITS)
 def test_the_example_runs_on_four_processes(split):
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), split, "4"],
@@ -250,7 +251,7 @@ def test_the_example_runs_on_four_processes(split):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", FACTOR_SPLITS)
 def test_kernels_that_are_built_for_two_cores_are_found_there(cache, split, tmp_path):
     """`nmm build --tp 2` and then the compiled model on two processes, which may not build."""
     program = tmp_path / "run.py"

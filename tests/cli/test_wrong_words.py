@@ -1,0 +1,137 @@
+"""A wrong word is answered before torch is imported: for every argument of every command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import get_args, get_type_hints
+
+import pytest
+import typer
+
+from nmm_compiler.cli import models
+from nmm_compiler.cli.commands import app
+from nmm_compiler.cli.main import main
+from nmm_compiler.errors import OptionTypeError
+
+FREE = {
+    # Words that no list holds: patterns, values of a kernel's own, and a search for lm-eval.
+    "include", "exclude", "field", "arg", "match", "prefix", "tasks", "workload", "memory", "key",
+    "entry", "pairs",
+}  # fmt: skip
+SIZES = ["--m", "8", "--k", "64", "--r", "16", "--n", "64"]
+NEEDED = {
+    "kernel": ["lowrank", *SIZES],
+    "explain": ["llama-3.2-1b"], "plan": ["llama-3.2-1b"], "build": ["llama-3.2-1b"],
+    "tune": ["llama-3.2-1b"], "report": ["llama-3.2-1b"],
+    "simulate": ["add.py:add"], "profile": ["add.py:add"],
+    "compare": ["add.py:add", "add.py:add"],
+    "lint": ["add.py"], "compress": ["smollm2-135m", "out"], "eval": ["smollm2-135m"],
+    "export": ["llama-3.2-1b", "-o", "x.mlir"],
+}  # fmt: skip
+"""Arguments that are right, up to the one that is wrong."""
+
+
+def texts(command) -> dict[str, str]:
+    """Return {parameter: flag, "" for an argument} of the texts that a command takes."""
+    found = {}
+    for name, hint in get_type_hints(command.callback, include_extras=True).items():
+        kind, info = (*get_args(hint), None, None)[:2]
+        if info is None or not {str, list[str]} & {kind, *get_args(kind)}:
+            continue
+        flags = [*(getattr(info, "param_decls", None) or ()), f"--{name.replace('_', '-')}"]
+        found[name] = "" if isinstance(info, typer.models.ArgumentInfo) else flags[0]
+    return found
+
+
+def wrong_lines() -> dict[str, list[str]]:
+    """Return, for each argument that takes one of a set of words, a line where it is wrong."""
+    lines = {}
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__
+        right = NEEDED.get(name, [])
+        for parameter, flag in texts(command).items():
+            if parameter not in FREE:
+                words = [*right, flag, "no-such-word"] if flag else ["no-such-word", *right[1:]]
+                lines[f"{name} {parameter}"] = [name, *words]
+    return lines
+
+
+LINES = wrong_lines()
+PROGRAM = """
+import contextlib, io, json, sys, time
+for name in ("torch", "transformers", "lm_eval"):
+    sys.modules[name] = None  # importing one raises ImportError
+from nmm_compiler.cli.main import main
+found = {}
+for name, words in json.loads(sys.argv[1]).items():
+    said, start = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main(words)
+        except SystemExit as ended:
+            code = ended.code
+    found[name] = [code, said.getvalue(), time.perf_counter() - start]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict[str, tuple[int, str, float]]:
+    place = tmp_path_factory.mktemp("words")
+    (place / "add.py").write_text("import nki\n\n\n@nki.jit\ndef add(a):\n    return a\n")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(LINES)], cwd=place, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_command_that_takes_words_is_tried():
+    assert len(LINES) >= 50
+    assert {line.split()[0] for line in LINES} >= set(NEEDED)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_wrong_word_is_named_without_importing_torch(answers, line):
+    code, said, seconds = answers[line]
+    assert code == 2, said
+    assert "no-such-word" in said, said
+    assert "import of torch" not in said, said
+    assert len(said) < 700, said
+    assert seconds < 2
+
+
+def test_a_wrong_model_is_answered_in_two_seconds():
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "nmm_compiler.cli.main", "explain", "lama-3.2-1b"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert time.perf_counter() - start < 2
+    assert done.returncode == 2
+    assert "did you mean 'llama-3.2-1b'?" in done.stderr
+
+
+def test_public_names_do_for_every_command_that_needs_no_weights():
+    for name in models.public_names():
+        assert models.check(name) == name
+    for name in models.PACKAGED:
+        assert models.check(name, weights=True) == name
+    with pytest.raises(OptionTypeError, match="DIRECTORY with the weights"):
+        models.check("llama-3.2-1b", weights=True)
+
+
+def test_a_kernel_is_no_model_and_its_file_does_not_run(tmp_path, capsys):
+    file = tmp_path / "add.py"
+    file.write_text("import nki\n\nprint('runs')\n\n\n@nki.jit\ndef add(a):\n    return a\n")
+    for word, said in (("add", f"run nmm profile {file}:add"), ("ad", "did you mean 'add'?")):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", f"{file}:{word}"])
+        shown = capsys.readouterr()
+        assert ended.value.code == 2
+        assert said in shown.err
+        assert "runs" not in shown.out
