@@ -152,7 +152,7 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main.main(words)
         shown = capsys.readouterr().err
-        in_a_kernel = words == ["simulate", "leaves.py"]
+        in_a_kernel = said in ("leaves.py", "add.py")
         assert ended.value.code == (1 if in_a_kernel else 2), (words, shown)
         assert said in shown
     with pytest.raises(SystemExit) as ended:  # any name of a kernel's argument can be given
