@@ -57,7 +57,7 @@ def specs_of(name: str, args: tuple[Any, ...], target: str, **keywords: Any) -> 
     """Return the specs that the backward pass of an op call launches."""
     kwargs = {"executor": "simulator", "target": target, **keywords}
     found = []
-    for op, operands, given in backward_calls(name, args, kwargs):
+    for op, operands, given in backward_calls(name, args, kwargs)[0]:
         lowered = lower(op, operands, given, int(tokens(operands[0], given)))
         found += [launch.spec for launch in lowered.launches]
     return found

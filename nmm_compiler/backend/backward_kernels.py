@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,27 +24,28 @@ from nmm_compiler.report.text import counted
 from nmm_compiler.runtime import buckets
 from nmm_compiler.runtime.kernels import KERNELS
 
-
-def trains(args: Sequence[Any], executor: str) -> bool:
-    """Return whether a call's backward pass will run, and kernels compute its products."""
-    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return wanted and not is_reference(executor, tensors[0])
+_SHOWN = 4
 
 
 def backward_specs(
     name: str, args: Sequence[Any], kwargs: dict[str, Any], options: Options,
     size: Callable[[Any], int],
-) -> list[Any]:  # fmt: skip
+) -> tuple[list[Any], list[str]]:  # fmt: skip
     """Return the specs that the backward pass of a call launches, for its token count.
 
-    size: the number that a size stands for; where one is symbolic, those that count tokens become
-    buckets.
+    With them come the products that PyTorch computes, as text. Both are empty where nothing is
+    trained. size: the number that a size stands for; where one is symbolic, those that count tokens
+    become buckets.
     """
-    sizes = [n for t in tree_leaves(args) if isinstance(t, Tensor) for n in t.shape]
-    static = all(type(n) is int for n in sizes)
+    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return [], []
+    if is_reference(str(kwargs["executor"]), tensors[0]):
+        return [], [f"all of {name}"]
+    static = all(type(n) is int for t in tensors for n in t.shape)
     specs = []
-    for op, operands, keywords in backward_calls(name, args, kwargs, size):
+    calls, by_torch = backward_calls(name, args, kwargs, size)
+    for op, operands, keywords in calls:
         m = int(tokens(operands[0], keywords))
         lowered = lower(op, operands, keywords, m, Tensor.t, lnc=options.lnc)
         for launch in fitting(lowered.launches, options.target, options):
@@ -55,17 +56,25 @@ def backward_specs(
                 whole = buckets.bucket(getattr(spec, axis), options.buckets)
                 spec = dataclasses.replace(spec, **{axis: whole})
             specs.append(spec)
-    return specs
+    return specs, by_torch
 
 
-def backward_note(counts: Counter[Any], target: str, options: Options) -> str:
-    """Return how many launches a backward pass has, and their predicted time."""
+def backward_notes(
+    counts: Counter[Any], by_torch: Counter[str], target: str, options: Options
+) -> Iterator[str]:
+    """Yield how many launches a backward pass has and their predicted time, and what has none."""
+    if by_torch:
+        many = ", ".join(f"{count} x {what}" for what, count in by_torch.most_common(_SHOWN))
+        more = f" and {len(by_torch) - _SHOWN} more" if len(by_torch) > _SHOWN else ""
+        yield f"PyTorch, no kernel, computes backward products: {many}{more}"
+    if not counts:
+        return
     total = sum(counts.values())
     us = 0.0
     for spec, calls in counts.items():
         kernel = KERNELS.get_or_warn(spec, target, options)
         us += calls * float(kernel.profile().latency_us) if kernel is not None else 0.0
-    return (
+    yield (
         f"the backward pass has {counted(total, 'launch', 'launches')} of "
         f"{counted(len(counts), 'kernel')} for its products, {us:,.1f} us predicted"
     )

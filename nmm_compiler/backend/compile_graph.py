@@ -25,8 +25,8 @@ from torch import Tensor, fx
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend import ahead_of_time, published
-from nmm_compiler.backend.backward_kernels import backward_note, backward_specs, trains
-from nmm_compiler.backend.inner import compile_inner, inner_name
+from nmm_compiler.backend.backward_kernels import backward_notes, backward_specs
+from nmm_compiler.backend.inner import check_mode, compile_inner, inner_name
 from nmm_compiler.backend.published import last_report as last_report
 from nmm_compiler.backend.published import reports as reports
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
@@ -56,7 +56,7 @@ def nmm(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph; the function that torch.compile's backend "nmm" names.
 
-    options: a dict or an Options. mode: handed to an inner inductor. Raises UnknownNameError and
+    options: a dict or an Options. mode: for an inner inductor. Raises UnknownNameError and
     OptionTypeError for bad options, what the inner backend raises, and under strict what our own
     stages raise.
     """
@@ -64,6 +64,7 @@ def nmm(
     chosen = Options.make(options, **more)
     sharding.register_when_used(registration.RULES)
     work = Compilation(gm, example_inputs, chosen)
+    check_mode(mode, work.inner)
     with work.phase("passes"):
         rewritten = rewrite(work)
     with work.phase("kernels"):
@@ -133,7 +134,7 @@ class Compilation:
             stacklevel=2,
         )
 
-    def note_kernel(self, kernel: Any, calls: int, origin: str) -> None:
+    def note_kernel(self, kernel: Any, calls: int, origin: str, backward: int) -> None:
         """Note a kernel that the graph calls, for the report."""
         profile = kernel.profile()
         self.built.append(kernel)
@@ -144,6 +145,7 @@ class Compilation:
                 schedule=kernel.schedule.short(),
                 path=str(kernel.path),
                 calls=calls,
+                backward=backward,
                 origin=origin,
                 hbm_bytes=profile.hbm_read_bytes + profile.hbm_write_bytes,
                 predicted_us=round(float(profile.latency_us), 3),
@@ -310,10 +312,13 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
         return
     counts: Counter[Any] = Counter()
     backward: Counter[Any] = Counter()
+    by_torch: Counter[str] = Counter()
     for node in calls_of(rewritten):
         try:
             counts.update(_specs(work, node))
-            backward.update(_backward_specs(work, node))
+            specs, products = _backward_specs(work, node)
+            backward.update(specs)
+            by_torch.update(products)
         except Exception as error:  # a call without a kernel runs in PyTorch
             if work.options.strict:
                 raise
@@ -331,9 +336,8 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             if work.options.strict:
                 raise neuron.failed_first_run(kernel)
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
-        work.note_kernel(kernel, calls, origins[spec])
-    if backward:
-        work.notes.append(backward_note(backward, target, work.options))
+        work.note_kernel(kernel, calls, origins[spec], backward[spec])
+    work.notes += backward_notes(backward, by_torch, target, work.options)
 
 
 def _kernel_device(work: Compilation) -> torch.device | None:
@@ -376,12 +380,10 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
     return [dataclasses.replace(s, m=padded) if s.splits_tokens else s for s in specs]
 
 
-def _backward_specs(work: Compilation, node: fx.Node) -> list[Any]:
-    """Return the specs that the call's backward pass launches; none where nothing is trained."""
+def _backward_specs(work: Compilation, node: fx.Node) -> tuple[list[Any], list[str]]:
+    """Return the specs that the call's backward pass launches, and the products by PyTorch."""
     args: Any = fx.node.map_arg(node.args, meta_value)
     name, kwargs = str(op_name(node.target)), dict(node.kwargs)
-    if not trains(args, str(kwargs["executor"])):
-        return []
 
     def size(one: Any) -> int:
         return one if isinstance(one, int) else _hint(one) or 1

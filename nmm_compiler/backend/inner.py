@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
+from nmm_compiler.errors import OptionTypeError, UnknownNameError
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.products import as_matrix, layouts_of
 
@@ -42,6 +43,23 @@ def inner_name(inner: str, example_inputs: Sequence[Any]) -> str:
         _warn_of_eager()
         return "eager"
     return "inductor"
+
+
+def check_mode(mode: str | None, inner: str) -> None:
+    """Refuse a mode of torch.compile that would not be used: UnknownNameError, OptionTypeError."""
+    if mode is None:
+        return
+    import torch._inductor
+
+    known = list(torch._inductor.list_mode_options())
+    if mode not in known:
+        raise UnknownNameError("mode", mode, known)
+    if inner != "inductor":
+        raise OptionTypeError(
+            "mode", mode, f"none: modes are inductor's, and {inner!r} compiles the rest of this "
+            "graph; to have ours take longer for better kernels, pass options={'price': "
+            "'simulated'} or run nmm tune"
+        )  # fmt: skip
 
 
 @functools.cache
@@ -75,12 +93,6 @@ def compile_inner(
     """
     backend = lookup_backend(name)
     if name != "inductor":
-        if mode is not None:
-            warnings.warn(
-                f"nmm: mode {mode!r} is inductor's and means nothing to inner backend {name!r}; "
-                "it is not used",
-                stacklevel=3,
-            )
         return backend(gm, example_inputs)  # type: ignore[arg-type]
     import torch._inductor
 

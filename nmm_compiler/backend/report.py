@@ -26,7 +26,8 @@ _NAMES_SHOWN = 4
 class KernelLine(Record):
     """One kernel of a graph.
 
-    calls: launches of it in the graph and its backward pass; origin: "built" or "cache".
+    calls: launches of it in the graph and its backward pass; backward: those of the backward pass.
+    origin: "built" or "cache".
     """
 
     name: str
@@ -37,6 +38,7 @@ class KernelLine(Record):
     origin: str
     hbm_bytes: int
     predicted_us: float
+    backward: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +138,17 @@ class CompileReport(Shown):
             rows = [(_some(nodes), reason) for reason, nodes in reasons.items()]
             parts.append(Grid.of(("left alone", "reason"), rows))
         if self.kernels:
-            figures = ("calls", "HBM MB", "predicted us")
+            trained = any(kernel.backward for kernel in self.kernels)
+            figures = ("calls", *(("backward",) if trained else ()), "HBM MB", "predicted us")
             kernels = [
                 (
-                    kernel.spec, kernel.calls, kernel.origin, f"{kernel.hbm_bytes / 1e6:.2f}",
+                    kernel.spec, kernel.calls, *((kernel.backward,) if trained else ()),
+                    kernel.origin, f"{kernel.hbm_bytes / 1e6:.2f}",
                     f"{kernel.predicted_us:.1f}", kernel.schedule,
                 )
                 for kernel in self.kernels
             ]  # fmt: skip
-            head = ("kernel", "calls", "from", "HBM MB", "predicted us", "schedule")
+            head = ("kernel", *figures[:-2], "from", *figures[-2:], "schedule")
             parts.append(Grid.of(head, kernels, right=figures))
         if self.fallback is not None:
             parts.append(Line(f"the graph was left as it was: {self.fallback}", "warning"))

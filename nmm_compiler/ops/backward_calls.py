@@ -20,14 +20,16 @@ from nmm_compiler.ops.registration import DEFINITIONS
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 """The op's name, its positional and its keyword arguments."""
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 
 
 class _Noted(TorchDispatchMode):
-    """Notes the calls of this package's ops."""
+    """Notes the calls of this package's ops, and the products that PyTorch computes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.by_torch: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -35,15 +37,19 @@ class _Noted(TorchDispatchMode):
         name = op_name(func)
         if name is not None and 0 not in args[0].shape:  # no tokens, nothing to launch
             self.calls.append((name, args, kwargs or {}))
+        elif func.overloadpacket in _PRODUCTS:
+            left, right = args[-2:]
+            self.by_torch.append(f"{list(left.shape)} x {list(right.shape)}")
         return func(*args, **(kwargs or {}))
 
 
 def backward_calls(
     name: str, args: Sequence[Any], kwargs: dict[str, Any], size: Callable[[Any], int] = int
-) -> list[Call]:
-    """Return the calls in the backward pass of op `name`; none where no operand needs a gradient.
+) -> tuple[list[Call], list[str]]:
+    """Return the calls in the backward pass of op `name`, and the products that PyTorch computes.
 
-    size: the number that a size stands for, which may be symbolic.
+    There are none where no operand needs a gradient. size: the number that a size stands for, which
+    may be symbolic.
     """
     need = tree_map(lambda a: isinstance(a, Tensor) and a.requires_grad, tuple(args))
     op = DEFINITIONS[name]
@@ -54,7 +60,7 @@ def backward_calls(
         grads = tuple(made) if op.many else (made,)
         with noted:
             op.gradient(held, {**ROW, **kwargs}, grads, need)
-    return noted.calls
+    return noted.calls, noted.by_torch
 
 
 def _without_data(t: Tensor, size: Callable[[Any], int]) -> Tensor:

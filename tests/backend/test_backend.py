@@ -155,10 +155,14 @@ def test_an_unknown_inner_backend_is_named():
         torch.compile(pair(), backend="nmm", options={"inner": "indctor"})(torch.randn(4, 16))
 
 
-def test_mode_reaches_inductor_and_warns_elsewhere(monkeypatch):
+def test_mode_reaches_inductor_and_is_refused_elsewhere(monkeypatch):
     gm, x = torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)]
-    with pytest.warns(UserWarning, match="mode 'max-autotune' is inductor's"):
-        backend.nmm(gm, x, mode="max-autotune", options=QUICK)
+    for name in ("eager", "aot_eager"):
+        with pytest.raises(OptionTypeError, match=f"modes are inductor's, and '{name}'"):
+            backend.nmm(gm, x, mode="max-autotune", options={**QUICK, "inner": name})
+    for name in ("eager", "inductor"):
+        with pytest.raises(UnknownNameError, match="did you mean 'max-autotune'"):
+            backend.nmm(gm, x, mode="max-autotun", options={**QUICK, "inner": name})
     seen = {}
 
     def stand_in(gm, example_inputs, config_patches):

@@ -125,3 +125,29 @@ def test_gradients_that_eager_does_not_have(executor, strict, dynamic):
                 # two products of at most 32 terms, summed in another order
                 bound = 2 * 32 * FP32_ROUNDOFF * float(q.grad.norm())
                 torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=bound)
+
+
+def test_the_report_says_which_backward_products_are_kernels(launched):
+    compiled(FactorPair(nn.Linear(32, 24, bias=False), 4))(torch.randn(16, 32)).sum().backward()
+    report = backend.last_report()
+    assert {kernel.calls - kernel.backward for kernel in report.kernels} == {0, 1}
+    assert sum(kernel.backward for kernel in report.kernels) == len(launched) - 1
+    heads = [line.split()[:3] for line in str(report).splitlines()]
+    assert ["kernel", "calls", "backward"] in heads
+    assert report.to_dict()["kernels"][0]["backward"] == report.kernels[0].backward
+    assert "PyTorch, no kernel" not in str(report)
+
+
+def test_the_report_says_which_backward_products_are_no_kernels(launched):
+    model = FactorPair(nn.Linear(32, 24, bias=False), 4)
+    compiled(model, executor="auto")(torch.randn(16, 32))
+    assert "computes backward products: 1 x all of lowrank_matmul" in str(backend.last_report())
+
+    def attention(q, k):
+        return nn.functional.scaled_dot_product_attention(q, k, k)
+
+    q, k = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(2))
+    compiled(attention, attention=True)(q, k).sum().backward()
+    said = str(backend.last_report())
+    assert "PyTorch, no kernel, computes backward products: " in said
+    assert "[2, 16, 16] x [2, 16, 8]" in said
