@@ -134,7 +134,10 @@ class Store(Levels):
             if mode != "off" and str(error) not in _said:
                 _said.add(str(error))
                 warnings.warn(
-                    f"{error}. Until then kernels are kept in memory", CacheWarning, stacklevel=3
+                    f"{error}. Until then kernels are kept in memory, prices too, and the next "
+                    "process makes them again",
+                    CacheWarning,
+                    stacklevel=3,
                 )
             remote = options_module.remote_cache(options) if mode != "off" else None
         with _OPEN_LOCK:

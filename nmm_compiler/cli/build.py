@@ -51,12 +51,15 @@ def build(
 
     Example: nmm build specs.jsonl --json
     """
+    from nmm_compiler.cache.store import Store
     from nmm_compiler.cli.progress import steps
     from nmm_compiler.cli.show import show, show_json
     from nmm_compiler.codegen.build_many import fill
     from nmm_compiler.options import cache_dir
     from nmm_compiler.report.text import counted
 
+    if to_list is None:
+        Store.open()  # refuses a directory that others can write, before any work
     with steps(f"reading {wanted}") as step:
         found = wanted_kernels(
             wanted, target, ratio=ratio, tokens=tokens, tp=tp, progress=step,

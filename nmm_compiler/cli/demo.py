@@ -13,6 +13,7 @@ import concurrent.futures
 import copy
 import multiprocessing
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,7 @@ from nmm_compiler.cli.models import PACKAGED
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.cli.show import show
-from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.errors import CacheWarning, OptionTypeError
 from nmm_compiler.options import cache_dir, let_threads_sleep
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Section
@@ -73,7 +74,7 @@ def demo(
     # Predictions need shapes and ranks only, proofs the kernels' sources: a second process has
     # them beside the rest.
     beside = concurrent.futures.ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), initializer=quiet_libraries
+        1, multiprocessing.get_context("spawn"), initializer=_quiet
     )
     with steps(f"loading {model}") as step, beside:
         try:
@@ -107,6 +108,12 @@ def demo(
         show("a check FAILED; see above", style="red")
         raise typer.Exit(1)
     show("every kernel and every output passed its check", style="green")
+
+
+def _quiet() -> None:
+    """Say nothing in the second process that this one says, too."""
+    quiet_libraries()
+    warnings.simplefilter("ignore", CacheWarning)
 
 
 def _place(out: Path, ratio: float) -> Path:

@@ -12,6 +12,7 @@ import typer
 from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.errors import CacheError
 from nmm_compiler.options import KERNEL_EXECUTORS
 from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.version import VERSION
@@ -76,7 +77,10 @@ def doctor(
         default = " (default)" if name == options.Options().target else ""
         rows.append((f"target {name}{default}", targets.get(name).summary))
     rows.append(("cache", f"{options.cache_dir()}, mode {options.cache_mode()}"))
-    rows.append(("cache state", str(Store.open())))
+    try:
+        rows.append(("cache state", str(Store.open())))
+    except CacheError as error:
+        rows.append(("cache state", f"not used, kernels are kept in memory: {error}"))
     rows.append(("verdicts", _without()))
     rows += list(machine.probe().rows())
     if as_json:

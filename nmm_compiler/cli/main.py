@@ -21,6 +21,7 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -151,7 +152,7 @@ def _prepare() -> None:
     """Prepare the standard streams and the environment for every command.
 
     A closed stream becomes the null device; text that the terminal's encoding lacks is escaped.
-    Libraries whose warnings are about no command say only errors.
+    A warning is one line. Libraries whose warnings are about no command say only errors.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -160,6 +161,7 @@ def _prepare() -> None:
         elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
             bad = stream.errors in ("strict", "surrogateescape")
             stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
+    warnings.showwarning = lambda message, *more: _say(f"warning: {message}")
     options.drop_bad_terminal_sizes()
     quiet_libraries()
 

@@ -62,12 +62,14 @@ def tune(
 
     Example: nmm tune specs.jsonl --on ray://head:10001 --search guided --trials 200
     """
+    from nmm_compiler.cache.store import Store
     from nmm_compiler.cli.progress import steps
     from nmm_compiler.cli.show import show, show_json
     from nmm_compiler.codegen.build_many import fill
     from nmm_compiler.codegen.tune import tune as run
     from nmm_compiler.report.parts import Grid
 
+    Store.open()  # refuses a directory that others can write, before any work
     with steps(f"reading {wanted}") as step, _executor(on, jobs) as executor:
         found = wanted_kernels(wanted, target, ratio=ratio, tokens=tokens, tp=tp, progress=step)
         made = run(found, search=search, trials=trials, executor=executor, jobs=jobs, progress=step)

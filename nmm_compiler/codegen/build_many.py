@@ -129,7 +129,7 @@ def fill(
     this cache; anything with `submit`. Raises CacheError when the cache is not writable.
     """
     made, start = options or Options(), time.monotonic()
-    store = Store.for_kernels(made, check=check_foreign)
+    store = Store.open(made, check=check_foreign)
     if store.mode != "rw":
         raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
     whole = len(_keys(requests, made))

@@ -122,7 +122,7 @@ def tune(
         if trials < 1:
             raise OptionTypeError("trials", trials, "a number of schedules above 0")
     made = options or Options()
-    store = Store.for_kernels(made, check=check_foreign)
+    store = Store.open(made, check=check_foreign)
     if store.mode != "rw":
         raise CacheError(f"{store} cannot keep tunings; set NMM_CACHE=rw")
     requests = [one if isinstance(one, tuple) else (one, target) for one in specs]
