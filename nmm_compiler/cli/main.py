@@ -142,7 +142,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _say(text: str) -> None:
-    """Write one line to standard error; lose it when that cannot be written either."""
+    """Write one line to standard error, which a terminal gets broken between words.
+
+    It is lost when it cannot be written either.
+    """
+    if sys.stderr.isatty():
+        from nmm_compiler.report.text import fitted
+
+        text = fitted(text)
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -11,13 +11,13 @@ from rich.console import Console
 
 from nmm_compiler.report.page import write_page
 from nmm_compiler.report.parts import Part
-from nmm_compiler.report.text import as_text
+from nmm_compiler.report.text import as_text, fitted
 
 
 def show(what: str | Sequence[Part], *, style: str = "", stderr: bool = False) -> None:
-    """Print text or parts as they are: no markup is read, no word or path is broken."""
+    """Print text or parts, no wider than the terminal: no markup is read, no word is broken."""
     console = Console(markup=False, highlight=False, stderr=stderr)
-    text = what if isinstance(what, str) else as_text(what)
+    text = fitted(what) if isinstance(what, str) else as_text(what)
     console.print(text, style=style or None, soft_wrap=True)
 
 

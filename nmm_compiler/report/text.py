@@ -8,6 +8,7 @@ such a line is longer than the page.
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -91,6 +92,9 @@ def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
         widths[narrowed] = max(_longest_word(rows, narrowed), widths[narrowed] - excess)
     start = sum(size + len(gap) for size in widths[:-1])
     widths[-1] = max(width - start, _NARROWEST_LAST_COLUMN)
+    longest = _longest_word(rows, count - 1)
+    if not right[-1] and start and start + longest > width >= longest + 4:
+        return _last_column_below(grid, width)
     lines = []
     for row in rows:
         cells = [
@@ -106,6 +110,28 @@ def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
                 for i, (text, size, to_right) in enumerate(zip(texts, widths, right, strict=True))
             ))  # fmt: skip
     return [line.rstrip() for line in lines]
+
+
+def _last_column_below(grid: Grid, width: int) -> list[str]:
+    """Return a table whose last column does not fit beside the others: it is below each row."""
+    head, rows = grid.head[:-1], [row[:-1] for row in grid.rows]
+    table = Grid.of(head, rows, [name for name in head if name in grid.right])
+    lines = columns(table, sys.maxsize)  # a line a row
+    below = [wrapped(row[-1], width, indent=4, hang=0) for row in (grid.head, *grid.rows)]
+    return [line for first, last in zip(lines, below, strict=True) for line in (first, *last)]
+
+
+def fitted(text: str, width: int | None = None) -> str:
+    """Return text whose lines are broken between words where they are wider than the page.
+
+    A line with a word that is as wide as the page, such as a path, stays whole.
+    """
+    room = width or page_width()
+    lines = []
+    for line in text.split("\n"):
+        fits = len(line) <= room or max(map(len, line.split())) > room - 4
+        lines += [line] if fits else wrapped(line, room)
+    return "\n".join(lines)
 
 
 def _longest_word(rows: Sequence[Sequence[str]], column: int) -> int:
