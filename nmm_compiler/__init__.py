@@ -19,6 +19,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from nmm_compiler.compress.hf_hook import watch as _watch_for_transformers
+from nmm_compiler.log_names import quiet_libraries as _quiet_libraries
 from nmm_compiler.log_names import watch as _watch_for_torch_logs
 from nmm_compiler.version import VERSION
 
@@ -138,5 +139,6 @@ class _Door(types.ModuleType):
 
 globals().pop("compress", None)  # `hf_hook` above has bound the package
 sys.modules[__name__].__class__ = _Door
+_quiet_libraries()
 _watch_for_torch_logs()  # TORCH_LOGS="nmm"
 _watch_for_transformers()  # from_pretrained and PEFT know low-rank models with no further call

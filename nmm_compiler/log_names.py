@@ -11,6 +11,7 @@ All of the package logs to the standard loggers below "nmm_compiler", with torch
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -24,6 +25,9 @@ ARTIFACTS = {
 }
 """Names for TORCH_LOGS beside the log "nmm"."""
 
+NOISY = ("torchao", "torch.utils._pytree")
+"""transformers imports torchao where it is installed; torchao then warns of GPU libraries that it
+cannot load, and torch of how torchao registers its classes. Nothing here uses either."""
 _REGISTRY = "torch._logging._registrations"
 
 
@@ -62,6 +66,13 @@ def watch() -> None:
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def quiet_libraries() -> None:
+    """Let the noisy loggers say only errors, where their level is not set."""
+    for logger in map(logging.getLogger, NOISY):
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
 
 
 def _register() -> None:

@@ -23,7 +23,6 @@ import typer
 from nmm_compiler.cli import values
 from nmm_compiler.cli.models import PACKAGED
 from nmm_compiler.cli.progress import Step, steps
-from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.cli.show import show
 from nmm_compiler.errors import CacheWarning, OptionTypeError
 from nmm_compiler.options import cache_dir, let_threads_sleep
@@ -112,7 +111,6 @@ def demo(
 
 def _quiet() -> None:
     """Say nothing in the second process that this one says, too."""
-    quiet_libraries()
     warnings.simplefilter("ignore", CacheWarning)
 
 

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from nmm_compiler import options
-from nmm_compiler.cli.quiet import quiet_libraries
 from nmm_compiler.errors import NmmError
 
 FAILED, REFUSED, FAULT, INTERRUPTED, NO_READER = 1, 2, 70, 130, 141
@@ -159,7 +158,7 @@ def _prepare() -> None:
     """Prepare the standard streams and the environment for every command.
 
     A closed stream becomes the null device; text that the terminal's encoding lacks is escaped.
-    A warning is one line. Libraries whose warnings are about no command say only errors.
+    A warning is one line.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -170,7 +169,6 @@ def _prepare() -> None:
             stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
     warnings.showwarning = lambda message, *more: _say(f"warning: {message}")
     options.drop_bad_terminal_sizes()
-    quiet_libraries()
 
 
 def _flush() -> None:
