@@ -128,7 +128,7 @@ def _flatten_attributes(thing: Any) -> tuple[list[Any], Any]:
     return list(trees.values()), (tuple(trees), {n: v for n, v in held.items() if n not in trees})
 
 
-def _unflatten_attributes(kind: type, values: Any, context: Any) -> Any:
+def _unflatten_attributes(kind: Any, values: Any, context: Any) -> Any:
     names, others = context
     made = kind.__new__(kind)
     vars(made).update(others, **dict(zip(names, values, strict=True)))
