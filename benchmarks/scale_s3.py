@@ -2,14 +2,13 @@
 
     8 processes, 4 on each of 2 cache directories -> proxy that fails -> moto's S3 server
 
-Each process asks for every kernel, builds what it does not find, and pushes what it has, signed.
+Each process asks for every kernel, builds what it does not find, and pushes what it has.
 The proxy answers some requests with 500, some not at all, and cuts some bodies short. A process is
 killed now and then and started again. Counted at the end:
 
     lost         kernels that a reader without faults does not find at the remote level
     torn         objects that are not whole, entries on disk that are damaged, wrong texts served
     duplicated   kernels that one directory built again after a process had them
-    unsigned     entries without a signature of ours that were served
 
 This file is also the program of the processes.
 """
@@ -143,14 +142,12 @@ def open_store(directory: str, endpoint: str, url: str) -> Any:
     return Store(directory, remote=url, check=accept)
 
 
-def work(directory: str, endpoint: str, url: str, secret: str, log: str, seed: int) -> None:
+def work(directory: str, endpoint: str, url: str, log: str, seed: int) -> None:
     """Be one process: read or build every kernel, push, again; write a line for each build."""
-    from nmm_compiler.cache.signing import Signer
-
     warnings.simplefilter("ignore")
     numbers = list(range(KEYS))
     random.Random(seed).shuffle(numbers)
-    store, signer = open_store(directory, endpoint, url), Signer(Path(secret))
+    store = open_store(directory, endpoint, url)
     with open(log, "a", buffering=1) as lines:
         built: list[int] = []
 
@@ -166,17 +163,17 @@ def work(directory: str, endpoint: str, url: str, secret: str, log: str, seed: i
             if entry.files != {"kernel.py": text_of(number)}:
                 lines.write(json.dumps({"wrong": number}) + "\n")
             if i % 8 == 7:
-                push(store, signer, numbers[i - 7 : i + 1])
+                push(store, numbers[i - 7 : i + 1])
     parent = os.getppid()
-    while not push(store, signer, numbers) and os.getppid() == parent:
+    while not push(store, numbers) and os.getppid() == parent:
         time.sleep(0.05)
 
 
-def push(store: Any, signer: Any, numbers: list[int]) -> bool:
+def push(store: Any, numbers: list[int]) -> bool:
     """Send kernels one by one; drop those that are there from `numbers`; False if any is left."""
     for number in list(numbers):
         try:
-            store.push(key_of(number).digest, signer=signer)
+            store.push(key_of(number).digest)
         except Exception:  # whatever the filesystem raised: the next call tries again
             continue
         numbers.remove(number)
@@ -186,7 +183,6 @@ def push(store: Any, signer: Any, numbers: list[int]) -> bool:
 def run(seed: int = 0) -> dict[str, Any]:
     """Return the counts of one run; all of COUNTED have to be 0."""
     import fsspec
-    import minisign
 
     from nmm_compiler.cache.store import Store
 
@@ -195,16 +191,12 @@ def run(seed: int = 0) -> dict[str, Any]:
         proxy, endpoint,
     ):  # fmt: skip
         folder = Path(temporary)
-        pair = minisign.KeyPair.generate()
-        secret = folder / "key"
-        secret.write_bytes(bytes(pair.secret_key))
-        url = f"s3://bucket/kernels#minisign={pair.public_key.to_base64().decode()}"
+        url = "s3://bucket/kernels"
         settings = {"key": "x", "secret": "y", "endpoint_url": endpoint}
         files = fsspec.filesystem("s3", **settings)
         files.mkdir("bucket")
-        planted = _plant_unsigned(folder, endpoint)
         proxy.faulty = True
-        killed = _processes(folder, endpoint, url, secret, drawn)
+        killed = _processes(folder, endpoint, url, drawn)
         proxy.faulty = False
         files.invalidate_cache()
         reader = open_store(str(folder / "reader"), endpoint, url)
@@ -212,8 +204,8 @@ def run(seed: int = 0) -> dict[str, Any]:
         lines = [json.loads(line) for p in folder.glob("log*") for line in _whole_lines(p)]
         torn = sum("wrong" in line for line in lines)
         stores = [Store(folder / f"host{i}") for i in range(DIRECTORIES)]
-        torn += sum(info.state != "ok" for store in stores for info in store.list())
-        lost += sum(KEYS - len(store.list()) for store in stores)
+        torn += sum(info.state != "ok" for store in stores for info in store.entries())
+        lost += sum(KEYS - len(list(store.entries())) for store in stores)
         duplicated = 0
         for i in range(DIRECTORIES):
             built = Counter(
@@ -226,12 +218,11 @@ def run(seed: int = 0) -> dict[str, Any]:
         made = {
             "kernels": KEYS, "processes": PROCESSES, "directories": DIRECTORIES, "killed": killed,
             "faults": dict(proxy.counts), "lost": lost, "torn": torn, "duplicated": duplicated,
-            "unsigned": sum(_is_planted(reader, number) for number in planted),
         }  # fmt: skip
         return {**made, **_outage(folder, endpoint, url, proxy)}
 
 
-COUNTED = ("lost", "torn", "duplicated", "unsigned", "missing offline", "timeouts over one")
+COUNTED = ("lost", "torn", "duplicated", "missing offline", "timeouts over one")
 """The counts of `run` that have to be 0."""
 
 
@@ -240,27 +231,12 @@ def _whole_lines(path: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _plant_unsigned(folder: Path, endpoint: str) -> list[int]:
-    """Put entries that nobody signed, with other texts, where some kernels will be."""
-    store = open_store(str(folder / "stranger"), endpoint, "s3://bucket/kernels")
-    planted = [0, 1, 2]
-    for number in planted:
-        store.get_or_build(key_of(number), lambda: {"kernel.py": "y = 'not ours'\n"})
-    store.push()
-    return planted
-
-
-def _is_planted(store: Any, number: int) -> bool:
-    entry = store.get(key_of(number))
-    return entry is not None and entry.files["kernel.py"] != text_of(number)
-
-
-def _processes(folder: Path, endpoint: str, url: str, secret: Path, drawn: random.Random) -> int:
+def _processes(folder: Path, endpoint: str, url: str, drawn: random.Random) -> int:
     """Run the processes to their ends, KILLS of them begun again; return how many were killed."""
 
     def start(i: int) -> subprocess.Popen[bytes]:
         directory = i % DIRECTORIES
-        told = (str(folder / f"host{directory}"), endpoint, url, str(secret),
+        told = (str(folder / f"host{directory}"), endpoint, url,
                 str(folder / f"log{directory}-{i}"), str(drawn.randrange(1 << 30)))  # fmt: skip
         env = {**os.environ, "AWS_MAX_ATTEMPTS": "2"}
         quiet = subprocess.DEVNULL
@@ -310,7 +286,7 @@ def _outage(folder: Path, endpoint: str, url: str, proxy: Any) -> dict[str, Any]
             store.get_or_build(key_of(number), lambda n=number: {"kernel.py": text_of(n)})
     said = [w for w in caught if "remote cache" in str(w.message)]
     return {
-        "missing offline": KEYS - len(store.list()),
+        "missing offline": KEYS - len(list(store.entries())),
         "timeouts over one": max(0, len(timeouts) - 1),
         "outage": {
             "seconds": round(time.monotonic() - start, 1), "deadline of an entry s": ENTRY_SECONDS,
@@ -321,4 +297,4 @@ def _outage(folder: Path, endpoint: str, url: str, proxy: Any) -> dict[str, Any]
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    work(*sys.argv[1:6], int(sys.argv[6]))
+    work(*sys.argv[1:5], int(sys.argv[5]))

@@ -1,278 +1,158 @@
-"""The first level: entries as directories, whole or absent, on any POSIX filesystem.
+"""Entries as directories, whole or absent, on any POSIX filesystem.
 
-    <cache directory>/v2/<first digit>/<digest>/meta.json, kernel.py, ... and .checked, see checked
-    <cache directory>/v2/.stage-*   being written    .trash-*  being deleted    .locks/ see locks
+    <cache directory>/v3/<digest>/meta.json, kernel.py, ...
+    <cache directory>/v3/.stage-*   being written    .trash-*  being deleted; evicted like entries
 
-Sixteen shards keep a listing short, so that a full cache can be judged by one or two of them.
+An entry is staged beside its final place and then renamed; only the rename publishes. A process
+that finds the place taken discards its own copy. Deletion renames first too, so no reader sees half
+an entry. What a power cut leaves of an entry does not agree with its sha256s.
 
-An entry is staged beside its final place, each file fsynced, the manifest last, and then renamed.
-Only the rename publishes. A process that finds the place taken discards its own copy and reads the
-published one. Deletion renames first too, so no reader sees half an entry. Locks only save work:
-nothing here relies on them.
-
-A change of this layout takes a new folder, "v3"; `prune` deletes the older ones.
+An entry's last use is the modification time of its directory. A change of this layout takes a new
+folder, "v4".
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import re
 import secrets
 import shutil
-import socket
 import stat
-from collections.abc import Iterable, Iterator
+import time
 from pathlib import Path
 
-from nmm_compiler.cache import checked, trust
-from nmm_compiler.cache.entry import MANIFEST, Entry, check_digest, fingerprint, parse
-from nmm_compiler.cache.foreign import check_shape
+from nmm_compiler.cache import trust
+from nmm_compiler.cache.entry import MAX_FILES, Entry, verified
+from nmm_compiler.cache.explain import Info
 from nmm_compiler.errors import DamagedEntryError
 
-FOLDER = "v2"
-OLDER = ("v1",)
-SHARDS = "0123456789abcdef"
+FOLDER, OLDER = "v3", ("v1", "v2")
 STAGE, TRASH = ".stage-", ".trash-"
-_PUBLISH_ATTEMPTS = 4
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-Stamp = tuple[tuple[str, tuple[int, int, int, int]], ...]
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Disk:
-    """Reads and publishes entries below one cache directory; keeps no state of its own."""
+    """Reads, publishes and deletes entries below one cache directory (None: there are none)."""
 
-    def __init__(self, root: Path, writing: bool) -> None:
+    def __init__(self, root: Path | None, writing: bool) -> None:
         self.root, self.writing = root, writing
-        self.folder = root / FOLDER
-        self._believed = trust.owners(writing)
+        self.folder = (root or Path(os.devnull)) / FOLDER
 
-    def place(self, digest: str) -> Path:
-        """Return the directory of an entry."""
-        return self.folder / digest[0] / digest
+    def check(self) -> bool:
+        """Return whether the directory is there; raise CacheTrustError when it is not trusted."""
+        if self.root is None:
+            return False
+        trust.check_parents(self.root)
+        places = (self.root, self.folder)
+        return all(trust.check_directory(place, self.writing) for place in places)
 
-    def check(self, shards: Iterable[str] = ()) -> bool:
-        """Return whether the directory is there; raise CacheTrustError when it, or one of these
-        shards, is not trusted.
-        """
-        there = trust.check_directory(self.root, self.writing) and trust.check_itself(
-            self.folder, self.writing
-        )
-        for shard in shards if there else ():
-            trust.check_itself(self.folder / shard, self.writing)
-        return there
-
-    def prepare(self) -> None:
-        """Create what is missing, with mode 0700; raise OSError when it cannot be written."""
-        if not self.check():
-            trust.create_directory(self.folder)
-            self.check()
-        if not os.access(self.folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.folder))
-
-    def read(self, digest: str) -> tuple[Entry, Stamp]:
-        """Return the verified entry and the stamp of its files.
+    def read(self, digest: str) -> Entry:
+        """Return the verified entry.
 
         Raises FileNotFoundError when there is none, DamagedEntryError when it is not whole,
         CacheTrustError when the directory is not trusted, OSError when it cannot be read.
         """
-        if not self.check(digest[0]):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
-        path = self.place(digest)
-        folder = trust.open_entry(path, self._believed)
+        path = self.folder / digest
+        if not self.check():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        folder = trust.open_checked(path, self.writing)
         try:
-            return self._read_open(path, folder, digest)
-        except (DamagedEntryError, FileNotFoundError) as error:
-            if not _is_still(path, folder):  # evicted while we read it
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
-            if isinstance(error, FileNotFoundError):
-                raise DamagedEntryError(f"{os.fspath(error.filename)} is missing") from None
-            raise
+            names = os.listdir(folder)
+            if "__pycache__" in names:
+                # Left by whoever imported the source; bytecode is not verified and must not stay.
+                shutil.rmtree(path / "__pycache__", ignore_errors=True)
+                names = os.listdir(folder)
+            if len(names) > MAX_FILES + 1:
+                raise DamagedEntryError(f"{path} holds {len(names)} files, over {MAX_FILES}")
+            contents = {name: trust.read_file(name, folder, self.writing) for name in names}
+            return verified(digest, contents, path)
+        except DamagedEntryError:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.lstat(path), os.fstat(folder)):
+                    raise
+            raise FileNotFoundError(f"{path} was evicted while it was read") from None
         finally:
             os.close(folder)
 
-    def _read_open(self, path: Path, folder: int, digest: str) -> tuple[Entry, Stamp]:
-        raw, seen = trust.read_file(MANIFEST, folder, self._believed)
-        manifest = parse(raw, digest)
-        stamp = [(str(path / MANIFEST), fingerprint(seen))]
-        names = set(os.listdir(folder)) - {MANIFEST, checked.MARK}
-        if "__pycache__" in names and "__pycache__" not in manifest.files:
-            # Left by whoever imported the source; bytecode is not verified, so it must not stay.
-            self._drop_bytecode(path)
-            names.discard("__pycache__")
-        if names != set(manifest.files):
-            odd = ", ".join(sorted(names ^ set(manifest.files)))
-            raise DamagedEntryError(f"files present and files in {MANIFEST} differ: {odd}")
-        contents = {}
-        for name in manifest.files:
-            contents[name], seen = trust.read_file(name, folder, self._believed)
-            stamp.append((str(path / name), fingerprint(seen)))
-        return manifest.entry(contents, path), tuple(stamp)
+    def prepare(self) -> None:
+        """Create what is missing, with mode 0700; raise OSError where that cannot be."""
+        if not self.check():
+            missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+            for path in reversed(missing):
+                with contextlib.suppress(FileExistsError):  # another process was quicker
+                    os.mkdir(path, 0o700)
+                    os.chmod(path, 0o700)  # a umask such as 0777 takes rights from the owner too
+            self.check()
 
-    def _drop_bytecode(self, path: Path) -> None:
-        try:
-            shutil.rmtree(path / "__pycache__")
-        except OSError as error:
-            raise DamagedEntryError(
-                f"{path / '__pycache__'} holds bytecode that nothing vouches for and that cannot "
-                f"be deleted ({error})"
-            ) from None
-
-    def touch(self, digest: str) -> None:
-        """Mark an entry as used now: the modification time of its directory."""
-        try:
-            os.utime(self.place(digest))
-        except OSError:
-            return  # gone, or not ours: only its place in the order of eviction is lost
-
-    def publish(self, entry: Entry) -> Entry:
-        """Put an entry on disk; return it with its directory, or the one that another process put.
+    def publish(self, entry: Entry) -> None:
+        """Put an entry on disk, unless another process did so meanwhile.
 
         Raises OSError when the directory cannot be written; nothing is left behind then.
         """
-        for attempt in range(_PUBLISH_ATTEMPTS):
-            try:
-                return self._publish_once(entry)
-            except FileNotFoundError:
-                if attempt == _PUBLISH_ATTEMPTS - 1:
-                    raise  # the directory keeps being deleted under us
-        raise AssertionError("unreachable")
-
-    def _publish_once(self, entry: Entry) -> Entry:
         self.prepare()
-        digest = entry.key.digest
-        final = self.place(digest)
-        if not self.check(digest[0]) or not final.parent.is_dir():
-            trust.create_directory(final.parent)
-        stage = self.folder / leftover_name(STAGE)
+        stage = self.folder / f"{STAGE}{secrets.token_hex(8)}"
         try:
             os.mkdir(stage, 0o700)
-            for name, text in entry.files.items():
-                _write_file(stage / name, text.encode())
-            _write_file(stage / MANIFEST, entry.manifest)
-            _sync_directory(stage)
-            for _ in range(_PUBLISH_ATTEMPTS):
-                try:
-                    os.rename(stage, final)
-                except OSError as error:
-                    if error.errno not in _TAKEN:
-                        raise
-                else:
-                    _sync_directory(final.parent)
-                    return Entry(
-                        entry.key, entry.files, entry.meta, entry.created, final, entry.manifest
-                    )
-                try:
-                    return self.read(digest)[0]
-                except FileNotFoundError:
-                    continue  # evicted since; the place is free again
-                except DamagedEntryError:
-                    self.remove(digest)
-            raise OSError(errno.EBUSY, "another process keeps writing this entry", str(final))
+            for name, data in entry.contents.items():
+                with os.fdopen(os.open(stage / name, _CREATE, 0o600), "wb") as file:
+                    file.write(data)
+            os.rename(stage, self.folder / entry.key.digest)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
         finally:
-            delete_tree(stage)
+            _delete(stage)
 
     def remove(self, digest: str) -> bool:
         """Delete an entry; return whether there was one. Raises OSError when it cannot be."""
-        trash = self.folder / leftover_name(TRASH)
+        trash = self.folder / f"{TRASH}{secrets.token_hex(8)}"
         try:
-            os.rename(self.place(digest), trash)
+            os.rename(self.folder / digest, trash)
         except FileNotFoundError:
             return False
-        delete_tree(trash)
+        _delete(trash)
         return True
 
-    def check_once(self, entry: Entry) -> None:
-        """Raise CacheTrustError when a source of the entry is more than a kernel.
+    def entries(self) -> list[Info]:
+        """Return what is in the folder, least recently used first: entries, and what killed
+        processes left.
 
-        An entry on disk that passed the same rules before, in any process, is not parsed again.
+        Times count by their distance from now, so a clock that went back shields no entry.
         """
-        if checked.is_marked(entry, self._believed):
-            return
-        for name, text in entry.files.items():
-            if name.endswith(".py"):
-                check_shape(f"{name} of cache entry {entry.key.digest[:12]}", text)
-        if self.writing:
-            checked.mark(entry)
+        infos = []
+        for name in os.listdir(self.folder) if self.check() else ():
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                used = os.lstat(self.folder / name).st_mtime
+                try:
+                    with os.scandir(self.folder / name) as files:
+                        size = sum(file.stat(follow_symlinks=False).st_size for file in files)
+                except (NotADirectoryError, PermissionError):  # goes first
+                    size, used = 0, 0.0
+                infos.append(Info(name, "", size, used))
+        now = time.time()
+        return sorted(infos, key=lambda info: (-abs(now - info.used), info.digest))
 
-    def digests(self) -> list[str]:
-        """Return the names of all entries, damaged ones too, in order."""
-        if not self.check(SHARDS):
-            return []
-        return sorted(digest for shard in SHARDS for digest in self.listing(shard))
+    def evict(self, max_bytes: float, keep: str = "") -> list[Info]:
+        """Delete the least recently used entries until the rest fits; return those deleted.
 
-    def listing(self, shard: str) -> list[str]:
-        """Return the names of a shard's entries; whoever asks has checked the directory."""
-        try:
-            return [name for name in os.listdir(self.folder / shard) if check_digest(name)]
-        except FileNotFoundError:
-            return []  # a shard is made when it is needed
-
-
-class NoDisk(Disk):
-    """A disk level without a directory: it finds nothing and reads nothing."""
-
-    def check(self, shards: Iterable[str] = ()) -> bool:
-        """Return False: there is no directory."""
-        return False
+        keep: the digest of an entry that stays whatever its age. Raises OSError.
+        """
+        entries, deleted = self.entries(), []
+        total = sum(info.size_bytes for info in entries)
+        for info in entries:
+            if total > max_bytes and info.digest != keep and self.remove(info.digest):
+                total -= info.size_bytes
+                deleted.append(info)
+        return deleted
 
 
-def leftover_name(kind: str) -> str:
-    """Return the name of an unfinished directory: its kind, host, process id, random digits."""
-    return f"{kind}{host_name()}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def host_name() -> str:
-    """Return this machine's name in characters that a file name takes."""
-    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "host"
-
-
-def _is_still(path: Path, folder: int) -> bool:
-    try:
-        now = os.lstat(path)
-    except OSError:
-        return False
-    then = os.fstat(folder)
-    return (now.st_dev, now.st_ino) == (then.st_dev, then.st_ino)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    handle = os.open(path, flags, 0o600)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(handle, rest) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems have none
-            raise
-    finally:
-        os.close(handle)
-
-
-def delete_tree(path: Path) -> None:
-    """Delete a tree or file that was renamed away; `prune` deletes what remains of it."""
-    try:
+def _delete(path: Path) -> None:
+    """Delete a tree or file that is out of sight; it is evicted where that fails."""
+    with contextlib.suppress(OSError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
             os.chmod(path, 0o700)
             shutil.rmtree(path)
         else:
             os.unlink(path)
-    except OSError:
-        return
-
-
-def leftovers(folder: Path) -> Iterator[Path]:
-    """Yield what killed processes may have left."""
-    for name in os.listdir(folder):
-        if name.startswith((STAGE, TRASH)):
-            yield folder / name

@@ -1,41 +1,38 @@
 """One cache entry and its manifest, `meta.json`.
 
-The manifest holds the key's named entries, the caller's metadata, the size and sha256 of every
-file, and who made it. Its last line is the sha256 of all the text before, so a change of any byte
-of an entry, the manifest's own included, is seen. `render` and `parse` are pure functions of bytes.
+The manifest holds the key's named entries, the caller's metadata, the sha256 of every file and of
+the manifest itself, and who made it. It has one rendering, so that a change of any byte of an
+entry, the manifest's own included, is seen.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import datetime
 import functools
 import hashlib
 import json
 import os
-import platform
 import re
-import sys
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.cache import scratch
 from nmm_compiler.cache.key import Key, plain
-from nmm_compiler.cache.trust import MAX_FILE_BYTES
-from nmm_compiler.errors import CacheKeyError, DamagedEntryError
+from nmm_compiler.errors import CacheError, CacheKeyError, DamagedEntryError, OutputError
+from nmm_compiler.outputs import write_text
 from nmm_compiler.version import VERSION
 
 MANIFEST = "meta.json"
-SIGNATURE = f"{MANIFEST}.minisig"
-MAX_ENTRY_BYTES = MAX_FILE_BYTES  # all files together
-MAX_FILES_PER_ENTRY = 64
-MAX_MANIFEST_BYTES = 1 << 20
-ENTRY_FORMAT = 1
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_HEX = re.compile(r"[0-9a-f]{64}")
-_TAIL = ',\n "sha256": "{}"\n}}\n'
-_TAIL_BYTES = len(_TAIL.format("0" * 64))
+MAX_ENTRY_BYTES = 8 << 20  # all files together; kernels have 10 to 20 kB
+MAX_FILES = 16
+ENTRY_FORMAT = 2
+FILE_NAME = re.compile(r"(?!meta\.json$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,61 +40,52 @@ class Entry:
     """A verified entry: what the builder returned, byte for byte.
 
     key: what it was built from. files: name -> text. meta: the caller's metadata. created: by
-    which version, when. directory: where it is on disk, None in memory. manifest: its bytes.
+    which version, when. manifest: its bytes. directory: where it is on disk, None in memory.
     """
 
     key: Key
     files: dict[str, str]
     meta: dict[str, Any]
     created: dict[str, Any]
-    directory: Path | None
     manifest: bytes = dataclasses.field(repr=False)
+    directory: Path | None = None
 
     @property
-    def path(self) -> Path:
-        """A directory that holds the files now.
-
-        That is the cache's own while it lasts; for an entry in memory, or one that was evicted
-        since, a private directory of this process with the same verified text.
-        """
-        if self.directory is not None and (self.directory / MANIFEST).is_file():
-            return self.directory
-        return scratch.write(self.key.digest, self.files)
+    def contents(self) -> dict[str, bytes]:
+        """The bytes of each file, the manifest last."""
+        return {name: text.encode() for name, text in self.files.items()} | {
+            MANIFEST: self.manifest
+        }
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the files and the manifest."""
-        return len(self.manifest) + sum(len(text.encode()) for text in self.files.values())
+        return sum(map(len, self.contents.values()))
 
-    def __str__(self) -> str:
-        names = ", ".join(self.files)
-        return f"Entry({self.key.digest[:12]}: {names}; {self.size_bytes} B; {self.key.label()})"
+    @property
+    def path(self) -> Path:
+        """A directory that holds these files now.
 
-
-def check_name(name: object) -> str:
-    """Return `name` if it can name a file of an entry; raise CacheKeyError if not."""
-    taken = (MANIFEST, SIGNATURE)
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
-        raise CacheKeyError(
-            f"{name!r} cannot name a file of a cache entry; use letters, digits, '_', '-' and '.', "
-            f"not starting with '.' or '-', and not {' or '.join(taken)}"
-        )
-    return name
-
-
-def check_digest(digest: str) -> bool:
-    """Return whether the text is a digest, and so may name an entry."""
-    return _HEX.fullmatch(digest) is not None
-
-
-@functools.cache
-def made_by() -> dict[str, str]:
-    """Return the versions that go into each manifest: package, Python, machine."""
-    return {
-        "by": f"nmm_compiler {VERSION}",
-        "python": platform.python_version(),
-        "platform": f"{sys.platform}-{platform.machine()}",
-    }
+        That is the cache's own while it does; for an entry in memory, or one that was evicted or
+        changed since, a private directory of this process. Raises CacheError when there is none.
+        """
+        with contextlib.suppress(OSError):
+            if self.directory is not None and all(
+                (self.directory / name).read_bytes() == data for name, data in self.contents.items()
+            ):
+                return self.directory
+        try:
+            directory = _directory_of_process(os.getpid()) / self.key.digest
+            directory.mkdir(mode=0o700, exist_ok=True)
+            for name, text in self.files.items():
+                write_text(directory / name, text)
+        except (OSError, OutputError) as error:
+            raise CacheError(
+                f"the source of kernel {self.key.digest[:12]} has to be written to a file and "
+                f"neither the cache directory nor the temporary directory takes it: {error}; set "
+                "TMPDIR or NMM_CACHE_DIR to a directory that can be written"
+            ) from error
+        return directory
 
 
 def make(key: Key, files: Mapping[str, str], meta: Mapping[str, Any] | None) -> Entry:
@@ -108,109 +96,90 @@ def make(key: Key, files: Mapping[str, str], meta: Mapping[str, Any] | None) -> 
     if not isinstance(files, Mapping) or not files:
         raise CacheKeyError(f"the builder of {key} returned {files!r:.80}; return {{name: text}}")
     for name, text in files.items():
-        check_name(name)
-        if not isinstance(text, str):
-            raise CacheKeyError(f"file {name!r} of {key} is a {type(text).__name__}; return text")
+        if not (isinstance(name, str) and FILE_NAME.fullmatch(name) and isinstance(text, str)):
+            raise CacheKeyError(
+                f"{name!r:.120} of {key} is a {type(text).__name__}; return text in files named "
+                f"with letters, digits, '_', '-' and '.', which do not start with '.' or '-', and "
+                f"are not {MANIFEST}"
+            )
+    made_by = {
+        "by": f"nmm_compiler {VERSION}",
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
     try:
-        encoded = {name: text.encode() for name, text in files.items()}
+        body = {
+            "format": ENTRY_FORMAT,
+            "digest": key.digest,
+            "created": made_by,
+            "key": key.to_dict(),
+            "meta": plain(meta or {}, "meta"),
+            "files": {name: _sha256(text.encode()) for name, text in files.items()},
+        }
     except UnicodeEncodeError as error:
         raise CacheKeyError(f"a file of {key} is not UTF-8 text: {error}") from None
-    total = sum(len(data) for data in encoded.values())
-    if total > MAX_ENTRY_BYTES or len(files) > MAX_FILES_PER_ENTRY:
+    entry = Entry(key, dict(files), body["meta"], made_by, render(body))
+    if entry.size_bytes > MAX_ENTRY_BYTES or len(files) > MAX_FILES:
         raise CacheKeyError(
-            f"the {len(files)} files of {key} have {total} B, over {MAX_ENTRY_BYTES} B or "
-            f"{MAX_FILES_PER_ENTRY} files"
+            f"{key} has {len(files)} files of {entry.size_bytes} B, over {MAX_FILES} files or "
+            f"{MAX_ENTRY_BYTES} B"
         )
-    made = plain(meta or {}, "meta")
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    created = {**made_by(), "time": now}
-    body = {
-        "format": ENTRY_FORMAT,
-        "digest": key.digest,
-        "created": created,
-        "key": key.to_dict(),
-        "meta": made,
-        "files": {name: _describe(data) for name, data in encoded.items()},
-    }
-    manifest = render(body)
-    if len(manifest) > MAX_MANIFEST_BYTES:
-        raise CacheKeyError(
-            f"key and metadata of {key} have {len(manifest)} B, over {MAX_MANIFEST_BYTES}"
-        )
-    return Entry(key, dict(files), made, created, None, manifest)
+    return entry
 
 
-def _describe(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def render(body: Mapping[str, Any]) -> bytes:
-    """Return the manifest's bytes: indented JSON that ends with the sha256 of the rest."""
-    head = json.dumps(body, indent=1, allow_nan=False)[: -len("\n}")]
-    return (head + _TAIL.format(hashlib.sha256(head.encode()).hexdigest())).encode()
+    """Return the bytes of a manifest: indented JSON that ends with the sha256 of the rest."""
+    own = _sha256(json.dumps(body, allow_nan=False).encode())
+    return json.dumps({**body, "sha256": own}, indent=1).encode() + b"\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """A manifest that agrees with itself; `files` is name -> (bytes, sha256)."""
+def verified(digest: str, contents: Mapping[str, bytes], directory: Path | None = None) -> Entry:
+    """Return the entry `digest` of these files, or raise DamagedEntryError.
 
-    key: Key
-    files: dict[str, tuple[int, str]]
-    meta: dict[str, Any]
-    created: dict[str, Any]
-    raw: bytes
-
-    def entry(self, contents: Mapping[str, bytes], directory: Path | None) -> Entry:
-        """Return the entry with these bytes, or raise DamagedEntryError where they are others."""
-        if set(contents) != set(self.files):
-            odd = ", ".join(sorted(set(contents) ^ set(self.files)))
-            raise DamagedEntryError(f"files present and files in {MANIFEST} differ: {odd}")
-        texts = {}
-        for name, (size, sha256) in self.files.items():
-            data = contents[name]
-            if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
-                raise DamagedEntryError(f"{name} is not the file whose sha256 {MANIFEST} holds")
-            try:
-                texts[name] = data.decode()
-            except UnicodeDecodeError as error:
-                raise DamagedEntryError(f"{name} is not UTF-8 text: {error}") from None
-        return Entry(self.key, texts, self.meta, self.created, directory, self.raw)
-
-
-def parse(raw: bytes, digest: str) -> Manifest:
-    """Return the manifest of the entry `digest` in these bytes, or raise DamagedEntryError."""
-    head, tail = raw[:-_TAIL_BYTES], raw[-_TAIL_BYTES:]
-    if tail != _TAIL.format(hashlib.sha256(head).hexdigest()).encode():
-        raise DamagedEntryError(f"{MANIFEST} does not agree with its own sha256")
+    contents: file name -> bytes, of every file that there is.
+    """
+    if MANIFEST not in contents:
+        raise DamagedEntryError(f"{MANIFEST} is missing")
+    raw = contents[MANIFEST]
     try:
         body = json.loads(raw)
+        del body["sha256"]
+        if render(body) != raw:
+            raise DamagedEntryError(f"{MANIFEST} does not agree with its own sha256")
         if body["format"] != ENTRY_FORMAT:
             raise DamagedEntryError(f"{MANIFEST} has format {body['format']!r}")
-        key = Key.make(body["key"])
-        files = {check_name(name): _size_and_hash(given) for name, given in body["files"].items()}
-        meta, created = plain(body["meta"], "meta"), plain(body["created"], "created")
-        named = body["digest"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        key, sha256s = Key.make(body["key"]), {**body["files"]}
+        meta, created, named = {**body["meta"]}, {**body["created"]}, body["digest"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedEntryError(f"{MANIFEST} is not a manifest: {error!r:.200}") from None
-    if not files or not isinstance(meta, dict) or not isinstance(created, dict):
-        raise DamagedEntryError(f"{MANIFEST} is not a manifest: no files, or meta is no object")
-    total = sum(size for size, _ in files.values())
-    if total > MAX_ENTRY_BYTES or len(files) > MAX_FILES_PER_ENTRY:
-        raise DamagedEntryError(f"{MANIFEST} lists {len(files)} files of {total} B, too much")
     if key.digest != digest or named != digest:
         raise DamagedEntryError(f"{MANIFEST} is that of another entry, {key.digest[:12]}")
-    return Manifest(key, files, meta, created, raw)
+    odd = set(sha256s) ^ (set(contents) - {MANIFEST})
+    if odd or not sha256s or not all(map(FILE_NAME.fullmatch, sha256s)):
+        raise DamagedEntryError(
+            f"files present and files in {MANIFEST} differ: {', '.join(sorted(odd)) or 'no files'}"
+        )
+    for name, sha256 in sha256s.items():
+        if _sha256(contents[name]) != sha256:
+            raise DamagedEntryError(f"{name} is not the file whose sha256 {MANIFEST} holds")
+    try:
+        files = {name: contents[name].decode() for name in sha256s}
+    except UnicodeDecodeError as error:
+        raise DamagedEntryError(f"a file is not UTF-8 text: {error}") from None
+    return Entry(key, files, meta, created, raw, directory)
 
 
-def _size_and_hash(given: Mapping[str, Any]) -> tuple[int, str]:
-    size, sha256 = given["bytes"], given["sha256"]
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_FILE_BYTES:
-        raise ValueError(f"a file of {size!r} bytes")
-    if not isinstance(sha256, str) or not check_digest(sha256):
-        raise ValueError(f"sha256 {sha256!r}")
-    return size, sha256
+@functools.cache
+def _directory_of_process(process: int) -> Path:
+    """Make the directory of one process, deleted at its end; a forked child makes its own."""
+    directory = Path(tempfile.mkdtemp(prefix="nmm-kernels-"))
+    atexit.register(_delete, directory, process)
+    return directory
 
 
-def fingerprint(seen: os.stat_result) -> tuple[int, int, int, int]:
-    """Return what changes when a file is rewritten or replaced: inode, size and both times."""
-    return (seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+def _delete(directory: Path, process: int) -> None:
+    if process == os.getpid():
+        shutil.rmtree(directory, ignore_errors=True)

@@ -6,133 +6,79 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 from nmm_compiler.cache.entry import Entry
-from nmm_compiler.cache.key import Change, Key
+from nmm_compiler.cache.key import Key
 from nmm_compiler.report.text import counted
-
-MAX_DIFF_LINES = 12
 
 
 @dataclass(frozen=True)
 class Info:
-    """One line of `list`: `state` is "ok" or what is wrong; key and meta are None when damaged."""
+    """One entry on disk. state: "ok", what is wrong, or "" where it was not read.
+
+    used: seconds since the epoch. entry: a whole one that was read.
+    """
 
     digest: str
     state: str
     size_bytes: int
     used: float
-    key: Key | None = None
-    meta: Mapping[str, Any] | None = None
-    created: Mapping[str, Any] | None = None
-    files: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        label = self.key.label() if self.key else self.state
-        return f"{self.digest[:12]}  {self.size_bytes} B  {label}"
+    entry: Entry | None = None
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a key hits or misses. `where` is "memory", "disk", "remote" or "" for a miss.
+    """Why a key hits or misses. state: of its own entry, "ok" for a hit, "" when there is none.
 
-    nearest: the entry that differs in the fewest names; changes: the fields that differ from it.
-    entries: how many there are. damage: what is wrong with the key's own entry, if it is there.
+    nearest: the key that differs in the fewest fields; changes: those fields, with both values.
+    entries: how many were compared.
     """
 
     key: Key
-    where: str
-    nearest: Info | None
-    changes: tuple[Change, ...]
+    state: str
+    nearest: Key | None
+    changes: tuple[tuple[str, str, str], ...]
     entries: int
-    damage: str = ""
 
     def verdict(self) -> str:
         """Return whether the key hits or misses, and why, in one line."""
-        if self.where:
-            return f"hit ({self.where})"
-        if self.damage:
-            return f"miss, because its entry is {self.damage}"
-        if self.nearest is None or self.nearest.key is None:
+        if self.state == "ok":
+            return "hit"
+        if self.state:
+            return f"miss, because its entry is {self.state}"
+        if self.nearest is None:
             return "miss; the cache has no whole entry to compare with"
-        names = ", ".join(self.key.diff(self.nearest.key))
-        among = counted(self.entries, "entry", "entries")
-        return f"miss among {among}, because of: {names}"
-
-    def __str__(self) -> str:
-        said = f"{self.key}: {self.verdict()}"
-        if self.where or self.damage or self.nearest is None or self.nearest.key is None:
-            return said
-        lines = [
-            said,
-            f"nearest entry {self.nearest.digest[:12]} differs in",
-            *(f"  {change}" for change in self.changes),
-        ]
-        return "\n".join(lines)
+        names = ", ".join(dict.fromkeys(name.partition(".")[0] for name, _, _ in self.changes))
+        return f"miss among {counted(self.entries, 'entry', 'entries')}, because of: {names}"
 
 
-def nearest(key: Key, infos: Iterable[Info]) -> tuple[Info | None, tuple[Change, ...]]:
-    """Return the whole entry that differs from `key` in the fewest names, then fields, then age."""
-    best: tuple[tuple[int, int, float], Info, tuple[Change, ...]] | None = None
+def explain(key: Key, infos: Iterable[Info]) -> Explanation:
+    """Compare a key with entries; of equally near ones, the one that was used last counts."""
+    used: dict[Key, float] = {}
+    state = ""
     for info in infos:
-        if info.key is None or info.key == key:
-            continue
-        changes = key.changes(info.key)
-        rank = (len(key.diff(info.key)), len(changes), -info.used)
-        if best is None or rank < best[0]:
-            best = rank, info, changes
-    return (best[1], best[2]) if best else (None, ())
+        if info.digest == key.digest:
+            state = info.state
+        elif info.entry is not None:
+            used[info.entry.key] = info.used
+
+    nearest = min(used, key=lambda k: (len(key.changes(k)), -used[k]), default=None)
+    return Explanation(key, state, nearest, key.changes(nearest) if nearest else (), len(used))
 
 
-@dataclass(frozen=True)
-class Verified:
-    """One entry of `verify`: state is same, differs, damaged, failed or skipped."""
+def compare(entry: Entry, rebuilt: Mapping[str, str] | None) -> str:
+    """Return "same", "skipped: why" or "differs: where", of an entry and what was built again.
 
-    digest: str
-    state: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.digest[:12]}  {self.state}" + (f"  {self.detail}" if self.detail else "")
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What `verify` found, entry by entry; `ok` when nothing differs, is damaged or failed."""
-
-    rows: tuple[Verified, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every entry that could be compared is what would be built now."""
-        return all(row.state in ("same", "skipped") for row in self.rows)
-
-    def count(self, state: str) -> int:
-        """Return how many entries are in this state."""
-        return sum(row.state == state for row in self.rows)
-
-    def __str__(self) -> str:
-        states = ("same", "skipped", "differs", "damaged", "failed")
-        counts = ", ".join(f"{self.count(s)} {s}" for s in states if self.count(s))
-        bad = [str(row) for row in self.rows if row.state not in ("same", "skipped")]
-        many = counted(len(self.rows), "entry", "entries")
-        return "\n".join([f"{many}: {counts or 'nothing to verify'}", *bad])
-
-
-def compare(entry: Entry, rebuilt: Mapping[str, str] | None) -> Verified:
-    """Compare an entry with what was built again; None: this version could not build it."""
-    digest = entry.key.digest
+    rebuilt: None where this version could not build it.
+    """
     if rebuilt is None:
-        return Verified(digest, "skipped", f"made by {entry.created.get('by', 'another version')}")
-    odd = sorted(set(rebuilt) ^ set(entry.files))
-    if odd:
-        return Verified(digest, "differs", f"files: {', '.join(odd)}")
-    for name, text in entry.files.items():
-        if rebuilt[name] != text:
-            diff = difflib.unified_diff(
-                text.splitlines(), rebuilt[name].splitlines(), "cached", "rebuilt", "", "", 0, ""
-            )
-            shown = "\n".join(list(diff)[:MAX_DIFF_LINES]) or "only line ends differ"
-            return Verified(digest, "differs", f"{name}:\n{shown}")
-    return Verified(digest, "same")
+        return f"skipped: made by {entry.created.get('by', 'another version')}"
+    if dict(rebuilt) == entry.files:
+        return "same"
+    cached, built = (
+        [f"{name}: {line}" for name in sorted(files) for line in files[name].splitlines(True)]
+        for files in (entry.files, rebuilt)
+    )
+    lines = difflib.unified_diff(cached, built, "cached", "rebuilt", n=0)
+    return "differs:\n" + "".join(islice(lines, 12))

@@ -11,7 +11,6 @@ A change of the canonical JSON takes a new KEY_FORMAT.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -62,25 +61,15 @@ def canonical(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """One difference between two keys: the dotted name and both values, as text."""
-
-    name: str
-    ours: str
-    theirs: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.ours} (nearest entry has {self.theirs})"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Key:
     """What can change an emitted kernel, by name. Keys are equal when their digests are.
 
-    entries: (name, plain data) in the order of printing, which does not change the digest.
+    entries: (name, plain data) in the order of printing, which does not change the digest. digest:
+    the sha256 of the canonical JSON, in hex: the entry's name on disk.
     """
 
-    entries: tuple[tuple[str, Any], ...]
+    entries: tuple[tuple[str, Any], ...] = dataclasses.field(compare=False)
+    digest: str
 
     @classmethod
     def make(cls, entries: Mapping[str, Any]) -> Key:
@@ -91,95 +80,41 @@ class Key:
             made = plain(entries, "key")
         except RecursionError:
             raise CacheKeyError("a cache key's data is nested without end") from None
-        return cls(tuple(made.items()))
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """The sha256 of the canonical JSON, in hex: the entry's name on disk."""
-        document = canonical({"format": KEY_FORMAT, "entries": dict(self.entries)})
-        return hashlib.sha256(document.encode()).hexdigest()
+        document = canonical({"format": KEY_FORMAT, "entries": made})
+        return cls(tuple(made.items()), hashlib.sha256(document.encode()).hexdigest())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entries as a dict of plain data, in order."""
         return dict(self.entries)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Key) and other.digest == self.digest
+    def changes(self, other: Key) -> tuple[tuple[str, str, str], ...]:
+        """Return (dotted name, our value, their value) of every differing field, as text."""
+        mine, theirs = self.fields(), other.fields()
+        both = [(name, mine.get(name), theirs.get(name)) for name in {**mine, **theirs}]
+        return tuple((name, short(a), short(b)) for name, a, b in both if a != b)
 
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def diff(self, other: Key) -> tuple[str, ...]:
-        """Return the names of the entries that differ or that only one of the keys has."""
-        mine, theirs = dict(self.entries), dict(other.entries)
-        names = [*mine, *(name for name in theirs if name not in mine)]
-        return tuple(
-            name
-            for name in names
-            if name not in mine or name not in theirs or not _same(mine[name], theirs[name])
-        )
-
-    def changes(self, other: Key) -> tuple[Change, ...]:
-        """Return every differing field as a dotted name with both values: `spec.m: 512, 1024`."""
-        mine, theirs = dict(self.entries), dict(other.entries)
-        return tuple(
-            Change(path, ours, other_value)
-            for name in self.diff(other)
-            for path, ours, other_value in _walk(
-                name, mine.get(name, _MISSING), theirs.get(name, _MISSING)
-            )
-        )
-
-    def leaves(self) -> dict[str, str]:
-        """Return every field as dotted name -> text: {"family": "lowrank", "spec.m": "512"}."""
-        found: dict[str, str] = {}
-
-        def walk(path: str, value: Any) -> None:
-            if isinstance(value, dict) and value:
-                for name, inner in value.items():
-                    walk(f"{path}.{name}", inner)
-            else:
-                found[path] = _short(value)
-
-        for name, value in self.entries:
-            walk(name, value)
-        return found
+    def fields(self) -> dict[str, str]:
+        """Return every field as dotted name -> JSON: {"family": '"lowrank"', "spec.m": "512"}."""
+        return {name: text for top, value in self.entries for name, text in _leaves(top, value)}
 
     def __str__(self) -> str:
-        return f"Key({self.digest[:12]}: {self.label()})"
-
-    def label(self) -> str:
-        """Return the entries on one line, each cut to a readable length."""
-        return " ".join(f"{name}={_short(value)}" for name, value in self.entries)
+        shown = " ".join(f"{name}={short(canonical(value))}" for name, value in self.entries)
+        return f"Key({self.digest[:12]}: {shown})"
 
 
-_MISSING = object()
-
-
-def _same(a: Any, b: Any) -> bool:
-    return canonical(a) == canonical(b)
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    if isinstance(value, dict):
-        text = "{" + ",".join(f"{k}={_short(v, 20)}" for k, v in value.items()) + "}"
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{path}.{name}", inner)
     else:
-        text = value if isinstance(value, str) else canonical(value)
-        if isinstance(value, str) and _HASH.fullmatch(text):
-            return text[:8]
+        yield path, canonical(value)
+
+
+def short(text: str | None, limit: int = 60) -> str:
+    """Return JSON as text of a readable length; None: there is none."""
+    if text is None:
+        return "(absent)"
+    text = text.strip('"')
+    if _HASH.fullmatch(text):
+        return text[:8]
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _walk(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted name, our value, their value) of each leaf that differs."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for name in [*a, *(n for n in b if n not in a)]:
-            ours, theirs = a.get(name, _MISSING), b.get(name, _MISSING)
-            if ours is _MISSING or theirs is _MISSING or not _same(ours, theirs):
-                yield from _walk(f"{path}.{name}", ours, theirs)
-        return
-    yield path, _leaf(a), _leaf(b)
-
-
-def _leaf(value: Any) -> str:
-    return "(absent)" if value is _MISSING else _short(value)

@@ -1,117 +1,105 @@
 """The kernel cache: `Store.get_or_build(key, build)` returns a verified entry or builds one.
 
-A lookup asks memory, then disk, then the remote level if one is declared. Modes: "rw"; "ro" reads
+A lookup asks memory, then disk, then the shared store if one is declared. Modes: "rw"; "ro" reads
 and keeps what it builds in memory; "require" reads and raises on a miss; "off" builds every time.
-An entry that cannot be written is kept in memory, with one warning. A damaged entry is built again,
-with a warning. An entry that others could have written is refused.
+
+An entry that is damaged or cannot be read counts as absent, with a warning, and is built again. One
+that cannot be written is kept in memory, with a warning. A directory that others could write raises
+CacheTrustError.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-import textwrap
+import shutil
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nmm_compiler import options as options_module
-from nmm_compiler.cache import archive, evict, locks
-from nmm_compiler.cache import entry as entries
-from nmm_compiler.cache.disk import OLDER, SHARDS, NoDisk, delete_tree
-from nmm_compiler.cache.entry import Entry
-from nmm_compiler.cache.explain import (
-    Explanation,
-    Info,
-    Verified,
-    VerifyReport,
-    compare,
-    nearest,
-)
+from nmm_compiler.cache import archive
+from nmm_compiler.cache.disk import OLDER, Disk
+from nmm_compiler.cache.entry import Entry, make
+from nmm_compiler.cache.explain import Explanation, Info, compare, explain
+from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
-from nmm_compiler.cache.levels import Levels
-from nmm_compiler.cache.remote import Check, Pushed, Remote, check_sources
-from nmm_compiler.cache.signing import Signer, Trusted
+from nmm_compiler.cache.remote import Remote
 from nmm_compiler.errors import (
     CacheDirectoryError,
     CacheError,
-    CacheKeyError,
     CacheMissError,
     CacheTrustError,
     CacheWarning,
     DamagedEntryError,
-    UnknownNameError,
 )
 
+REMOTE_FAILURES = 3  # in a row, after which this process stops asking; one timeout will do
+LOOKS = 128  # at all entries, while as many bytes are published as the cache may hold
+ROOM = 15 / 16  # of the bound is kept at a look, so that the next ones find it kept
 Files = Mapping[str, str]
 Meta = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+Check = Callable[[str, str], None]
 
 
-class Store(Levels):
-    """One cache: a directory, a mode, a size bound in bytes, and maybe a second level.
+class Store:
+    """One cache: a directory (None: only memory), a mode, a bound in bytes, maybe a shared store.
 
-    check(file name, text) is run on each Python source that comes from the second level or from
+    check(file name, text) is run on each Python source that comes from the shared store or from
     an archive, and raises to refuse it; without one, nothing is taken from there.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None,
         mode: str = "rw",
         max_bytes: int = 1 << 30,
         remote: str | None = None,
         *,
         check: Check | None = None,
     ) -> None:
-        if mode not in options_module.CACHE_MODES:
-            raise UnknownNameError("cache mode", mode, options_module.CACHE_MODES)
-        if max_bytes < 0:
-            raise CacheKeyError(f"max_bytes is {max_bytes}; pass a number of bytes, 0 or more")
+        self.directory = Path(os.path.abspath(directory or os.devnull))
+        self.mode = "ro" if directory is None and mode == "rw" else mode
+        self.writing, self.max_bytes, self.check = self.mode == "rw", max_bytes, check
+        self.remote = Remote(remote) if remote else None
+        used = self.directory if directory is not None and mode != "off" else None
+        self._disk = Disk(used, self.writing)
+        self._held: dict[str, Entry] = {}
+        self._building: dict[tuple[int, str], threading.RLock] = {}
+        self._warned: set[str] = set()
+        self._remote_failures = 0
         try:
-            root = Path(os.path.abspath(Path(directory).expanduser()))
-        except RuntimeError as error:  # "~somebody" who is nobody
-            raise CacheDirectoryError(f"cache directory {directory}: {error}") from None
-        super().__init__(root, mode == "rw", max_bytes, Remote(remote) if remote else None, check)
-        self.mode = mode
-        self._path = str(root)
-        self._seen: tuple[int, ...] | None = None
-        self._locks = locks.BuildLocks()
-        if mode != "off":
-            self._look()
-        _LIVE.add(self)
-
-    def _look(self) -> None:
-        """Raise CacheTrustError or CacheDirectoryError when the directory may not be used."""
-        try:
-            self._disk.check(SHARDS)
+            self._disk.check()
         except (OSError, ValueError) as error:  # no right to look, too long, a NUL in it
             raise CacheDirectoryError(
                 f"cache directory {str(self.directory)!r:.200} cannot be looked at: {error!s:.200}"
                 "; set NMM_CACHE_DIR to a directory of your own"
             ) from None
 
-    def _look_again(self) -> None:
-        """Check the directory again if it was replaced or its rights changed.
-
-        Reading and writing the disk check it in full; this is for kernels found in memory.
-        """
-        try:
-            status = os.lstat(self._path)
-            seen: tuple[int, ...] = (status.st_dev, status.st_ino, status.st_mode, status.st_uid)
-        except OSError:  # deleted, or no right to look
-            seen = ()
-        if seen != self._seen:
-            self._look()
-            self._seen = seen
-
     @classmethod
-    def in_memory(cls, remote: str | None = None) -> Store:
-        """Return a store without a directory: what it finds or builds stays in this process."""
-        store = cls(os.devnull, "off", remote=remote)
-        store.mode, store._disk = "ro", NoDisk(store.directory, writing=False)
+    def open(
+        cls,
+        options: options_module.Options | None = None,
+        *,
+        check: Check | None = None,
+        on_disk: bool = True,
+    ) -> Store:
+        """Return the process-wide store for these options; the environment fills what is unset.
+
+        Raises CacheTrustError when the directory is one that others could write.
+        """
+        settings = (
+            options_module.cache_dir(options) if on_disk else None,
+            options_module.cache_mode(options),
+            options_module.cache_max_bytes(options),
+            options_module.remote_cache(options),
+        )
+        store = _OPEN.get(settings) or _OPEN.setdefault(settings, cls(*settings))
+        store.check = check or store.check
         return store
 
     @classmethod
@@ -123,77 +111,32 @@ class Store(Levels):
         Mode "require" raises what `open` raises: such a process must not build.
         """
         try:
-            store = cls.open(options, check=check)
-            if store.mode != "off":
-                store._look_again()
-            return store
+            return cls.open(options, check=check)
         except (CacheTrustError, CacheDirectoryError) as error:
-            mode = options_module.cache_mode(options)
-            if mode == "require":
+            if options_module.cache_mode(options) == "require":
                 raise
-            if mode != "off" and str(error) not in _said:
-                _said.add(str(error))
-                warnings.warn(
+            store = cls.open(options, check=check, on_disk=False)
+            if store.mode != "off":
+                store._warn(
                     f"{error}. Until then kernels are kept in memory, prices too, and the next "
-                    "process makes them again",
-                    CacheWarning,
-                    stacklevel=3,
+                    "process makes them again"
                 )
-            remote = options_module.remote_cache(options) if mode != "off" else None
-        with _OPEN_LOCK:
-            kept = _IN_MEMORY.get((mode, remote))
-            if kept is None:
-                kept = _IN_MEMORY[mode, remote] = cls.in_memory(remote)
-                kept.mode = "off" if mode == "off" else "ro"
-            if check is not None:
-                kept.check = check
-        return kept
-
-    @classmethod
-    def open(
-        cls, options: options_module.Options | None = None, *, check: Check | None = None
-    ) -> Store:
-        """Return the process-wide store for these options; the environment fills what is unset.
-
-        Raises CacheTrustError when the directory is one that others could write.
-        """
-        settings = (
-            options_module.cache_dir(options),
-            options_module.cache_mode(options),
-            options_module.cache_max_bytes(options),
-            options_module.remote_cache(options),
-        )
-        with _OPEN_LOCK:
-            store = _OPEN.get(settings)
-            if store is None:
-                store = _OPEN[settings] = cls(*settings)
-            if check is not None:
-                store.check = check
-        return store
+            return store
 
     def __str__(self) -> str:
         remote = f", remote={self.remote}" if self.remote else ""
         return f"Store({self.directory}, mode={self.mode}, max_bytes={self.max_bytes}{remote})"
 
-    # Reading
+    # Reading and building
 
     def get(self, key: Key, *, remote: bool = True) -> Entry | None:
-        """Return the verified entry of `key`, or None; remote: ask the remote level too.
+        """Return the verified entry of `key`, or None; remote: ask the shared store too.
 
         Damaged entries count as absent, with a warning, and are deleted in mode "rw".
         """
         if self.mode == "off":
             return None
-        return self._get_local(key) or (self._get_remote(key) if remote else None)
-
-    def check_once(self, entry: Entry) -> None:
-        """Raise CacheTrustError when a Python source of the entry is more than NKI kernels.
-
-        Each entry on disk is parsed once for all processes; see `checked`.
-        """
-        self._disk.check_once(entry)
-
-    # Building
+        return self._local(key.digest) or (self._shared(key.digest) if remote else None)
 
     def get_or_build(
         self,
@@ -209,237 +152,243 @@ class Store(Levels):
         command: returns what a user runs to build this entry, for the error of mode "require".
         Raises CacheMissError in mode "require"; what `build` raises goes through.
         """
-        if self.mode == "off":
-            return entries.make(key, build(), meta() if callable(meta) else meta)
-        found = self.get(key)
-        if found is not None:
-            return found
+        entry = self.get(key)
+        if entry is not None:
+            return entry
         if self.mode == "require":
-            raise self._missing((key,), command() if command else None)
-        with ExitStack() as held:
-            held.enter_context(self._locks.thread(key.digest))
-            found = self._memory.get(key.digest)
-            if found is None and self._can_lock():
-                held.enter_context(self._locks.process(self._disk.folder, key.digest))
-                found = self._get_local(key)
-            if found is not None:
-                return found
-            files = build()
-            made = entries.make(key, files, meta() if callable(meta) else meta)
-            return self._keep(made)
+            raise self.miss((key,), command() if command else None)
+        # One thread of one process builds a key. A forked child has thread locks of its own.
+        lock = self._building.setdefault((os.getpid(), key.digest), threading.RLock())
+        with lock, contextlib.ExitStack() as held:
+            if self.writing:
+                with contextlib.suppress(OSError):  # without it, work is done twice and no more
+                    self._disk.prepare()
+                    file = held.enter_context(open(self.directory / ".lock", "ab"))
+                    fcntl.lockf(file, fcntl.LOCK_EX, 1, int(key.digest[:15], 16))
+            entry = self._local(key.digest)
+            if entry is None:
+                entry = make(key, build(), meta() if callable(meta) else meta)
+                entry = self._keep(entry) if self.mode != "off" else entry
+            return entry
+
+    def _local(self, digest: str) -> Entry | None:
+        """Return the entry of memory or disk."""
+        entry = self._held.get(digest)
+        try:
+            if entry is None:
+                entry = self._held[digest] = self._disk.read(digest)
+        except FileNotFoundError:
+            return None
+        except (DamagedEntryError, OSError) as error:
+            damaged = isinstance(error, DamagedEntryError)
+            self._warn(
+                f"cache entry {digest[:12]} in {self.directory} is not used: {error}",
+                "" if damaged else "read",
+            )
+            if self.writing and damaged:
+                with contextlib.suppress(OSError):
+                    self._disk.remove(digest)
+            return None
+        if self.writing and entry.directory is not None:
+            with contextlib.suppress(OSError):  # gone: only its place in the order is lost
+                os.utime(entry.directory)
+        return entry
+
+    def _shared(self, digest: str) -> Entry | None:
+        """Return the entry of the shared store, which is asked until it fails too often."""
+        if self.remote is None or self._remote_failures >= REMOTE_FAILURES:
+            return None
+        try:
+            entry = self.remote.get(digest)
+            if entry is not None:
+                self._check_sources(entry, str(self.remote))
+        except Exception as error:  # filesystems raise what they like; the build goes on without
+            # A timeout cost seconds already.
+            self._remote_failures += REMOTE_FAILURES if isinstance(error, TimeoutError) else 1
+            self._warn(
+                f"nothing was taken from the remote cache {self.remote} ({type(error).__name__}: "
+                f"{error!s:.400}); kernels are built here, and after {REMOTE_FAILURES} failures in "
+                "a row or a timeout it is not asked again in this process",
+                "remote",
+            )
+            return None
+        self._remote_failures = 0  # it answers: "no such entry" is an answer too
+        return self._keep(entry) if entry is not None else None
+
+    def _check_sources(self, entry: Entry, origin: str) -> None:
+        """Raise CacheTrustError unless each Python source of an entry from elsewhere is a kernel
+        and passes `check`."""
+        what = f"entry {entry.key.digest[:12]} from {origin}"
+        if self.check is None:
+            raise CacheTrustError(
+                f"{what} is code and nobody gave a check for it; pass Store(..., check=...), as "
+                "nmm_compiler.build_kernel does"
+            )
+        for name, text in entry.files.items():
+            try:
+                if name.endswith(".py"):
+                    check_shape(name, text)
+                    self.check(name, text)
+            except Exception as error:  # a check may refuse in any way; the reason goes on, raised
+                raise CacheTrustError(f"{name} of {what} was refused: {error}") from error
+
+    def _keep(self, entry: Entry) -> Entry:
+        """Publish an entry where the mode and the disk permit it, else hold it in memory."""
+        digest, size = entry.key.digest, entry.size_bytes
+        if self.writing and size > self.max_bytes:
+            self._warn(
+                f"cache entry {digest[:12]} has {size} B, over the bound of {self.max_bytes}; it "
+                "stays in memory (NMM_CACHE_MAX_BYTES sets the bound)",
+                "size",
+            )
+        elif self.writing:
+            try:
+                self._disk.publish(entry)
+                entry = self._disk.read(digest)
+                # Looking at every entry takes a while, so few publications of a large cache do.
+                # Digests are spread evenly, so they tell which.
+                if int(digest[:15], 16) % max(1, self.max_bytes // (LOOKS * size)) == 0:
+                    self._disk.evict(self.max_bytes * ROOM, digest)
+            except (FileNotFoundError, DamagedEntryError):
+                pass  # deleted at once by somebody else; the next miss tries again
+            except OSError as error:
+                self._warn(
+                    f"the kernel cache {self.directory} cannot be written ({error}); kernels built "
+                    "from here on are kept in memory only. Set NMM_CACHE_DIR to a directory of "
+                    "your own",
+                    "write",
+                )
+        self._held[digest] = entry
+        return entry
+
+    def _warn(self, message: str, kind: str = "") -> None:
+        """Warn once per kind (else per message) and store."""
+        if (kind or message) not in self._warned:
+            self._warned.add(kind or message)
+            warnings.warn(message, CacheWarning, stacklevel=3)
 
     # Questions
 
-    def list(self) -> tuple[Info, ...]:
-        """Return every entry on disk, verified, most recently used first; damaged ones too."""
-        found = []
-        for seen in reversed(evict.usage(self._disk)):
-            base = (seen.digest, "ok", seen.size_bytes, seen.used_ns / 1e9)
+    def entries(self) -> Iterator[Info]:
+        """Yield every entry on disk, verified, most recently used first; damaged ones too."""
+        for info in reversed(self._disk.entries()):
             try:
-                entry, _ = self._disk.read(seen.digest)
+                yield replace(info, state="ok", entry=self._disk.read(info.digest))
             except FileNotFoundError:
                 continue
-            except DamagedEntryError as error:
-                found.append(Info(seen.digest, f"damaged: {error}", *base[2:]))
-                continue
-            except OSError as error:
-                found.append(Info(seen.digest, f"cannot be read: {error}", *base[2:]))
-                continue
-            names = tuple(entry.files)
-            found.append(Info(*base, entry.key, entry.meta, entry.created, names))
-        return tuple(found)
+            except (DamagedEntryError, OSError) as error:
+                yield replace(info, state=f"damaged: {error}")
 
     def show(self, prefix: str) -> Entry:
         """Return the one entry whose digest starts with `prefix`; raise CacheError if not one."""
-        digests = [d for d in self._disk.digests() if d.startswith(prefix)]
-        if len(digests) != 1:
-            shown = ", ".join(d[:12] for d in digests[:5]) or "see `nmm cache list`"
+        found = [info.digest for info in self._disk.entries() if info.digest.startswith(prefix)]
+        if len(found) != 1:
+            shown = ", ".join(digest[:12] for digest in found[:5]) or "see `nmm cache list`"
             raise CacheError(
-                f"{len(digests)} entries of {self.directory} start with {prefix!r}: {shown}"
+                f"{len(found)} entries of {self.directory} start with {prefix!r}: {shown}"
             )
-        return self._disk.read(digests[0])[0]
+        return self._disk.read(found[0])
 
     def explain(self, key: Key) -> Explanation:
-        """Return where `key` is found, or which named entries differ from the nearest entry's.
+        """Return whether `key` has an entry on disk, or what differs from the nearest entry's.
 
         Reads every entry on disk.
         """
-        infos = self.list()
-        where = ""
-        if self._memory.get(key.digest) is not None:
-            where = "memory"
-        elif any(info.digest == key.digest and info.state == "ok" for info in infos):
-            where = "disk"
-        elif self._get_remote(key) is not None:
-            where = "remote"
-        best, changes = nearest(key, infos)
-        own = [info.state for info in infos if info.digest == key.digest and info.state != "ok"]
-        return Explanation(key, where, best, changes, len(infos), *own)
+        return explain(key, self.entries())
 
     def missing(self, keys: Sequence[Key]) -> tuple[Key, ...]:
         """Return the keys that have no entry."""
         return tuple(key for key in keys if self.get(key) is None)
 
-    def require(self, keys: Sequence[Key], *, command: str | None = None) -> None:
-        """Raise one CacheMissError that lists every key without an entry, if there is any."""
-        missing = self.missing(keys)
-        if missing:
-            raise self._missing(missing, command)
-
-    def _missing(self, keys: Sequence[Key], command: str | None) -> CacheMissError:
-        """Return the error, with the nearest of the entries that this process has in memory.
-
-        It reads no entry of another key, however many there are.
-        """
-        held = [
-            Info(e.key.digest, "ok", e.size_bytes, 0.0, e.key, e.meta)
-            for e in self._memory.entries()
-        ]
-        lines = []
-        for key in keys:
-            best, changes = nearest(key, held)
-            found = Explanation(key, "", best, changes, len(held), self._damage(key))
-            shown = str(found) if best or found.damage else f"{key}: miss"
-            lines.append(textwrap.indent(shown, "  "))
-        shown = "\n".join(lines)
+    def miss(self, keys: Sequence[Key], command: str | None = None) -> CacheMissError:
+        """Return the error of mode "require" for keys without an entry."""
         many = "1 kernel is" if len(keys) == 1 else f"{len(keys):,} kernels are"
         how = command or "run the same program once with NMM_CACHE=rw"
         return CacheMissError(
-            f"NMM_CACHE=require and {many} not in {self.directory}:\n{shown}\n"
-            "compare with all entries: nmm cache explain --key FILE\n"
-            f"build: {'NMM_CACHE=rw ' if command else ''}{how}",
+            "\n  ".join([f"NMM_CACHE=require and {many} not in {self.directory}:", *map(str, keys)])
+            + "\nwhat differs from the entries: nmm cache explain --key FILE"
+            f"\nbuild: {'NMM_CACHE=rw ' if command else ''}{how}",
             keys,
         )
 
-    def _damage(self, key: Key) -> str:
-        """Return what is wrong with the entry of a key on disk; "" when it is whole or absent."""
-        try:
-            self._disk.read(key.digest)
-        except FileNotFoundError:
-            return ""
-        except DamagedEntryError as error:
-            return f"damaged: {error}"
-        except OSError as error:
-            return f"not to be read: {error}"
-        return ""
-
-    def verify(self, rebuild: Callable[[Entry], Files | None] | None = None) -> VerifyReport:
+    def verify(self, rebuild: Callable[[Entry], Files | None] | None = None) -> Iterator[Info]:
         """Check every entry's bytes, and against `rebuild(entry)` -> files when it is given.
 
-        `rebuild` returns None for an entry that this version cannot be asked to build.
+        Yields the entries, their state "same", or "skipped", "differs", "damaged" or "failed" and
+        why. `rebuild` returns None for an entry that this version cannot be asked to build.
         """
-        rows = []
-        for info in self.list():
-            if info.state != "ok":
-                rows.append(Verified(info.digest, "damaged", info.state))
-                continue
-            entry = self.show(info.digest)
-            if rebuild is None:
-                rows.append(Verified(info.digest, "same", "sha256 only"))
-                continue
-            try:
-                rows.append(compare(entry, rebuild(entry)))
-            except Exception as error:  # one kernel that cannot be built must not hide the others
-                rows.append(Verified(info.digest, "failed", f"{type(error).__name__}: {error}"))
-        return VerifyReport(tuple(rows))
+        for info in self.entries():
+            state = info.state
+            if info.entry is not None:
+                try:
+                    state = compare(info.entry, rebuild(info.entry)) if rebuild else "same"
+                except Exception as error:  # one that cannot be built must not hide the others
+                    state = f"failed: {type(error).__name__}: {error}"
+            yield replace(info, state=state, entry=None)
 
     # Housekeeping
 
-    def prune(self, max_bytes: int | None = None) -> tuple[evict.Usage, ...]:
-        """Delete damaged entries, leftovers, lock files, and the least recently used entries
+    def prune(self, max_bytes: int | None = None) -> tuple[Info, ...]:
+        """Delete damaged entries, leftovers, older layouts, and the least recently used entries
         until the rest fits into `max_bytes` (default: the store's bound); return what went.
         """
         self._need_writing("prune")
-        gone = []
-        damaged = {info.digest for info in self.list() if info.state != "ok"}
-        for seen in evict.usage(self._disk):
-            if seen.digest in damaged and self._disk.remove(seen.digest):
-                gone.append(seen)
-        bound = self.max_bytes if max_bytes is None else max_bytes
-        evicted, _ = evict.evict(self._disk, bound)
-        self._clear_leftovers()
-        return (*gone, *evicted)
+        damaged = [info for info in self.entries() if info.state != "ok"]
+        gone = [info for info in damaged if self._disk.remove(info.digest)]
+        gone += self._disk.evict(self.max_bytes if max_bytes is None else max_bytes)
+        self._held = {}
+        for name in OLDER:
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        return tuple(gone)
 
-    def clear(self) -> int:
-        """Delete every entry, and forget those in memory; return how many were on disk."""
-        self._need_writing("clear")
-        self._memory.drop()
-        count = sum(self._disk.remove(digest) for digest in self._disk.digests())
-        self._clear_leftovers(everything=True)
+    def export(self, path: str | os.PathLike[str], prefix: str = "") -> int:
+        """Write the entries whose digest starts with `prefix` to a tar file; return how many.
+
+        The file gets its name when it is complete. Raises OSError.
+        """
+        part = f"{os.fspath(path)}.part"
+        with open(part, "wb") as out:
+            count = archive.pack(out, self._whole(prefix))
+        os.replace(part, path)
         return count
 
-    def _clear_leftovers(self, everything: bool = False) -> None:
-        evict.clear_leftovers(self._disk, everything)
-        for name in OLDER:
-            delete_tree(self.directory / name)
+    def import_(self, path: str | os.PathLike[str]) -> int:
+        """Take the entries of an archive that are not here; return how many.
 
-    def export(
-        self, path: str | os.PathLike[str], prefix: str = "", *, signer: Signer | None = None
-    ) -> int:
-        """Write the entries whose digest starts with `prefix` to a tar file (.gz: packed).
-
-        signer: signs each of them. Returns how many.
-        """
-        return archive.write(Path(path), self._whole(prefix), signer)
-
-    def import_(
-        self, path: str | os.PathLike[str], *, trusted: Trusted | None = None
-    ) -> tuple[int, int]:
-        """Take the entries of an archive; return (new, known).
-
-        trusted: the public keys of which one must have signed each entry.
         All of it is read, verified and checked before any of it is kept. Raises CacheTrustError
         or DamagedEntryError when something in it is not what an export writes.
         """
         self._need_writing("import")
-        source = Path(path)
-        for entry in archive.read(source, trusted):
-            check_sources(entry, self.check, str(source))
-        new = known = 0
-        for entry in archive.read(source, trusted):
-            check_sources(entry, self.check, str(source))
-            if self._get_local(entry.key) is not None:
-                known += 1
-                continue
-            if self._keep(entry).directory is None:
-                raise CacheError(f"{entry} of {source} could not be written to {self.directory}")
-            new += 1
-        return new, known
+        for entry in archive.read(Path(path)):
+            self._check_sources(entry, str(path))
+        taken = 0
+        for entry in archive.read(Path(path)):
+            self._check_sources(entry, str(path))
+            if self._local(entry.key.digest) is None:
+                if self._keep(entry).directory is None:
+                    raise CacheError(f"{entry.key} of {path} cannot be kept in {self.directory}")
+                taken += 1
+        return taken
 
-    def push(self, prefix: str = "", *, signer: Signer | None = None) -> Pushed:
-        """Send the entries on disk to the remote level, signed if a signer is given.
+    def push(self, prefix: str = "") -> int:
+        """Send the entries on disk to the shared store, where it lacks them; return how many.
 
-        Raises what its filesystem raises."""
+        Raises what its filesystem raises.
+        """
         if self.remote is None:
             raise CacheError(
                 "no remote cache is declared; set NMM_REMOTE_CACHE or the option remote_cache"
             )
-        return self.remote.push(self._whole(prefix), signer)
+        return self.remote.push(self._whole(prefix))
 
     def _whole(self, prefix: str) -> Iterator[Entry]:
-        for info in self.list():
-            if info.state == "ok" and info.digest.startswith(prefix):
-                yield self._disk.read(info.digest)[0]
+        for info in self.entries():
+            if info.entry is not None and info.digest.startswith(prefix):
+                yield info.entry
 
     def _need_writing(self, what: str) -> None:
-        if self.mode != "rw":
+        if not self.writing:
             raise CacheError(f"cache mode {self.mode!r} does not permit {what}; set NMM_CACHE=rw")
 
 
-_OPEN: dict[tuple[Path, str, int, str | None], Store] = {}
-_IN_MEMORY: dict[tuple[str, str | None], Store] = {}
-_OPEN_LOCK = threading.Lock()
-_said: set[str] = set()  # why the directory may not be used, said once in a process
-_LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Make new locks in a forked child, where the threads that held the old ones are gone."""
-    global _OPEN_LOCK
-    _OPEN_LOCK = threading.Lock()
-    for store in list(_LIVE):
-        store._locks.renew()
-        store._memory.renew_lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_OPEN: dict[tuple[Path | None, str, int, str | None], Store] = {}

@@ -6,7 +6,6 @@ import need mode "rw".
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nmm_compiler.cache.key import short
 from nmm_compiler.cli import values
 from nmm_compiler.cli.help_text import PlainCommand, WrappedHelp
 from nmm_compiler.cli.show import show as say
@@ -49,20 +49,20 @@ def list_(
     """List the kernels, most recently used first, and count the predicted times; damaged entries
     are marked. --json has all entries."""
     store = _store(directory, "ro")
-    infos = store.list()
+    infos = list(store.entries())
     if as_json:
         show_json([_plain(info) for info in infos])
         return
-    priced = [info for info in infos if info.key is not None and "price" in info.key.to_dict()]
+    priced = [i for i in infos if i.entry is not None and "price" in i.entry.key.to_dict()]
     kept = infos if prices else [info for info in infos if info not in priced]
-    leaves = [info.key.leaves() for info in kept if info.key is not None]
-    shared = _shared(leaves) if len(leaves) > 1 else {}
+    fields = [info.entry.key.fields() for info in kept if info.entry is not None]
+    shared = _shared(fields) if len(fields) > 1 else {}
     rows = []
     for info in kept:
         label = info.state
-        if info.key is not None:
-            own = info.key.leaves().items()
-            label = " ".join(f"{n}={v}" for n, v in own if n not in shared)
+        if info.entry is not None:
+            own = info.entry.key.fields().items()
+            label = " ".join(f"{n}={short(v)}" for n, v in own if n not in shared)
         age = _age(time.time() - info.used)
         rows.append((info.digest[:12], _size(info.size_bytes), age, label))
     total = sum(info.size_bytes for info in infos)
@@ -70,7 +70,7 @@ def list_(
     if rows:
         parts.append(Grid.of(("entry", "size", "used", "key"), rows, right=("size", "used")))
     if shared:
-        alike = " ".join(f"{name}={value}" for name, value in shared.items())
+        alike = " ".join(f"{name}={short(value)}" for name, value in shared.items())
         parts.append(Line(f"in all: {alike}"))
     many = counted(len(infos), "entry", "entries")
     if len(kept) < len(infos):
@@ -164,26 +164,22 @@ def explain(
     elif entry is not None:
         wanted = store.show(entry).key
     else:
-        whole = [info for info in store.list() if info.key is not None]
+        whole = [info.entry for info in store.entries() if info.entry is not None]
         if not whole:
             raise CacheError(f"{store.directory} has no entries to explain; name a key with --key")
-        newest = max(whole, key=lambda info: str((info.created or {}).get("time", "")))
-        assert newest.key is not None
-        wanted = newest.key
+        wanted = max(whole, key=lambda entry: str(entry.created.get("time", ""))).key
     found = store.explain(wanted)
     if as_json:
         nearest = found.nearest
-        changes = [dataclasses.asdict(change) for change in found.changes]
-        show_json({"said": str(found).splitlines()[0], "changes": changes,
+        changes = [dict(zip(("name", "ours", "theirs"), row, strict=True)) for row in found.changes]
+        show_json({"said": f"{wanted}: {found.verdict()}", "changes": changes,
                    "nearest": None if nearest is None else nearest.digest})  # fmt: skip
         return
     say([Line(f"entry {wanted.digest[:12]}: {found.verdict()}")])
-    if found.nearest is not None and found.nearest.key is not None:
-        names = ", ".join(wanted.diff(found.nearest.key))
-        rows = [(change.name, change.ours, change.theirs) for change in found.changes]
+    if found.nearest is not None:
         say([
-            Line(f"nearest entry {found.nearest.digest[:12]} differs in: {names}"),
-            Grid.of(("name", "this key", "nearest entry"), rows),
+            Line(f"nearest entry {found.nearest.digest[:12]} differs in:"),
+            Grid.of(("name", "this key", "nearest entry"), found.changes),
         ])  # fmt: skip
 
 
@@ -196,9 +192,14 @@ def verify(
 ) -> None:
     """Build every kernel again and compare the bytes; ends with 1 when something differs."""
     store = _store(directory, "ro")
-    report = store.verify(None if quick else _rebuild)
-    say(str(report))
-    if not report.ok:
+    rows = list(store.verify(None if quick else _rebuild))
+    states = [row.state.partition(":")[0] for row in rows]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    bad = [row for row in rows if not row.state.startswith(("same", "skipped"))]
+    say(f"{counted(len(rows), 'entry', 'entries')}: {counts or 'nothing to verify'}")
+    for row in bad:
+        say(f"{row.digest[:12]}  {row.state}")
+    if bad:
         raise typer.Exit(1)
 
 
@@ -217,7 +218,7 @@ def prune(
     gone = store.prune(max_bytes)
     freed = sum(seen.size_bytes for seen in gone)
     many = counted(len(gone), "entry", "entries")
-    say(f"{many} deleted ({_size(freed)}), {len(store.list())} left")
+    say(f"{many} deleted ({_size(freed)}), {len(list(store.entries()))} left")
 
 
 @app.command(cls=PlainCommand, epilog="Example: nmm cache clear --yes")
@@ -229,71 +230,59 @@ def clear(
     store = _store(directory)
     if not yes:
         typer.confirm(f"delete every entry of {store.directory}?", abort=True)
-    say(f"{counted(store.clear(), 'entry', 'entries')} deleted")
+    say(f"{counted(len(store.prune(0)), 'entry', 'entries')} deleted")
 
 
 @app.command(
     cls=PlainCommand,
-    epilog="Example: nmm cache export kernels.tar.gz\n\nExample: nmm cache export --push",
+    epilog="Example: nmm cache export kernels.tar\n\nExample: nmm cache export --push",
 )
 def export(
-    path: Annotated[
-        Path | None, values.output_argument("the archive to write, .tar or .tar.gz")
-    ] = None,
+    path: Annotated[Path | None, values.output_argument("the tar archive to write")] = None,
     prefix: Annotated[str, typer.Option("--entry", help="only entries that start so")] = "",
     push: Annotated[
         bool, typer.Option("--push", help="send to the remote cache, NMM_REMOTE_CACHE")
     ] = False,
-    sign: Annotated[
-        Path | None, typer.Option("--sign", help="a minisign secret key that signs each entry")
-    ] = None,
     directory: Directory = None,
 ) -> None:
     """Write entries to an archive, or send them to the declared remote cache."""
-    from nmm_compiler.cache.signing import Signer
     from nmm_compiler.errors import CacheError
 
     if (path is None) != push:
         raise CacheError("name an archive to write, or pass --push; one of the two")
     store = _store(directory, "ro")
-    signer = None if sign is None else Signer(sign)
     try:
         if path is None:
-            said = str(store.push(prefix, signer=signer))
+            said = f"{counted(store.push(prefix), 'entry', 'entries')} sent"
         else:
-            written = store.export(path, prefix, signer=signer)
+            written = store.export(path, prefix)
             said = f"{counted(written, 'entry', 'entries')} written to {path}"
     except (OSError, ImportError, ValueError) as error:  # what filesystems and fsspec raise
         raise CacheError(f"cannot write to {path or store.remote}: {error}") from error
     say(said)
 
 
-@app.command("import", cls=PlainCommand, epilog="Example: nmm cache import kernels.tar.gz")
+@app.command("import", cls=PlainCommand, epilog="Example: nmm cache import kernels.tar")
 def import_(
     path: Annotated[Path, typer.Argument(help="an archive that `nmm cache export` wrote")],
-    key: Annotated[
-        str | None, typer.Option("--key", help="minisign public key that must have signed it")
-    ] = None,
     directory: Directory = None,
 ) -> None:
     """Take the entries of an archive, after sha256 and lint of each; all of it or nothing.
 
     The entries are code that will run as you: import archives of people you trust.
     """
-    from nmm_compiler.cache.signing import Trusted
     from nmm_compiler.errors import CacheError
 
     try:
-        trusted = None if key is None else Trusted(key)
-        new, known = _store(directory).import_(path, trusted=trusted)
+        taken = _store(directory).import_(path)
     except OSError as error:
         raise CacheError(f"{path} cannot be imported: {error}") from error
-    say(f"{counted(new, 'entry', 'entries')} taken, {known} were there")
+    say(f"{counted(taken, 'entry', 'entries')} taken")
 
 
-def _shared(leaves: list[dict[str, str]]) -> dict[str, str]:
+def _shared(fields: list[dict[str, str]]) -> dict[str, str]:
     """Return the fields that have the same value in all keys."""
-    first, *rest = leaves
+    first, *rest = fields
     return {n: v for n, v in first.items() if all(other.get(n) == v for other in rest)}
 
 
@@ -341,15 +330,16 @@ def _rebuild(entry: Entry) -> dict[str, str] | None:
 
 
 def _plain(info: Info) -> dict[str, Any]:
+    entry = info.entry
     return {
         "digest": info.digest,
         "state": info.state,
         "size_bytes": info.size_bytes,
         "used": info.used,
-        "key": info.key.to_dict() if info.key else None,
-        "meta": info.meta,
-        "created": info.created,
-        "files": list(info.files),
+        "key": entry.key.to_dict() if entry else None,
+        "meta": entry.meta if entry else None,
+        "created": entry.created if entry else None,
+        "files": list(entry.files) if entry else [],
     }
 
 

@@ -232,7 +232,7 @@ def entries() -> list[str]:
     """Return the short names of the kernel cache's entries, for completion."""
     from nmm_compiler.cache.store import Store
 
-    return [info.digest[:12] for info in Store.open().list()]
+    return [info.digest[:12] for info in Store.open().entries()]
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]

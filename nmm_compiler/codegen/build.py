@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nmm_compiler.cache.entry import Entry
+from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
@@ -200,7 +201,8 @@ def built_or_found(
     kernel = _held(key, entry)
     if kernel is not None:  # another thread was first
         return kernel, bool(made)
-    store.check_once(entry)  # another process may have written it, perhaps with older rules
+    # Another process may have written it, perhaps with older rules.
+    check_shape(f"{SOURCE_FILE} of cache entry {key.digest[:12]}", entry.files[SOURCE_FILE])
     family = FAMILIES[spec.family]
     kernel = Kernel(
         name=entry.meta["name"],

@@ -87,11 +87,11 @@ class Kernels:
         store = Store.for_kernels(options)
         new = [spec for spec in specs if _key(spec, target, options) not in self._kernels]
         keys = {spec: asked(spec, target, options=options).key for spec in new}
-        if store.mode == "require":
-            store.require(list(keys.values()))
-        missing = {key.digest for key in store.missing(list(keys.values()))}
+        missing = store.missing(list(keys.values()))
+        if missing and store.mode == "require":
+            raise store.miss(missing)
         found = dict.fromkeys(specs, "memory")
-        found.update({s: "built" if k.digest in missing else "cache" for s, k in keys.items()})
+        found.update({s: "built" if k in missing else "cache" for s, k in keys.items()})
         return found
 
     def keep_static(self, spec: Any, target: str) -> None:

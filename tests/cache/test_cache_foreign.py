@@ -9,7 +9,6 @@ from cache_helpers import key_of
 
 from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.foreign import check_shape
-from nmm_compiler.cache.remote import check_sources
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import check_foreign
 from nmm_compiler.errors import CacheTrustError
@@ -110,7 +109,7 @@ def test_a_kernel_that_writes_files_or_makes_much_of_little(line):
     """Refused by the shape, or by the lint, which knows what names nki has."""
     entry = make(key_of(1), {"kernel.py": _in_body(line)}, {})
     with pytest.raises(CacheTrustError, match=r"line|kernel\.py:"):
-        check_sources(entry, check_foreign, "elsewhere")
+        Store(None, check=check_foreign)._check_sources(entry, "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +152,9 @@ def test_a_source_found_in_the_cache_is_checked_too(tmp_path, monkeypatch):
     key = build.kernel_key(spec, kernel.target, None)
     evil = kernel.source.replace("    return", "    x.load().tofile('evil')\n    return")
     store = Store(tmp_path / "cache")
-    store.clear()
+    store.prune(0)
     store.get_or_build(key, lambda: {build.SOURCE_FILE: evil}, dict(kernel.meta))
-    build.Store.open(options)._memory.drop()
+    build.Store.open(options)._held.clear()
     monkeypatch.setattr(build, "_KERNELS", {})
     with pytest.raises(CacheTrustError, match=r"attribute tofile|attribute load"):
         build.build_kernel(spec, options=options)

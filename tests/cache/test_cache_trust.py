@@ -14,11 +14,9 @@ from cache_helpers import (
     key_of,
     mend,
     open_directory,
-    place,
     run_forked,
 )
 
-from nmm_compiler.cache import store as store_module
 from nmm_compiler.cache.disk import FOLDER
 from nmm_compiler.cache.store import Store
 from nmm_compiler.errors import CacheDirectoryError, CacheTrustError, CacheWarning
@@ -69,7 +67,7 @@ def test_a_directory_of_another_user_is_refused_until_mended(directory):
 def test_a_closed_directory_of_root_can_be_read_by_anybody_and_written_by_nobody():
     directory = open_directory(0o700)
     entry = Store(directory).get_or_build(key_of(1), Builder())
-    for path in (entry.path, *entry.path.parents[:3]):
+    for path in (entry.path, *entry.path.parents[:2]):
         path.chmod(0o755)
     for file in entry.path.iterdir():
         file.chmod(0o644)
@@ -110,22 +108,6 @@ def test_a_symlink_below_is_refused(tmp_path, directory):
     (directory / FOLDER).symlink_to(other / FOLDER)
     with pytest.raises(CacheTrustError, match="symlink"):
         Store(directory)
-
-
-def test_a_shard_that_is_a_symlink_or_open_to_others_is_refused(tmp_path, directory):
-    store = Store(directory)
-    store.get_or_build(key_of(1), Builder())
-    shard = place(directory, key_of(1)).parent
-    shard.chmod(0o722)
-    with pytest.raises(CacheTrustError, match="0722"):
-        Store(directory)
-    shard.chmod(0o700)
-    assert Store(directory).get(key_of(1))
-    shard.rename(tmp_path / "elsewhere")
-    shard.symlink_to(tmp_path / "elsewhere")
-    for read in (lambda: Store(directory), lambda: store._disk.read(key_of(1).digest), store.list):
-        with pytest.raises(CacheTrustError, match="symlink"):
-            read()
 
 
 def test_a_file_is_not_a_cache_directory(directory):
@@ -261,7 +243,7 @@ def test_a_whole_entry_under_another_name(directory, entry_path):
 def test_reading_modes_do_not_use_or_delete_what_is_damaged(directory, entry_path):
     (entry_path / "kernel.py").write_text("evil\n")
     build = Builder()
-    with pytest.warns(CacheWarning, match="not used"):
+    with pytest.warns(CacheWarning, match="is not used"):
         entry = Store(directory, "ro").get_or_build(key_of(1), build)
     assert entry.files["kernel.py"] == build.text
     assert (entry_path / "kernel.py").read_text() == "evil\n"
@@ -293,9 +275,9 @@ def test_a_group_writable_parent_is_refused_until_mended():
     with pytest.raises(CacheTrustError, match=r"group .* can replace the cache there") as found:
         Store(parent / "cache")
     mend(str(found.value))
-    assert Store(parent / "cache").list() == ()
+    assert list(Store(parent / "cache").entries()) == []
     parent.chmod(0o1777)  # sticky, like /tmp
-    assert Store(parent / "cache").list() == ()
+    assert list(Store(parent / "cache").entries()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
@@ -304,15 +286,15 @@ def test_a_parent_of_another_user_is_refused_until_mended():
     with pytest.raises(CacheTrustError, match=f"belongs to user id {NOBODY}, who can") as found:
         Store(parent / "cache")
     mend(str(found.value))
-    assert Store(parent / "cache").list() == ()
+    assert list(Store(parent / "cache").entries()) == []
 
 
-@pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/" + "x/" * 3000, "~nobody-of-this-name/x"])
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/" + "x/" * 3000])
 def test_a_path_that_cannot_be_looked_at_is_one_error_of_ours(path):
     with pytest.raises(CacheDirectoryError, match="cache directory") as found:
         Store(path)
     assert len(str(found.value)) < 600
-    assert Store(path, "off").get(key_of(1)) is None if "~" not in path else True
+    assert Store(path, "off").get(key_of(1)) is None
 
 
 def test_mode_require_raises_where_other_modes_go_on_in_memory(monkeypatch):
@@ -321,7 +303,6 @@ def test_mode_require_raises_where_other_modes_go_on_in_memory(monkeypatch):
     open_to_all = str(open_directory(0o777))
     with pytest.raises(CacheTrustError):
         Store.for_kernels(Options(cache="require", cache_dir=open_to_all))
-    store_module._said.clear()
     with pytest.warns(CacheWarning, match="mend it.*Until then kernels are kept in memory"):
         kept = Store.for_kernels(Options(cache_dir=open_to_all))
     build = Builder()

@@ -8,7 +8,7 @@ import tarfile
 import pytest
 from typer.testing import CliRunner
 
-from nmm_compiler.cache.disk import Disk
+from nmm_compiler.cache.disk import FOLDER
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli.cache import app
@@ -53,7 +53,7 @@ def test_list(directory):
 
 
 def test_list_marks_damage_and_deletes_nothing(directory):
-    file = Disk(directory, True).place(_key(128).digest) / "kernel.py"
+    file = directory / FOLDER / _key(128).digest / "kernel.py"
     file.write_text("[red]other[/]\n")
     assert "damaged: kernel.py" in run("list")
     assert file.exists()
@@ -97,16 +97,16 @@ def test_explain_a_wanted_key(directory, tmp_path):
     assert "trn3" in shown
     assert "trn2" in shown
     from_stdin = run("explain", "--key", "-", text=run("show", _key(512).digest, "--json"))
-    assert "hit (disk)" in from_stdin
+    assert ": hit" in from_stdin
 
 
 def test_explain_an_entry_beside_the_others(directory):
     shown = run("explain", _key(512).digest[:10])
-    assert f"nearest entry {_key(128).digest[:12]} differs in: spec" in shown
+    assert f"nearest entry {_key(128).digest[:12]} differs in:" in shown
     assert "spec.m" in shown
     wide = Key.make({"family": "toy", "spec": {f"field{i}": i for i in range(40)}})
     Store(directory).get_or_build(wide, lambda: {"kernel.py": SOURCE}, {})
-    assert run("explain").splitlines()[0] == f"entry {wide.digest[:12]}: hit (disk)"
+    assert run("explain").splitlines()[0] == f"entry {wide.digest[:12]}: hit"
 
 
 def test_explain_refuses_what_is_no_key(directory, tmp_path):
@@ -119,23 +119,23 @@ def test_explain_refuses_what_is_no_key(directory, tmp_path):
 
 def test_verify_quick(directory):
     assert "2 entries: 2 same" in run("verify", "--quick")
-    (Disk(directory, True).place(_key(128).digest) / "kernel.py").write_text("other\n")
+    (directory / FOLDER / _key(128).digest / "kernel.py").write_text("other\n")
     assert "1 damaged" in run("verify", "--quick", code=1)
 
 
 def test_prune_and_clear(directory):
-    assert "1 entry deleted" in run("prune", "--max-bytes", "900")
+    assert "1 entry deleted" in run("prune", "--max-bytes", "800")
     run("clear", code=1, text="n\n")
     assert "1 entry" in run("list")
     assert "1 entry deleted" in run("clear", "--yes")
 
 
 def test_export_import_and_push(directory, tmp_path, monkeypatch):
-    archive = tmp_path / "out.tar.gz"
+    archive = tmp_path / "out.tar"
     assert "2 entries written" in run("export", str(archive))
     other = str(tmp_path / "other")
-    assert "2 entries taken, 0 were there" in run("import", str(archive), "--dir", other)
-    assert "0 entries taken, 2 were there" in run("import", str(archive), "--dir", other)
+    assert "2 entries taken" in run("import", str(archive), "--dir", other)
+    assert "0 entries taken" in run("import", str(archive), "--dir", other)
     with pytest.raises(CacheError, match="one of the two"):
         run("export")
     with pytest.raises(CacheError, match="NMM_REMOTE_CACHE"):
@@ -158,7 +158,7 @@ def test_import_lints_and_refuses(directory, tmp_path):
     with pytest.raises(CacheTrustError, match="refused"):
         run("import", str(tmp_path / "evil.tar"))
     (tmp_path / "noise.tar").write_bytes(b"noise" * 200)
-    with pytest.raises(CacheTrustError, match="nothing of the archive was taken"):
+    with pytest.raises(CacheError, match="not a whole archive"):
         run("import", str(tmp_path / "noise.tar"))
     with tarfile.open(tmp_path / "path.tar", "w") as out:
         out.addfile(tarfile.TarInfo("../evil.py"))
@@ -195,14 +195,14 @@ def test_verify_rebuilds_real_kernels(tmp_path, monkeypatch):
     kernel = build.build_kernel(spec, "trn2")
     store = Store(tmp_path / "cache")
     assert "1 entry: 1 same" in run("verify")
-    digest = store.list()[0].digest
+    digest = next(store.entries()).digest
     entry = store.show(digest)
-    store.clear()
+    store.prune(0)
     store.get_or_build(entry.key, lambda: {"kernel.py": kernel.source + "# lie\n"}, entry.meta)
     shown = run("verify", code=1)
     assert "1 differs" in shown
-    assert "-# lie" in shown
-    store.clear()
+    assert "-kernel.py: # lie" in shown
+    store.prune(0)
     other = Key.make({**entry.key.to_dict(), "version": "0.0.0"})
     store.get_or_build(other, lambda: entry.files, entry.meta)
     assert "1 skipped" in run("verify")
