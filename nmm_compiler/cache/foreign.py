@@ -55,7 +55,7 @@ _RANGES = ("range", "static_range", "affine_range", "sequential_range", "arange"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_RANGE = 1 << 20
 _MAX_INTEGER = 1 << 62
-_DECORATORS = ("nki.jit", "jit")
+_DECORATORS = {"nki.jit", "jit"}
 _REPEATABLE = (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)
 _FRAMES = ("gi_", "f_", "tb_", "cr_", "ag_", "co_")  # how frames and code objects are reached
 _NODES = (
@@ -107,8 +107,9 @@ def _fault_at_import(statement: ast.stmt) -> str:
     given = statement.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     notes = [*(argument.annotation for argument in every if argument), statement.returns]
-    if any(ast.unparse(decorator) not in _DECORATORS for decorator in statement.decorator_list):
-        return "a decorator that runs code"
+    decorators = {ast.unparse(decorator) for decorator in statement.decorator_list} - _DECORATORS
+    if decorators:
+        return f"decorator {min(decorators)}"
     if not all(_is_literal(value) for value in (*given.defaults, *given.kw_defaults) if value):
         return "a default value that runs code"
     if _calls(notes):

@@ -66,8 +66,7 @@ class Store:
         self.mode = "ro" if directory is None and mode == "rw" else mode
         self.writing, self.max_bytes, self.check = self.mode == "rw", max_bytes, check
         self.remote = Remote(remote) if remote else None
-        used = self.directory if directory is not None and mode != "off" else None
-        self._disk = Disk(used, self.writing)
+        self._disk = Disk(self.directory if directory and mode != "off" else None, self.writing)
         self._held: dict[str, Entry] = {}
         self._building: dict[tuple[int, str], threading.RLock] = {}
         self._warned: set[str] = set()

@@ -358,7 +358,7 @@ def test_a_cache_that_may_not_be_used_is_said_once_and_kernels_run(
     x, u, v = (t.bfloat16() for t in (torch.randn(8, K), weight(K, R), weight(R, N)))
     want = NMM.lowrank_matmul(x, u, v, executor="simulator")
     KERNELS.clear()
-    store._said.clear()
+    store._OPEN.clear()
     if how == "open":
         tmp_path.chmod(0o755)
     path = {"open": str(tmp_path), "nul": "/tmp/a\0b", "too long": "/tmp/" + "a/" * 3000}.get(how)
