@@ -61,7 +61,7 @@ def test_every_target_and_a_kernel_that_fails(cache, specs, tmp_path):
     assert done.exit_code == 1
     assert "3 kernels: 2 built, 0 were in the cache, 1 failed" in done.output
     assert "for trn1: SpecError" in done.output
-    assert {info.key.to_dict()["target"] for info in Store.open().list()} == {"trn1", "trn2"}
+    assert {i.entry.key.to_dict()["target"] for i in Store.open().entries()} == {"trn1", "trn2"}
 
 
 @pytest.mark.parametrize("line", [
@@ -102,7 +102,7 @@ def test_a_run_that_is_ended_goes_on_where_it_was(cache, specs, sent, code):
     told = json.loads(nmm("build", specs, "--jobs", 1, "--json").stdout)
     assert told["built"] + told["present"] + told["elsewhere"] == len(LINES)
     assert told["present"] >= before
-    assert all(info.state == "ok" for info in Store.open().list())
+    assert all(info.state == "ok" for info in Store.open().entries())
 
 
 MODEL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
