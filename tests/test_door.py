@@ -2,10 +2,9 @@
 
 import inspect
 import pydoc
-import subprocess
-import sys
 
 import pytest
+from processes import ran
 
 import nmm_compiler
 
@@ -26,8 +25,7 @@ def test_importing_the_package_imports_neither_torch_nor_transformers():
         "assert not {'torch', 'transformers', 'libcst'} & set(sys.modules)\n"
         "print(nmm_compiler.targets.get('trn2').name)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "trn2", done.stderr
+    assert ran("-c", code).stdout.strip() == "trn2"
 
 
 def test_compress_is_the_function_and_its_room_stays_importable():
@@ -52,14 +50,11 @@ def test_the_room_may_be_imported_after_the_function():
         "assert nmm_compiler.compress is f\n"
         "assert nmm_compiler.compress.checkpoints is checkpoints\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    ran("-c", code)
 
 
 def test_the_package_runs_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "nmm_compiler", "--version"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["nmm_compiler", nmm_compiler.__version__]
+    assert ran("-m", "nmm_compiler", "--version").stdout.split() == [
+        "nmm_compiler",
+        nmm_compiler.__version__,
+    ]

@@ -1,45 +1,33 @@
 """The examples that no room's own tests run."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.mark.long
-def test_llama_layer_prefill_and_decode():
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "llama_mlp.py")],
-        capture_output=True, text=True, timeout=1500, check=False,
-        env={**os.environ, "COLUMNS": "160"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("proofs") == 2
-    assert "gated_mlp" in done.stdout
-
-
-@pytest.mark.long
-def test_a_decoder_layer_is_five_launches():
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "decoder_layer.py"), "--tokens", "1"],
-        capture_output=True, text=True, timeout=1500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("5 launches") == 4  # dense and low-rank, in two dtypes
-    assert done.stdout.count("the whole layer") == 2
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("llama_mlp.py", {"proofs": 2}),
+        # dense and low-rank, in two dtypes
+        ("decoder_layer.py --tokens 1", {"5 launches": 4, "the whole layer": 2}),
+        ("export_mlir.py", {'nmm.family = "lowrank"': 3, "call @nmm_lowrank_matmul_": 3}),
+        *((f"tensor_parallel.py {split} 4", {f"{split} split, 4 processes": 2})
+          for split in ("row", "rank")),
+    ],
+)  # fmt: skip
+def test_an_example_prints_what_it_is_about(line, counts):
+    name, *words = line.split()
+    text = ran(EXAMPLES / name, *words, timeout=1500, COLUMNS="160").stdout
+    assert {words: text.count(words) for words in counts} == counts
 
 
 @pytest.mark.long
 def test_a_trainer_trains_a_low_rank_model():
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "finetune_lowrank.py")],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    loss = float(done.stdout.split("loss ")[-1].split(";")[0])
-    assert loss < 3.5  # of 64 equally likely tokens: 4.16
-    assert "loaded again with 7 low-rank layers" in done.stdout
+    text = ran(EXAMPLES / "finetune_lowrank.py", timeout=1500).stdout
+    assert float(text.split("loss ")[-1].split(";")[0]) < 3.5  # of 64 equally likely tokens: 4.16
+    assert "loaded again with 7 low-rank layers" in text

@@ -1,9 +1,9 @@
 """The README's first example is the tested file, word for word, and it runs."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import ran
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -17,24 +17,9 @@ def test_readme_shows_the_quickstart_file():
 
 
 def test_quickstart_runs_and_agrees_with_eager():
-    done = subprocess.run(
-        [sys.executable, str(QUICKSTART)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(QUICKSTART)
     difference = float(done.stdout.rsplit(":", 1)[1])
     # fp32 logits of two layers; contractions of at most 2048 terms, each layer adds its own:
     # eps * sqrt(2048) per product, seven products a layer, logits of order one.
     assert difference <= 2**-23 * 2048**0.5 * 7 * 2
     assert "2 x gated_mlp m=64" in done.stdout
-
-
-def test_readme_names_the_two_commands_first():
-    first_screen = README.split("\n## ")[0]
-    assert "make demo" in first_screen
-    assert "make test" in first_screen
-
-
-def test_readme_links_exist():
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        if not link.startswith("http"):
-            assert (ROOT / link).exists(), link

@@ -1,15 +1,11 @@
 """aot_compile in one process, load in another without the model: kernels, options, report."""
 
 import importlib
-import os
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
+from processes import ran
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 import torch.nn.functional as F
@@ -65,15 +61,7 @@ def test_two_processes(inner, tmp_path, monkeypatch):
 
     # Its cache is empty: the kernel comes out of the file.
     (tmp_path / "second").mkdir(mode=0o700)
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "NMM_CACHE_DIR": str(tmp_path / "second"),
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LOAD), saved],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = ran("-c", LOAD, saved, cwd=tmp_path, NMM_CACHE_DIR=str(tmp_path / "second"))
     assert "ran lowrank" in done.stdout
     kernels = [*(tmp_path / "second").rglob("kernel.py")]
     assert len(kernels) == 1
@@ -134,10 +122,5 @@ def test_a_rewritten_model_loads_without_its_code(kind, tmp_path):
     else:
         torch.export.save(program, path)
     torch.save((x, model(x)), values)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LOAD_EXPORT), kind, path, values],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = ran("-c", LOAD_EXPORT, kind, path, values, cwd=tmp_path)
     assert "ran" in done.stdout

@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 from backend.small_models import FactorPair
+from processes import ran
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
@@ -70,13 +69,6 @@ def test_options_are_taken_as_a_dict_or_an_object_and_reach_the_call():
     ("options", "error", "words"),
     [
         ({"tarjet": "trn2"}, UnknownNameError, "unknown option 'tarjet'; did you mean 'target'"),
-        ({"target": "trn4"}, UnknownNameError, "unknown target 'trn4'; did you mean 'trn"),
-        ({"executor": "sim"}, UnknownNameError, "unknown executor 'sim'"),
-        ({"freeze": 1}, OptionTypeError, "pass True or False"),
-        ({"buckets": [8, 8]}, OptionTypeError, "increasing positive token counts"),
-        ({"report": "yes"}, OptionTypeError, "a function of the report"),
-        ({"cache_max_bytes": -1}, OptionTypeError, "a whole number of bytes"),
-        ({"disable": "lowrank"}, OptionTypeError, "a list of names"),
         (7, OptionTypeError, "a dict or an nmm_compiler.Options"),
     ],
 )
@@ -261,8 +253,7 @@ def test_the_backend_works_by_name_without_importing_the_package():
         "import nmm_compiler.backend.compile_graph as b\n"
         "print(len(b.last_report().matches))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "1", done.stderr
+    assert ran("-c", code).stdout.strip() == "1"
 
 
 def test_without_a_cxx_compiler_auto_is_eager_with_one_warning(monkeypatch):

@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from backend.small_models import FactorPair, small_llama
+from processes import ran
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -367,18 +365,9 @@ print(json.dumps({
 
 
 def start(tmp_path, **options):
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        "OMP_NUM_THREADS": "1",
-    }
     code = SECOND_START.replace("OPTIONS", repr(options))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=300, env=environment,
-        cwd=Path(__file__).parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    place = str(tmp_path / "inductor")
+    done = ran("-c", code, cwd=Path(__file__).parent, TORCHINDUCTOR_CACHE_DIR=place)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,14 +1,12 @@
 """Two processes: tensor parallelism keeps a chain cut along its rank, FSDP2 keeps all chains."""
 
-import os
 import re
-import socket
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import on_ranks
 from torch import nn
 
 import nmm_compiler as nmm
@@ -119,41 +117,11 @@ def fully_sharded():
         assert float((grad - parameter.grad).abs().max()) <= bound, name
 
 
-def _worker(rank, port, checks, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    said = []
-    try:
-        for check in checks:
-            check()
-        dist.barrier()
-    except Exception as error:  # reported to the parent, which fails the test with it
-        said.append(f"{type(error).__name__}: {error}")
-    results.put((rank, said))
-    dist.destroy_process_group()
-
-
-def on_two_ranks(*checks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    each = [context.Process(target=_worker, args=(r, port, checks, results)) for r in (0, 1)]
-    for worker in each:
-        worker.start()
-    # The exit code says nothing: gloo's threads may abort an interpreter that is going away.
-    assert sorted(results.get(timeout=120) for _ in each) == [(0, []), (1, [])]
-    for worker in each:
-        worker.join(20)
-
-
 def test_tensor_parallel_keeps_the_chain():
-    on_two_ranks(partial(tensor_parallel, True, "eager"))
+    on_ranks(2, partial(tensor_parallel, True, "eager"))
 
 
 @pytest.mark.long
 def test_tensor_parallel_of_other_kinds_and_fsdp2():
     kinds = [partial(tensor_parallel, bias, "aot_eager") for bias in (False, True)]
-    on_two_ranks(*kinds, sums_between, fully_sharded)
+    on_ranks(2, *kinds, sums_between, fully_sharded)

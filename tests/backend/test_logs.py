@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT, ran
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.lowrank import LowRankSpec
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 {first}
 import torch
@@ -25,13 +25,7 @@ f(torch.randn(8, 64))
 def run(tmp_path, first="", **environment):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.format(first=first))
-    places = f"{ROOT}{os.pathsep}{ROOT / 'startup'}"
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    return ran(path, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT}/startup", **environment).stderr
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +92,6 @@ def test_a_reproducer_builds_the_same_kernel_and_checks_it(tmp_path):
     kernel = build_kernel(LowRankSpec(m=8, k=64, r=16, n=64))
     path = tmp_path / "repro.py"
     path.write_text(kernel.reproducer(seed=3))
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = ran(path)
     assert kernel.name in done.stdout
     assert "passed" in done.stdout

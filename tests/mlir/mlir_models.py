@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.mlir.export import export_mlir
 from nmm_compiler.mlir.module import MLIRModule
 
@@ -57,6 +58,21 @@ class Lora(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+class LoraCall(nn.Module):
+    """One op with all its operands; the NKI function takes them in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"u": (4, 32), "v": (48, 4), "bias": (48,), "w": (32, 48)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.nmm.lowrank_matmul(
+            x, self.u, self.v, self.bias, self.w, scale=2.0, u_layout="col", v_layout="col"
+        )
 
 
 def one(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlir_models import MODELS
-from torch import Tensor, nn
+from mlir_models import MODELS, LoraCall
 
 import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.kernels import FAMILIES
@@ -24,21 +23,6 @@ from nmm_compiler.mlir.export import export_mlir
 from nmm_compiler.simulator.run import simulate
 
 pytest.importorskip("torch_mlir")
-
-
-class LoraCall(nn.Module):
-    """One op with all its operands; the NKI function takes them in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = {"u": (4, 32), "v": (48, 4), "bias": (48,), "w": (32, 48)}
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.nmm.lowrank_matmul(
-            x, self.u, self.v, self.bias, self.w, scale=2.0, u_layout="col", v_layout="col"
-        )
 
 
 def operand_shapes(text: str, name: str) -> list[tuple[int, ...]]:

@@ -44,23 +44,6 @@ def test_the_manifest_ties_names_to_files(module: MLIRModule, tmp_path: Path) ->
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == set(written)
 
 
-def test_saving_again_replaces_everything(module: MLIRModule, tmp_path: Path) -> None:
-    first = module.save(tmp_path / "model.mlir")
-    (tmp_path / "model.mlir").write_text("old")
-    assert module.save(tmp_path / "model.mlir") == first
-    assert (tmp_path / "model.mlir").read_text() == module.text
-
-
-@pytest.mark.parametrize("name", ["missing/model.mlir", "folder", "file/model.mlir"])
-def test_unwritable_output_leaves_nothing(module: MLIRModule, tmp_path: Path, name: str) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("a file, not a directory")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(OutputError, match=r"cannot write .*; pass a file in a directory"):
-        module.save(tmp_path / name)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_a_disk_that_fills_up_leaves_the_old_module(
     module: MLIRModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

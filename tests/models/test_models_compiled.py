@@ -90,15 +90,11 @@ def check(name: str) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", QUICK)
+SLOW = [pytest.param(name, marks=pytest.mark.long) for name in MODELS if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_model(name):
-    pytest.importorskip("transformers")
-    check(name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in QUICK])
-def test_more_models(name):
     pytest.importorskip("transformers")
     check(name)
 

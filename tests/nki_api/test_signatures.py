@@ -4,10 +4,8 @@ import inspect
 
 import pytest
 
-from nmm_compiler import errors, simulate
 from nmm_compiler.nki_api.api import api
 from nmm_compiler.simulator.loading.standins import MODULES
-from nmm_compiler.targets import get, names
 
 TABLE = {
     name: function
@@ -63,22 +61,3 @@ def test_members_of_enumerations_agree():
     for owner, members in api().members.items():
         if owner.startswith("nki.isa."):
             assert set(standin(owner).__members__) == set(members), owner
-
-
-def test_targets_lack_only_instructions_of_the_table():
-    for name in names():
-        for instruction in get(name).absent_instructions:
-            full = instruction if "." in instruction else f"nki.isa.{instruction}"
-            assert full in api().functions
-
-
-def test_tensor_copy_takes_no_dtype(tmp_path):
-    """NKI 0.2 dropped it: the dtype of dst decides. The lint says so too (E115)."""
-    path = tmp_path / "kernel.py"
-    path.write_text(
-        "import nki, nki.isa as nisa, nki.language as nl\n@nki.jit\ndef k():\n"
-        "    a = nl.ndarray((128, 8), nl.float32, buffer=nl.sbuf)\n"
-        "    nisa.memset(a, 0.0)\n    nisa.tensor_copy(a, a, dtype=nl.float32)\n"
-    )
-    with pytest.raises(errors.KernelFailedError, match="unexpected keyword argument 'dtype'"):
-        simulate(path)

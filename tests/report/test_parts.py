@@ -5,10 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nmm_compiler.errors import OutputError
 from nmm_compiler.report import charts
 from nmm_compiler.report.graphs import GraphNode, graph
-from nmm_compiler.report.page import as_html, page, write_page
+from nmm_compiler.report.page import as_html, page
 from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
@@ -95,15 +94,6 @@ def test_html_says_the_same_and_is_well_formed():
 def test_rows_have_as_many_cells_as_the_head():
     with pytest.raises(ValueError, match="3 cells, the head has 2"):
         Grid.of(("a", "b"), [(1, 2, 3)])
-
-
-def test_pages_are_written_whole_or_not_at_all(tmp_path):
-    path = write_page("Fruit", Fruit().parts(), tmp_path / "fruit.html")
-    before = path.read_text()
-    with pytest.raises(OutputError, match="nowhere"):
-        write_page("Fruit", [], tmp_path / "nowhere" / "fruit.html")
-    assert path.read_text() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["fruit.html"]
 
 
 def _parsed(drawing: Drawing):

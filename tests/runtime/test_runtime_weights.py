@@ -111,16 +111,6 @@ def test_tied_weights_share_a_copy_and_see_each_other(packs):
     assert packs.made == 2
 
 
-def test_views_of_one_storage_are_kept_apart(packs):
-    both = torch.randn(8, 8)
-    upper, lower = both[:4], both[4:]
-    check(packs, upper)
-    check(packs, lower)
-    check(packs, both[:, :4])
-    both[0, 0] = 7.0
-    check(packs, upper)
-
-
 def test_a_reused_address_is_not_mistaken_for_the_old_weight(packs):
     """Freed memory often comes back at the same address, with version 0 and the same shape."""
     addresses = set()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import ran
 from typer.testing import CliRunner
 
 from nmm_compiler.cache.store import Store
@@ -130,9 +131,5 @@ def test_a_compiled_model_finds_every_kernel(cache, tmp_path):
     done = nmm("build", config, "--ratio", "0.3", "--tokens", "1,16", "--json")
     assert done.exit_code == 0, done.output
     built = json.loads(done.stdout[done.stdout.index("{") :])["built"]
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILED, json.dumps(MODEL)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = ran("-c", COMPILED, json.dumps(MODEL))
     assert int(run.stdout.split()[-1]) == built > 0

@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Future
 
 import pytest
 
@@ -59,14 +58,6 @@ def test_fill_counts_what_was_there_and_what_failed(cache, here):
     assert failed.target == "trn1"
     assert "SpecError" in failed.reason
     assert "1 failed" in str(again)
-
-
-@pytest.mark.long
-def test_an_executor_of_the_standard_library_fills_it(cache):
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        filled = fill(REQUESTS[:2], executor=pool)
-    assert filled.built == 2
-    assert len(list(Store.open().entries())) == 2
 
 
 def test_a_read_only_cache_is_refused(cache):

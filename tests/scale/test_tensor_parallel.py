@@ -1,17 +1,15 @@
 """Low-rank models over several processes compute what one process computes."""
 
+import functools
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import on_ranks, ran
 from torch import nn
 
 import nmm_compiler as nmm
@@ -80,39 +78,14 @@ def check(mesh, split, compiled):
         assert float((grad - parameter.grad).abs().max()) <= within, f"{split}: {name}"
 
 
-def worker(rank, processes, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=processes)
-    said = ""
-    try:
-        from torch.distributed.device_mesh import init_device_mesh
+def every_split(also_compiled):
+    from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh("cpu", (processes,))
-        for split in FACTOR_SPLITS:
-            check(mesh, split, False)
-            if processes > 2:
-                check(mesh, split, True)
-        dist.barrier()
-    except Exception as error:  # told to the parent, which fails the test with it
-        said = f"{type(error).__name__}: {error}"
-    results.put(said)
-    dist.destroy_process_group()
-
-
-def on_processes(count):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("forkserver")  # imports once for all
-    context.set_forkserver_preload(["torch.distributed.tensor.parallel", __name__])
-    results = context.Queue()
-    each = [context.Process(target=worker, args=(r, count, port, results)) for r in range(count)]
-    for one in each:
-        one.start()
-    assert [results.get(timeout=240) for _ in each] == [""] * count
-    for one in each:
-        one.join(20)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for split in FACTOR_SPLITS:
+        check(mesh, split, False)
+        if also_compiled:
+            check(mesh, split, True)
 
 
 @pytest.mark.parametrize("split", FACTOR_SPLITS)
@@ -201,13 +174,9 @@ def test_a_model_that_trains_on_kernels_keeps_its_products(one_of_four):
 
 
 @pytest.mark.long
-def test_two_processes_give_the_values_and_gradients_of_one():
-    on_processes(2)
-
-
-@pytest.mark.long
-def test_four_processes_and_fused_chains():
-    on_processes(4)
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_give_the_values_and_gradients_of_one_and_fuse_chains(count):
+    on_ranks(count, functools.partial(every_split, count > 2))
 
 
 def test_the_plan_names_every_linear_that_is_cut():
@@ -241,17 +210,6 @@ def test_what_cannot_be_cut_is_named():
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", FACTOR_SPLITS)
-def test_the_example_runs_on_four_processes(split):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), split, "4"],
-        capture_output=True, text=True, timeout=480, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(f"{split} split, 4 processes") == 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("split", FACTOR_SPLITS)
 def test_kernels_that_are_built_for_two_cores_are_found_there(cache, split, tmp_path):
     """`nmm build --tp 2` and then the compiled model on two processes, which may not build."""
     program = tmp_path / "run.py"
@@ -266,11 +224,7 @@ def test_kernels_that_are_built_for_two_cores_are_found_there(cache, split, tmp_
         config, ratios=[None], tokens=[12], tps=[2], split=split, dtype="float32"
     )
     nmm.build_many([spec for spec, _ in wanted])
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "NMM_CACHE": "require"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(program, NMM_CACHE="require")
     assert json.loads(done.stdout.splitlines()[-1]) == len(wanted) > 0
 
 

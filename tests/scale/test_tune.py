@@ -21,7 +21,6 @@ from nmm_compiler.codegen.latency import MOST_TOKENS, PRICES
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.search_space import Space
 from nmm_compiler.codegen.tune import time_schedules
-from nmm_compiler.codegen.tuning_journal import Journal
 from nmm_compiler.codegen.workers import on_processes
 from nmm_compiler.errors import CacheTrustError, UnknownNameError, WorkerError
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -203,19 +202,6 @@ def test_a_search_that_was_ended_goes_on():
     assert done.simulated == len(second.timed) + own == done.candidates - len(lines)
     assert second.tasks.count("find_default") == 1
     assert not journal.exists()
-
-
-def test_a_journal_keeps_only_whole_lines():
-    chip, store = machine_target("trn2"), Store.open()
-    Store.open().get_or_build(tuned.tuning_key(SPECS[1], chip), lambda: {"a.txt": "makes the room"})
-    choice = choose.rank(SPEC, chip)[0]
-    with Journal(store, SPEC, chip, 40_000) as journal:
-        journal.add(choice)
-    with journal.path.open("a") as file:
-        file.write('{"schedule": {"m_blo')
-    with Journal(store, SPEC, chip, 40_000) as journal:
-        assert list(journal.rows.values()) == [choice]
-    assert len(journal.path.read_text().splitlines()) == 1
 
 
 def slowest(spec):

@@ -1,0 +1,59 @@
+"""Child processes of tests: a program that has to end well, and ranks that sum with gloo."""
+
+import os
+import socket
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def ran(*words, cwd=None, timeout=300, **environment):
+    """Run Python on the words ("-c", text, ...), with variables; return the finished process."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=cwd, timeout=timeout, check=False,
+        env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def _rank(rank, count, port, checks, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=count)
+    said = ""
+    try:
+        for check in checks:
+            check()
+        dist.barrier()
+    except Exception as error:  # reported to the parent, which fails the test with it
+        said = f"{type(error).__name__}: {error}"
+    results.put(said)
+    dist.destroy_process_group()
+
+
+def on_ranks(count, *checks):
+    """Call checks, which a module holds, in each process of a group."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("forkserver")  # imports once for all
+    context.set_forkserver_preload(["torch.distributed.tensor.parallel"])
+    results = context.Queue()
+    each = [
+        context.Process(target=_rank, args=(rank, count, port, checks, results))
+        for rank in range(count)
+    ]
+    for one in each:
+        one.start()
+    # The exit code says nothing: gloo's threads may abort an interpreter that is going away.
+    assert [results.get(timeout=240) for _ in each] == [""] * count
+    for one in each:
+        one.join(20)
