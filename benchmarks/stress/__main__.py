@@ -1,4 +1,4 @@
-"""`make stress`: every area tries to break what is around the kernels; two run at a time.
+"""`make stress`: every area tries to break what is around the kernels, one after another.
 
 An area is a file of this directory with `attempt(count, seed) -> Tally`. Each runs in a process of
 its own, so that one that crashes is a failure of its own. Prints what was tried and what it came
@@ -16,11 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.stress.tally import Tally
@@ -38,14 +36,6 @@ area, count, seed, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathli
 tally = importlib.import_module(area).attempt(count, seed)
 out.write_text(json.dumps(dataclasses.asdict(tally)))
 """
-
-
-def present(package: str = "benchmarks.stress") -> dict[str, str]:
-    """Return {area: module} of the areas that are here, the longest first."""
-    folder = ROOT / package.replace(".", "/")
-    found = [name for name in COUNTS if (folder / f"{name}.py").is_file()]
-    found.sort(key=lambda name: name != "command_lines")
-    return {name: f"{package}.{name}" for name in found}
 
 
 def run_area(module: str, count: int, seed: int, seconds: float) -> Tally:
@@ -89,27 +79,15 @@ def run(
     console: Console,
     minutes: float = MINUTES_AN_AREA,
 ) -> int:
-    """Run the areas two at a time; print the table and examples; return the exit code."""
+    """Run one area after another; print the table and examples; return the exit code."""
     tallies: dict[str, Tally] = {}
     seconds: dict[str, float] = {}
-
-    def one(area: str, module: str) -> None:
+    for area, module in areas.items():
         start = time.monotonic()
         count = max(1, round(COUNTS.get(area, 1) * scale))
         tallies[area] = run_area(module, count, seed, 60 * minutes)
         seconds[area] = time.monotonic() - start
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        Progress(*columns, TimeElapsedColumn(), console=console) as progress,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        task = progress.add_task("areas", total=len(areas))
-        waiting = [pool.submit(one, area, module) for area, module in areas.items()]
-        for done in as_completed(waiting):
-            done.result()
-            progress.advance(task)
-    tallies = {area: tallies[area] for area in areas}
+        console.print(f"{area}: {tallies[area].right} of {tallies[area].attempts} right")
     console.print(table(tallies, seconds))
     for area, tally in tallies.items():
         for example in tally.examples[:10]:
@@ -117,9 +95,9 @@ def run(
     return 0 if tallies and all(t.clean and t.attempts for t in tallies.values()) else 1
 
 
-def main(words: Sequence[str] | None = None, package: str = "benchmarks.stress") -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Read the arguments, run, return the exit code."""
-    areas = present(package)
+    areas = {name: f"benchmarks.stress.{name}" for name in COUNTS}
     parser = argparse.ArgumentParser(prog="make stress", description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", choices=list(areas), help="this area; repeat")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
@@ -130,9 +108,6 @@ def main(words: Sequence[str] | None = None, package: str = "benchmarks.stress")
     given = parser.parse_args(words)
     console = Console()
     console.print(f"seed {given.seed}, scale {given.scale}", highlight=False)
-    missing = sorted(set(COUNTS) - set(areas))
-    if missing:
-        console.print(f"areas that are not here: {', '.join(missing)}", style="yellow")
     chosen = {name: areas[name] for name in (given.only or areas)}
     return run(chosen, given.seed, given.scale, console, given.minutes)
 

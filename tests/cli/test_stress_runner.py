@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 
 import pytest
@@ -64,5 +65,6 @@ def test_no_areas_are_not_a_success():
     assert stress.run({}, 0, 1.0, Console(file=io.StringIO())) == 1
 
 
-def test_the_areas_that_are_here_are_found():
-    assert stress.present()["command_lines"] == "benchmarks.stress.command_lines"
+def test_each_area_is_a_module_with_attempts():
+    for area in stress.COUNTS:
+        assert callable(importlib.import_module(f"benchmarks.stress.{area}").attempt)
