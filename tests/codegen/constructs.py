@@ -12,7 +12,6 @@ import ast
 from collections.abc import Iterator
 
 MODULES = {"nl": "nki.language", "nisa": "nki.isa", "nki": "nki"}
-BUILTINS = ("min", "max", "len", "range", "tuple")
 
 
 def of_source(source: str) -> set[str]:

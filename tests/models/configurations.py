@@ -74,7 +74,6 @@ MAMBA2 = {
 }  # fmt: skip
 
 HALVES = "gate and up are halves of one layer, so their product stays outside of the kernel"
-STACKED = "experts are stacked in one parameter and stay dense"
 SCALED = "the query is scaled after its layer, which keeps it out of the call of key and value"
 
 C = Configuration

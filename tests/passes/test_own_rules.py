@@ -196,10 +196,6 @@ def test_a_replacement_may_read_what_it_replaces():
 
 
 def test_dead_nodes_go():
-    class Forgets(Doubled):
-        def rewrite(self, graph, match, editor):
-            return editor.call(torch.ops.aten.zeros_like.default, graph.through(match.node)[0])
-
     rule = nmm.rule(lambda x: torch.tanh(torch.sin(x)), lambda x: x, name="x")
     result = nmm.rewrite(
         lambda x: torch.tanh(x.cos().sin()) * 2, (torch.randn(3, 4),), rules=[rule]
