@@ -164,6 +164,7 @@ FILES = [
         HEADER + "import math\n@nki.jit\ndef k(x): nisa.memset(x, math.pi)\n",
     ),
     ("E211", "import nki\nimport neuronxcc.nki as old\n", "import nki\n"),
+    ("E211", "import nki\nfrom neuronxcc import nki as old\n", "import nki\nfrom . import old\n"),
     ("E115", "import nki\n@nki.jit(platform_target='trn2')\ndef k(x): pass\n", ""),
     ("W115", "import nki\n@nki.jit(mode='trace')\ndef k(x): pass\n", ""),
 ]
