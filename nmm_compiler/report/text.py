@@ -8,7 +8,6 @@ such a line is longer than the page.
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -16,6 +15,8 @@ from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Part, 
 
 _WIDEST = 120
 _NARROWEST_LAST_COLUMN = 16
+_BELOW = 4
+"""Blanks before a last column that stands below its row."""
 
 
 def page_width() -> int:
@@ -77,31 +78,43 @@ def wrapped(text: str, width: int, indent: int = 0, hang: int = 4) -> list[str]:
 def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
     """Return a table as aligned lines under its head, the last column wrapped to the width.
 
-    Where that is not enough, the widest other column of words wraps too.
+    Where that is not enough, the widest other column of words wraps too; where a word of the last
+    column does not fit beside the others, that column is below each row.
     """
+    return [line.rstrip() for lines in _lines_of_rows(grid, width) for line in lines]
+
+
+def _lines_of_rows(grid: Grid, width: int) -> list[list[str]]:
+    """Return the lines of the head and of each row."""
     rows = [grid.head, *grid.rows]
     count = len(grid.head)
     widths = [max(len(row[i]) for row in rows) for i in range(count)]
     right = [name in grid.right for name in grid.head]
     gap = "  " if sum(widths) + 2 * count <= width else " "
-    least = min(_longest_word(rows, count - 1), width // 2)
+    longest = _longest_word(rows, count - 1)
+    least = min(longest, width // 2)
     excess = sum(size + len(gap) for size in widths[:-1]) + least - width
     wordy = [i for i in range(count - 1) if not right[i]]
     narrowed = max(wordy, key=lambda i: widths[i], default=None) if excess > 0 else None
     if narrowed is not None:
         widths[narrowed] = max(_longest_word(rows, narrowed), widths[narrowed] - excess)
     start = sum(size + len(gap) for size in widths[:-1])
+    if not right[-1] and start and start + longest > width >= longest + _BELOW:
+        others = [name for name in grid.head[:-1] if name in grid.right]
+        table = Grid.of(grid.head[:-1], [row[:-1] for row in grid.rows], others)
+        below = [wrapped(row[-1], width, indent=_BELOW, hang=0) for row in rows]
+        return [
+            [*first, *last] for first, last in zip(_lines_of_rows(table, width), below, strict=True)
+        ]
     widths[-1] = max(width - start, _NARROWEST_LAST_COLUMN)
-    longest = _longest_word(rows, count - 1)
-    if not right[-1] and start and start + longest > width >= longest + 4:
-        return _last_column_below(grid, width)
-    lines = []
+    found = []
     for row in rows:
         cells = [
             wrapped(cell, widths[i], hang=0)
             if i == narrowed or (i == count - 1 and not right[i]) else [cell]
             for i, cell in enumerate(row)
         ]  # fmt: skip
+        lines = []
         for k in range(max(map(len, cells))):
             texts = [cell[k] if k < len(cell) else "" for cell in cells]
             lines.append(gap.join(
@@ -109,16 +122,8 @@ def columns(grid: Grid, width: int = _WIDEST) -> list[str]:
                 text.rjust(max(len(row[i]) for row in rows)) if to_right else text.ljust(size)
                 for i, (text, size, to_right) in enumerate(zip(texts, widths, right, strict=True))
             ))  # fmt: skip
-    return [line.rstrip() for line in lines]
-
-
-def _last_column_below(grid: Grid, width: int) -> list[str]:
-    """Return a table whose last column does not fit beside the others: it is below each row."""
-    head, rows = grid.head[:-1], [row[:-1] for row in grid.rows]
-    table = Grid.of(head, rows, [name for name in head if name in grid.right])
-    lines = columns(table, sys.maxsize)  # a line a row
-    below = [wrapped(row[-1], width, indent=4, hang=0) for row in (grid.head, *grid.rows)]
-    return [line for first, last in zip(lines, below, strict=True) for line in (first, *last)]
+        found.append(lines)
+    return found
 
 
 def fitted(text: str, width: int | None = None) -> str:

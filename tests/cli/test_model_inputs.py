@@ -49,3 +49,26 @@ def test_a_model_of_other_inputs_names_the_way_out():
 
     with pytest.raises(CaptureError, match=r"input_features.*FILE\.py:function"):
         models.example_inputs("whisper", Audio(), 8)
+
+
+def test_a_config_is_a_model_without_data_for_commands_that_need_none(tmp_path, capsys):
+    """So are the public names, whose configs come with the package."""
+    sizes = {**SMALL, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=64)
+    config.save_pretrained(tmp_path)
+    file = str((tmp_path / "config.json").rename(tmp_path / "small.json"))
+    for words, said in (
+        (["explain", file, "--predict"], "could be factorized"),
+        (["report", file, "--html", str(tmp_path / "r.html"), "--ratio", "0.2"], "rewritten as"),
+        (["export", file, "-o", str(tmp_path / "s.mlir"), "--no-sources"], "wrote"),
+        (["plan", file, "--price", "closed_form", "--prompt", "8"], "predicted, not measured"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        shown = capsys.readouterr()
+        assert ended.value.code == 0, shown.err
+        assert said in shown.out
+    with pytest.raises(SystemExit) as ended:
+        main(["export", file, "-o", str(tmp_path / "s.mlir"), "--weights", "resources"])
+    assert ended.value.code == 2
+    assert "is known by its shapes" in capsys.readouterr().err

@@ -20,6 +20,11 @@ def test_a_last_column_that_does_not_fit_is_below_its_row(width):
     assert max(map(len, lines)) <= width
     words = " ".join(lines).split()
     assert words == [*head, *figures, *LONG.split(), *figures, "head"]
+    several = Grid.of(("n", "why", "layers"), [("1", "a b c " * 9, LONG)], right=("n",))
+    lines = columns(several, width)
+    assert max(map(len, lines)) <= width
+    words = ["n", "why", "layers", "1", *"abc" * 9, *LONG.split()]
+    assert sorted(" ".join(lines).split()) == sorted(words)
 
 
 def test_a_sentence_is_broken_between_words_and_a_path_never(monkeypatch, capsys):
