@@ -14,9 +14,9 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from nmm_compiler.codegen.latency import LAUNCH_GAP_US, simulated_us
-from nmm_compiler.codegen.rank_ways import rank_ways
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.prices.kernel import simulated_us
+from nmm_compiler.prices.ways import rank_ways
 
 # Row-parallel and column-parallel linears: k, r, n.
 SHAPES = {
@@ -35,9 +35,9 @@ def main() -> None:
     parser.add_argument("--tp", default="4")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     given = parser.parse_args()
-    table = Table(title=f"one of so many ranks on {given.target}, bf16, us, launch gap included; "
+    table = Table(title=f"one of so many ranks on {given.target}, bf16, us; "
                         "predicted by the simulator")  # fmt: skip
-    head = ("shape", "m", "ranks", "one core", "axis", "one kernel", "apart", "its collective",
+    head = ("shape", "m", "ranks", "one core", "axis", "one kernel", "apart",
             "KiB summed")  # fmt: skip
     for name in head:
         table.add_column(name, justify="left" if name in ("shape", "axis") else "right")
@@ -45,13 +45,13 @@ def main() -> None:
         k, r, n = SHAPES[name]
         for m in map(int, given.m.split(",")):
             whole = LowRankSpec(m=m, k=k, r=r, n=n)
-            alone = simulated_us(whole, given.target) + LAUNCH_GAP_US
+            alone = simulated_us(whole, given.target)
             for tp in map(int, given.tp.split(",")):
-                for way in rank_ways(whole, tp, given.target):
+                for axis, way in rank_ways(whole, tp, given.target).items():
+                    summed = whole.sharded(tp, axis).exchanged_bytes() / 1024
                     table.add_row(
-                        name, str(m), str(tp), f"{alone:.1f}", way.axis, f"{way.inside_us:.1f}",
-                        f"{way.apart_us:.1f}", f"{way.collective_us:.1f}",
-                        f"{way.exchanged_bytes / 1024:.0f}",
+                        name, str(m), str(tp), f"{alone:.1f}", axis, f"{way.fused:.1f}",
+                        f"{way.separate:.1f}", f"{summed:.0f}",
                     )  # fmt: skip
     Console(width=110).print(table)
 

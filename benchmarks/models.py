@@ -24,9 +24,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.codegen.latency import PRICES
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prices.kernel import PRICES
 
 RUNS = Path(__file__).parent / "data" / "model_runs.json"
 TARGETS = {"inf2": "trn1"}  # the same NeuronCore-v2

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 import nmm_compiler  # noqa: F401
-from nmm_compiler.codegen.latency import simulated_us
 from nmm_compiler.ops.lower import lower, tokens
+from nmm_compiler.prices.kernel import simulated_us
 from nmm_compiler.runtime import executor as _executors  # noqa: F401  (registers "simulator")
 
 OPS = torch.ops.nmm

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import nmm_compiler as nmm
 from nmm_compiler.cli.demo import kernel_table
 from nmm_compiler.codegen.check_against_float64 import prove
-from nmm_compiler.prediction.comparison import compare
+from nmm_compiler.prices.ways import ways
 
 CONFIG = LlamaConfig(
     hidden_size=2048,
@@ -67,7 +67,8 @@ def main() -> int:
             got = compiled(**batch)
         kernels = [kernel for report in reports for kernel in report.built]
         proofs = [prove(kernel) for kernel in kernels]
-        comparisons = [compare(kernel.spec, arguments.target) for kernel in kernels]
+        target = arguments.target
+        comparisons = [ways(one.spec, target, source="simulated") for one in kernels]
         console.rule(f"{phase}: {tokens} token{'s' * (tokens > 1)} on {arguments.target}")
         for report in reports:
             console.print(str(report), markup=False, soft_wrap=True)

@@ -26,7 +26,7 @@ LAYERS = {
     "options": 3,
     "simulator": 4, "cache": 4, "kernels": 4,
     "codegen": 5,
-    "ops": 6,
+    "ops": 6, "prices": 6,
     "passes": 7, "runtime": 7,
     "compress": 8, "mlir": 8,
     "prediction": 9,
@@ -51,6 +51,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "kernels": NUMERIC,
     "codegen": {"libcst", *NUMERIC},
     "ops": {"torch"},
+    "prices": set(),
     "passes": {"torch", "sympy"},  # sympy is how torch writes a symbolic size
     "compress": {"torch", "numpy", "safetensors", "rich"},
     "runtime": {"torch", *NUMERIC},

@@ -230,7 +230,7 @@ def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], options
     """Return what low rank brings to a graph; predictions are loaded when somebody reads it."""
     from nmm_compiler.prediction.compiled_graph import graph_headline
 
-    return graph_headline(graph, prices, options.target, strict=options.strict)
+    return graph_headline(graph, prices, options)
 
 
 def _verified_at_first_call(result: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,17 +259,7 @@ def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:
 
 def _match_line(match: Any) -> str:
     where = match.module or match.name
-    return f"{str(match).partition(' at ')[0]} {_sizes(match)}{_predicted(match)} at {where}"
-
-
-def _predicted(match: Any) -> str:
-    found = match.info.get("predicted")
-    if found is None:
-        return ""
-    dense = "" if found["dense"] is None else f", dense {found['dense']:,.1f}"
-    apart = f"products and a sum over {found['tp']} devices" if found["tp"] > 1 else "products"
-    products = f"{apart} {found['products']:,.1f}{dense}"
-    return f", {found['call']:,.1f} us predicted ({products}, {found['price']})"
+    return f"{str(match).partition(' at ')[0]} {_sizes(match)} at {where}"
 
 
 def _sizes(match: Any) -> str:

@@ -88,10 +88,7 @@ def demo(
                 subject.save(subject.model, out / "dense")
             if plan is not None:
                 step(f"planning {kind.plan_next}")
-                show(
-                    f"\nthe same on {kind.plan_next}, from its shapes and the closed form of "
-                    f"its kernels:\n{plan.result()}"
-                )
+                show(f"\nthe same on {kind.plan_next}, from its shapes:\n{plan.result()}")
         except BaseException:
             beside.shutdown(wait=False, cancel_futures=True)
             raise
@@ -129,6 +126,7 @@ def _one_ratio(
     import torch
 
     from nmm_compiler.compress.apply import compress
+    from nmm_compiler.prices.ways import ways
 
     step(f"ratio {ratio}: calibrating and factorizing")
     compressed = copy.deepcopy(subject.model)
@@ -153,7 +151,7 @@ def _one_ratio(
     comparisons = []
     for done, kernel in enumerate(kernels):
         step(f"ratio {ratio}: comparing", done, len(kernels))
-        comparisons.append(_compare(kernel))
+        comparisons.append(ways(kernel.spec, target, source="simulated"))
     proofs = []
     for done, proof in enumerate(waiting):
         step(f"ratio {ratio}: proving", done, len(kernels))
@@ -212,7 +210,7 @@ def _plan(model: str, ratios: Sequence[float], target: str) -> str:
     from nmm_compiler.prediction.plan import plan
 
     torch.set_num_threads(1)
-    made = plan(model, targets=[target], ratios=ratios, include=["mlp"], price="closed_form")
+    made = plan(model, targets=[target], ratios=ratios, include=["mlp"], jobs=1)
     return str(made)
 
 
@@ -224,30 +222,26 @@ def _prove(spec: Any, target: str) -> Proof:
     return prove(build_kernel(spec, target))
 
 
-def _compare(kernel: Kernel) -> Any:
-    from nmm_compiler.prediction.comparison import compare_built
-
-    return compare_built(kernel)
-
-
 def kernel_table(
     kernels: Sequence[Kernel], proofs: Sequence[Proof], comparisons: Sequence[Any]
 ) -> Section:
-    """Return the table of kernels: blocks, proof, and predicted costs fused, separate and dense.
+    """Return the table of kernels: blocks, proof, and what each takes fused, in smaller calls, and
+    the fastest dense way.
 
     Three lines a kernel. "of its bound" is the worst element's difference to float64, in percent of
     that element's bound; "gain" is that way's latency over the fused one's.
     """
     rows: list[tuple[str, ...]] = []
-    for kernel, proof, c in zip(kernels, proofs, comparisons, strict=True):
+    for kernel, proof, times in zip(kernels, proofs, comparisons, strict=True):
         verdict = f"error at {100 * proof.norm_share:.0f} % of its limit"
         said = (kernel.spec.short(), kernel.schedule.short(),
                 verdict if proof.passed else "FAILED the check")  # fmt: skip
-        for text, way, cost in zip(said, ("fused", "separate", "dense"), c.ways(), strict=True):
-            gain = f"{cost.latency_us / c.fused.latency_us:.2f}x"
-            rows.append((f"{cost.latency_us:.1f}", f"{cost.hbm_bytes / 1e6:.2f}", gain, way, text))
-    head = ("us", "MB", "gain", "way", "kernel, blocks, check against float64")
-    return Section(
-        "kernels (simulated; separate and dense products with the least HBM traffic they can have)",
-        (Grid.of(head, rows, right=head[:3]),),
+        for text, way in zip(said, ("fused", "separate", "dense"), strict=True):
+            us = getattr(times, way)
+            figures = ("-", "-") if us is None else (f"{us:.1f}", f"{us / times.fused:.2f}x")
+            rows.append((*figures, way, text))
+    head = ("us", "gain", "way", "kernel, blocks, check against float64")
+    title = (
+        "kernels (simulated; separate is the fastest smaller calls, dense the fastest dense way)"
     )
+    return Section(title, (Grid.of(head, rows, right=head[:2]),))

@@ -14,14 +14,14 @@ from nmm_compiler.cli.help_text import PlainCommand
 from nmm_compiler.cli.show import show, show_json, write_html
 from nmm_compiler.errors import OptionTypeError, SpecError, UnknownNameError
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.parts import Line, Part, Section
+from nmm_compiler.report.parts import Grid, Line, Part, Section
 
 if TYPE_CHECKING:
     from nmm_compiler.codegen.build import Kernel
     from nmm_compiler.codegen.check_against_float64 import Proof
     from nmm_compiler.codegen.choose import Choice
-    from nmm_compiler.codegen.rank_ways import RankWay
     from nmm_compiler.kernels.base import KernelSpec
+    from nmm_compiler.prices.ways import Ways
 
 
 class KernelCommand(PlainCommand):
@@ -127,7 +127,6 @@ def kernel(
     from nmm_compiler.codegen.build import build_kernel
     from nmm_compiler.codegen.choice_table import schedule_table
     from nmm_compiler.codegen.dialects import TITLES
-    from nmm_compiler.codegen.rank_ways import ways_table
 
     given: dict[str, Any] = {
         "m": m, "k": k, "r": r, "n": n, "pairs": pairs, "dtype": dtype,
@@ -139,10 +138,10 @@ def kernel(
     if tp_axis is not None and tp is None:
         raise OptionTypeError("tp_axis", tp_axis, "it with --tp, the number of ranks")
     spec = make_spec(family, given, field or [])
-    ways = _ways(spec, tp, target) if tp not in (None, 1) else ()
+    ways = _rank_ways(spec, tp, target) if tp not in (None, 1) else {}
+    whole = spec
     if ways:
-        fastest = min(ways, key=lambda way: way.inside_us).axis
-        spec = spec.sharded(tp, tp_axis or fastest)
+        spec = spec.sharded(tp, tp_axis or min(ways, key=lambda axis: ways[axis].fused))
     built = build_kernel(spec, target, dialect=dialect)
     profile = built.profile()
     proof = _prove(built, seed) if check else None
@@ -162,7 +161,9 @@ def kernel(
         write_html(spec.short(), [*parts, *profile.report(), table], html, said=False)
     if as_json:
         plain = _plain(built, choices if schedules else (), proof)
-        show_json(plain | ({"ways": [way.to_dict() for way in ways]} if ways else {}))
+        show_json(
+            plain | ({"ways": {axis: way.to_dict() for axis, way in ways.items()}} if ways else {})
+        )
     else:
         show([Line(f"spec      {built.spec}", hang=10),
               Line(f"schedule  {built.schedule}", hang=10)])  # fmt: skip
@@ -175,7 +176,14 @@ def kernel(
             text = f"{one_core.latency_us:.2f} us simulated; two are {times:.2f} times as fast"
             show([Line(f"one core  {text}", hang=10)])
         if ways:
-            show([Section(f"ways to share it between {tp} ranks", (ways_table(ways),))])
+            head = ("axis", "one kernel us", "apart us", "bytes summed")
+            rows = [
+                (axis, f"{way.fused:.1f}", f"{way.separate:.1f}",
+                 f"{whole.sharded(tp, axis).exchanged_bytes():,}")
+                for axis, way in ways.items()
+            ]  # fmt: skip
+            grid = Grid.of(head, rows, right=head[1:])
+            show([Section(f"ways to share it between {tp} ranks", (grid,))])
         for note in spec.notes():
             show([Line(f"note      {note}", hang=10)], style="yellow")
         show([profile.overview()[-1]])
@@ -197,9 +205,9 @@ def kernel(
         raise typer.Exit(1)
 
 
-def _ways(spec: Any, tp: int | None, target: str) -> tuple[RankWay, ...]:
-    """Return the ways in which ranks can share the product of a lowrank kernel."""
-    from nmm_compiler.codegen.rank_ways import rank_ways
+def _rank_ways(spec: Any, tp: int | None, target: str) -> dict[str, Ways]:
+    """Return the ways in which ranks can share the product of a lowrank kernel, by axis."""
+    from nmm_compiler.prices.ways import rank_ways
 
     if spec.family != "lowrank":
         raise SpecError(f"--tp shares kernels of family lowrank, not {spec.family}; drop --tp")

@@ -132,7 +132,8 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
         from nmm_compiler.prediction.meta_models import meta_model
 
         model = meta_model(name, torch.bfloat16).module
-        model.config.use_cache = False  # its cache starts on the CPU, whatever the model is on
+        # its cache starts on the CPU, whatever the model is on
+        model.config.use_cache = False  # type: ignore[union-attr]
     return model, example_inputs(name, model, tokens)
 
 

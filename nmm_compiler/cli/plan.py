@@ -17,7 +17,7 @@ from nmm_compiler.outputs import write_text
 
 
 def _prices() -> Sequence[str]:
-    from nmm_compiler.codegen.latency import PRICES
+    from nmm_compiler.prices.kernel import PRICES
 
     return tuple(PRICES)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +16,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nmm_compiler.codegen.latency import PRICES, calls_us, ways_us
 from nmm_compiler.compress.meta_copies import MetaModel, shorten, without_data
 from nmm_compiler.compress.modules import LowRankLinear, put
-from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
 from nmm_compiler.passes.graph.canonical_forms import owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.pipeline import rewrite
-from nmm_compiler.passes.rules.gated_mlp import decide
+from nmm_compiler.prices.ways import Row, alternatives, beside, fastest
 from nmm_compiler.targets import Target
 
 Rank = int | None
@@ -172,85 +168,28 @@ def call_us(
     target: Target,
     fp8: bool = False,
 ) -> float:
-    """Return the predicted microseconds of a group for `tokens` tokens, launches included.
+    """Return the predicted microseconds of a group for `tokens` tokens, by its fastest launches.
 
     sizes: (k, n, rank) of each layer, rank None for a dense one. fp8: the factors are; dense
     weights are of `dtype`. Infinite where there is no kernel.
     """
-    m: dict[str, Any] = {"m": tokens, "dtype": dtype}
-    if kind in ("gated_mlp", "gated_mlp_up"):
-        return _gated_us(sizes, m, activation, target, fp8)
-    return _shared_us(sizes, m, target, fp8)
-
-
-def _of_factors(m: dict[str, Any], fp8: bool) -> dict[str, Any]:
-    """Return the fields of a call of factors, given those of a call of dense weights."""
-    return {**m, "dtype": FP8, "x_dtype": m["dtype"], "scales": "channel"} if fp8 else m
-
-
-def _fastest(rows: Iterable[tuple[KernelSpec, ...]], target: Target) -> float:
-    return min(calls_us(row, target, PRICES[PRICE]) for row in rows)
-
-
-def _low_us(spec: KernelSpec, target: Target) -> float:
-    """Return the time of a match's kernel, or of its products where these are faster."""
-    ways = ways_us(spec, target, PRICES[PRICE])
-    return min(ways.fused, ways.separate)
-
-
-def _shared_us(
-    sizes: Sequence[tuple[int, int, Rank]], m: dict[str, Any], target: Target, fp8: bool
-) -> float:
-    """Return the time of layers that read one x."""
-    low = [(k, n, r) for k, n, r in sizes if r is not None]
-    dense = [(k, n) for k, n, r in sizes if r is None]
-    factored = _of_factors(m, fp8)
-    each = [LowRankSpec(**factored, k=k, r=r, n=n) for k, n, r in low]
-    total = math.fsum(_low_us(spec, target) for spec in each)
-    if len(low) > 1:
-        pairs: Any = tuple((r, (n,)) for _, n, r in low)
-        whole = LowRankSharedSpec(**factored, k=low[0][0], pairs=pairs)
-        total = min(total, _low_us(whole, target))
-    return total + _dense_us(dense, m, target)
-
-
-def _dense_us(dense: Sequence[tuple[int, int]], m: dict[str, Any], target: Target) -> float:
-    """Return the time of dense products of one x: one kernel for all, or one each."""
-    if not dense:
-        return 0.0
-    apart = tuple(MatmulSpec(**m, k=k, n=n) for k, n in dense)
-    joined = MatmulSpec(**m, k=dense[0][0], n=sum(n for _, n in dense))
-    return _fastest((apart, (joined,)), target)
-
-
-def _gated_us(
-    sizes: Sequence[tuple[int, int, Rank]],
-    m: dict[str, Any],
-    activation: str,
-    target: Target,
-    fp8: bool,
-) -> float:
-    """Return the time of gate and up, with down where there are three."""
+    factors: dict[str, Any] = (
+        {"dtype": FP8, "x_dtype": dtype, "scales": "channel"} if fp8 else {"dtype": dtype}
+    )
+    each: Row = tuple(
+        MatmulSpec(m=tokens, k=k, n=n, dtype=dtype) if rank is None
+        else LowRankSpec(m=tokens, k=k, r=rank, n=n, **factors)
+        for k, n, rank in sizes
+    )  # fmt: skip
+    if kind not in ("gated_mlp", "gated_mlp_up"):
+        return fastest(beside(each), target, 1, PRICE)[1]
     (k, n, _), *_ = sizes
-    ranks = tuple(rank or 0 for _, _, rank in sizes)
+    ranks = [rank or 0 for _, _, rank in sizes]
+    fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
     # one call has factors of fp8, or dense weights: of both it would dequantize the factors
-    own = _of_factors(m, fp8 and all(ranks))
-    gates: dict[str, Any] = {**own, "k": k, "n": n, "activation": activation}
-    gates |= dict(zip(("gate_r", "up_r"), ranks, strict=False))
-    half = GatedMLPUpSpec(**gates)
-    if not any(ranks):
-        tail = tuple(MatmulSpec(**m, k=k, n=n, x_layout="col") for k, n, _ in sizes[2:])
-        first = GatedMLPUpSpec(**gates, out_layout="col" if tail else "row")
-        rows = [(first, *tail), (*first.as_products()[1], *tail)]
-        if tail:
-            rows.append((GatedMLPSpec(**gates, down_r=0),))
-        return _fastest(rows, target)
-    us = _low_us(half, target) if any(ranks[:2]) else math.inf
-    us = min(us, _shared_us(sizes[:2], m, target, fp8))
-    if len(sizes) == 2:
-        return us
-    us += _shared_us(sizes[2:], m, target, fp8)
-    settings = (m["m"], k, n, ranks, m["dtype"], target, PRICE, fp8 and all(ranks))
-    if decide(*settings) is None:
-        us = min(us, _low_us(GatedMLPSpec(**gates, down_r=ranks[2]), target))
-    return us
+    fields |= factors if all(ranks) else {"dtype": dtype}
+    family: type[GatedMLPUpSpec] = GatedMLPSpec if len(sizes) == 3 else GatedMLPUpSpec
+    rows = alternatives(family(m=tokens, k=k, n=n, activation=activation, **fields))
+    if fp8 and not all(ranks):
+        rows += tuple((*first, *each[2:]) for first in beside(each[:2]))
+    return fastest(rows, target, 1, PRICE)[1]

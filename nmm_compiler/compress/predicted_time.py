@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.codegen.latency import LAUNCH_GAP_US
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.compress.layer_calls import Group, Layer, Rank, alone, call_us, groups_of
 from nmm_compiler.compress.report import Timed
 from nmm_compiler.errors import NmmError, OptionTypeError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.number_formats import X_DTYPES
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 
 # A layer with fewer elements takes no longer than a launch: whose call it is in decides nothing.
 _SMALL = 1 << 18
-# A smaller difference is not told from none: half of the gap between two kernels, which is fitted.
+# A smaller difference of such a layer's times is not told from none: half of the gap between two
+# kernels, which is fitted.
 TELLABLE_US = LAUNCH_GAP_US / 2
 
 
@@ -61,8 +62,8 @@ def _positive(value: object, *kinds: type) -> bool:
 class Prices:
     """What groups of layers take.
 
-    of: (group, ranks) -> microseconds for each kind of pass in `workload`. tellable_us: a layer is
-    slower than dense where it takes more than this longer. note: how the layers are grouped.
+    of: (group, ranks) -> microseconds for each kind of pass in `workload`. note: how the layers are
+    grouped. tellable_us: of the calls of small layers.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Prices:
         groups: Sequence[Group],
         workload: Workload,
         of: Callable[[Group, tuple[Rank, ...]], tuple[float, ...]],
-        tellable_us: float = TELLABLE_US,
         note: str = "",
+        tellable_us: float = TELLABLE_US,
     ) -> None:
         self.groups, self.workload, self._of = groups, workload, of
-        self.tellable_us, self.note = tellable_us, note
+        self.note, self.tellable_us = note, tellable_us
         self._group = {layer.name: group for group in groups for layer in group.layers}
 
     def group_us(self, group: Group, ranks: Mapping[str, Rank]) -> float:
@@ -110,12 +111,16 @@ class Prices:
         found = [n for n, rank in ranks.items() if rank and self.is_slower(n, rank, ranks)]
         single = {id(self._group[name]) for name in found}
         for group in self.groups:
-            if id(group) not in single and self.group_us(group, ranks) > self._limit(group):
+            slower = self.group_us(group, ranks) > self.group_us(group, {}) + self._tellable_us(
+                group
+            )
+            if id(group) not in single and slower:
                 found += [layer.name for layer in group.layers if ranks.get(layer.name)]
         return found
 
-    def _limit(self, group: Group) -> float:
-        return self.group_us(group, {}) + self.tellable_us
+    def _tellable_us(self, group: Group) -> float:
+        """Return how much longer a call has to take to count as slower: 0 but for small layers."""
+        return self.tellable_us if all(x.k * x.n < _SMALL for x in group.layers) else 0.0
 
     def faster_us(self, name: str, ranks: Mapping[str, Rank]) -> float:
         """Return what a layer's call takes with it dense, or all of its layers, if that is less."""
@@ -123,23 +128,22 @@ class Prices:
 
     def is_slower(self, name: str, rank: Rank, others: Mapping[str, Rank]) -> bool:
         """Return whether a layer takes longer at a rank than dense, beside these ranks."""
-        return self.at(name, rank, others) > self.at(name, None, others) + self.tellable_us
+        told = self.at(name, None, others) + self._tellable_us(self._group[name])
+        return self.at(name, rank, others) > told
 
     def shares(self, ranks: Mapping[str, Rank]) -> dict[str, tuple[float, float]]:
-        """Return each layer's (dense, low-rank) share of its call, by the parameters it has."""
+        """Return each layer's (dense, low-rank) share of its call, by its dense parameters.
+
+        Layers of a call gain alike, so that none of a call that is faster is shown as slower.
+        """
         made: dict[str, tuple[float, float]] = {}
         for group in self.groups:
-            totals = (self.group_us(group, {}), self.group_us(group, ranks))
-            held = [[x.k * x.n for x in group.layers]]
-            held.append([_parameters(x, ranks.get(x.name)) for x in group.layers])
-            for i, layer in enumerate(group.layers):
-                dense, low = (us * h[i] / sum(h) for us, h in zip(totals, held, strict=True))
-                made[layer.name] = (dense, low)
+            dense, low = self.group_us(group, {}), self.group_us(group, ranks)
+            held = sum(layer.k * layer.n for layer in group.layers)
+            for layer in group.layers:
+                share = layer.k * layer.n / held
+                made[layer.name] = (dense * share, low * share)
         return made
-
-
-def _parameters(layer: Layer, rank: Rank) -> int:
-    return layer.k * layer.n if rank is None else rank * (layer.k + layer.n)
 
 
 def given_prices(
@@ -152,7 +156,7 @@ def given_prices(
         us = math.fsum(float(cost(layer.k, layer.n, rank)) for layer, rank in pairs)
         return (us,) * len(workload)
 
-    return Prices(alone(layers), workload, of, 0.0, "by cost=, each layer as a call of its own")
+    return Prices(alone(layers), workload, of, "by cost=, each layer as a call of its own", 0.0)
 
 
 def kernel_prices(

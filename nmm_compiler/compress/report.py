@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, Series, bars, lines
 from nmm_compiler.report.headline import headline
@@ -193,7 +194,7 @@ class CompressionReport(Shown, Record):
         if not gains:
             return f"no time is predicted for this dtype; {quality}"
         where = f"in these layers on {self.target}" if self.target else "in these layers"
-        made = headline(gains, where, quality=quality, remedy=REMEDY)
+        made = headline(gains, where, error=ERRORS["closed_form"], quality=quality, remedy=REMEDY)
         return made + (f" (the whole model is not predicted: {reason})" if reason else "")
 
     def quality(self) -> str:

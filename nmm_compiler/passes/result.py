@@ -310,7 +310,7 @@ def _matches(result: RewriteResult) -> list[Part]:
         for m in result.matches
     )
     rows = [(len(where), *key[:-1], _places(where)) for key, where in groups.items()]
-    head = ("calls", "fused", "m", "k", "r", "n", "layout", "us", "products", "dense", "where")
+    head = ("calls", "fused", "m", "k", "r", "n", "layout", "us", "smaller", "dense", "where")
     parts: list[Part] = [Grid.of(head, rows)] if rows else []
     if any(not m.rewritten for m in result.matches):
         parts.append(Line("(in brackets: reported, no kernel computes it yet)", "note"))
@@ -320,11 +320,11 @@ def _matches(result: RewriteResult) -> list[Part]:
 
 
 def _figures(match: Match) -> tuple[str, str, str]:
-    """Return microseconds of one call, of its products one by one, and dense."""
+    """Return microseconds of one call, of the smaller calls that compute it, and dense."""
     found = match.info.get("predicted")
     if found is None:
         return ("-", "-", "-")
-    ways = (found["call"], found["products"], found["dense"])
+    ways = (found["fused"], found["separate"], found["dense"])
     return tuple("-" if us is None else f"{us:,.1f}" for us in ways)  # type: ignore[return-value]
 
 
@@ -334,11 +334,11 @@ def _prices(matches: list[Match]) -> list[str]:
     if not priced:
         return []
     targets = {m.info["predicted"]["target"] for m in priced}
-    how = {m.info["predicted"]["price"] for m in priced}
+    how = {m.info["predicted"]["source"] for m in priced}
     lines = [
-        f"us, products, dense: predicted microseconds on {', '.join(sorted(targets))} "
-        f"({', '.join(sorted(how))}) of one call, of its products one by one, and of the dense "
-        "products that low rank is in place of"
+        f"us, smaller, dense: predicted microseconds on {', '.join(sorted(targets))} "
+        f"({', '.join(sorted(how))}) of one call, of the smaller calls that compute it, and of "
+        "the fastest dense way"
     ]
     even = {text: None for m in priced if (text := pays_from(m))}
     return [*lines, *even]
@@ -352,7 +352,7 @@ def pays_from(match: Match) -> str:
     what = str(match).replace(f" at {match.name}", "")
     if found["pays_from"] is not None:
         return f"near break-even: {what} pays from {found['pays_from']} tokens"
-    if found["dense"] < found["call"]:
+    if found["dense"] < found["fused"]:
         return (
             f"near break-even: {what} does not pay for {found['tokens']} tokens: one dense "
             "product is predicted to be faster; use a smaller rank or keep the layer dense"

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, bars
 from nmm_compiler.report.headline import headline
@@ -95,8 +96,8 @@ class Memory(Record):
 class ModelPrediction(Shown, Record):
     """A model's predicted latency in one setting, and that of the dense model where it differs.
 
-    parameters: of the whole model. ranks: the distinct ranks of its factors. split: how factors are
-    cut over the cores (`tensor_parallel.py`). dense: the same model before compression, or None.
+    parameters: of the whole model. ranks: the distinct ranks of its factors. price: of kernels, as
+    `predict` was asked. dense: the same model before compression, or None.
     """
 
     name: str
@@ -108,13 +109,18 @@ class ModelPrediction(Shown, Record):
     batch: int
     tp: int
     lnc: int
-    split: str
     ratio: float | None
     ranks: tuple[int, ...]
     parameters: int
     phases: tuple[Phase, ...]
     memory: Memory
+    price: str = "simulated"
     dense: ModelPrediction | None = None
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether some phase differs from dense by more than the error of the prices."""
+        return any(abs(gain - 1.0) > ERRORS[self.price] for gain in self.gain.values())
 
     def phase(self, name: str) -> Phase | None:
         """Return a phase by name."""
@@ -168,7 +174,9 @@ class ModelPrediction(Shown, Record):
             return f"predicted {text} (batch {self.batch}) {where}"
         gains = [(gain, _PHASE[name]) for name, gain in reversed(self.gain.items())]
         setting = f"(batch {self.batch}) {where}"
-        return headline(gains, setting, quality=quality, remedy=self.remedy())
+        return headline(
+            gains, setting, error=ERRORS[self.price], quality=quality, remedy=self.remedy()
+        )
 
     def remedy(self) -> str:
         """Return what would make low rank pay where it does not."""

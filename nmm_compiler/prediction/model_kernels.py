@@ -7,14 +7,13 @@ kernel of its own, of one core's share, as `tensor_parallel_plan` cuts it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from nmm_compiler.codegen.latency import PRICES
-from nmm_compiler.codegen.rank_ways import rank_way
 from nmm_compiler.compress.modules import lowrank_layers
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.compress.tensor_parallel import linear_roles
@@ -29,6 +28,7 @@ from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.prediction.meta_models import MetaModel, read_config
 from nmm_compiler.prediction.predict import model_phases, prepare
+from nmm_compiler.prices.ways import ways
 
 BUCKETS = tuple(1 << power for power in range(LARGEST_BUCKET.bit_length()))
 """Token counts of calls that the backend builds kernels for by default."""
@@ -68,7 +68,7 @@ def model_kernels(
         cut = None
         if ratio is not None:
             cut = {"ratio": ratio, "rank": None, "include": include, "exclude": exclude}
-        model = prepare(given, cut, dtype, "whole", 1).model
+        model = prepare(given, cut, dtype, 1).model
         for j, m in enumerate(counts):
             if progress is not None:
                 shown = "as it is" if ratio is None else f"ratio {ratio:g}"
@@ -137,5 +137,8 @@ def _shares(
                 continue
             if not summed:
                 yield LowRankSpec.from_dict({**spec.to_dict(), field: size // tp}), target
-            elif rank_way(spec.sharded(tp, "rows"), target, PRICES[Options().price]).pays:
-                yield spec.sharded(tp, "rows"), target  # else two products and a collective
+                continue
+            shard = spec.sharded(tp, "rows")
+            times = ways(shard, target, source=Options().price)
+            if times.fused <= times.separate and math.isfinite(times.fused):
+                yield shard, target  # else two products and a collective

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nmm_compiler.codegen.price_many import price_many
 from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import NmmError, PredictionError
 from nmm_compiler.kernels.base import CORES, KernelSpec
 from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
-from nmm_compiler.prediction.prices import noted_kernels
 from nmm_compiler.prediction.way_out import WORTH, WayOut, ways_out
 from nmm_compiler.prediction.way_out import step_gain as _gain
+from nmm_compiler.prices.kernel import noted_kernels
+from nmm_compiler.prices.many import price_many
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, bars
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
@@ -240,7 +240,7 @@ def _by_layer(phase: Phase) -> dict[str, float]:
     made: dict[str, float] = {}
     for line in phase.lines:
         inner = line.module.rpartition("*.")[2].split(".")[0] if "*." in line.module else ""
-        if line.kind in ("kernel", "all_reduce", "all_gather", "reduce_scatter") and inner:
+        if line.kind in ("kernel", "all_reduce", "all_gather") and inner:
             made[inner] = made.get(inner, 0.0) + line.us
     return made
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.codegen.latency import LAUNCH_GAP_US, PRICES
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.meta_copies import MetaModel, shorten
@@ -33,8 +32,9 @@ from nmm_compiler.prediction.meta_models import (
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import BANDS, Machine, fastest, stored_bytes
-from nmm_compiler.prediction.tensor_parallel import SPLITS, shard
+from nmm_compiler.prediction.tensor_parallel import shard
 from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES
 
 # One call from the host, with its result read back: published for trn2; about 94 us on trn1.
 HOST_CALL_US = 133.0
@@ -136,7 +136,6 @@ class _Job:
     config: str
     low: str
     dtype: str
-    split: str
     tp: int
 
 
@@ -146,7 +145,6 @@ class Prepared:
 
     model: MetaModel
     ranks: tuple[int, ...]
-    factored: bool
     parameters: int
     graphs: dict[tuple[Any, ...], Graphs] = field(default_factory=dict)
     """What was traced already, by (phase, batch, tokens): it is the same for every target."""
@@ -177,27 +175,12 @@ class _Maker:
         self, low: dict[str, Any] | None, dense: ModelPrediction | None = None
     ) -> ModelPrediction:
         """Return the prediction of the model as it is, or as `compress` would make it."""
-        best: ModelPrediction | None = None
-        for split in SPLITS:
-            made = self._one(low, split, dense)
-            if best is None or made.step_us < best.step_us:
-                best = made
-            if self.machine.tp == 1 or not made.ranks:
-                break
-        assert best is not None
-        return best
-
-    def _one(
-        self, low: dict[str, Any] | None, split: str, dense: ModelPrediction | None
-    ) -> ModelPrediction:
         tp, target = self.machine.tp, self.machine.target
-        if isinstance(self.given, nn.Module):
-            job = None
-            prepared = prepare(self.given, low, self.dtype, split, tp)
-        else:
+        job = None
+        if not isinstance(self.given, nn.Module) and self.inputs is None:
             named = {**self.given.to_dict(), "name_or_path": self.given.name_or_path}
-            job = _Job(_text(named), _text(low), self.dtype, split, tp)
-            prepared = _kept(job, lambda: prepare(self.given, low, self.dtype, split, tp))
+            job = _Job(_text(named), _text(low), self.dtype, tp)
+        prepared = _kept(job, lambda: prepare(self.given, low, self.dtype, tp))
         model = prepared.model
         phases, cache = [], 0
         for phase in model_phases(model, self.setting, self.inputs):
@@ -215,7 +198,6 @@ class _Maker:
             **self.setting,
             tp=tp,
             lnc=self.machine.lnc,
-            split=split if tp > 1 and prepared.factored else "",
             ratio=None if low is None else low["ratio"],
             ranks=prepared.ranks,
             parameters=prepared.parameters,
@@ -226,6 +208,7 @@ class _Maker:
                 activation_bytes=_activation_bytes(model, self.setting, self.dtype),
                 capacity_bytes=target.hbm_bytes * self.machine.lnc,
             ),
+            price=self.machine.price,
             dense=dense,
         )
 
@@ -250,17 +233,30 @@ def _kept(key: Any, make: Callable[[], Any]) -> Any:
     return _KEPT[key]
 
 
-def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, split: str, tp: int) -> Prepared:
+def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
     """Return one core's share of one of each kind of layer; low: what `compress` is given."""
     model = meta_model(given, getattr(torch, dtype))
+    _refuse_experts(model)
     if low is not None:
         _compress(model, low)
     factors = lowrank_layers(model.module)
     ranks = tuple(sorted({layer.rank for layer in factors.values()}))
     parameters = sum(p.numel() for p in model.module.parameters())
     shorten(model)
-    shard(model, tp, split)
-    return Prepared(model, ranks, bool(factors), parameters)
+    shard(model, tp)
+    return Prepared(model, ranks, parameters)
+
+
+def _refuse_experts(model: MetaModel) -> None:
+    """Raise PredictionError for a model with experts: a token reads some of them, and no kernel
+    here reads weights by an index."""
+    for name, module in model.module.named_modules():
+        if "experts" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower():
+            raise PredictionError(
+                f"{model.name} has experts ({name}): a token reads a few of them, and no kernel "
+                "here chooses weights by token, so that a total would count every expert; predict "
+                "a model without experts, or nn.Linear modules of one expert with inputs="
+            )
 
 
 def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
@@ -357,11 +353,19 @@ def _weight_bytes(model: MetaModel, dtype: str, weights: str) -> int:
 
 
 def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str) -> int:
-    """Return the largest working set: three tensors of the widest linear, for all tokens."""
-    linears = (m for m in model.module.modules() if isinstance(m, nn.Linear))
-    inner = [m.out_features for m in linears if m.out_features < 100_000]
-    widest = max(inner, default=0)
-    return 3 * setting["batch"] * setting["prompt"] * widest * stored_bytes(dtype, dtype)
+    """Return the largest working set: three tensors of the widest linear, for all its tokens.
+
+    The head of a model that generates computes one token of each sequence.
+    """
+    module: Any = model.module
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    once = head if _generates(module) else None
+    sizes = [
+        (1 if linear is once else setting["prompt"]) * linear.out_features
+        for linear in module.modules()
+        if isinstance(linear, nn.Linear)
+    ]
+    return 3 * setting["batch"] * max(sizes, default=0) * stored_bytes(dtype, dtype)
 
 
 def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int) -> Phase:

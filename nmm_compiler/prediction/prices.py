@@ -20,23 +20,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nmm_compiler.codegen.latency import LAUNCH_GAP_US, PRICES
-from nmm_compiler.errors import CapacityError, ShapeError, SpecError
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
-from nmm_compiler.prediction.collectives import (
-    PAIR_BARRIER_US,
-    PAIR_EXCHANGE_US,
-    collective_us,
-    wait_us,
-)
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
+from nmm_compiler.prices.collectives import collective_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, NO_KERNEL, launch_us
 from nmm_compiler.report.text import counted
 from nmm_compiler.targets import Target
 
@@ -58,8 +50,6 @@ SCORE_PASSES = 5.0
 # Share of the HBM rate at which decode reads the cache: 5 to 11 ns per token and layer were
 # published for Llama-2 70b and 13b on trn1 with one and two key heads (512 B a token and head).
 CACHE_RATE_SHARE = 0.23
-# Tokens from which two cores share the tokens, so that they exchange nothing.
-MANY_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class Machine:
     """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
     lnc: 1 is how our kernels run. weights: the format of stored matrices: a dtype, or "int8" where
-    no kernel here takes it. price: of a kernel, one of `codegen.latency.PRICES`.
+    no kernel here takes it. price: of a kernel, one of `prices.kernel.PRICES`.
     """
 
     target: Target
@@ -90,27 +80,6 @@ class Price:
     source: str
     how: str = ""
     launches: int = 1
-
-
-_NOTED: list[dict[KernelSpec, None]] = []
-
-
-@contextlib.contextmanager
-def noted_kernels() -> Iterator[dict[KernelSpec, None]]:
-    """Yield the kernels whose prices are asked for in the block, each once, in order."""
-    noted: dict[KernelSpec, None] = {}
-    _NOTED.append(noted)
-    try:
-        yield noted
-    finally:
-        _NOTED.pop()
-
-
-def kernel_us(spec: KernelSpec, machine: Machine) -> float:
-    """Return the microseconds of one kernel by the machine's price."""
-    for noted in _NOTED:
-        noted[spec] = None
-    return PRICES[machine.price](spec, machine.target)
 
 
 def price(piece: Piece, machine: Machine) -> Price:
@@ -156,110 +125,24 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
-    Prices are kept, but for "tuned", which depends on what the cache holds now, and while kernels
-    are noted.
+    A sum over cores that no target computes inside of a kernel takes infinitely long. No family
+    here reads int8 weights: they are half the bytes of bfloat16.
     """
-    fresh = machine.price == "tuned" or _NOTED
-    find = _kernel_price.__wrapped__ if fresh else _kernel_price
-    return find(spec, machine)
-
-
-@functools.lru_cache(maxsize=8192)
-def _kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     stored = with_weights(spec, machine.weights)
-    if getattr(stored, "tp", 1) > 1:
-        return _one_of_many(stored, machine)
-    us, source, cores = _launched(stored, machine)
-    return Price(us, source, stored.short() + (f" on {cores} cores" if cores > 1 else ""))
-
-
-def _one_of_many(stored: Any, machine: Machine) -> Price:
-    """Return the price of a kernel that sums over the cores of a group; infinite without one.
-
-    Simulated ranks arrive together, so the wait for the others is added.
-    """
+    source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
     try:
-        stored.check(machine.target)
-        us = _shared_us(stored, machine)
-        us = kernel_us(stored, machine) + _idle_core_us(machine) if us is None else us
-    except (CapacityError, SpecError, ShapeError):
-        us = math.inf
-    wait, size = wait_us(stored.tp, machine.target), stored.exchanged_bytes()
-    how = f"{stored.short()} on {stored.tp} cores, the sum of {size:,} B inside"
-    return Price(us + wait, f"{_kernel_source(machine)} + law", how)
-
-
-def _launched(stored: KernelSpec, machine: Machine) -> tuple[float, str, int]:
-    """Return (microseconds, source, physical cores) of a kernel as our backend launches it."""
-    us = _shared_us(stored, machine)
-    if us is None:
-        us, source = _one_core(stored, machine)
-        return us + _idle_core_us(machine), source, 1
+        us = launch_us(stored, machine.target, machine.lnc, machine.price)
+    except NO_KERNEL:
+        us, source = math.inf if summed else stored.roofline_us(machine.target), "bound"
+    if summed:
+        said = f"{how} on {stored.world_size} cores, the sum of {summed:,} B inside"
+        return Price(us, f"{_kernel_source(machine)} + law", said)
+    shared = machine.lnc > 1 and bool(dataclasses.replace(stored, lnc=machine.lnc).splits())
+    cores = machine.lnc if shared else 1
     if machine.weights == "int8":
-        return _with_int8_us(us, stored, machine, machine.lnc), "bound", machine.lnc
-    return us, _kernel_source(machine), machine.lnc
-
-
-def _shared_us(stored: Any, machine: Machine) -> float | None:
-    """Return the microseconds of our kernel of two cores; None where there is none for the sizes.
-
-    A barrier is charged for the end of the kernel, which takes both cores, and for each exchange
-    what is published beyond what the simulator says of it.
-    """
-    if machine.lnc == 1 or not hasattr(stored, "m"):
-        return None
-    spec = dataclasses.replace(stored, lnc=machine.lnc)
-    if not spec.splits():
-        return None
-    try:
-        us = kernel_us(spec, machine)
-    except (CapacityError, SpecError, ShapeError):
-        return None
-    return us + PAIR_BARRIER_US + exchanges_of(spec) * beyond_simulated_us(machine.target)
-
-
-def _idle_core_us(machine: Machine) -> float:
-    """Return how much longer a kernel of one core takes where another core waits for it."""
-    return PAIR_BARRIER_US if machine.lnc > 1 else 0.0
-
-
-def beyond_simulated_us(target: Target) -> float:
-    """Return what is published for an exchange of two cores, less what a DMA's start takes of it,
-    which is in the kernel's own time."""
-    return PAIR_EXCHANGE_US - 1e6 * (target.dma_start_latency_seconds + target.semaphore_seconds)
-
-
-def exchanges_of(spec: Any) -> int:
-    """Return how often two cores exchange values in a kernel that halves its weights."""
-    if spec.m >= MANY_TOKENS or spec.family in ("matmul", "attention"):
-        return 0
-    ranks = ("r", "gate_r", "up_r", "down_r")
-    factors = hasattr(spec, "pairs") or any(getattr(spec, name, 0) for name in ranks)
-    return int(factors) + int(spec.family == "gated_mlp")
-
-
-def _one_core(spec: KernelSpec, machine: Machine) -> tuple[float, str]:
-    target, known = machine.target, _kernel_source(machine)
-    try:
-        us, source = kernel_us(spec, machine), known
-    except (CapacityError, SpecError, ShapeError):
-        parts = spec.parts()
-        if parts:
-            us, source = sum(kernel_us(one, machine) for one, _ in parts), known
-        else:
-            us, source = spec.roofline_us(target), "bound"
-    if machine.weights == "int8":
-        return _with_int8_us(us, spec, machine, 1), "bound"
-    return us, source
-
-
-def _with_int8_us(us: float, spec: KernelSpec, machine: Machine, cores: int) -> float:
-    """Return the microseconds with int8 weights of a kernel that takes `us` with bfloat16.
-
-    No family here reads int8: half the bytes of bfloat16.
-    """
-    compute = spec.flops() / (cores * machine.target.peak_flops_per_second("bfloat16"))
-    return max(us / 2, 1e6 * compute)
+        peak = cores * machine.target.peak_flops_per_second("bfloat16")
+        us, source = max(us / 2, 1e6 * stored.flops() / peak), "bound"
+    return Price(us, source, how + (f" on {cores} cores" if shared else ""))
 
 
 def _kernel_source(machine: Machine) -> str:
@@ -278,9 +161,8 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     """Return the price of our kernel; a bound or a law where there is none."""
     assert piece.attention is not None
     for (spec,) in piece.ways:
-        with contextlib.suppress(CapacityError, SpecError):
-            us = _shared_us(spec, machine)
-            us = kernel_us(spec, machine) + _idle_core_us(machine) if us is None else us
+        with contextlib.suppress(*NO_KERNEL):
+            us = launch_us(spec, machine.target, machine.lnc, machine.price)
             return Price(us, _kernel_source(machine), spec.short())
     batch, heads, _, queries, keys, features, causal = piece.attention
     target = machine.target

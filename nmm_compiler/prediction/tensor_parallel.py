@@ -2,17 +2,15 @@
 
 `shard` cuts by the plan that transformers gives for the model: "colwise" linears (q, k, gate, up)
 by output features, "rowwise" ones (o, down) by input features, after which the cores sum. Heads
-stay whole. A low-rank linear y = (x u) v has two ways:
+stay whole. A low-rank linear y = (x u) v is cut as the backend cuts it (`tensor_parallel_plan`):
 
-    whole   colwise: u on every core, v cut by columns             nothing to exchange
-            rowwise: u cut by rows, v on every core                all-reduce of x u, r wide,
-                                                                   inside of one kernel
-    split   colwise: u and v cut by columns                        all-gather of x u, r wide
-            rowwise: u and v cut by rows        reduce-scatter of x u, all-reduce of y
+    colwise: u on every core, v cut by columns             nothing to exchange
+    rowwise: u cut by rows, v on every core                all-reduce of x u, r wide,
+                                                           inside of one kernel
 
-"whole" reads more weight, "split" exchanges more often. Collectives are ops of their own in the
-traced graph, but for the one inside of a kernel: they move nothing here and are priced by
-`collectives.py`. `prices.fastest` compares that kernel with two products and a collective.
+Collectives are ops of their own in the traced graph, but for the one inside of a kernel: they move
+nothing here and are priced by `prices/collectives.py`. `fastest` compares that kernel with two
+products and a collective.
 """
 
 from __future__ import annotations
@@ -26,16 +24,13 @@ from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import PredictionError
 from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines torch.ops.nmm)
 
-SPLITS = ("whole", "split")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+COLLECTIVES = ("all_reduce", "all_gather")
 
 _library = torch.library.Library("nmm_prediction", "DEF")
 _library.define("all_reduce(Tensor x) -> Tensor")
 _library.define("all_gather(Tensor x, int features) -> Tensor")
-_library.define("reduce_scatter(Tensor x, int features) -> Tensor")
 _library.impl("all_reduce", lambda x: torch.empty_like(x), "Meta")
 _library.impl("all_gather", lambda x, features: x.new_empty(*x.shape[:-1], features), "Meta")
-_library.impl("reduce_scatter", lambda x, features: x.new_empty(*x.shape[:-1], features), "Meta")
 
 
 class _SummedLinear(nn.Linear):
@@ -58,15 +53,6 @@ class _GatheredLinear(nn.Linear):
         return torch.ops.nmm_prediction.all_gather(super().forward(x), self.whole)
 
 
-class _ColumnsLowRank(LowRankLinear):
-    """Both factors cut by columns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Gather x u, then multiply by this core's columns of v."""
-        p = torch.ops.nmm_prediction.all_gather(self.down(x), self.up.in_features)
-        return self.up(p)
-
-
 class _RowsLowRank(LowRankLinear):
     """The first factor cut by rows; the second whole."""
 
@@ -80,16 +66,7 @@ class _RowsLowRank(LowRankLinear):
         )
 
 
-class _BothRowsLowRank(LowRankLinear):
-    """Both factors cut by rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Sum and scatter x u over the cores, then sum y over them."""
-        p = torch.ops.nmm_prediction.reduce_scatter(self.down(x), self.up.in_features)
-        return torch.ops.nmm_prediction.all_reduce(self.up(p))
-
-
-def shard(model: MetaModel, tp: int, split: str = "whole") -> None:
+def shard(model: MetaModel, tp: int) -> None:
     """Cut the model's linears for one of `tp` cores, in place.
 
     Each core has at least one key and value head, and as many query heads as belong to it. Raises
@@ -100,7 +77,7 @@ def shard(model: MetaModel, tp: int, split: str = "whole") -> None:
     found = linear_roles(model.module)
     for name, role in found.items():
         parent = model.module.get_submodule(name.rpartition(".")[0])
-        put_cut(parent, name.rpartition(".")[2], role, tp, split, _Heads.of(parent))
+        put_cut(parent, name.rpartition(".")[2], role, tp, _Heads.of(parent))
     if not found:
         raise PredictionError(
             f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"
@@ -134,9 +111,7 @@ class _Heads:
         return keys * max(1, -(-self.queries // (tp * keys))), keys
 
 
-def put_cut(
-    parent: nn.Module, name: str, role: str, tp: int, split: str, heads: _Heads | None
-) -> None:
+def put_cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None) -> None:
     """Replace one linear of `parent` by what one core holds of it."""
     old = getattr(parent, name)
     bias, dtype = old.bias is not None, next(old.parameters()).dtype
@@ -151,19 +126,11 @@ def put_cut(
             setattr(parent, "num_key_value_groups", queries // keys)  # noqa: B010
     new: nn.Module
     if isinstance(old, LowRankLinear):
-        r = old.rank
-        part_r = -(-r // tp)
         if role != "rowwise":
-            kind = LowRankLinear if split == "whole" else _ColumnsLowRank
-            new = kind(k, r, part_n, bias, device="meta", dtype=dtype)
-            if split != "whole":
-                new.down = nn.Linear(k, part_r, False, device="meta", dtype=dtype)
+            new = LowRankLinear(k, old.rank, part_n, bias, device="meta", dtype=dtype)
         else:
-            kind = _RowsLowRank if split == "whole" else _BothRowsLowRank
-            new = kind(part_k, r, n, bias, device="meta", dtype=dtype)
+            new = _RowsLowRank(part_k, old.rank, n, bias, device="meta", dtype=dtype)
             new.tp = tp
-            if split != "whole":
-                new.up = nn.Linear(part_r, n, bias, device="meta", dtype=dtype)
     elif role == "rowwise":
         new = _SummedLinear(part_k, n, bias, device="meta", dtype=dtype)
     elif role == "head":

@@ -14,15 +14,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import fx
 
 from nmm_compiler.compress.meta_copies import MetaModel
 from nmm_compiler.errors import NmmError, PredictionError
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.base import ACTIVATIONS, KernelSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.base import ACTIVATIONS
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.ops.launches import dtype_name
 from nmm_compiler.ops.lower import lower, op_name, tokens
@@ -35,8 +35,8 @@ from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.base import module_path
 from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
+from nmm_compiler.prices.ways import Row, alternatives, beside
 
-Row = tuple[KernelSpec, ...]
 Inputs = Mapping[str, Any] | Sequence[Any]
 Graphs = Sequence[tuple[fx.GraphModule, Sequence[Any]]]
 
@@ -207,10 +207,7 @@ class _Walk:
         lowered = lower(name, values, dict(kwargs), m, transpose=lambda w: w.t())
         specs = tuple(launch.spec for launch in lowered.launches)
         (spec, *others) = specs
-        ways: tuple[Row, ...] = (specs,)
-        if isinstance(spec, GatedMLPSpec) and not any(map(spec.rank, spec.branches)) and not others:
-            ways += _apart(spec, spec.k)
-        self._add("kernel", node, ways=ways, weights=self._weights(node))
+        self._add("kernel", node, ways=(specs,), weights=self._weights(node))
         if getattr(spec, "exchanged_bytes", int)() and not others:
             self.found[-1] = _with_sum_apart(self.found[-1], spec)
 
@@ -303,21 +300,14 @@ class _Walk:
             (gate, up), nodes, spec = gated
             covered |= nodes
             taken |= {gate.node, up.node, last.node}
-            ways = _apart(spec, last.spec.n)
-            if last.spec.n == spec.k:
-                ways = ((spec,), *ways)
             names = tuple(one.weight for one in (gate, up, last))
-            self._add("kernel", last.node, ways=ways, weights=names)
-        for (_, m, k), group in by_x.items():
+            self._add("kernel", last.node, ways=alternatives(spec), weights=names)
+        for group in by_x.values():
             left = [one for one in group if one.node not in taken]
-            if not left:
-                continue
-            n = sum(one.spec.n for one in left)
-            joined = MatmulSpec(m=m, k=k, n=n, dtype=left[0].spec.dtype)
-            single: Row = tuple(one.spec for one in left)
-            ways = ((joined,), single) if len(left) > 1 else (single,)
-            names = tuple(one.weight for one in left)
-            self._add("kernel", left[0].node, ways=ways, weights=names)
+            if left:
+                ways = beside(tuple(one.spec for one in left))
+                names = tuple(one.weight for one in left)
+                self._add("kernel", left[0].node, ways=ways, weights=names)
         return covered
 
     def _gated(self, last: _Dense, by_x: Mapping[Any, list[_Dense]]) -> Any:
@@ -335,6 +325,8 @@ class _Walk:
             gate = at.get(owner_of(c.base(act.value)[0]))
             up = at.get(owner_of(second))
             if gate is None or up is None or gate.x is not up.x or gate is up:
+                continue
+            if last.spec.n != gate.spec.k:  # no kernel returns other features than those of x
                 continue
             spec = GatedMLPSpec(
                 m=gate.spec.m, k=gate.spec.k, n=gate.spec.n, dtype=gate.spec.dtype,
@@ -423,22 +415,6 @@ def _attention_kernel(
         )  # fmt: skip
     except NmmError:
         return None
-
-
-def _apart(spec: GatedMLPSpec, outputs: int) -> tuple[Row, ...]:
-    """Return the kernels of a dense gated MLP: two with the product of the branches inside, a
-    kernel for each weight, and gate and up as one weight.
-
-    The product of the branches is left out of the last two, which favours the dense model.
-    """
-    gate, up, down = cast("tuple[MatmulSpec, ...]", spec.as_products()[1])
-    half = GatedMLPUpSpec(
-        m=spec.m, k=spec.k, n=spec.n, dtype=spec.dtype, activation=spec.activation,
-        out_layout=down.x_layout,
-    )  # fmt: skip
-    down = dataclasses.replace(down, n=outputs)
-    joined = dataclasses.replace(gate, n=2 * spec.n, activation="identity", bias=False)
-    return (half, down), (gate, up, down), (joined, down)
 
 
 def _with_sum_apart(piece: Piece, spec: Any) -> Piece:

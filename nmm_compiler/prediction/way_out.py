@@ -13,11 +13,11 @@ from typing import Any
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.prediction.model import ModelPrediction
+from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 
-# A smaller gain cannot be told from none. Errors of two predictions of one model largely cancel;
-# those of the kernels that differ do not.
-WORTH = 1.03
+WORTH = 1.0 + ERRORS["simulated"]
+"""A smaller gain cannot be told from none."""
 RATIOS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 """Ratios that are tried; beyond them little is left of a model."""
 

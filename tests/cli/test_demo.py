@@ -66,8 +66,8 @@ def test_demo_proves_every_kernel_and_every_embedding(tmp_path):
     assert run["agreement"]["difference"] > 0  # two evaluations in different orders
     assert 0 < float(run["quality"].split()[-1]) < 1
     for comparison in run["comparisons"]:
-        # the search takes the time: a fused kernel may read some weights twice where that is faster
-        assert comparison["fused"]["latency_us"] < comparison["separate"]["latency_us"]
+        assert comparison["fused"] < comparison["separate"]
+        assert comparison["source"] == "simulated"
 
 
 def test_embedding_tolerance_would_catch_bf16():

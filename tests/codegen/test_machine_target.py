@@ -13,8 +13,6 @@ from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import choose, rank
-from nmm_compiler.codegen.estimate import estimate_us
-from nmm_compiler.codegen.latency import LAUNCH_GAP_US, simulated_us
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import MachineFileError, OptionTypeError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
@@ -23,8 +21,10 @@ from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.ops.lower import too_large
 from nmm_compiler.options import Options
-from nmm_compiler.passes.chains.prices import prices_of
 from nmm_compiler.passes.chains.product_order import Cost
+from nmm_compiler.prices.estimate import estimate_us
+from nmm_compiler.prices.kernel import simulated_us
+from nmm_compiler.prices.ways import ways
 from nmm_compiler.runtime import ladder
 from nmm_compiler.runtime.kernels import Kernels
 from nmm_compiler.targets.this_machine import WITH, WITHOUT
@@ -159,14 +159,14 @@ def test_rules_decide_for_the_machine_of_the_options(tmp_path):
     lowrank = LowRankSpec(m=spec.m, k=spec.k, r=1000, n=spec.n)
     mine = Options(target=calibrated(tmp_path / "mine.json", 2), verdicts="off")
     plain, slow = (
-        prices_of(lowrank, machine_target(options.target, options), options.price)
+        ways(lowrank, machine_target(options.target, options), source=options.price)
         for options in (Options(verdicts="off"), mine)
     )
-    assert slow.call > 1.5 * plain.call
+    assert slow.fused > 1.5 * plain.fused
     for options in (Options(verdicts="off"), mine):
         cost = Cost.on(machine_target(options.target, options), "bfloat16", "closed_form")
         wanted = estimate_us(dataclasses.replace(spec, x_layout="row"), options.target)
-        assert cost.product(spec.m, spec.k, spec.n) == wanted + LAUNCH_GAP_US
+        assert cost.product(spec.m, spec.k, spec.n) == wanted
 
 
 def test_a_whole_model_is_predicted_for_the_machine(tmp_path):

@@ -10,11 +10,9 @@ import torch
 from nmm_compiler import LowRankSpec, build_kernel
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.codegen.choose import rank, simulated
-from nmm_compiler.codegen.estimate import estimate_us
-from nmm_compiler.codegen.latency import simulated_us
-from nmm_compiler.codegen.rank_ways import rank_ways, shared_best
 from nmm_compiler.errors import DialectError, KernelArgumentError, ShapeError, SpecError
 from nmm_compiler.kernels.over_ranks import AXES
+from nmm_compiler.prices.kernel import simulated_us
 from nmm_compiler.runtime import first_run
 from nmm_compiler.simulator.run import simulate_ranks
 from nmm_compiler.targets import get
@@ -157,32 +155,6 @@ def test_refusals_say_what_to_do():
 def test_the_price_of_a_kernel_holds_its_collective():
     us = {axis: simulated_us(WHOLE.sharded(4, axis), "trn2") for axis in AXES}
     assert us["columns"] + 10 < us["rows"] < us["rank"] + 10
-
-
-def test_the_ways_are_priced_with_and_without_the_collective_inside():
-    """The kernel that sums p hides v behind the sum; kernels apart add up."""
-    whole = LowRankSpec(m=16, k=4096, r=512, n=1024)
-    ways = {way.axis: way for way in rank_ways(whole, 4, "trn2")}
-    assert set(ways) == set(AXES)
-    rows, columns = ways["rows"], ways["columns"]
-    assert rows.exchanged_bytes == 16 * 512 * 2
-    assert rows.collective_us == collective_alone_us(16 * 512 * 2, 4, TRN2)
-    assert rows.inside_us + 4 < rows.apart_us
-    assert columns.inside_us == columns.apart_us
-    assert columns.collective_us == 0
-    held = {"columns": 4096 * 512 + 512 * 256, "rows": 1024 * 512 + 512 * 1024,
-            "rank": 4096 * 128 + 128 * 1024}  # fmt: skip
-    assert {axis: way.weight_bytes for axis, way in ways.items()} == {
-        axis: 2 * elements for axis, elements in held.items()}  # fmt: skip
-    best = min(ways.values(), key=lambda way: way.inside_us)
-    assert shared_best(whole, 4, "trn2") == whole.sharded(4, best.axis)
-
-
-def test_a_way_that_does_not_divide_is_left_out():
-    odd = dataclasses.replace(WHOLE, r=250)
-    assert {way.axis for way in rank_ways(odd, 4, "trn2", estimate_us)} == {"columns", "rows"}
-    with pytest.raises(SpecError, match="no way to share"):
-        rank_ways(dataclasses.replace(WHOLE, k=510, r=250, n=250), 4, "trn2", estimate_us)
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -8,8 +8,6 @@ import torch
 from nmm_compiler import LowRankSpec, build_kernel, rewrite, simulate
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.codegen.choose import choose, rank, simulated
-from nmm_compiler.codegen.estimate import estimate_us
-from nmm_compiler.codegen.latency import LAUNCH_GAP_US, price_on
 from nmm_compiler.errors import CapacityError, DialectError, SimulationError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
@@ -17,6 +15,7 @@ from nmm_compiler.kernels.base import SPLITS
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
+from nmm_compiler.prices.ways import ways
 from nmm_compiler.runtime import executor as _registered  # noqa: F401
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.targets import get
@@ -161,9 +160,7 @@ def test_passes_decide_for_the_cores_of_the_options():
     spec = LowRankSpec(m=16, k=1024, r=128, n=1024, dtype="float32")
     for lnc in (1, 2):
         (match,) = rewrite(Chain(), (x, u, v), options=Options(lnc=lnc)).matches
-        call = estimate_us(dataclasses.replace(spec, lnc=lnc), "trn2") + LAUNCH_GAP_US
-        assert match.info["predicted"]["call"] == call
-    assert price_on("closed_form", 2)(dataclasses.replace(spec, m=7, n=333), "trn2") > 0
+        assert match.info["predicted"]["fused"] == ways(spec, "trn2", lnc).fused
 
 
 def test_odd_heads_are_not_shared():

@@ -178,5 +178,5 @@ def test_compressed_models_are_predicted_with_the_bytes_they_have():
         if format:
             quantize_factors(model, format)
         result = rewrite(model, (torch.randn(1, 2048, dtype=BF16),))
-        times[format] = result.matches[0].info["predicted"]["call"]
+        times[format] = result.matches[0].info["predicted"]["fused"]
     assert times["fp8"] < 0.75 * times[None]

@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from models import kernel_calls
 from torch import nn
 
-from nmm_compiler.options import LARGEST_BUCKET
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.passes.chains import prices
+from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
 from nmm_compiler.passes.pipeline import rewrite, run
-from nmm_compiler.passes.rules.gated_mlp import decide
-from nmm_compiler.targets import get
+from nmm_compiler.prices.ways import ways
 
 
 class Projection(nn.Module):
@@ -133,37 +134,34 @@ def test_what_does_not_fit_is_declined_with_the_numbers():
 
 
 def test_two_kernels_where_they_are_predicted_to_be_faster():
-    ranks = (2048, 2048, 0)
-    code, reason = decide(512, 8192, 28672, ranks, "bfloat16", get("trn2"), "closed_form")
-    assert code == "slower"
-    assert "for 512 tokens" in reason
-    assert "us on trn2" in reason
-    # the h of a wide dense down projection leaves SBUF panels of 128 outputs: 5,591 us simulated
-    # for one kernel and one token, 912 + 1,327 us for two
-    assert decide(1, 8192, 28672, ranks, "bfloat16", get("trn2"), "closed_form") is not None
-    narrow = (512, 512, 512)
-    assert decide(1, 8192, 28672, narrow, "bfloat16", get("trn2"), "closed_form") is None
-
-
-def test_a_symbolic_count_is_judged_by_the_largest_bucket(monkeypatch):
-    from nmm_compiler.passes.rules import gated_mlp as whole_mlp
-
-    asked = []
-    monkeypatch.setattr(
-        whole_mlp, "decide", lambda m, *a: asked.append(m) or ("slower", f"{m} tokens")
+    """The h of a wide dense down projection leaves SBUF panels of 128 outputs."""
+    sizes = {"k": 8192, "n": 28672, "gate_r": 2048, "up_r": 2048, "down_r": 0}
+    wide = ways(GatedMLPSpec(m=512, **sizes), "trn2")
+    assert wide.fused > 1.2 * wide.separate
+    refused = prices.slower(wide, None)
+    assert "for 512 tokens" in refused.reason
+    assert "us on trn2" in refused.reason
+    narrow = ways(
+        GatedMLPSpec(m=1, **(sizes | {"gate_r": 512, "up_r": 512, "down_r": 512})), "trn2"
     )
-    results = []
-    for options in ({}, {"buckets": (1, 16)}):
+    assert prices.slower(narrow, None) is None
 
-        def backend(module, inputs, options=options):
-            results.append(run(module, inputs, options))
-            return results[-1].graph_module.forward
 
+def test_a_symbolic_count_is_judged_at_one_count_by_every_rule(monkeypatch):
+    asked = []
+    judge = prices.ways
+    monkeypatch.setattr(
+        prices, "ways", lambda spec, *a, **k: asked.append(spec) or judge(spec, *a, **k)
+    )
+
+    def backend(module, inputs):
+        return run(module, inputs, {}).graph_module.forward
+
+    for model in (MLP((4, 4, 4)), MLP((4, 4, 4), back=48)):
         torch._dynamo.reset()
-        torch.compile(MLP((4, 4, 4)), backend=backend, dynamic=True)(X)
-    assert asked == [LARGEST_BUCKET, 16]
-    assert [d.reason for r in results for d in r.declined] == ["4096 tokens", "16 tokens"]
-    assert [kinds(r) for r in results] == [["gated_mlp_up", "lowrank"]] * 2
+        torch.compile(model, backend=backend, dynamic=True)(X)
+    assert {spec.family for spec in asked} >= {"gated_mlp", "gated_mlp_up", "lowrank"}
+    assert {spec.m for spec in asked} == {TYPICAL_TOKENS}
 
 
 def test_the_backend_runs_and_trains_it():

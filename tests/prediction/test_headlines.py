@@ -1,5 +1,7 @@
 """Every report begins with what low rank gains, computed when it is shown."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import nmm_compiler as nmm
 from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes.pipeline import explain
+from nmm_compiler.prices.ways import ways
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,10 +37,9 @@ def compiled(model, tokens):
 def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     model = llama()
     dense = compiled(model, 64)
-    assert "predicted 1." in dense.headline()
-    assert "in the products that could be low-rank (at 80 % of their parameters" in " ".join(
-        str(dense).split()
-    )
+    said = " ".join(str(dense).split())
+    assert "in the products that could be low-rank (at 80 % of their parameters" in said
+    assert "next: nmm_compiler.compress(model, 0.2)" in said
     said = str(explain(model, torch.zeros(1, 64, dtype=torch.long)))
     assert "next: nmm_compiler.compress(model, 0.2)" in " ".join(said.split())
 
@@ -52,7 +54,8 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     assert asked == []  # seconds, so not before it is shown
     whole = report.headline()
     assert whole == report.headline()
-    assert len(asked) == 1
+    # simulated too, as the closed form does not tell the two apart
+    assert [one.get("price", "simulated") for one in asked] == ["closed_form", "simulated"]
     assert "per token and" in whole
     assert "to first token (batch 1) on trn2 over our dense kernels" in whole
     assert whole.endswith("; quality not judged: no calibration")
@@ -60,7 +63,7 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     low = compiled(model, 64)
     gain = low.predicted.__wrapped__  # computed when asked, once
     assert low.headline() == gain()
-    assert "for this graph (64 tokens a call) on trn2 over our dense kernels" in low.headline()
+    assert "for this graph (64 tokens a call, simulated) on trn2 over our" in low.headline()
     assert "predicted" not in low.to_dict()
 
 
@@ -120,3 +123,36 @@ def test_a_model_that_cannot_be_copied_is_said():
 
     report = nmm.compress(nn.Sequential(Held(256, 256), nn.Linear(256, 256)), 0.3, progress=False)
     assert "it cannot be copied: RuntimeError: holds a socket" in report.headline()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("Llama", torch.bfloat16), ("Qwen3", torch.float32)], ids=str
+)
+def test_the_simulator_agrees_with_the_verdict_of_a_page(kind, dtype):
+    """Every call has one price, that of its kernel, and dense is the fastest dense way."""
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=1, vocab_size=64,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    nmm.compress(model, 0.2, include=["*mlp*"], progress=False, allow_slower=True)
+    torch._dynamo.reset()
+    reports = []
+    options = {"inner": "eager", "report": reports.append}
+    with torch.no_grad():
+        torch.compile(model, backend="nmm", options=options)(
+            input_ids=torch.zeros(1, 64, dtype=torch.long), use_cache=False
+        )
+    (report,) = reports
+    assert report.kernels
+    saved = 0.0
+    for line, built in zip(report.kernels, report.built, strict=True):
+        times = ways(built.spec, "trn2", source="simulated")
+        assert line.predicted_us == round(times.fused, 3)
+        saved += line.calls * (times.dense - times.fused)
+    said = report.headline()
+    (gain,) = map(float, re.findall(r"([\d.]+)x for this graph", said))
+    assert (gain > 1.0) == (saved > 0) or abs(gain - 1.0) < 0.005
+    assert said.startswith("predicted") == (gain >= 1.03)
+    assert " us" not in said

@@ -9,13 +9,12 @@ from typer.testing import CliRunner
 
 from nmm_compiler.cli import plan as plan_command
 from nmm_compiler.cli.commands import app
-from nmm_compiler.codegen import latency
 from nmm_compiler.errors import PredictionError
 from nmm_compiler.prediction import plan as plan_module
-from nmm_compiler.prediction import prices
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
 from nmm_compiler.prediction.way_out import WayOut, ways_out
+from nmm_compiler.prices import kernel as latency
 from nmm_compiler.targets import get
 
 pytest.importorskip("transformers")
@@ -34,7 +33,7 @@ def made(us: dict[str, float], dense=None, **changes) -> ModelPrediction:
     )  # fmt: skip
     fields = {
         "name": "toy", "target": "trn2", "dtype": "bfloat16", "weights": "bfloat16", "prompt": 8,
-        "context": 8, "batch": 1, "tp": 1, "lnc": 1, "split": "", "ranks": (), "parameters": 1,
+        "context": 8, "batch": 1, "tp": 1, "lnc": 1, "ranks": (), "parameters": 1,
         "ratio": None if dense is None else 0.2, "dense": dense,
         "phases": (Phase(name="decode", lines=lines, tokens=1),),
         "memory": Memory(weight_bytes=1, cache_bytes=1, activation_bytes=1, capacity_bytes=9),
@@ -115,8 +114,7 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
     simulated, simulate = [], latency._simulate
     monkeypatch.setattr(latency, "_simulate", lambda *one: simulated.append(one) or simulate(*one))
-    for held in (latency._simulated_us, prices._kernel_price):
-        held.cache_clear()
+    latency._simulated_us.cache_clear()
     steps = []
     noted = nullcontext(lambda *one: steps.append(one))
     monkeypatch.setattr(plan_command, "steps", lambda first: noted)

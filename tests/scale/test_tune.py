@@ -17,7 +17,6 @@ from nmm_compiler.cli import cache as cache_command
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen import build, choose, tune, tuned
 from nmm_compiler.codegen.build_many import request_text
-from nmm_compiler.codegen.latency import MOST_TOKENS, PRICES
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.search_space import Space
 from nmm_compiler.codegen.tune import time_schedules
@@ -25,7 +24,8 @@ from nmm_compiler.codegen.workers import on_processes
 from nmm_compiler.errors import CacheTrustError, UnknownNameError, WorkerError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.options import Options
+from nmm_compiler.options import LARGEST_BUCKET, Options
+from nmm_compiler.prices.kernel import PRICES
 
 SPEC = LowRankSpec(m=8, k=256, r=64, n=512)
 SPECS = [SPEC, LowRankSpec(m=16, k=256, r=64, n=512)]
@@ -385,9 +385,9 @@ def test_predictions_take_tuned_times_where_they_are_asked_to(cache):
     for price, us in (("tuned", 1.25), ("simulated", before["simulated"])):
         assert kernel_price(SPEC, Machine(chip, lnc=1, price=price)).us == us
     # a long call is as many launches
-    launch = dataclasses.replace(SPEC, m=MOST_TOKENS)
+    launch = dataclasses.replace(SPEC, m=LARGEST_BUCKET)
     put_tuning(launch, choose.rank(launch, chip)[0].schedule, 7.5)
-    assert PRICES["tuned"](dataclasses.replace(SPEC, m=3 * MOST_TOKENS + 8), "trn2") == 23.75
+    assert PRICES["tuned"](dataclasses.replace(SPEC, m=3 * LARGEST_BUCKET + 8), "trn2") == 23.75
 
 
 def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):

@@ -1,15 +1,13 @@
-"""Predicted times of a computation: as one kernel, as its products one by one, and dense.
+"""What the rules make of the prices of a call: refusals of calls that are slower.
 
-Rules ask at the call's token count. One call is taken unless its products one by one are predicted
-to be faster. One dense product has to be stored by the model: where it is predicted to be faster,
-the report says so, and from how many tokens low rank pays. Options(price=...) selects the price of
-a kernel, one of `codegen.latency.PRICES`.
+Rules ask `prices.ways` at the call's token count. One call is taken unless smaller calls are
+predicted to be faster. One dense product has to be stored by the model: where it is predicted to be
+faster, the report says so, and from how many tokens low rank pays. Options(price=...) selects the
+source of all times, one of `prices.kernel.PRICES`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -23,46 +21,40 @@ from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Key
-from nmm_compiler.targets import Target
+from nmm_compiler.prices.ways import Ways, pays_from, ways
 
 # A dense product that is predicted to take less than this times the call is near break-even.
 _NEAR = 1.25
 
 
-@dataclasses.dataclass(frozen=True)
-class Predicted:
-    """Microseconds of one computation three ways, launches included, at a token count.
+def call_ways(c: Canonical, spec: KernelSpec) -> Ways:
+    """Return the times of a call on the target and cores of the options."""
+    return ways(spec, c.chip, c.options.lnc, source=c.options.price)
 
-    price: of `codegen.latency.PRICES`. pays_from: tokens from which low rank is faster than dense,
-    of a chain near break-even; 0 for any other chain, None where low rank is faster at no count.
-    dense is None for adapters on a dense weight: merged, they are a dense product; and for a chain
-    that `tp` devices share, whose products have the sum over the devices between them.
+
+def predicted_info(c: Canonical, spec: KernelSpec, times: Ways) -> dict[str, Any]:
+    """Return the times as plain JSON data for `Match.info`.
+
+    pays_from: tokens from which low rank is faster than dense, of a chain near break-even; 0 for
+    any other chain, None where low rank is faster at no count.
     """
+    even: int | None = 0
+    if times.dense is not None and times.dense < _NEAR * times.low:
+        even = pays_from(spec, c.chip, c.options.lnc, c.options.price)
+    return {"predicted": {**times.to_dict(), "pays_from": even}}
 
-    call: float
-    products: float
-    dense: float | None
-    tokens: int
-    target: str
-    price: str
-    pays_from: int | None = 0
-    tp: int = 1
 
-    def info(self) -> dict[str, Any]:
-        """Return plain JSON data for `Match.info`."""
-        return {"predicted": dataclasses.asdict(self)}
-
-    def slower(self, node: fx.Node) -> Refusal | None:
-        """Return a refusal of one call where its products are predicted to be faster."""
-        if self.call <= self.products:
-            return None
-        one = f"{self.call:,.1f} us" if math.isfinite(self.call) else "no kernel of this size"
-        between = f" and a sum over {self.tp} devices" if self.tp > 1 else ""
-        reason = (
-            f"one call for {_counted(self.tokens)}: {one} on {self.target}, its products one by "
-            f"one{between} {self.products:,.1f} us (predicted, {self.price})"
-        )
-        return Refusal("slower", reason, node)
+def slower(times: Ways, node: fx.Node) -> Refusal | None:
+    """Return a refusal of one call where smaller calls are predicted to be faster."""
+    if times.fused <= times.separate:
+        return None
+    one = f"{times.fused:,.1f} us" if math.isfinite(times.fused) else "no kernel of this size"
+    between = f" and a sum over {times.tp} devices" if times.tp > 1 else ""
+    reason = (
+        f"one call for {_counted(times.tokens)}: {one} on {times.target}, smaller calls{between} "
+        f"{times.separate:,.1f} us (predicted, {times.source})"
+    )
+    return Refusal("slower", reason, node)
 
 
 def _counted(tokens: int) -> str:
@@ -72,26 +64,6 @@ def _counted(tokens: int) -> str:
 def tokens_to_judge(count: Any) -> int:
     """Return the token count that decides: TYPICAL_TOKENS for a symbolic one."""
     return max(1, count) if isinstance(count, int) else TYPICAL_TOKENS
-
-
-@functools.lru_cache(maxsize=1024)
-def prices_of(spec: KernelSpec, chip: Target, price: str, lnc: int = 1) -> Predicted:
-    """Return the predicted times of a spec on so many physical cores of a target."""
-    from nmm_compiler.codegen.latency import pays_from, price_on, ways_us
-    from nmm_compiler.codegen.rank_ways import rank_way
-
-    one = price_on(price, lnc)
-    ranks = getattr(spec, "tp", 1)
-    if ranks > 1:
-        way = rank_way(spec, chip, one)
-        return Predicted(way.inside_us, way.apart_us, None, spec.m, chip.name, price, 0, ranks)
-    ways = ways_us(spec, chip, one)
-    adapters = getattr(spec, "base", False) or getattr(spec, "inner", False)
-    even: int | None = 0
-    if not adapters and ways.dense < _NEAR * min(ways.fused, ways.separate):
-        even = pays_from(spec, chip, one)
-    dense = None if adapters else ways.dense
-    return Predicted(ways.fused, ways.separate, dense, spec.m, chip.name, price, even)
 
 
 def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | None:
@@ -104,18 +76,14 @@ def too_wide(c: Canonical, stage: Stage, r: int, n: int, key: Key) -> Refusal | 
         return None
     dtype = str(c.dtype(key)).removeprefix("torch.")
     m = tokens_to_judge(views.product(list(stage.tokens.values())))
-    known = dtype in LowRankSpec.dtypes  # else no kernel has a price
-    found = None
-    if known:
-        spec = LowRankSpec(m=m, k=k, r=r, n=n, dtype=dtype)
-        found = prices_of(spec, c.chip, c.options.price, c.options.lnc)
     text = f"r (k + n) >= k n: {r} * ({k} + {n}) >= {k} * {n}, so one dense product is cheaper"
-    if found is not None:
-        assert found.dense is not None
-        if found.dense > min(found.call, found.products):
+    if dtype in LowRankSpec.dtypes:  # else no kernel has a price
+        times = call_ways(c, LowRankSpec(m=m, k=k, r=r, n=n, dtype=dtype))
+        assert times.dense is not None
+        if times.dense > times.low:
             return None
         text += (
-            f": {found.dense:,.1f} us for {_counted(m)} on {found.target}, one call "
-            f"{found.call:,.1f}, two products {found.products:,.1f} (predicted, {found.price})"
+            f": {times.dense:,.1f} us for {_counted(m)} on {times.target}, one call "
+            f"{times.fused:,.1f}, two products {times.separate:,.1f} (predicted, {times.source})"
         )
     return Refusal("rank_too_large", text, key)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.prices.ways import ways
 from nmm_compiler.targets import Target
 
 # Tokens that a symbolic count stands for: a short prefill.
@@ -38,17 +39,14 @@ class Cost:
 
         A dtype that no kernel computes in costs what float32 does.
         """
-        from nmm_compiler.codegen.latency import calls_us, price_on
-
         known = dtype if dtype in LowRankSpec.dtypes else "float32"
 
-        one = price_on(price, lnc)
-
         def product(m: int, k: int, n: int) -> float:
-            return calls_us((MatmulSpec(m=m, k=k, n=n, dtype=known),), target, one)
+            return ways(MatmulSpec(m=m, k=k, n=n, dtype=known), target, lnc, source=price).fused
 
         def fused(m: int, k: int, r: int, n: int) -> float:
-            return calls_us((LowRankSpec(m=m, k=k, r=r, n=n, dtype=known),), target, one)
+            spec = LowRankSpec(m=m, k=k, r=r, n=n, dtype=known)
+            return ways(spec, target, lnc, source=price).fused
 
         return Cost(product, fused)
 

@@ -10,24 +10,25 @@ from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.passes.chains.linear_map import Weight
-from nmm_compiler.passes.chains.prices import Predicted, prices_of, tokens_to_judge
+from nmm_compiler.passes.chains.prices import call_ways, tokens_to_judge
 from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
 from nmm_compiler.passes.emit.ranks_call import RowsCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.distributed import is_distributed, local_part
+from nmm_compiler.prices.ways import Ways
 
 
-def predicted(c: Canonical, call: Call) -> Predicted:
+def predicted(c: Canonical, call: Call) -> Ways:
     """Return the predicted times of a call at its token count."""
-    dtype = str(c.dtype(call.final)).removeprefix("torch.")
-    return prices_of(_spec(c, call, dtype), c.chip, c.options.price, c.options.lnc)
+    return call_ways(c, spec_of(c, call))
 
 
-def _spec(c: Canonical, call: Call, dtype: str) -> KernelSpec:
+def spec_of(c: Canonical, call: Call) -> KernelSpec:
     """Return what the kernel of a call computes, its operands as the runtime passes them.
 
     Of tensors that are cut over devices: what it computes on one of them.
     """
+    dtype = str(c.dtype(call.final)).removeprefix("torch.")
     m, k = _rows(c, call)
     common: dict[str, Any] = {"m": m, "k": k, "dtype": dtype}
     if call.kept.stored:

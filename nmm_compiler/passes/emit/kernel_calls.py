@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from torch import fx
@@ -10,7 +11,7 @@ from torch import fx
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.ops.definition import Op
-from nmm_compiler.passes.chains.prices import tokens_to_judge
+from nmm_compiler.passes.chains.prices import call_ways, tokens_to_judge
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.targets import Target
@@ -75,7 +76,6 @@ def has_kernel_calls(graph: fx.Graph) -> bool:
 
 def call_us(c: Canonical, call: KernelCall, change: KernelChange) -> float | None:
     """Return the predicted microseconds of a call with these arguments; None without a kernel."""
-    from nmm_compiler.codegen.latency import PRICES
     from nmm_compiler.ops.lower import lower, tokens
 
     values = c.values
@@ -84,20 +84,10 @@ def call_us(c: Canonical, call: KernelCall, change: KernelChange) -> float | Non
         m = tokens_to_judge(tokens(args[0], kwargs))
         (launch,) = lower(call.op.name, args, kwargs, m).launches
         spec: KernelSpec = launch.spec
-        return PRICES[c.options.price](spec, c.chip)
     except (NmmError, ValueError, TypeError):
-        return None  # symbolic sizes, or no legal schedule
-
-
-def wait_us(chip: Target, tokens: int, k: int, item_bytes: int) -> float:
-    """Return the microseconds for which the first product waits for a norm of x, at most.
-
-    A block of up to 512 tokens arrives, and three passes of VectorE go over it. The closed form
-    counts work alone; a simulated price has the wait in it.
-    """
-    block = min(tokens, 512)
-    arrives = block * k * item_bytes / chip.memory_bytes_per_second
-    return (arrives + 3 * block * (k / chip.partitions) / chip.vector_clock_hz) * _US
+        return None  # symbolic sizes
+    us = call_ways(c, spec).fused
+    return us if math.isfinite(us) else None
 
 
 def pass_us(chip: Target, moved_bytes: float) -> float:

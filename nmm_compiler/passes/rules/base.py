@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from nmm_compiler.passes.chains.prices import call_ways, predicted_info, slower
 from nmm_compiler.passes.chains.refusal import REMEDIES, Refusal
-from nmm_compiler.passes.emit.call_prices import predicted
+from nmm_compiler.passes.emit.call_prices import spec_of
 
 if TYPE_CHECKING:
     from nmm_compiler.passes.emit.editor import Editor
@@ -191,15 +192,16 @@ class KernelRule(Rule):
     ) -> Match | Refusal:
         """Return the match of a call that takes the place of `node` and covers `nodes`.
 
-        Return a refusal where the products of the call, one by one, are predicted to be faster.
+        Return a refusal where smaller calls are predicted to be faster.
         """
-        prices = predicted(graph, call)
-        return prices.slower(node) or Match(
+        spec = spec_of(graph, call)
+        times = call_ways(graph, spec)
+        return slower(times, node) or Match(
             rule=self.name,
             node=node,
             nodes=nodes,
             data=call,
-            info=call.info() | prices.info(),
+            info=call.info() | predicted_info(graph, spec, times),
             notes=call.notes(),
         )
 

@@ -6,23 +6,18 @@
 Three dense ones are a gated adapter where h is narrow: n (k + k) < k k. h stays in SBUF. The rule
 declines, with the numbers, where h does not fit the target beside the kernel's other tensors, and
 where two kernels are predicted to be faster: keeping h leaves room for fewer tokens at a time, so
-weights may be read more often. A symbolic token count is judged by the largest bucket.
+weights may be read more often.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.options import LARGEST_BUCKET
+from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.passes.chains.linear_map import is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.projections import (
     Projection,
@@ -33,6 +28,7 @@ from nmm_compiler.passes.chains.projections import (
 from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import real_users, refuse
 from nmm_compiler.passes.chains.steps import affine
+from nmm_compiler.passes.emit.call_prices import spec_of
 from nmm_compiler.passes.emit.fused_calls import GatedCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -41,7 +37,6 @@ from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.gated_mlp_up import Gated, gates_at, read_gated
 from nmm_compiler.passes.rules.lowrank import products_at
-from nmm_compiler.targets import Target
 
 # From the end of a down projection to h: two products, and a bias after each.
 _STEPS = 4
@@ -75,12 +70,16 @@ class GatedMLP(KernelRule):
         down = dataclasses.replace(down, out_dims=out_dims)
         nodes = gated.nodes | down.nodes | path_nodes(graph, down.first.x)
         gated = dataclasses.replace(gated, node=owner_of(node), down=down, nodes=nodes)
-        why = refuse(graph, nodes, gated.node, gated.keys()) or _no_kernel(graph, gated)
-        if why is not None:  # reported where two calls take its place
-            pair = gated.gate.low_rank or gated.up.low_rank
-            return dataclasses.replace(why, report_even_if_superseded=True) if pair else None
         call = GatedCall.of(graph, gated)
-        return self.matched(graph, gated.node, nodes, call)
+        made = (
+            refuse(graph, nodes, gated.node, gated.keys())
+            or _no_kernel(graph, gated, call)
+            or self.matched(graph, gated.node, nodes, call)
+        )
+        if isinstance(made, Match):
+            return made
+        pair = gated.gate.low_rank or gated.up.low_rank  # reported where two calls take its place
+        return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
 
 
 def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
@@ -127,70 +126,13 @@ def _over_tokens(c: Canonical, h_dims: Dims, down: Projection) -> Dims | None:
     return dims
 
 
-def _no_kernel(c: Canonical, gated: Gated) -> Refusal | None:
-    """Return why one kernel is not possible or does not pay on the target, or None."""
-    gate, up, down = gated.projections()
+def _no_kernel(c: Canonical, gated: Gated, call: GatedCall) -> Refusal | None:
+    """Return why one kernel is not possible on the target, or None."""
+    gate, _, down = gated.projections()
     if down.n != gate.k:
-        return Refusal(
-            "no_kernel",
-            f"the down projection returns {down.n} features, one kernel returns x's {gate.k}",
-            gated.node,
-        )
-    call = GatedCall.of(c, gated)
-    m = call.tokens_count()
-    if not isinstance(m, int):
-        m = c.options.buckets[-1] if c.options.buckets else LARGEST_BUCKET
-    ranks = tuple(p.weights[0].n if p.low_rank else 0 for p in (gate, up, down))
-    dtype = c.dtype(gated.node)
-    name = str(dtype).removeprefix("torch.")
-    sizes = (max(1, m), gate.k, gate.n)
-    fp8, options = bool(call.kept.stored), c.options
-    why = decide(*sizes, ranks, name, c.chip, options.price, fp8, options.lnc)
+        text = f"the down projection returns {down.n} features, one kernel returns x's {gate.k}"
+        return Refusal("no_kernel", text, gated.node)
+    why = refusal(spec_of(c, call), c.chip)
     if why is None:
         return None
-    return Refusal(why[0], why[1], gated.node)
-
-
-@functools.lru_cache(maxsize=1024)
-def decide(
-    m: int,
-    k: int,
-    n: int,
-    ranks: tuple[int, ...],
-    dtype: str,
-    chip: Target,
-    price: str,
-    fp8: bool = False,
-    lnc: int = 1,
-) -> tuple[str, str] | None:
-    """Return (code, reason) against one kernel for the whole MLP, None for it.
-
-    ranks: of gate, up and down, 0 for a dense one. price, lnc: as in Options. fp8: the weights are
-    fp8.
-    """
-    from nmm_compiler.codegen.choose import refusal
-    from nmm_compiler.codegen.latency import calls_us, price_on
-
-    gate, up, down = ranks
-    common: dict[str, Any] = {"m": m, "dtype": dtype}
-    if fp8:
-        common = {"m": m, "dtype": FP8, "scales": "channel", "x_dtype": dtype}
-    gates: dict[str, Any] = {"k": k, "n": n, "gate_r": gate, "up_r": up}
-    first = GatedMLPUpSpec(**common, **gates, out_layout="col")
-    last: LowRankSpec | MatmulSpec = MatmulSpec(**common, k=n, n=k, x_layout="col")
-    if down:
-        last = LowRankSpec(**common, k=n, r=down, n=k, x_layout="col")
-    whole = GatedMLPSpec(**common, **gates, down_r=down)
-    why = refusal(whole, chip)
-    if why is not None:
-        return "no_kernel", f"the whole MLP has no kernel: {why}"
-    if any(refusal(spec, chip) for spec in (first, last)):
-        return None  # there is no pair to compare with
-    one, *two = (calls_us((spec,), chip, price_on(price, lnc)) for spec in (whole, first, last))
-    if one <= sum(two):
-        return None
-    reason = (
-        f"one kernel for {m} tokens is predicted to take {one:,.1f} us on {chip.name}, "
-        f"two take {two[0]:,.1f} + {two[1]:,.1f} us ({price})"
-    )
-    return "slower", reason
+    return Refusal("no_kernel", f"the whole MLP has no kernel: {why}", gated.node)

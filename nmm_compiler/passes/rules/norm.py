@@ -20,13 +20,7 @@ from nmm_compiler.passes.chains.prices import tokens_to_judge
 from nmm_compiler.passes.chains.refusal import Refusal
 from nmm_compiler.passes.chains.safety import DTYPES, crossed, real_users, unsafe
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.emit.kernel_calls import (
-    KernelCall,
-    call_us,
-    kernel_call,
-    pass_us,
-    wait_us,
-)
+from nmm_compiler.passes.emit.kernel_calls import KernelCall, call_us, kernel_call, pass_us
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.canonical_forms import Opaque, owner_of
@@ -169,8 +163,6 @@ def _slower(
     if plain is None or inside is None or value is None:
         return Refusal("slower", "no kernel takes the norm in", norm.final)
     tokens = tokens_to_judge(value.numel() // value.shape[-1])
-    if c.options.price == "closed_form":
-        inside += wait_us(c.chip, tokens, int(value.shape[-1]), value.element_size())
     moved = 2 * tokens * int(value.shape[-1]) * value.element_size()
     apart = pass_us(c.chip, moved) / readers
     if inside <= plain + apart:

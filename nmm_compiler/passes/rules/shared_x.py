@@ -15,8 +15,9 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain
+from nmm_compiler.passes.chains.prices import call_ways, predicted_info
 from nmm_compiler.passes.chains.safety import crossed, refuse
-from nmm_compiler.passes.emit.call_prices import predicted
+from nmm_compiler.passes.emit.call_prices import spec_of
 from nmm_compiler.passes.emit.fused_calls import LowRankCall, SharedCall
 from nmm_compiler.passes.emit.ranks_call import RowsCall
 from nmm_compiler.passes.graph.canonical import Canonical
@@ -62,16 +63,16 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
     if crossed(c, set(nodes), finals[-1], keys) is not None:
         return None
     call = SharedCall.of(rule, calls)
-    prices = predicted(c, call)
-    alone = sum(predicted(c, one).call for one in calls)
-    if prices.call > min(prices.products, alone):
+    spec = spec_of(c, call)
+    times = call_ways(c, spec)
+    if times.fused > times.separate:
         return None
     return Match(
         rule=rule,
         node=finals[0],
         nodes=nodes,
         data=call,
-        info=call.info() | prices.info(),
+        info=call.info() | predicted_info(c, spec, times),
         notes=tuple(dict.fromkeys(note for one in calls for note in one.notes())),
     )
 

@@ -23,7 +23,7 @@ WAIT_RANKS = 64
 def collective_us(kind: str, size: int, ranks: int, target: Target) -> float:
     """Return microseconds of a collective; size: bytes of its whole result.
 
-    kind: all_reduce, all_gather or reduce_scatter; the last two move half as much as the first.
+    kind: all_reduce or all_gather, which moves half as much.
     """
     if ranks == 1:
         return 0.0

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build_many import request_of, request_text
-from nmm_compiler.codegen.latency import launches_of, price_key, simulated_us
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.workers import cores, on_processes, run
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import Options
+from nmm_compiler.prices.kernel import launches_of, price_key, simulated_us
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done now, how many are done, how many there are)."""

@@ -1,0 +1,199 @@
+"""Microseconds of one launch, before it is built: `launch_us(spec, target, lnc, source)`.
+
+A source is one of PRICES by name: "closed_form", from the spec alone, is the default of the passes;
+"simulated" is the kernel that `build_kernel` would build, in the simulator's timing mode; "tuned"
+takes the schedules that `tune` found, where the cache has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nmm_compiler.cache.key import Key
+from nmm_compiler.cache.store import Store
+from nmm_compiler.codegen.choose import choose, simulated
+from nmm_compiler.codegen.code_digests import code_fields
+from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.codegen.tuned import tuned_choice
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.options import INSTRUCTION_BUDGET, LARGEST_BUCKET
+from nmm_compiler.prices.collectives import PAIR_BARRIER_US, PAIR_EXCHANGE_US, wait_us
+from nmm_compiler.prices.estimate import estimate_us
+from nmm_compiler.targets import Target, get
+from nmm_compiler.targets.this_machine import differences
+
+_PRICE = "price.txt"
+NO_KERNEL = (CapacityError, ShapeError, SpecError)
+"""Why a spec has no kernel on a target."""
+
+LAUNCH_GAP_US = 2.0
+"""Time from one kernel to the next in one program; chosen on published decodes
+(docs/latency.md)."""
+
+# Tokens from which two cores share the tokens, so that they exchange nothing.
+MANY_TOKENS = 256
+
+Price = Callable[[KernelSpec, str | Target], float]
+
+
+def simulated_us(spec: KernelSpec, target: str | Target) -> float:
+    """Return the simulated microseconds of a kernel, from its first instruction to its last result.
+
+    The schedule is the one that `build_kernel` takes. A call of more than LARGEST_BUCKET tokens a
+    core is as many launches of that many, and one of the rest, where its family can split tokens.
+    Prices are kept in the kernel cache. Raises CapacityError or SpecError, with the numbers, when
+    no schedule is legal.
+    """
+    return _simulated_us(spec, machine_target(target))
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated_us(spec: KernelSpec, chip: Target) -> float:
+    launches = launches_of(spec)
+    if launches != {spec: 1}:
+        return sum(count * _simulated_us(one, chip) for one, count in launches.items())
+    spec.check(chip)
+    store = Store.for_kernels()
+    if store.mode in ("off", "require"):
+        return _simulate(spec, chip)
+    key = price_key(spec, chip)
+    entry = store.get_or_build(key, lambda: {_PRICE: repr(_simulate(spec, chip))})
+    return float(entry.files[_PRICE])
+
+
+def _simulate(spec: KernelSpec, chip: Target) -> float:
+    best = choose(spec, chip)[0]
+    if best.simulated_us is not None:
+        return best.simulated_us
+    return simulated(spec, best.schedule, chip)[0]
+
+
+def launches_of(spec: KernelSpec) -> dict[KernelSpec, int]:
+    """Return the kernels that `simulated_us` simulates for a call, and how often each runs."""
+    tokens, most = int(getattr(spec, "m", 0)), LARGEST_BUCKET * spec.lnc
+    if tokens <= most or not spec.splits_tokens:
+        return {spec: 1}
+    blocks, rest = divmod(tokens, most)
+    launches = {with_tokens(spec, most): blocks}
+    return launches | ({with_tokens(spec, rest): 1} if rest else {})
+
+
+def price_key(spec: KernelSpec, chip: Target) -> Key:
+    """Return the key in the kernel cache of the price that `simulated_us` gives one launch."""
+    return Key.make(
+        {
+            "price": "simulated_us",
+            "spec": spec.digest(64),
+            "target": chip.name,
+            "machine": differences(chip, get(chip.name)),
+            **code_fields(),
+        }
+    )
+
+
+def tuned_us(spec: KernelSpec, target: str | Target) -> float:
+    """Return the simulated microseconds of the schedule that `tune` found for a kernel.
+
+    A kernel whose tuning is not in the cache on disk has the price of `simulated_us`. Long calls
+    are split as there.
+    """
+    chip = machine_target(target)
+    best = tuned_choice(spec, chip, INSTRUCTION_BUDGET, Store.for_kernels())
+    if best is not None and best.simulated_us is not None:
+        return best.simulated_us
+    launches = launches_of(spec)
+    if launches == {spec: 1}:
+        return simulated_us(spec, chip)
+    return sum(count * tuned_us(one, chip) for one, count in launches.items())
+
+
+PRICES: dict[str, Price] = {
+    "closed_form": estimate_us, "simulated": simulated_us, "tuned": tuned_us,
+}  # fmt: skip
+
+_NOTED: list[dict[KernelSpec, None]] = []
+
+
+@contextlib.contextmanager
+def noted_kernels() -> Iterator[dict[KernelSpec, None]]:
+    """Yield the kernels whose prices are asked for in the block, each once, in order."""
+    noted: dict[KernelSpec, None] = {}
+    _NOTED.append(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.pop()
+
+
+def kernel_us(spec: KernelSpec, chip: Target, source: str) -> float:
+    """Return the microseconds of one kernel; raises one of NO_KERNEL where there is none."""
+    for noted in _NOTED:
+        noted[spec] = None
+    if spec.exchanged_bytes():
+        spec.check(chip)  # the closed form asks no target for its collectives
+    return PRICES[source](spec, chip)
+
+
+def launch_us(spec: KernelSpec, chip: Target, lnc: int, source: str) -> float:
+    """Return the microseconds of one launch on a logical core of `lnc` physical cores.
+
+    Two cores share the kernel; one that they cannot share runs on one, for which the other waits.
+    A barrier is charged for the end of the kernel, which takes both cores, and for each exchange
+    what is published beyond what the simulator says of it. A kernel that sums over the ranks waits
+    for them. What has no schedule is launched in its parts; raises one of NO_KERNEL without any.
+    """
+    alone = dataclasses.replace(spec, lnc=1) if spec.lnc > 1 else spec
+    waits = wait_us(spec.world_size, chip) if spec.exchanged_bytes() else 0.0
+    if lnc > 1 and hasattr(spec, "m"):
+        shared = dataclasses.replace(alone, lnc=lnc)
+        with contextlib.suppress(*NO_KERNEL):
+            if shared.splits():
+                beyond = exchanges_of(shared) * beyond_simulated_us(chip)
+                return kernel_us(shared, chip, source) + PAIR_BARRIER_US + beyond + waits
+    barrier = PAIR_BARRIER_US if lnc > 1 else 0.0
+    try:
+        return kernel_us(alone, chip, source) + barrier + waits
+    except NO_KERNEL:
+        parts = [part for part, _ in alone.parts()]
+        if not parts:
+            raise
+        gaps = (len(parts) - 1) * LAUNCH_GAP_US
+        return sum(launch_us(part, chip, lnc, source) for part in parts) + gaps
+
+
+def row_us(row: tuple[KernelSpec, ...], chip: Target, lnc: int, source: str) -> float:
+    """Return the time of launches one after the other, with a gap between two of them.
+
+    Infinite where one of them has no legal schedule.
+    """
+    gaps = (len(row) - 1) * LAUNCH_GAP_US
+    try:
+        return sum(launch_us(spec, chip, lnc, source) for spec in row) + gaps
+    except NO_KERNEL:
+        return math.inf
+
+
+def beyond_simulated_us(target: Target) -> float:
+    """Return what is published for an exchange of two cores, less what a DMA's start takes of it,
+    which is in the kernel's own time."""
+    return PAIR_EXCHANGE_US - 1e6 * (target.dma_start_latency_seconds + target.semaphore_seconds)
+
+
+def exchanges_of(spec: Any) -> int:
+    """Return how often two cores exchange values in a kernel that halves its weights."""
+    if spec.m >= MANY_TOKENS or spec.family in ("matmul", "attention"):
+        return 0
+    ranks = ("r", "gate_r", "up_r", "down_r")
+    factors = hasattr(spec, "pairs") or any(getattr(spec, name, 0) for name in ranks)
+    return int(factors) + int(spec.family == "gated_mlp")
+
+
+def with_tokens(spec: KernelSpec, tokens: int) -> KernelSpec:
+    """Return the spec for so many tokens."""
+    return dataclasses.replace(spec, m=tokens)

@@ -1,0 +1,240 @@
+"""`ways(call, target, lnc, tp, source)`: what one computation takes as one call, in smaller calls,
+and dense.
+
+Passes, `compress`, `predict`, `plan` and every report ask this function, so that one call has one
+price. `alternatives` lists the rows of launches that compute a call; the fastest row without the
+call itself is `separate`. Dense is the fastest row of the call with dense weights, so that it is
+the strongest dense rival that we have. All three are of one source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.over_ranks import AXES
+from nmm_compiler.prices.collectives import collective_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, row_us, with_tokens
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+Row = tuple[KernelSpec, ...]
+
+ERRORS = {"closed_form": 0.35, "simulated": 0.03, "tuned": 0.03}
+"""How far a gain has to be from 1 to be told from none, by source. Errors of two simulations of one
+computation largely cancel; the closed form's gains are within so much of the simulator's for 9 of
+10 calls (tests/prices/test_estimate.py)."""
+FP8_ERROR = 0.6
+"""The same of the closed form for fp8 operands, whose scales it counts in part."""
+
+BREAK_EVEN_TOKENS = (1, 4, 16, 64, 128, 256, 512)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ways(Record):
+    """Microseconds of one computation at a token count, from its first instruction to its last.
+
+    Several launches have a gap between two of them, so that one call takes what its kernel takes.
+
+    fused: one call. separate: the fastest row of smaller calls. dense: the fastest dense way; None
+    for a call that stands for no dense product, as adapters on a dense weight do. source: of every
+    figure, one of `prices.kernel.PRICES`. tp: ranks that share it, whose sum is in fused and
+    separate. error: how far `gain` has to be from 1 to be told from none.
+    """
+
+    fused: float
+    separate: float
+    dense: float | None
+    tokens: int
+    target: str
+    source: str
+    tp: int = 1
+    error: float = ERRORS["closed_form"]
+
+    @property
+    def low(self) -> float:
+        """The time of the faster way that keeps low rank."""
+        return min(self.fused, self.separate)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster than dense low rank is; None where nothing is dense."""
+        return None if self.dense is None else self.dense / self.low
+
+
+def ways(
+    call: Any, target: str | Target, lnc: int = 1, tp: int = 1, source: str = "closed_form"
+) -> Ways:
+    """Return the times of a call.
+
+    Args:
+        call: the spec of the kernel that computes it.
+        target: where; lnc: physical cores of a logical one.
+        tp: ranks that share a low-rank product, by the axis that is fastest; a call that is one
+            rank's share already (`LowRankSpec.sharded`) is priced as it is.
+        source: of every figure, one of `prices.kernel.PRICES`.
+    """
+    chip = machine_target(target)
+    if tp > 1:
+        return min(rank_ways(call, tp, chip, lnc, source).values(), key=lambda way: way.low)
+    fused, *smaller = (row_us(row, chip, lnc, source) for row in alternatives(call))
+    ranks = getattr(call, "tp", 1)
+    exchanged = call.exchanged_bytes()
+    if exchanged:
+        between = collective_us("all_reduce", exchanged, ranks, chip) + LAUNCH_GAP_US
+        smaller = [us + between for us in smaller]
+    dense: float | None = None
+    if ranks == 1 and not getattr(call, "base", False) and not getattr(call, "inner", False):
+        dense = min(row_us(row, chip, lnc, source) for row in dense_rows(call))
+    return Ways(
+        fused=fused,
+        separate=min(smaller, default=fused),
+        dense=dense,
+        tokens=int(getattr(call, "m", 0)),
+        target=chip.name,
+        source=source,
+        tp=ranks,
+        error=FP8_ERROR
+        if source == "closed_form" and getattr(call, "fp8", False)
+        else ERRORS[source],
+    )
+
+
+def rank_ways(
+    whole: LowRankSpec, tp: int, target: str | Target, lnc: int = 1, source: str = "simulated"
+) -> dict[str, Ways]:
+    """Return the ways in which `tp` ranks can share a low-rank product, by axis, fastest first.
+
+    A way that is impossible, as its size does not divide or a function stands where a sum would, is
+    left out. Raises SpecError where none is possible.
+    """
+    found: dict[str, Ways] = {}
+    refused = ""
+    for axis in AXES:
+        try:
+            shard = whole.sharded(tp, axis)
+        except (ShapeError, SpecError) as error:
+            refused = str(error)
+            continue
+        found[axis] = ways(shard, target, lnc, source=source)
+    if not found:
+        raise SpecError(f"no way to share {whole.short()} between {tp} ranks: {refused}")
+    return dict(sorted(found.items(), key=lambda item: item[1].low))
+
+
+def pays_from(
+    call: KernelSpec, target: str | Target, lnc: int = 1, source: str = "closed_form"
+) -> int | None:
+    """Return the token count from which low rank beats dense at every larger one; None: never.
+
+    Counts of BREAK_EVEN_TOKENS are tried.
+    """
+    first: int | None = None
+    for tokens in reversed(BREAK_EVEN_TOKENS):
+        times = ways(with_tokens(call, tokens), target, lnc, source=source)
+        if times.dense is None or times.low >= times.dense:
+            break
+        first = tokens
+    return first
+
+
+def fastest(rows: Iterable[Row], target: str | Target, lnc: int, source: str) -> tuple[Row, float]:
+    """Return the row of launches that takes the least, and its microseconds with their gaps."""
+    chip = machine_target(target)
+    each = ((row, row_us(row, chip, lnc, source)) for row in rows)
+    return min(each, key=lambda one: one[1], default=((), math.inf))
+
+
+@functools.lru_cache(maxsize=4096)
+def alternatives(call: KernelSpec) -> tuple[Row, ...]:
+    """Return the rows of launches that compute a call; the first is the call alone.
+
+    The elementwise product of gate and up is left out where both are kernels of their own, which
+    favours these rows, low-rank and dense alike.
+    """
+    return ((call,), *itertools.chain.from_iterable(map(_each, _smaller(call))))
+
+
+def _each(row: Row) -> tuple[Row, ...]:
+    """Return every row in which the calls of a row can be computed."""
+    choices = itertools.product(*map(alternatives, row))
+    return tuple(tuple(itertools.chain.from_iterable(chosen)) for chosen in choices)
+
+
+def dense_rows(call: Any) -> tuple[Row, ...]:
+    """Return the rows of launches that compute a call with dense weights."""
+    if isinstance(call, GatedMLPUpSpec):
+        ranks: Any = {f"{branch}_r": 0 for branch in call.branches}
+        return alternatives(dataclasses.replace(call, **ranks))
+    return beside(call.as_products()[1])
+
+
+def beside(products: Row) -> tuple[Row, ...]:
+    """Return the rows that compute products of one x: each a call, or those of one kind as one.
+
+    products: specs of families `matmul` and `lowrank`.
+    """
+    low = tuple(one for one in products if isinstance(one, LowRankSpec))
+    dense = tuple(one for one in products if not isinstance(one, LowRankSpec))
+    each = [tuple(_each(low)), tuple(_each(dense))]
+    if len(low) > 1:
+        pairs: Any = tuple((one.r, (one.n,)) for one in low)
+        names = {f.name for f in dataclasses.fields(LowRankSharedSpec)} - {"pairs", "residual"}
+        ends = ("bias", "activation", "out_layout")
+        shared = {name: getattr(low[0], name) for name in names}
+        shared |= {name: tuple(getattr(one, name) for one in low) for name in ends}
+        each[0] += ((LowRankSharedSpec(**shared, pairs=pairs),),)
+    if len(dense) > 1:
+        outputs = sum(getattr(one, "n", 0) for one in dense)
+        joined: Any = {"n": outputs, "bias": False, "activation": "identity"}
+        each[1] += ((dataclasses.replace(dense[0], **joined),),)
+    return tuple((*one, *other) for one, other in itertools.product(*each))
+
+
+def _smaller(call: Any) -> tuple[Row, ...]:
+    """Return the rows of smaller calls that a call can be cut into once."""
+    if isinstance(call, GatedMLPSpec):
+        turned = "row" if call.m == 1 else "col"  # one token lies alike by rows and by columns
+        names = {f.name for f in dataclasses.fields(GatedMLPUpSpec)} - {"out_layout", "residual"}
+        half = GatedMLPUpSpec(**{name: getattr(call, name) for name in names}, out_layout=turned)
+        last = _projection(call, "down", x_layout=turned, out_layout=call.out_layout)
+        return ((half, dataclasses.replace(last, residual=call.residual)),)
+    if isinstance(call, GatedMLPUpSpec):
+        ends = {"x_layout": call.x_layout, "out_layout": call.out_layout, **call.norm_fields()}
+        return beside(tuple(_projection(call, branch, **ends) for branch in call.branches))
+    if isinstance(call, LowRankSharedSpec):
+        return tuple(part for part, _ in call.parts()), call.as_products()[0]
+    if getattr(call, "tp_axis", "") in ("columns", "rank"):  # nothing to sum between the products
+        return ((dataclasses.replace(call, tp=1, tp_axis=""),),)
+    products = call.as_products()[0]
+    return () if products == (call,) else (products,)
+
+
+def _projection(call: GatedMLPUpSpec, branch: str, **ends: Any) -> LowRankSpec | MatmulSpec:
+    """Return one projection of a gated MLP as a call of its own."""
+    rank, (first, last), layout = call.rank(branch), call.ends(branch), call.weight_layout
+    common: dict[str, Any] = {
+        "m": call.m, "k": first, "n": last, "dtype": call.dtype, "scales": call.scales,
+        "x_dtype": call.x_dtype, "out_dtype": call.out_dtype, "lnc": call.lnc,
+        "activation": call.activation if branch == "gate" else "identity",
+        "bias": getattr(call, f"{branch}_bias"), **ends,
+    }  # fmt: skip
+    if not rank:
+        return MatmulSpec(**common, w_layout=layout)
+    factors: dict[str, Any] = {
+        "u_layout": layout,
+        "v_layout": layout,
+        "intermediate": call.intermediate,
+    }
+    return LowRankSpec(**common, r=rank, **factors)

@@ -1,0 +1,205 @@
+"""One function prices a call fused, in smaller calls and dense, from one source."""
+
+import dataclasses
+import math
+
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.over_ranks import AXES
+from nmm_compiler.options import LARGEST_BUCKET
+from nmm_compiler.prices import kernel as prices
+from nmm_compiler.prices.collectives import PAIR_BARRIER_US, collective_us, wait_us
+from nmm_compiler.prices.estimate import estimate_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, launch_us, launches_of, simulated_us
+from nmm_compiler.prices.ways import (
+    BREAK_EVEN_TOKENS,
+    alternatives,
+    dense_rows,
+    pays_from,
+    rank_ways,
+    ways,
+)
+from nmm_compiler.targets import get
+
+SPEC = LowRankSpec(m=64, k=256, r=64, n=256)
+GATED = GatedMLPSpec(m=64, k=256, n=512, gate_r=32, up_r=32, down_r=32)
+SHARED = LowRankSharedSpec(m=64, k=256, pairs=((8, (64,)), (8, (32, 32))))
+TRN2 = get("trn2")
+
+
+def flops(spec, target):
+    return float(spec.flops())
+
+
+@pytest.fixture
+def priced(monkeypatch):
+    """Return a function that sets the closed form to a function of (spec, target)."""
+    return lambda price: monkeypatch.setitem(prices.PRICES, "closed_form", price)
+
+
+def test_each_way_is_its_kernels_and_a_gap_between_them(priced):
+    priced(flops)
+    found = ways(SPEC, "trn2")
+    assert found.fused == SPEC.flops()
+    assert found.separate == SPEC.flops() + LAUNCH_GAP_US
+    assert found.dense == 2 * 64 * 256 * 256
+    assert (found.tokens, found.target, found.source) == (64, "trn2", "closed_form")
+    assert found.gain == found.dense / found.fused
+
+
+def test_a_way_without_a_schedule_takes_infinitely_long(priced):
+    def no_fused(spec, target):
+        if spec.family == "lowrank":
+            raise CapacityError("too large")
+        return flops(spec, target)
+
+    priced(no_fused)
+    found = ways(SPEC, "trn2")
+    assert found.fused == math.inf
+    assert found.low == found.separate == SPEC.flops() + LAUNCH_GAP_US
+
+
+def test_results_without_a_kernel_of_them_all_are_launched_one_by_one(priced):
+    def each(spec, target):
+        if spec.family == "lowrank_shared":
+            raise CapacityError("too large")
+        return 5.0
+
+    priced(each)
+    assert launch_us(SHARED, TRN2, 1, "closed_form") == 3 * 5.0 + 2 * LAUNCH_GAP_US
+
+
+def test_low_rank_pays_from_where_every_larger_count_pays(priced):
+    def slow_below(limit):
+        def price(spec, target):
+            factors = spec.family == "lowrank" or 64 in (spec.k, spec.n)
+            return spec.flops() * (9.0 if factors and spec.m < limit else 1.0)
+
+        return price
+
+    priced(slow_below(200))
+    assert pays_from(SPEC, "trn2") == 256
+    priced(slow_below(1))
+    assert pays_from(SPEC, "trn2") == BREAK_EVEN_TOKENS[0]
+    priced(flops)
+    assert pays_from(dataclasses.replace(SPEC, r=255), "trn2") is None
+
+
+@pytest.mark.parametrize("source", ["closed_form", "simulated"])
+@pytest.mark.parametrize("call", [SPEC, GATED, SHARED], ids=lambda call: call.family)
+def test_dense_is_the_fastest_dense_row_and_of_the_source_of_the_call(call, source):
+    """Three separate dense products are no rival of a gated MLP in one kernel."""
+    found = ways(call, "trn2", source=source)
+    one = {"closed_form": estimate_us, "simulated": simulated_us}[source]
+    rows = dense_rows(call)
+    assert not any(one.family.startswith("lowrank") for row in rows for one in row)
+    totals = [sum(one(s, "trn2") for s in row) + (len(row) - 1) * LAUNCH_GAP_US for row in rows]
+    assert found.dense == pytest.approx(min(totals))
+    assert found.fused == one(call, "trn2")
+
+
+def test_the_dense_rows_of_a_gated_mlp_are_one_kernel_two_three_and_a_joined_weight():
+    rows = {tuple((s.family, s.n) for s in row) for row in dense_rows(GATED)}
+    assert rows == {
+        (("gated_mlp", 512),),
+        (("gated_mlp_up", 512), ("matmul", 256)),
+        (("matmul", 512), ("matmul", 512), ("matmul", 256)),
+        (("matmul", 1024), ("matmul", 256)),
+    }
+    dense = dataclasses.replace(GATED, gate_r=0, up_r=0, down_r=0)
+    assert dense_rows(GATED)[0] == (dense,)
+    assert {tuple(s.n for s in row) for row in dense_rows(SHARED)} == {(64, 32, 32), (128,)}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        GATED,
+        dataclasses.replace(GATED, up_r=0, gate_bias=True, norm="rms", norm_gain=True),
+        dataclasses.replace(GATED, residual=True, x_layout="col", weight_layout="col"),
+        GatedMLPUpSpec(m=16, k=256, n=512, gate_r=32, up_r=16, dtype="float32"),
+        dataclasses.replace(GATED, dtype="float8_e4m3", scales="channel", x_dtype="bfloat16"),
+        SHARED,
+        SPEC,
+    ],
+    ids=lambda call: call.short(),
+)
+def test_every_row_multiplies_by_the_weights_of_the_call(call):
+    """Rows differ in launches, not in weights: each row's flops are those of the call."""
+    for row in alternatives(call):
+        more = 2 if call is SHARED and row != (call,) else 1  # a shared u is multiplied by again
+        assert call.flops() <= sum(spec.flops() for spec in row) <= more * call.flops()
+        assert {spec.dtype for spec in row} == {call.dtype}
+        assert sum(spec.residual for spec in row) == call.residual or row[-1].family == "matmul"
+
+
+def test_one_call_has_the_price_of_the_kernel_that_is_built():
+    """Below and above 128 tokens: no schedule is priced that `build_kernel` does not take."""
+    for spec in (SPEC, LowRankSpec(m=512, k=512, r=192, n=2048)):
+        assert simulated_us(spec, "trn2") == build_kernel(spec, "trn2").profile().latency_us
+
+
+def test_a_call_of_more_tokens_than_the_largest_bucket_is_several_launches():
+    spec = MatmulSpec(m=2 * LARGEST_BUCKET + 3, k=128, n=128)
+    block, rest = (dataclasses.replace(spec, m=m) for m in (LARGEST_BUCKET, 3))
+    assert launches_of(spec) == {block: 2, rest: 1}
+    assert simulated_us(spec, "trn2") == 2 * simulated_us(block, "trn2") + simulated_us(
+        rest, "trn2"
+    )
+
+
+def test_a_price_is_kept_and_read_again():
+    spec = MatmulSpec(m=8, k=192, n=128)
+    first = simulated_us(spec, "trn2")
+    prices._simulated_us.cache_clear()
+    assert simulated_us(spec, "trn2") == first
+
+
+def test_two_cores_are_charged_a_barrier_on_every_way():
+    one, two = (ways(SPEC, "trn2", lnc) for lnc in (1, 2))
+    shared = dataclasses.replace(SPEC, lnc=2)
+    beyond = prices.exchanges_of(shared) * prices.beyond_simulated_us(TRN2)
+    assert two.fused == estimate_us(shared, "trn2") + PAIR_BARRIER_US + beyond != one.fused
+    odd = dataclasses.replace(SPEC, m=7, n=333)  # cannot be shared: the other core waits
+    assert ways(odd, "trn2", 2).fused == estimate_us(odd, "trn2") + PAIR_BARRIER_US
+
+
+def test_ranks_are_priced_with_the_sum_inside_and_apart():
+    """The kernel that sums p hides v behind the sum; kernels apart add up."""
+    whole = LowRankSpec(m=16, k=4096, r=512, n=1024)
+    found = rank_ways(whole, 4, "trn2")
+    assert set(found) == set(AXES)
+    rows, columns = whole.sharded(4, "rows"), found["columns"]
+    assert found["rows"].fused == simulated_us(rows, "trn2") + wait_us(4, TRN2)
+    alone = dataclasses.replace(rows, tp=1, tp_axis="")
+    products = sum(simulated_us(one, "trn2") for one in alone.as_products()[0])
+    summed = collective_us("all_reduce", 16 * 512 * 2, 4, TRN2)
+    assert found["rows"].separate == pytest.approx(products + summed + 2 * LAUNCH_GAP_US)
+    assert found["rows"].fused + 4 < found["rows"].separate
+    assert columns.fused == columns.separate
+    assert list(found) == sorted(found, key=lambda axis: found[axis].low)
+    best = ways(whole, "trn2", tp=4, source="simulated")
+    assert best == next(iter(found.values()))
+
+
+def test_an_axis_that_does_not_divide_is_left_out():
+    whole = LowRankSpec(m=20, k=512, r=250, n=384)
+    assert set(rank_ways(whole, 4, "trn2", source="closed_form")) == {"columns", "rows"}
+    odd = dataclasses.replace(whole, k=510, n=250)
+    with pytest.raises(SpecError, match="no way to share"):
+        rank_ways(odd, 4, "trn2", source="closed_form")
+
+
+@pytest.mark.parametrize(
+    "more", [{"base": True}, {"inner_bias": True}, {"inner_activation": "relu"}]
+)
+def test_what_stands_for_no_dense_product_has_no_dense_time(more):
+    found = ways(dataclasses.replace(SPEC, **more), "trn2")
+    assert found.dense is None
+    assert found.gain is None
