@@ -6,7 +6,7 @@ import transformers
 import nmm_compiler as nmm
 
 config = transformers.LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=2)
-model = transformers.LlamaForCausalLM(config).eval()
+model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
 print(nmm.compress(model, ratio=0.2, include=["*mlp*"]))
 compiled = torch.compile(model, backend="nmm", options={"report": True})
 tokens = torch.arange(64)[None]
