@@ -1,4 +1,4 @@
-"""The predicted times of a call; every rule whose match is a call asks for them."""
+"""What the kernel of a call computes; every rule whose match is a call has it priced."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.passes.chains.linear_map import Weight
-from nmm_compiler.passes.chains.prices import call_ways, tokens_to_judge
+from nmm_compiler.passes.chains.prices import tokens_to_judge
 from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
 from nmm_compiler.passes.emit.ranks_call import RowsCall
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.distributed import is_distributed, local_part
-from nmm_compiler.prices.ways import Ways
-
-
-def predicted(c: Canonical, call: Call) -> Ways:
-    """Return the predicted times of a call at its token count."""
-    return call_ways(c, spec_of(c, call))
 
 
 def spec_of(c: Canonical, call: Call) -> KernelSpec:
