@@ -17,7 +17,5 @@ def test_nothing_is_lost_torn_or_built_twice(monkeypatch):
     monkeypatch.setattr(scale_s3, "PROCESSES", 3)
     monkeypatch.setattr(scale_s3, "KILLS", 2)
     found = scale_s3.run(seed=1)
-    assert {name: found[name] for name in scale_s3.COUNTED} == dict.fromkeys(scale_s3.COUNTED, 0)
-    assert found["killed"] == 2
-    assert set(found["faults"]) == {"answered", "no answer", "500", "truncated"}
-    assert found["outage"]["timeouts"] == found["outage"]["warnings"] == 1
+    assert set(found.pop("faults")) == {"answered", "no answer", "500", "truncated"}
+    assert found == {"killed": 2, "lost": 0, "torn": 0, "duplicated": 0}
