@@ -22,13 +22,13 @@ proof: a sixth could win by its first loads.
 
 The kernels come from a clone of github.com/dinghongsong/NeuronMM, ./NeuronMM unless --checkout says
 otherwise. Every figure is a line of --rows (benchmarks/data/neuronmm.jsonl); a run that is
-interrupted continues there; --print and --check compute nothing. A figure that other code than
-today's made is stale: the table marks it, and a run makes it anew. The block sizes of other
+interrupted continues there; --print computes nothing. A figure that other code than
+today's made is stale: it is counted, and a run makes it anew. The block sizes of other
 people's kernels are kept where their latency is still the same, else searched again.
 
 Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [--m 1,512]
        [--parts up,down,gated] [--workers 2] [--target trn1] [--loads as_written]
-       [--print] [--check] [--markdown docs/neuronmm.md]
+       [--print] [--markdown docs/neuronmm.md]
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from typing import Any
 
 from beta1_kernels import unpacked
 from kernel_rows import MODELS, rank
-from neuronmm_table import HOW, checked, shown, written
-from rich.console import Console
+from neuronmm_table import HOW, checked, markdown, written
 from row_file import Row, computed, is_stale, read_rows, version
 
 from nmm_compiler.codegen.build import build_kernel
@@ -309,13 +308,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--print", action="store_true", help="the rows that are there, no more")
-    parser.add_argument("--check", action="store_true", help="how many of them are current")
     parser.add_argument("--markdown", type=Path, help="the page whose tables are written anew")
     given = parser.parse_args()
     file = given.checkout / "test_speedup.py"
     if (given.checkout / "HEAD").is_file():
         file = unpacked(given.checkout, "HEAD", "test_speedup.py") / "test_speedup.py"
-    ready = given.print or given.check or given.markdown is not None
+    ready = given.print or given.markdown is not None
     if not file.is_file() and not ready:
         print(f"{file} is not there. Get the paper's kernels with\n    {CLONE}\n"
               "or pass --checkout DIR", file=sys.stderr)  # fmt: skip
@@ -327,12 +325,11 @@ def main() -> int:
     if not ready:
         run(jobs, given.rows, given.workers)
     rows = {row["key"]: row for row in read_rows(given.rows)}
-    if given.check:
-        checked(jobs, rows)
-    elif given.markdown is not None:
+    if given.markdown is not None:
         written(given.markdown, jobs, rows)
     else:
-        shown(Console(width=None if sys.stdout.isatty() else 160), jobs, rows)
+        print(markdown(jobs, rows))
+        checked(jobs, rows)
     return 0
 
 

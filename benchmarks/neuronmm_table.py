@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from row_file import Row, is_stale
 
 HOW = ("shipped", "tuned", "tutorial", "dense", "ours")
@@ -55,31 +53,6 @@ def summary(jobs: list[Any], rows: dict[str, Row]) -> list[tuple[str, list[float
 def _cells(us: dict[str, float]) -> list[str]:
     times = [f"{us[how]:,.1f}" if how in us else "-" for how in HOW]
     return times + ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios(us)]
-
-
-def shown(console: Console, jobs: list[Any], rows: dict[str, Row]) -> None:
-    """Print a row per shape, then the ratios, and how many shapes are missing or stale."""
-    table = Table(title="predicted by the simulator, microseconds; ratios: over ours")
-    for name in ("model", "part", "m", *HOW, *SHORT):
-        table.add_column(name, justify="left" if name in ("model", "part") else "right")
-    stale = {
-        (job.model, job.part, job.m) for job in jobs
-        if job.key in rows and is_stale(rows[job.key])
-    }  # fmt: skip
-    found = list(lines(jobs, rows))
-    for shape, us in found:
-        model, part, m = shape
-        table.add_row(f"{model}{'*' * (shape in stale)}", part, str(m), *_cells(us))
-    console.print(table)
-    for name, values in summary(jobs, rows):
-        if values:
-            console.print(
-                f"over {name}: mean {sum(values) / len(values):.2f}x, least {min(values):.2f}x, "
-                f"most {max(values):.2f}x ({len(values)} shapes)"
-            )
-    asked = len({(job.model, job.part, job.m) for job in jobs})
-    missing = asked - sum(None not in ratios(us) for _, us in found)
-    console.print(f"{missing} of {asked} shapes are not complete; {len(stale)} rows (*) are stale")
 
 
 def checked(jobs: list[Any], rows: dict[str, Row]) -> None:
