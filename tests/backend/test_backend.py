@@ -194,10 +194,6 @@ def test_chains_in_nested_regions_are_rewritten():
     assert any("nmm.lowrank_matmul.default" in targets(c) for c in inner)
 
 
-def test_disabled_rules_leave_chains_alone():
-    check(pair(), torch.randn(4, 16), options={**QUICK, "disable": ["lowrank"]}, chains=0)
-
-
 def test_the_report_is_handed_over_printed_kept_and_plain_json(capsys):
     seen = []
     check(pair(), torch.randn(4, 16), options={**QUICK, "report": seen.append})

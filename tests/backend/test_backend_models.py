@@ -245,17 +245,6 @@ def test_training_runs_through_simulated_kernels():
     assert (got - losses_of(eager, eager)).abs().max() <= 5 * tolerance(eager)
 
 
-@pytest.mark.parametrize("how", [{"dynamic": True}, {"fullgraph": True, "dynamic": None}])
-def test_dynamic_and_fullgraph_compile(how):
-    model = FactorPair(nn.Linear(16, 12), 2).eval()
-    run = torch.compile(model, backend="nmm", options=QUICK, **how)
-    with torch.no_grad():
-        for m in (3, 8, 5):
-            x = torch.randn(m, 16)
-            torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
-    assert len(backend.reports()) == (1 if how.get("dynamic") else 2)
-
-
 def test_cache_mode_require_names_what_is_missing_and_how_to_build_it(tmp_path):
     model, x = FactorPair(nn.Linear(16, 12), 2).eval(), torch.randn(4, 16)
     options = {"inner": "eager", "cache_dir": str(tmp_path / "cache")}
@@ -285,15 +274,6 @@ def test_training_only_the_factors_leaves_the_rest_alone():
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_autocast_bf16_gives_bf16_as_eager():
-    model = small_llama(layers=1)
-    run = with_nmm(model)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        got, want = run(tokens(8)).logits, model(tokens(8)).logits
-    assert got.dtype == want.dtype == torch.bfloat16
-    assert (got - want).abs().max() <= tolerance(model, torch.bfloat16)
 
 
 def test_activation_checkpointing_keeps_chains_and_gradients():
@@ -332,17 +312,6 @@ def test_two_threads_share_a_compiled_model():
     for thread in threads:
         thread.join()
     assert errors == []
-
-
-def test_an_exported_program_compiles():
-    model = FactorPair(nn.Linear(16, 12), 2).eval()
-    x = torch.randn(4, 16)
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("m")},))
-    run = with_nmm(exported.module())
-    for m in (4, 9):
-        x = torch.randn(m, 16)
-        torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
-    assert rewritten() >= 1
 
 
 SECOND_START = """

@@ -176,13 +176,6 @@ def test_nki_simulate_as_executor(monkeypatch, one_kernel):
     assert [k.spec.m for k in table.all()] == [4]  # the bucket of 3 tokens
 
 
-def test_without_nki_the_simulate_executor_says_what_to_install(monkeypatch, one_kernel):
-    install(monkeypatch, nki=None)
-    one_kernel()
-    with pytest.raises(NeuronSetupError, match="pip install nki"):
-        torch.ops.nmm.lowrank_matmul(*operands(), executor="nki_simulate")
-
-
 def test_the_neuron_executor_refuses_tensors_that_are_elsewhere(one_kernel):
     one_kernel()
     with pytest.raises(NeuronSetupError, match="got tensors on 'cpu'; move the model"):

@@ -1,7 +1,5 @@
 """Transposed copies of weights: every way a weight changes is seen at the next use."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -157,12 +155,3 @@ def test_capacity_drops_the_least_recently_used(packs):
     assert packs.made == 3
     check(packs, weights[1])
     assert packs.made == 4
-
-
-def test_a_deep_copied_model_has_its_own_copies(packs):
-    layer = nn.Linear(8, 4)
-    other = copy.deepcopy(layer)
-    check(packs, layer.weight)
-    in_place(other)
-    check(packs, other.weight)
-    check(packs, layer.weight)
