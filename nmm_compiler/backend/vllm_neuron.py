@@ -173,7 +173,7 @@ def _kernel_call(
     origin = KERNELS.origins([spec], target, work.options)[spec]
     kernel = KERNELS.get(spec, target, work.options)
     function, digest = _with_hash(kernel)
-    work.note_kernel(kernel, 1, origin, 0)
+    work.note_kernel(kernel, 1, origin, backward=0)
     tracer = fx.proxy.GraphAppendingTracer(gm.graph)
     call = _wrap_nki()(function)[neuron.cores_of(kernel)]
     made = call(*(fx.Proxy(operand, tracer) for operand in operands), digest)
