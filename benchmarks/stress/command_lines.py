@@ -34,6 +34,7 @@ from benchmarks.stress.line_values import (
     BAD,
     DEVICES,
     ENVIRONMENT,
+    FIELDS,
     GOOD,
     INPUTS,
     KERNEL,
@@ -99,7 +100,7 @@ def _words(choose: random.Random, name: str, command: Any) -> list[str]:
                 if choose.random() > wrong / 5:
                     positional.append(_value(choose, name, parameter.name, wrong))
             continue
-        likely = 0.95 if parameter.required or parameter.name in ("r", "n", "arg") else 0.15
+        likely = 0.95 if parameter.required or parameter.name == "arg" else 0.15
         for _ in range(choose.choice((1, 2, 3)) if parameter.multiple else 1):
             if choose.random() > likely:
                 continue
@@ -110,6 +111,10 @@ def _words(choose: random.Random, name: str, command: Any) -> list[str]:
                 if parameter.name in OUTPUT_NAMES and inputs and choose.random() < 0.1:
                     option[-1] = min(inputs)
             options.append(option)
+    for field in FIELDS if name == "kernel" else ():
+        if choose.random() < (0.9 if field in ("m", "k", "n", "r") else 0.15):
+            flag = f"--{field.replace('_', '-')}"
+            options.append([flag, _value(choose, name, field, wrong)])
     if choose.random() < wrong / 4:
         options.append([choose.choice(("--nonsense", "-z", "--json", "--", "--help", "--seed"))])
     choose.shuffle(options)

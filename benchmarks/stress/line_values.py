@@ -76,47 +76,41 @@ SMALL = ("1", "8", "16", "64", "128")
 OUTPUTS = ("new.json", "old.json", "made/new.json", "null", "full", "directory", "link")
 GOOD: dict[str, tuple[str, ...]] = {
     "family": ("lowrank", "lowrank_shared", "matmul", "gated_mlp_up", "gated_mlp"),
-    "m": SMALL, "k": SMALL, "n": SMALL, "r": SMALL, "align": SMALL, "batch": SMALL,
-    "length": SMALL, "tokens": SMALL, "rank": SMALL, "recover_steps": ("0", "1"), "seed": SMALL,
-    "grid": ("1", "2"), "max_bytes": ("0", "100000"), "ratio": ("0", "0.2", "0.999"),
+    "m": SMALL, "k": SMALL, "n": SMALL, "r": SMALL, "batch": SMALL,
+    "tokens": SMALL, "rank": SMALL, "recover_steps": ("0", "1"),
+    "grid": ("1", "2"), "keep": ("0", "100000"), "ratio": ("0", "0.2", "0.999"),
     "target": ("trn1", "trn2", "trn3", "mine.json", "other.json"),
-    "mode": ("full", "functional", "timing"),
     "pairs": ("16:64", "16:64,32"), "dtype": ("bfloat16", "float16", "float32", "float8_e4m3"),
     "scales": ("tensor", "channel"), "intermediate": ("operand", "float32", "float8_e4m3"),
     "x_layout": ("row", "col"), "out_layout": ("row", "col"), "activation": ("gelu", "silu"),
-    "field": ("bias=true", "scale=2", "m=8", "u_layout=col", "scale=nan", "bias=3", "pairs=1,2"),
+    "bias": ("true", "3"), "fit": ("verdicts.json", *INPUTS),
     "kernel": ("add.py:add", "add.py", *(f"{name}.py:add" for name in RAISING), "model.py:value"),
     "arg": ("kernel=128x64:float32", "b=128x64:float32", "b=3", "kernel=8x8:bfloat16", "mode=1"),
     "files": INPUTS, "nki": ("0.6", "0.5", "0.3"), "trace": OUTPUTS, "out": OUTPUTS,
     "model": ("model.py:model", *(f"model.py:{name}" for name in
               ("none", "clash", "leave", "refuses", "value", "nope")),
               *(f"{name}.py:model" for name in RAISING), "directory", "broken"),
-    "model_dir": ("tiny", "directory", "broken"),
+    "compress model": ("tiny", "directory", "broken"), "eval model": ("directory", "broken"),
     "out_dir": ("made/model", "old.json", "directory"),
-    "json": OUTPUTS, "plot": ("new.png", *OUTPUTS), "output": ("new.mlir", *OUTPUTS),
-    "text": INPUTS, "config": INPUTS, "resume": ("made/journal", "directory", "old.json"),
-    "include": ("0", "*", "["), "exclude": ("0", "*", "["), "method": ("svd", "whitened", "auto"),
-    "allocation": ("auto", "uniform", "global"), "sensitivity": ("gradient", "output"),
-    "budget": ("parameters", "latency"), "dialect": ("torch", "linalg", "stablehlo"),
-    "kernels": ("call", "inline"), "weights": ("args", "resources"),
-    "directory": ("cache", "made/cache", "directory", "empty", "null"),
+    "output": ("new.mlir", *OUTPUTS),
+    "text": INPUTS, "config": INPUTS,
+    "include": ("0", "*", "["), "exclude": ("0", "*", "["),
+    "dialect": ("torch", "linalg", "stablehlo"),
+    "export kernels": ("call", "inline"), "factors": ("int8", "fp8"),
+    "weights": ("args", "resources"),
     "entry": ("0", "a", ""), "html": OUTPUTS, "repro": OUTPUTS, "save_to": OUTPUTS,
     "rules": ("model.py:value", "add.py:add", *(f"{name}.py:model" for name in RAISING)),
-    "match": ("0", "input"), "prompt": SMALL, "context": SMALL, "tp": ("1", "2", "1,2"),
-    "lnc": ("1", "2"), "rtol": ("0", "1e-3"), "limit": ("1", "2"), "memory": ("1MiB", "8GiB"),
+    "prompt": SMALL, "context": SMALL, "tp": ("1", "2", "1,2"),
+    "lnc": ("1", "2"), "price": ("closed_form", "tuned"),
     "reference": ("add.py:add", *(f"{name}.py:add" for name in RAISING)),
-    "time_limit": ("5", "20"), "memory_limit": ("1", "4"), "max_instructions": ("9", "100000"),
-    "tasks": ("local", "perplexity", "arc_easy"), "dense": ("tiny", "directory", "broken"),
-    "executor": ("simulator", "nki_simulate", "neuron"), "verdicts": ("verdicts.json", *INPUTS),
-    "wanted": ("specs.jsonl", "tiny", "broken", *INPUTS), "jobs": ("1", "2"),
-    "to_list": OUTPUTS, "split": ("row", "rank"), "on": ("local", "moon"), "trials": ("1", "9"),
+    "time_limit": ("5", "20"), "memory_limit": ("1", "4"),
+    "executor": ("simulator", "nki_simulate", "neuron"),
+    "wanted": ("specs.jsonl", "tiny", "broken", "noise.tar", *INPUTS), "jobs": ("1", "2"),
+    "to_list": OUTPUTS, "on": ("local", "moon"), "archive": ("new.tar", *OUTPUTS),
     "search": ("candidates", "grid", "guided"),
-    "sign": ("text.txt", "directory", "null"),
-    "key": ("key.json", "deep.json", "directory", "-"), "prefix": ("", "0", "zz"),
-    "path": ("new.tar", "new.tar.gz", "noise.tar", "text.txt", "directory", "full"),
-    "cache export path": ("new.tar", "new.tar.gz", "old.json", "directory", "full"),
+    "kernels": ("add.py:add", "add.py", *(f"{name}.py:add" for name in RAISING)),
 }  # fmt: skip
-OUTPUT_NAMES = ("html", "json", "out", "output", "plot", "repro", "save_to", "to_list", "trace")
+OUTPUT_NAMES = ("archive", "html", "out", "output", "repro", "save_to", "to_list", "trace")
 OTHER = """{"executor": "neuron", "target": "trn2", "verdicts": [{"rung": [], "verdict": "failed"}],
 "base": "trn2", "numbers": {"tensor_clock_hz": [1%s, "x"]}}""" % ("0" * 400)
 ENVIRONMENT = {
@@ -148,4 +142,7 @@ PROCESS_ENVIRONMENT = {
 DEVICES = {"null": 3, "full": 7}
 STREAMS = ("plain",) * 12 + ("ascii", "full", "gone", "closed")
 # A line that nothing is wrong with would run for half a minute.
-ALWAYS = {"demo": ("--target", "trn9")}
+ALWAYS = {"demo": ("--target", "trn9"), "eval": ("--tasks",)}
+FIELDS = ("m", "k", "n", "r", "pairs", "dtype", "scales", "intermediate", "x_layout", "out_layout",
+          "activation", "lnc", "bias")  # fmt: skip
+"""Fields of kernel specs, which `nmm kernel` takes as options."""

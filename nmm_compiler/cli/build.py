@@ -1,80 +1,203 @@
-"""`nmm build`: fills the kernel cache before a model is deployed."""
+"""`nmm build`: fills the kernel cache before a model is deployed; --search tunes each kernel."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nmm_compiler.cli import values
-from nmm_compiler.cli.wanted_kernels import (
-    Cores,
-    Jobs,
-    Ratios,
-    Targets,
-    Tokens,
-    Wanted,
-    lines_of,
-    wanted_kernels,
-)
-from nmm_compiler.options import DTYPES, FACTOR_SPLITS
+from nmm_compiler.cli import models, values
+from nmm_compiler.cli.cache import open_store
+from nmm_compiler.cli.progress import steps
+from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, UserFileError
 from nmm_compiler.outputs import write_text
+from nmm_compiler.report.parts import Grid
+from nmm_compiler.report.text import counted
+
+if TYPE_CHECKING:
+    from nmm_compiler.kernels.base import KernelSpec
+
+_SPECS, _ARCHIVES = ".jsonl", (".tar", ".tar.gz")
+_ON = "local, ray (a cluster started here), auto (Ray's own on this machine) or ray://HOST:PORT"
+
+
+def _searches() -> Sequence[str]:
+    from nmm_compiler.codegen.tune import SEARCHES
+
+    return SEARCHES
+
+
+def _place(value: str) -> str:
+    if value not in ("local", "ray", "auto") and not value.startswith("ray://"):
+        raise UnknownNameError("place", value, ["local", "ray", "auto", "ray://HOST:PORT"])
+    return value
 
 
 def build(
-    wanted: Wanted,
-    target: Targets = "trn2",
-    ratio: Ratios = None,
-    tokens: Tokens = None,
-    tp: Cores = "1",
-    split: Annotated[
+    wanted: Annotated[
         str,
-        values.choice_option("split", lambda: FACTOR_SPLITS, "how these cut factors: row or rank"),
-    ] = "row",
-    dtype: Annotated[
-        str, values.choice_option("dtype", lambda: DTYPES, "bfloat16, float16 or float32")
-    ] = "bfloat16",
-    include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
-    jobs: Jobs = None,
+        values.model_argument(
+            ", SPECS.jsonl, or KERNELS.tar that --archive wrote", also=(_SPECS, *_ARCHIVES)
+        ),
+    ],
+    target: values.Targets = "trn2",
+    ratio: Annotated[
+        str | None,
+        values.list_option("share", "shares of the parameters; none: the model as it is"),
+    ] = None,
+    tokens: Annotated[
+        str | None, values.list_option("size", "tokens of a call; the buckets 1, 2, 4 ... 4096")
+    ] = None,
+    tp: values.Cores = "1",
+    search: Annotated[
+        str | None,
+        values.choice_option(
+            "search",
+            _searches,
+            "time schedules, keep the best: candidates, grid (all legal), or guided (needs optuna)",
+        ),
+    ] = None,
+    on: Annotated[
+        str, typer.Option(help=_ON, parser=values.refusing(_place), metavar="WHERE")
+    ] = "local",
+    jobs: Annotated[int | None, values.size_option(help_="processes; one for each core")] = None,
     to_list: Annotated[
         Path | None, values.output_option("--list", help_="write the kernels here, build none")
     ] = None,
+    archive: Annotated[
+        Path | None, values.output_option(help_="then write all entries of the cache here, .tar")
+    ] = None,
+    push: Annotated[
+        bool, typer.Option("--push", help="then send all entries to NMM_REMOTE_CACHE")
+    ] = False,
     as_json: values.AsJson = False,
 ) -> None:
     """Build every kernel that a model launches into the cache; what is there is left alone.
 
-    After a kill or Ctrl-C the same command goes on where it was.
+    After a kill or Ctrl-C the same command goes on where it was. Entries of an archive are code
+    that will run as you: take archives of people you trust.
 
     Example: nmm build llama-3.2-1b --ratio 0.2 --target trn2,trn3 --tp 1,4 --jobs 8
 
-    Example: nmm build specs.jsonl --json
-    """
-    from nmm_compiler.cache.store import Store
-    from nmm_compiler.cli.progress import steps
-    from nmm_compiler.cli.show import show, show_json
+    Example: nmm build specs.jsonl --search guided --on ray://head:10001 --archive kernels.tar
+    """  # fmt: skip
+    if wanted.endswith(_ARCHIVES):
+        _take(Path(wanted))
+        return
     from nmm_compiler.codegen.build_many import fill
     from nmm_compiler.options import cache_dir
-    from nmm_compiler.report.text import counted
 
     if to_list is None:
-        Store.open()  # refuses a directory that others can write, before any work
-    with steps(f"reading {wanted}") as step:
-        found = wanted_kernels(
-            wanted, target, ratio=ratio, tokens=tokens, tp=tp, progress=step,
-            split=split, dtype=dtype, include=include, exclude=exclude,
-        )  # fmt: skip
+        open_store()  # refuses a directory that others can write, before any work
+    with steps(f"reading {wanted}") as step, _executor(on, jobs) as executor:
+        found = _kernels(wanted, target, ratio, tokens, tp, step)
         if to_list is not None:
-            write_text(to_list, lines_of(found))
+            rows = ({"family": s.family, "spec": s.to_dict(), "target": t} for s, t in found)
+            write_text(to_list, "".join(f"{json.dumps(row)}\n" for row in rows))
             show(f"{counted(len(found), 'kernel')}: {to_list}")
             return
+        tuned: list[Any] = []
+        if search is not None:
+            from nmm_compiler.codegen.tune import tune
+
+            tuned = tune(found, search=search, executor=executor, jobs=jobs, progress=step)
         filled = fill(found, jobs=jobs, progress=step)
+    if archive is not None or push:
+        _send(archive)
     if as_json:
-        show_json({**filled.to_dict(), "cache": str(cache_dir())})
+        plain = [one.to_dict() for one in tuned]
+        show_json({**filled.to_dict(), "cache": str(cache_dir()), "tuned": plain})
     else:
+        rows_shown = [
+            (one.kernel, one.target, f"{one.candidates:,}", f"{one.simulated:,}",
+             f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.gain:.3f}x")
+            for one in tuned
+        ]  # fmt: skip
+        head = ("kernel", "on", "schedules", "timed now", "default us", "tuned us", "gain")
+        if tuned:
+            show([Grid.of(head, rows_shown, right=head[2:])])
+            show("predicted, not measured")
         show(f"{filled}; cache: {cache_dir()}")
-        for one in filled.failed:
-            show(f"failed: {one.kernel} for {one.target}: {one.reason}", style="red")
+        for failed in filled.failed:
+            show(f"failed: {failed.kernel} for {failed.target}: {failed.reason}", style="red")
     if filled.failed:
         raise typer.Exit(1)
+
+
+def _take(archive: Path) -> None:
+    """Take the entries of an archive, after sha256 and lint of each; all of it or nothing."""
+    try:
+        taken = open_store().import_(archive)
+    except OSError as error:
+        raise CacheError(f"{archive} cannot be imported: {error}") from error
+    show(f"{counted(taken, 'entry', 'entries')} taken")
+
+
+def _send(archive: Path | None) -> None:
+    """Write all entries to an archive, or send them to the declared remote cache."""
+    store = open_store("ro")
+    try:
+        if archive is None:
+            said = f"{counted(store.push(), 'entry', 'entries')} sent"
+        else:
+            said = f"{counted(store.export(archive), 'entry', 'entries')} written to {archive}"
+    except (OSError, ImportError, ValueError) as error:  # what filesystems and fsspec raise
+        raise CacheError(f"cannot write to {archive or store.remote}: {error}") from error
+    show(said, stderr=True)
+
+
+def _executor(on: str, jobs: int | None) -> AbstractContextManager[Any]:
+    if on == "local":
+        return nullcontext()
+    from nmm_compiler.codegen.on_ray import RayExecutor
+
+    return RayExecutor(None if on == "ray" else on, jobs)
+
+
+def _kernels(
+    given: str, target: str, ratio: str | None, tokens: str | None, tp: str,
+    step: Callable[..., None],
+) -> list[tuple[KernelSpec, str]]:  # fmt: skip
+    """Return (spec, target) of each kernel; texts have commas between their values."""
+    if given.endswith(_SPECS):
+        return _of_file(Path(given), target.split(","))
+    models.require_transformers("a model without its weights")
+    from nmm_compiler.prediction.model_kernels import BUCKETS, model_kernels
+
+    return model_kernels(
+        models.described(given),
+        target.split(","),
+        ratios=[None] if ratio is None else [float(part) for part in ratio.split(",")],
+        tokens=BUCKETS if tokens is None else [int(part) for part in tokens.split(",")],
+        tps=[int(part) for part in tp.split(",")],
+        progress=step,
+    )
+
+
+def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]:
+    """Return the kernels of a file that `--list` wrote; UserFileError for a line that is none."""
+    from nmm_compiler.codegen.build_many import request_of
+
+    found: dict[tuple[KernelSpec, str], None] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        raise UserFileError(str(path), "it must be UTF-8 text", error) from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            told = json.loads(line)
+            spec, named, _ = request_of(told)
+        except (ValueError, RecursionError, NmmError) as error:
+            raise UserFileError(str(path), "each line is one kernel", error, number) from error
+        for one in [named] if "target" in told else targets:
+            found[spec, one] = None
+    if not found:
+        raise UserFileError(str(path), "each line is one kernel", ValueError("it is empty"))
+    return list(found)

@@ -9,7 +9,6 @@ import typer
 from nmm_compiler.cli import (
     build,
     cache,
-    calibrate,
     compress,
     demo,
     doctor,
@@ -20,9 +19,7 @@ from nmm_compiler.cli import (
     lint,
     plan,
     profile,
-    report,
     simulate,
-    tune,
     values,
 )
 from nmm_compiler.cli.help_text import PlainCommand, WrappedHelp
@@ -65,22 +62,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+_REST: Any = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Of commands that read the words themselves that no option takes."""
+
 app.command(cls=PlainCommand)(demo.demo)
-app.command(cls=kernel.KernelCommand)(kernel.kernel)
-app.command(cls=PlainCommand)(explain.explain)
-app.command(cls=PlainCommand)(plan.plan)
-app.command(cls=PlainCommand)(build.build)
-app.command(cls=PlainCommand)(tune.tune)
-app.command(cls=PlainCommand)(report.report)
-app.command(cls=PlainCommand)(simulate.simulate)
-app.command(cls=PlainCommand)(profile.profile)
-app.command(cls=PlainCommand)(profile.compare)
-app.command(cls=PlainCommand)(lint.lint)
-app.command(cls=PlainCommand)(compress.compress)
-app.command("eval", cls=PlainCommand)(evaluate.evaluate)
+app.command(cls=kernel.KernelCommand, context_settings=_REST)(kernel.kernel)
+for command in (
+    explain.explain, plan.plan, build.build, simulate.simulate, profile.profile, lint.lint,
+    compress.compress,
+):  # fmt: skip
+    app.command(cls=PlainCommand)(command)
+app.command("eval", cls=PlainCommand, context_settings=_REST)(evaluate.evaluate)
 app.command(cls=PlainCommand)(export.export)
 app.command(cls=PlainCommand)(doctor.doctor)
-app.command(cls=PlainCommand)(calibrate.calibrate)
 app.add_typer(cache.app, name="cache")
 
 

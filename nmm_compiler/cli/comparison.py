@@ -1,48 +1,39 @@
-"""Profiles side by side: a table, the difference of each source line, one roofline."""
+"""Profiles side by side: their figures, and what differs of each source line and instruction."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from nmm_compiler.report.charts import Bar, bars
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.simulator.timing.profile import Profile
-from nmm_compiler.simulator.timing.profile_parts import (
-    roofline_drawing,
-    statement,
-    time_drawing,
-)
+from nmm_compiler.simulator.timing.profile_parts import statement
 from nmm_compiler.simulator.timing.shares import by_instruction, by_line
 
+_ROWS = 12
 
-def comparison_parts(found: Mapping[str, Profile], most_lines: int | None) -> list[Part]:
-    """Return the comparison of named profiles with the first of them.
 
-    most_lines: most lines of the table of differences; None is for a page, which has all lines and
-    the timelines.
-    """
+def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
+    """Return the comparison of named profiles with the first of them."""
     first, *_ = found.values()
     best = min(found, key=lambda name: found[name].latency_us)
     gain = first.latency_us / found[best].latency_us
-    parts: list[Part] = [
-        Line(
-            f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}"
-            + (f", {gain:.2f} times as fast as {next(iter(found))}" if found[best] is not first
-               else ""),
-            "headline",
-        ),
+    lines: dict[str, dict[str, float]] = {}
+    operations: dict[str, dict[str, float]] = {}
+    for name, profile in found.items():
+        for line in by_line(profile.timeline):
+            text = f"{line.line:>4} {statement(line.file, line.line) or line.name}"
+            row = lines.setdefault(text, {})
+            row[name] = row.get(name, 0.0) + line.path_us
+        for share in by_instruction(profile.timeline):
+            row = operations.setdefault(f"{share.name} on {share.engine}", {})
+            row[name] = row.get(name, 0.0) + share.path_us
+    headline = f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}, "
+    return [
+        Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
         _figures(found, first),
-        Section("critical us of each source line", (_lines(found, most_lines),)),
-        Section("critical us of each instruction", (_ops(found),)),
-        _bars(found),
-        _roofline(found),
-    ]  # fmt: skip
-    if most_lines is None:
-        for name, profile in found.items():
-            parts.append(Section(name, (time_drawing(profile.timeline), *profile.source()),
-                                 folded=True))  # fmt: skip
-    return parts
+        Section("critical us of each source line", (_differences(found, lines, "source line"),)),
+        Section("critical us of each instruction", (_differences(found, operations, "what"),)),
+    ]
 
 
 def _figures(found: Mapping[str, Profile], first: Profile) -> Grid:
@@ -60,72 +51,19 @@ def _figures(found: Mapping[str, Profile], first: Profile) -> Grid:
     return Grid.of(head, rows, right=head[:-1])
 
 
-def _lines(found: Mapping[str, Profile], most: int | None) -> Grid:
-    """Return the time of lines with equal text, or, within one file, with equal numbers."""
-    table: dict[tuple[str, int], dict[str, float]] = {}
-    for name, profile in found.items():
-        seen: dict[str, int] = {}
-        for share in sorted(by_line(profile.timeline), key=lambda one: (one.file, one.line)):
-            text = statement(share.file, share.line) or share.name
-            seen[text] = seen.get(text, 0) + 1  # two lines with the same text stay apart
-            row = table.setdefault((text, seen[text]), {})
-            row[name] = share.path_us
-            row.setdefault("", float(share.line))
-    return _differences(found, {
-        f"{int(row.pop('')):>4} {text}": row for (text, _), row in table.items()
-    }, most, "line and source")  # fmt: skip
-
-
-def _ops(found: Mapping[str, Profile]) -> Grid:
-    table: dict[str, dict[str, float]] = {}
-    for name, profile in found.items():
-        for share in by_instruction(profile.timeline):
-            row = table.setdefault(f"{share.name} on {share.engine}", {})
-            row[name] = row.get(name, 0.0) + share.path_us
-    return _differences(found, table, None, "instruction")
-
-
 def _differences(
-    found: Mapping[str, Profile], table: dict[str, dict[str, float]], most: int | None, what: str
+    found: Mapping[str, Profile], table: Mapping[str, Mapping[str, float]], what: str
 ) -> Grid:
-    names = list(found)
+    """Return the rows that differ most."""
 
-    def spread(row: dict[str, float]) -> float:
-        figures = [row.get(name, 0.0) for name in names]
+    def spread(row: Mapping[str, float]) -> float:
+        figures = [row.get(name, 0.0) for name in found]
         return max(figures) - min(figures)
 
-    ranked = sorted(table.items(), key=lambda item: -spread(item[1]))
+    ranked = sorted(table.items(), key=lambda item: -spread(item[1]))[:_ROWS]
     rows = [
-        (*(f"{row[name]:.2f}" if name in row else "-" for name in names), text)
-        for text, row in ranked[:most]
+        (*(f"{row[name]:.2f}" if name in row else "-" for name in found), text)
+        for text, row in ranked
     ]
-    head = tuple(_short(name) for name in names)
+    head = tuple(name.rpartition("/")[2] for name in found)
     return Grid.of((*head, what), rows, right=head)
-
-
-def _short(name: str) -> str:
-    """Return the name of a run as the head of a column: the file's name without its folder."""
-    place, space, rest = name.partition(" ")
-    return (Path(place).name if place.count(":") == 1 and ".py:" in place else place) + space + rest
-
-
-def _bars(found: Mapping[str, Profile]) -> Part:
-    engines = ("tensor", "vector", "scalar", "gpsimd", "dma")
-    rows = [Bar(_short(name), (profile.latency_us,)) for name, profile in found.items()]
-    busy = "; ".join(
-        f"{_short(name)}: "
-        + ", ".join(f"{e} {p.engine_busy_us.get(e, 0):.1f}" for e in engines
-                    if p.engine_busy_us.get(e))
-        for name, p in found.items()
-    )  # fmt: skip
-    return bars(rows, ("latency",), "us", f"latency, us; busy: {busy}")
-
-
-def _roofline(found: Mapping[str, Profile]) -> Part:
-    points = []
-    for name, p in found.items():
-        moved = max(p.hbm_read_bytes + p.hbm_write_bytes, 1)
-        points.append((_short(name), p.flops / moved, p.flops * 1e6 / (p.latency_us or 1.0)))
-    target = next(iter(found.values())).timeline.target
-    peak, rate = target.peak_flops_per_second(), target.memory_bytes_per_second
-    return roofline_drawing(points, target.name, peak, rate)

@@ -1,32 +1,30 @@
-"""`nmm compress`: makes a transformers model low-rank; writes it, a report, a plot and JSON."""
+"""`nmm compress`: makes a transformers model low-rank; writes it with its report as JSON."""
 
 from __future__ import annotations
 
-import copy
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from nmm_compiler.cli import values
-from nmm_compiler.cli.show import show, write_html
-from nmm_compiler.compress.config import ALLOCATIONS, BUDGETS, METHODS, SENSITIVITIES
+from nmm_compiler.cli import models, values
+from nmm_compiler.cli.progress import steps
+from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError
 from nmm_compiler.options import FACTORS
-from nmm_compiler.outputs import write_text
 
 if TYPE_CHECKING:
     import torch
 
     from nmm_compiler.compress.config import CompressionConfig
 
-_EPILOG = "Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text calibration.txt"
+_LENGTH, _BATCH = 256, 8
+"""Tokens of a calibration sequence, and sequences of a batch."""
 
 
 def compress(
-    model_dir: Annotated[str, values.model_argument(weights=True)],
+    model: Annotated[str, values.model_argument(weights=True)],
     out_dir: Annotated[Path, typer.Argument(help="directory for the low-rank model")],
     ratio: Annotated[float | None, values.share_option("share of parameters to remove")] = None,
     rank: Annotated[
@@ -37,79 +35,33 @@ def compress(
     ] = None,
     include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
-    method: Annotated[
-        str, values.choice_option("method", lambda: METHODS, "auto, svd, whitened or two-sided")
-    ] = "auto",
-    allocation: Annotated[
-        str,
-        values.choice_option("allocation", lambda: ALLOCATIONS, "auto, uniform or global ranks"),
-    ] = "auto",
-    sensitivity: Annotated[
-        str,
-        values.choice_option(
-            "sensitivity", lambda: SENSITIVITIES, "global ranks by: gradient or output"
-        ),
-    ] = "gradient",
-    align: Annotated[int | None, values.size_option(help_="ranks are multiples of it")] = None,
-    budget: Annotated[
-        str, values.choice_option("budget", lambda: BUDGETS, "parameters, or predicted latency")
-    ] = "parameters",
-    tokens: Annotated[
-        int, values.size_option(help_="tokens per call that times are predicted for")
-    ] = 512,
-    target: Annotated[str, values.target_option("; that times are predicted for")] = "trn2",
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=TOKENS:WEIGHT, e.g. decode=1:0.8: a mix of calls; may be repeated"),
-    ] = None,
-    allow_slower: Annotated[
-        bool,
-        typer.Option("--allow-slower", help="also layers predicted to be slower than dense"),
-    ] = False,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="fit each layer behind the compressed earlier ones")
-    ] = False,
     factors: Annotated[
         str | None,
         values.choice_option("format", lambda: FACTORS, "round the factors to float8_e4m3 or int8"),
     ] = None,
     config: Annotated[
         Path | None,
-        values.input_option(help_="JSON file of a CompressionConfig, e.g. with ranks per layer"),
+        values.input_option(help_="JSON file of a CompressionConfig: method, ranks per layer, ..."),
     ] = None,
     recover_steps: Annotated[
         int,
-        values.count_option("--recover", help_="steps of fine-tuning against the original"),
+        typer.Option("--recover", min=0, help="steps of fine-tuning against the original"),
     ] = 0,
-    length: Annotated[int, values.size_option(help_="longest calibration sequence, tokens")] = 256,
-    batch: Annotated[int, values.size_option(help_="calibration sequences per batch")] = 8,
-    resume: Annotated[Path | None, typer.Option(help="directory to continue from")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="for calibration, like 8GiB: block by block if it must be")
-    ] = None,
-    json: Annotated[
-        Path | None,
-        values.output_option(help_="report; default OUT_DIR/compression.json", make_parents=True),
-    ] = None,
-    html: values.Html = None,
-    plot: Annotated[
-        Path | None,
-        values.output_option(help_="PNG of rank and error per layer", make_parents=True),
-    ] = None,
+    target: values.Target = "trn2",
+    as_json: values.AsJson = False,
 ) -> None:
-    """Factorize a model's linear layers and save it for from_pretrained."""
-    import json as json_module
+    """Factorize a model's linear layers and save it for from_pretrained.
 
-    from nmm_compiler.cli import models
+    OUT_DIR/compression.json has all figures. `nmm explain OUT_DIR --html FILE` makes a page of it.
+
+    Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text calibration.txt
+    """
     from nmm_compiler.compress import hf
     from nmm_compiler.compress.config import CompressionConfig
     from nmm_compiler.compress.teacher import remember
     from nmm_compiler.prediction.compressed import compress as run
 
-    settings = CompressionConfig(
-        ratio=ratio, rank=rank, method=method, allocation=allocation, budget=budget, align=align,
-        sensitivity=sensitivity, sequential=sequential,
-    )  # fmt: skip
+    settings = CompressionConfig(ratio=ratio, rank=rank)
     if config is not None:
         settings = read_config(config, settings)
     if factors and recover_steps:
@@ -120,72 +72,29 @@ def compress(
         raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
     if recover_steps and text is None:
         raise CalibrationError("--recover needs text to train on; pass --text FILE")
-    transformers = models.require_transformers("nmm compress")
-    with Console(markup=False, stderr=True).status(Text(f"loading {model_dir}")):
-        model, tokenizer = models.with_weights(model_dir)
-    batches = None
-    if text is not None:
-        batches = read_batches(text, tokenizer, model, length, batch)
-    original = remember(model, batches) if recover_steps else None
-    transformers.logging.disable_progress_bar()
-    dense = copy.deepcopy(model.config)
-
+    with steps(f"loading {model}"):
+        loaded, tokenizer = models.with_weights(model)
+    batches = None if text is None else read_batches(text, tokenizer, loaded)
+    original = remember(loaded, batches) if recover_steps else None
     report = run(
-        model, settings, calibration=batches, include=include or None,
-        exclude=exclude or None, target=target, tokens=tokens, workload=read_workload(workload),
-        allow_slower=allow_slower, resume=resume, memory=memory, factors=factors,
+        loaded, settings, calibration=batches, include=include or None, exclude=exclude or None,
+        target=target, factors=factors,
     )  # fmt: skip
-    show(str(report))
+    said = [str(report)]
     figures: dict[str, Any] = {"compression": report.to_dict()}
     figures["compression"]["achieved_ratio"] = report.achieved_ratio
     if original is not None:
         from nmm_compiler.compress.recover import recover
 
-        recovery = recover(model, batches, teacher=original, steps=recover_steps)
-        show(recovery.summary())
+        recovery = recover(loaded, batches, teacher=original, steps=recover_steps)
+        said.append(recovery.summary())
         figures["recovery"] = recovery.to_dict()
-
-    text_of_report = json_module.dumps(figures, indent=2)
-    files = {"compression.json": text_of_report} if json is None else {}
-    hf.save_pretrained(model, out_dir, tokenizer=tokenizer, files=files)
-    for path in (json, plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if json is not None:
-        write_text(json, text_of_report)
-    json = json or out_dir / "compression.json"
-    show(f"saved     {out_dir}\nfigures   {json}")
-    if html is not None:
-        from nmm_compiler.cli.predicted import predicted_parts
-        from nmm_compiler.prediction.predict import predict
-
-        try:
-            whole: Any = predict(model, target, prompt=tokens, dense=dense)
-        except NmmError as error:  # the page is about the factors, and says why this is not on it
-            whole = error
-        parts = [*report.page_parts(), *predicted_parts(whole)]
-        write_html(f"{model_dir}, compressed", parts, html)
-    if plot is not None:
-        from nmm_compiler.compress.plot import plot_report
-
-        show(f"plot      {plot_report(report, plot)}")
-
-
-compress.__doc__ = f"{compress.__doc__}\n\n{_EPILOG}"
-
-
-def read_workload(given: list[str] | None) -> dict[str, tuple[int, float]] | None:
-    """Return the mix of calls that --workload names; OptionTypeError for what is none."""
-    mix: dict[str, tuple[int, float]] = {}
-    for text in given or ():
-        name, _, numbers = text.partition("=")
-        tokens, _, weight = numbers.partition(":")
-        try:
-            mix[name] = int(tokens), float(weight or 1)
-        except ValueError:
-            wanted = "NAME=TOKENS:WEIGHT, like decode=1:0.8"
-            raise OptionTypeError("workload", text, wanted) from None
-    return mix or None
+    files = {"compression.json": json.dumps(figures, indent=2)}
+    hf.save_pretrained(loaded, out_dir, tokenizer=tokenizer, files=files)
+    if as_json:
+        show_json(figures)
+    else:
+        show("\n".join((*said, f"saved     {out_dir}")))
 
 
 def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
@@ -210,13 +119,11 @@ def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
         ) from error
 
 
-def read_batches(
-    path: Path, tokenizer: Any, model: Any, length: int, batch: int
-) -> list[dict[str, torch.Tensor]]:
+def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch.Tensor]]:
     """Return calibration batches of a text file.
 
-    For a causal language model the text is one stream, cut into sequences of `length` tokens; for
-    others each line is a sequence, padded. Raises CalibrationError without a tokenizer or text.
+    For a causal language model the text is one stream, cut into sequences; for others each line is
+    a sequence, padded. Raises CalibrationError without a tokenizer or text.
     """
     import torch
 
@@ -233,11 +140,12 @@ def read_batches(
         raise CalibrationError(f"--text {path} has no text; pass a file with some hundred lines")
     if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         ids = torch.tensor(tokenizer("\n".join(lines), truncation=False)["input_ids"])
-        pieces = [piece for piece in ids.split(length) if len(piece) == length] or [ids]
+        pieces = [piece for piece in ids.split(_LENGTH) if len(piece) == _LENGTH] or [ids]
         return [
-            {"input_ids": torch.stack(pieces[i : i + batch])} for i in range(0, len(pieces), batch)
+            {"input_ids": torch.stack(pieces[i : i + _BATCH])}
+            for i in range(0, len(pieces), _BATCH)
         ]
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    options = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
-    return [dict(tokenizer(lines[i : i + batch], **options)) for i in range(0, len(lines), batch)]
+    options = {"padding": True, "truncation": True, "max_length": _LENGTH, "return_tensors": "pt"}
+    return [dict(tokenizer(lines[i : i + _BATCH], **options)) for i in range(0, len(lines), _BATCH)]

@@ -10,8 +10,10 @@ from the run.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import multiprocessing
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,10 +25,9 @@ import typer
 from nmm_compiler.cli import values
 from nmm_compiler.cli.models import PACKAGED
 from nmm_compiler.cli.progress import Step, steps
-from nmm_compiler.cli.show import show
+from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CacheWarning, OptionTypeError
 from nmm_compiler.options import cache_dir, let_threads_sleep
-from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Section
 
 if TYPE_CHECKING:
@@ -50,26 +51,40 @@ def demo(
     ] = "smollm2-135m",
     ratio: Annotated[list[float] | None, values.share_option("parameters removed")] = None,
     target: values.Target = "trn2",
-    json: Annotated[Path | None, values.output_option(help_="also write the figures here")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="save the models here, dense and low-rank")
     ] = None,
+    as_json: values.AsJson = False,
 ) -> None:
     """Compress a real model, compile it, prove every kernel, and show what is gained.
 
     Example: nmm demo --ratio 0.1
     """
-    import json as json_module
-
     if out is not None and out.exists() and not out.is_dir():
         raise OptionTypeError("out", str(out), "a directory, new or old: this is a file")
 
+    started = time.monotonic()
+    told = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with told:
+        runs = _run(model, ratio or [0.1], target, out)
+        show(f"took {time.monotonic() - started:.0f} s")
+    if as_json:
+        show_json(runs)
+    if not all(run["passed"] for run in runs):  # no kernel, a fallback, a proof, the outputs
+        show("a check FAILED; see above", style="red", stderr=as_json)
+        raise typer.Exit(1)
+    show("every kernel and every output passed its check", style="green", stderr=as_json)
+
+
+def _run(
+    model: str, ratios: Sequence[float], target: str, out: Path | None
+) -> list[dict[str, Any]]:
+    """Run the flow at each ratio and print what comes of it; return the figures."""
     let_threads_sleep()  # two processes share the cores
 
     from nmm_compiler.cli.demo_models import SUBJECTS
 
-    started, kind = time.monotonic(), SUBJECTS[model]
-    ratios = ratio or [0.1]
+    kind = SUBJECTS[model]
     # Predictions need shapes and ranks only, proofs the kernels' sources: a second process has
     # them beside the rest.
     beside = concurrent.futures.ProcessPoolExecutor(
@@ -92,18 +107,12 @@ def demo(
         except BaseException:
             beside.shutdown(wait=False, cancel_futures=True)
             raise
-    if json is not None:
-        write_text(json, json_module.dumps(runs, indent=2))
-        show(f"figures: {json}")
     if out is not None:
-        show([Line(f"saved: {out / 'dense'}"), *(Line(f"saved: {_place(out, r)}") for r in ratios)])
+        for place in (out / "dense", *(_place(out, ratio) for ratio in ratios)):
+            show(f"saved: {place}")
         if kind.plan_next:  # a language model
-            show([Line(f"next: nmm eval {_place(out, ratios[0])} --dense {out / 'dense'}")])
-    show(f"took {time.monotonic() - started:.0f} s")
-    if not all(run["passed"] for run in runs):  # no kernel, a fallback, a proof, the outputs
-        show("a check FAILED; see above", style="red")
-        raise typer.Exit(1)
-    show("every kernel and every output passed its check", style="green")
+            show(f"next: nmm eval {_place(out, ratios[0])} --tasks arc_easy")
+    return runs
 
 
 def _quiet() -> None:
@@ -174,7 +183,7 @@ def _one_ratio(
     show("")
     show([kernel_table(kernels, proofs, comparisons)])
     if any(kernel.path.is_file() for kernel in kernels):
-        show([Line(f"their sources: nmm cache list, nmm cache show ENTRY --source; {cache_dir()}")])
+        show([Line(f"their sources: nmm cache list, nmm cache list ENTRY --source; {cache_dir()}")])
     show([
         Line(
             f"{agreement.what}: compiled against uncompiled differ by {agreement.difference:.2e} "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import json
 import platform
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,7 @@ import typer
 
 from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
+from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CacheError
 from nmm_compiler.options import KERNEL_EXECUTORS
@@ -42,13 +45,14 @@ def doctor(
             "of --device: neuron, nki_simulate or simulator; default: the best here",
         ),
     ] = None,
-    target: Annotated[
-        str | None, values.target_option("; of --device; default: the device's, else trn2")
+    fit: Annotated[
+        Path | None,
+        values.input_option(help_="verdicts of --device: fit a target of this machine to them"),
     ] = None,
     out: Annotated[
         Path | None,
         values.output_option(
-            "--out", "-o", help_="of --device: write the verdicts here, not where kernels read them"
+            "--out", "-o", help_="of --device: the verdicts; of --fit: the target, a .json"
         ),
     ] = None,
     as_json: values.AsJson = False,
@@ -56,16 +60,22 @@ def doctor(
     """Print versions, targets, the cache directory and the Neuron packages found.
 
     With --device on a Neuron device the verdicts are kept beside the kernel cache, and kernels do
-    without the constructs that failed. `nmm calibrate` reads the same file.
+    without the constructs that failed. --fit makes a target of their times, engine by engine, that
+    every --target takes.
 
     Example: nmm doctor
 
     Example: nmm doctor --device --out verdicts.json
+
+    Example: nmm doctor --fit verdicts.json --out my-trn2.json
     """
-    if device:
-        _climb(executor, target, out, as_json)
+    if fit is not None:
+        _fit(fit, out, as_json)
         return
-    for name, given in (("executor", executor), ("target", target), ("out", out)):
+    if device:
+        _climb(executor, out, as_json)
+        return
+    for name, given in (("executor", executor), ("out", out)):
         if given is not None:
             raise typer.BadParameter(f"--{name} is of --device; add it")
     from nmm_compiler.cache.store import Store
@@ -101,21 +111,35 @@ def _without() -> str:
     return f"{options.verdict_file() or 'off'}: {', '.join(found) or 'nothing differs'}"
 
 
-def _climb(executor: str | None, target: str | None, out: Path | None, as_json: bool) -> None:
-    """Run the device checks with progress and print them; exit code 1 when one does not pass."""
-    from rich.console import Console
-    from rich.progress import Progress
+def _fit(verdicts: Path, out: Path | None, as_json: bool) -> None:
+    """Fit a target's constants to the times of a device; write and print them."""
+    from nmm_compiler.runtime.calibrated_target import calibrate
+    from nmm_compiler.targets.this_machine import FILE
 
+    if out is not None and not out.name.endswith(FILE):
+        raise typer.BadParameter(f"--out {out}: a target's file ends in {FILE}")
+    found = calibrate(verdicts)
+    if out is not None:
+        outputs.write_text(out, json.dumps(found.file(), indent=1) + "\n")
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        use = [Line(f"use it with --target {out}")] if out is not None else []
+        show([*found.parts(), *use])
+
+
+def _climb(executor: str | None, out: Path | None, as_json: bool) -> None:
+    """Run the device checks with progress and print them; exit code 1 when one does not pass."""
     from nmm_compiler.runtime.ladder import RUNGS, climb
     from nmm_compiler.targets.this_machine import DEVICE
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("rungs", total=len(RUNGS))
+    with steps("rungs") as step:
+        count = itertools.count(1)
 
         def on_rung(rung: Any) -> None:
-            progress.update(task, advance=1, description=rung.name)
+            step(rung.name, next(count), len(RUNGS))
 
-        ladder = climb(executor, target, on_rung=on_rung)
+        ladder = climb(executor, on_rung=on_rung)
     kept_at = options.verdict_file(to_write=True) if ladder.executor == DEVICE else None
     place = out or kept_at
     if place is not None:

@@ -1,23 +1,35 @@
-"""`nmm explain`: what would be fused in a model, what not and why, what low rank would save."""
+"""`nmm explain`: what would be fused in a model, what not and why; as a page also what it becomes.
+
+The page compiles the model: it has the graphs, each kernel with its timeline and source, and the
+whole model's prediction.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from nmm_compiler.cli import models, values
+from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.show import show, write_html
-from nmm_compiler.errors import NmmError, OptionTypeError
+from nmm_compiler.errors import NmmError
 from nmm_compiler.outputs import write_text
+from nmm_compiler.report.parts import Grid, Line, Part, Section
+
+if TYPE_CHECKING:
+    from nmm_compiler.backend.report import CompileReport
+    from nmm_compiler.codegen.build import Kernel
+
+_PHASES_OF_KERNELS = 12
+_FIGURES = ("fused", "separate", "dense")
 
 
 def explain(
     model: values.Model,
-    tokens: values.Tokens = 64,
+    tokens: Annotated[int, values.size_option(help_="tokens of the example input")] = 64,
     target: values.Target = "trn2",
     rules: Annotated[
         list[str] | None,
@@ -27,57 +39,134 @@ def explain(
             metavar="FILE.py:NAME",
         ),
     ] = None,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="predict what it takes, and low-rank at ratio 0.2")
-    ] = False,
-    json: Annotated[
-        Path | None, values.output_option(help_="also write the report as JSON here")
+    ratio: Annotated[
+        float | None,
+        values.share_option("factorize first, this share of parameters removed"),
     ] = None,
+    as_json: values.AsJson = False,
     html: values.Html = None,
     repro: Annotated[
         Path | None,
-        values.output_option("--repro", help_="write a script that rewrites one match and checks"),
-    ] = None,
-    match: Annotated[
-        str | None, typer.Option(help="of --repro: the match's node or module; default: the first")
+        values.output_option(help_="write a script that rewrites the first match and checks it"),
     ] = None,
 ) -> None:
     """Dry run of the passes over every graph of a model; nothing is compiled.
 
+    With --html the model is compiled too, for a page: graphs, kernels, timelines, sources,
+    refusals, predictions. Nothing runs on a device; all latencies are the simulator's predictions.
+
     Example: nmm explain all-MiniLM-L6-v2
+
+    Example: nmm explain llama-3.2-1b --ratio 0.2 --html report.html
     """
-    if match is not None and repro is None:
-        raise OptionTypeError("match", match, "it with --repro FILE, which it is for")
-    from nmm_compiler.cli.predicted import predict_loaded, predicted_parts
     from nmm_compiler.passes.pipeline import explain as run
 
-    with Console(markup=False, stderr=True).status(Text(f"loading {model}")):
+    first: list[Part] = []
+    with steps(f"loading {model}") as step:
         loaded, inputs = models.load(model, tokens)
-    with Console(markup=False, stderr=True).status("tracing and matching"):
         own = [rule for name in rules or () for rule in models.rules_of(name)]
-        report = run(loaded, dict(inputs), options={"target": target, "rules": own})
-    show(str(report))
-    made: Any = None
-    if predict or html is not None:
-        dense = not any(match.rewritten for match in report.matches)
-        ratio = 0.2 if dense and report.opportunities else None
-        with Console(markup=False, stderr=True).status("predicting the whole model"):
-            try:
-                made = predict_loaded(model, loaded, inputs, target, ratio)
-            except NmmError as error:
-                if predict:
-                    raise
-                made = error  # the page is about the graph, and says why this is not on it
-    if predict:
-        show(f"with ratio {ratio}: " * (ratio is not None) + made.headline())
-    elif report.opportunities and (Path(model) / "config.json").is_file():
+        whole = _predicted(model, loaded, inputs, target, ratio, step) if html is not None else []
+        if ratio is not None:
+            from nmm_compiler.compress.apply import compress
+
+            step("factorizing")
+            compressed = compress(loaded, ratio, progress=False)
+            first = [Section("compression", tuple(compressed.page_parts()), folded=True)]
+        step("tracing and matching")
+        options: Any = {"target": target, "rules": own}
+        found = run(loaded, dict(inputs), options=options)
+        if html is not None:
+            with models.foreign(model.partition(":")[0], "running it raised"):
+                reports = _compiled(loaded, inputs, options, step)
+            top, *rest = _parts(reports, target, step)
+            why = Section("what is fused and what is not", tuple(found.parts()))
+            parts = [top, *whole, *first, why, *rest]
+    print(found.to_json(indent=2)) if as_json else show(str(found))
+    if found.opportunities and (Path(model) / "config.json").is_file() and not as_json:
         show(f"next: nmm plan {model} says what low rank would gain, for whole models")
-    if json is not None:
-        write_text(json, report.to_json(indent=2))
-        show(f"report: {json}")
     if repro is not None:
-        write_text(repro, report.reproducer(match, target=target))
-        show(f"script: {repro}")
+        write_text(repro, found.reproducer(target=target))
     if html is not None:
-        parts = [*report.page_parts(), *predicted_parts(made)]
-        write_html(f"{model} on {target}", parts, html)
+        write_html(f"{model} on {target}", parts, html, said=not as_json)
+
+
+def _compiled(
+    loaded: Any, inputs: dict[str, Any], options: dict[str, Any], step: Step
+) -> list[CompileReport]:
+    """Compile and run a model; return the reports of its graphs."""
+    import torch
+
+    step("compiling, building kernels")
+    reports: list[CompileReport] = []
+    torch._dynamo.reset()
+    given = {**options, "report": reports.append, "inner": "eager"}
+    with torch.no_grad():
+        torch.compile(loaded, backend="nmm", options=given)(**inputs)
+    return reports
+
+
+def _parts(reports: list[CompileReport], target: str, step: Step) -> list[Part]:
+    """Return the parts of the page that are about graphs and kernels, the summary first."""
+    from nmm_compiler.backend.report_page import compile_parts
+
+    kernels = [kernel for one in reports for kernel in one.built][:_PHASES_OF_KERNELS]
+    calls = {line.name: line.calls for one in reports for line in one.kernels}
+    rows = []
+    for i, kernel in enumerate(kernels):
+        step("predicting prefill and decode", i, len(kernels))
+        rows.append((kernel.spec.short(), calls[kernel.name], *_phases(kernel, target)))
+    head = ("kernel", "calls", *(f"{one} us" for one in _FIGURES),
+            *(f"1 token: {one} us" for one in _FIGURES))  # fmt: skip
+    table = Grid.of(head, rows, right=head[1:])
+    parts = compile_parts(reports)
+    return [*parts[:1], Section("each kernel against separate and dense products", (table,)),
+            *parts[1:]]  # fmt: skip
+
+
+def _phases(kernel: Kernel, target: str) -> list[str]:
+    """Return a kernel's predicted latencies, for its tokens and for one token."""
+    from nmm_compiler.prices.ways import ways
+
+    given: Any = kernel.spec
+    cells: list[str] = []
+    for spec in (given, dataclasses.replace(given, m=1)):
+        try:
+            made = ways(spec, target)
+            cells += [
+                "-" if us is None else f"{us:.1f}" for us in (made.fused, made.separate, made.dense)
+            ]
+        except NmmError:  # one token may have no legal kernel
+            cells += ["-"] * len(_FIGURES)
+    return cells
+
+
+def _predicted(
+    name: str, model: Any, inputs: dict[str, Any], target: str, ratio: float | None, step: Step
+) -> list[Part]:
+    """Return the section with the whole model's prediction, or a line that says why it is not.
+
+    A directory is predicted by its configuration, which knows the dense model that a low-rank one
+    was; the others for the inputs that they run. ratio: predict it low-rank, too.
+    """
+    from nmm_compiler.prediction.predict import predict
+
+    step("predicting the whole model")
+    setting: dict[str, Any] = {"ratio": ratio}
+    generates = getattr(model, "can_generate", bool)()
+    first = next((value for value in inputs.values() if hasattr(value, "shape")), None)
+    if first is not None:
+        sizes = first.shape[:-1] if first.is_floating_point() else first.shape
+        if 1 <= len(sizes) <= 2:  # [tokens] or [sequences, tokens]
+            setting |= {"batch": sizes[0] if len(sizes) == 2 else 1, "prompt": sizes[-1]}
+    given = model
+    if generates and (Path(name) / "config.json").is_file():
+        dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        given = name
+        setting |= {"dtype": str(dtypes[0]).removeprefix("torch.") if dtypes else None}
+    elif not generates:
+        setting |= {"inputs": inputs}
+    try:
+        return [Section("the whole model, predicted",
+                        tuple(predict(given, target, **setting).parts()))]  # fmt: skip
+    except NmmError as error:  # a page without it is still a page, and says so
+        return [Line(f"the whole model is not predicted: {error}", "note")]

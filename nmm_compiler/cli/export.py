@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
-from nmm_compiler.cli import values
+from nmm_compiler.cli import models, values
+from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.report.parts import Grid
@@ -41,29 +38,23 @@ def export(
     weights: Annotated[
         str, values.choice_option("way", _lower("WEIGHTS"), "args, or resources (in the module)")
     ] = "args",
-    tokens: values.Tokens = 64,
+    tokens: Annotated[int, values.size_option(help_="tokens of the example input")] = 64,
     target: values.Target = "trn2",
-    sources: Annotated[
-        bool | None,
-        typer.Option(help="write NKI sources; default: with --kernels call", show_default=False),
-    ] = None,
 ) -> None:
     """Rewrite a model and write it as MLIR, with a manifest and the NKI source of each kernel.
 
     Example: nmm export all-MiniLM-L6-v2 --dialect stablehlo -o encoder.mlir
     """
-    from nmm_compiler.cli import models
     from nmm_compiler.mlir.export import export_mlir
 
-    console = Console(markup=False)
-    with Console(markup=False, stderr=True).status(Text(f"loading {model}")):
+    with steps(f"loading {model}"):
         loaded, inputs = models.load(model, tokens)
     if next(loaded.parameters()).is_meta:  # a public name: shapes are all that args need
         if weights != "args":
             raise OptionTypeError("weights", weights, f"args: {model} is known by its shapes")
         loaded = loaded.to_empty(device="cpu")
         inputs = models.example_inputs(model, loaded, tokens)
-    with Console(markup=False, stderr=True).status("tracing, rewriting, lowering"):
+    with steps("tracing, rewriting, lowering"):
         module = export_mlir(
             loaded,
             inputs,
@@ -71,7 +62,6 @@ def export(
             kernels=kernels,
             weights=weights,
             options={"target": target},
-            sources=sources,
         )
     written = module.save(output)
     rows = []
@@ -82,6 +72,6 @@ def export(
         head = ("kernel", "calls", "sources", "family")
         show([Grid.of(head, rows, right=("calls", "sources"))])
     else:
-        console.print(f"nothing was fused; `nmm explain {model}` says why", markup=False)
+        show(f"nothing was fused; `nmm explain {model}` says why")
     for path in written:
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        show(f"wrote {path}")

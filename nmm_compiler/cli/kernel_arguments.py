@@ -98,7 +98,7 @@ def _random(text: str, shape_text: str, dtype_text: str, seed: int, data: bool) 
     if not data:
         return ArraySpec(shape, kind)
     if math.prod(shape) * 4 > _LARGEST_ARRAY_BYTES:
-        raise ShapeError(f"--arg {text!r}: more than a TiB; use --mode timing, which needs no data")
+        raise ShapeError(f"--arg {text!r}: more than a TiB; nmm profile needs no data")
     generator = np.random.default_rng(seed)
     if kind.kind == "bool":
         return generator.integers(0, 2, shape).astype(np.bool_)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +12,13 @@ from rich.text import Text
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
+from nmm_compiler.cli.show import show_json
 from nmm_compiler.errors import NmmError
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
 from nmm_compiler.report.text import counted
+
+_SECONDS, _GIGABYTES = 10, 2
+"""Limits of one file."""
 
 
 def lint(
@@ -27,9 +30,7 @@ def lint(
         ),
     ] = API_VERSION,
     strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
-    json: Annotated[bool, typer.Option(help="print the findings as JSON")] = False,
-    time_limit: Annotated[float, typer.Option(help="seconds that one file may take", min=0)] = 10,
-    memory_limit: Annotated[float, typer.Option(help="GiB that one file may take", min=0)] = 2,
+    as_json: values.AsJson = False,
 ) -> None:
     """Check kernel files against the documented NKI API and the Python its compiler accepts.
 
@@ -46,13 +47,13 @@ def lint(
             return [list(dataclasses.astuple(finding)) for finding in lint_file(path, nki=nki)]
 
         try:
-            found = run_limited(work, what=str(path), seconds=time_limit, gigabytes=memory_limit)
+            found = run_limited(work, what=str(path), seconds=_SECONDS, gigabytes=_GIGABYTES)
             findings += [(path, Finding(*fields)) for fields in found]
         except NmmError as error:
             Console(stderr=True, soft_wrap=True).print(Text(f"cannot lint {path}: {error}"))
             raise typer.Exit(2) from None
-    if json:
-        print(json_module.dumps([_plain(path, finding) for path, finding in findings], indent=2))
+    if as_json:
+        show_json([_plain(path, finding) for path, finding in findings])
     else:
         for path, finding in findings:
             console.print(_shown(path, finding))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +10,7 @@ import typer
 from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, write_html
-from nmm_compiler.cli.wanted_kernels import Jobs
-from nmm_compiler.options import DTYPES, WEIGHTS
-from nmm_compiler.outputs import write_text
+from nmm_compiler.options import WEIGHTS
 
 
 def _prices() -> Sequence[str]:
@@ -24,17 +21,13 @@ def _prices() -> Sequence[str]:
 
 def plan(
     model: values.Model,
-    target: Annotated[str, values.list_option("target", "targets, as trn1,trn2,trn3")] = "trn2",
+    target: values.Targets = "trn2",
     ratio: Annotated[str, values.list_option("share", "shares of the parameters")] = "0.1,0.2",
     batch: Annotated[str, values.list_option("size", "sequences at once")] = "1",
     prompt: Annotated[str, values.list_option("size", "tokens of the prompt")] = "512",
     context: Annotated[str, values.list_option("size", "tokens in the cache")] = "2048",
-    tp: Annotated[str, values.list_option("size", "cores that share the model")] = "1",
+    tp: values.Cores = "1",
     lnc: Annotated[int, typer.Option(min=1, max=2, help="physical cores of a core, 1 or 2")] = 1,
-    dtype: Annotated[
-        str | None,
-        values.choice_option("dtype", lambda: DTYPES, "bfloat16 (the default), float16 or float32"),
-    ] = None,
     weights: Annotated[
         str | None,
         values.choice_option(
@@ -46,12 +39,13 @@ def plan(
     price: Annotated[
         str,
         values.choice_option(
-            "price", _prices, "of a kernel: simulated, tuned (by nmm tune), closed_form (quick)"
+            "price",
+            _prices,
+            "of a kernel: simulated, tuned (nmm build --search), closed_form",
         ),
     ] = "simulated",
-    jobs: Jobs = None,
-    html: Annotated[Path | None, values.output_option(help_="write one page here")] = None,
-    json: Annotated[Path | None, values.output_option(help_="write every figure here")] = None,
+    as_json: values.AsJson = False,
+    html: values.Html = None,
 ) -> None:
     """Predict a model's latency, dense and low-rank, without weights or a device.
 
@@ -75,17 +69,12 @@ def plan(
             contexts=listed(context, int),
             tps=listed(tp, int),
             lnc=lnc,
-            dtype=dtype,
             weights=weights,
             include=include,
             exclude=exclude,
             price=price,
-            jobs=jobs,
             progress=step,
         )
-    show(str(made))
+    print(made.to_json(indent=2)) if as_json else show(str(made))
     if html is not None:
-        write_html(f"plan of {made.name}", made.parts(), html)
-    if json is not None:
-        write_text(json, made.to_json(indent=2))
-        show(f"figures: {json}")
+        write_html(f"plan of {made.name}", made.parts(), html, said=not as_json)

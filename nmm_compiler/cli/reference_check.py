@@ -84,9 +84,10 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
 
 
 def compare(
-    outputs: Sequence[np.ndarray], wanted: Sequence[np.ndarray], rtol: float
+    outputs: Sequence[np.ndarray], wanted: Sequence[np.ndarray], inputs: Sequence[np.ndarray]
 ) -> tuple[Agreement, ...]:
     """Return how far each output is from the reference. Raises ShapeError where shapes differ."""
+    rtol = default_rtol(outputs, inputs)
     if len(outputs) != len(wanted):
         raise ShapeError(f"the kernel has {len(outputs)} outputs, the reference {len(wanted)}")
     found = []

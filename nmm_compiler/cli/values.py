@@ -23,7 +23,8 @@ from nmm_compiler.targets.this_machine import FILE
 
 LARGEST_SIZE = 1 << 20
 """Tokens or features of one dimension: eight times the largest context and vocabulary in use."""
-LARGEST_NUMBER = (1 << 63) - 1
+MOST = 1 << 62
+"""Instructions that a kernel may execute: --time-limit ends it."""
 WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
 """The words of the command line."""
 
@@ -76,20 +77,6 @@ def _is_file(word: str, path: Path) -> bool:
         return False
 
 
-def _whole_file(value: str | Path) -> Path:
-    path = _output_file(value)
-    if path.exists() and not path.is_file():
-        raise OutputError(f"cannot write {path}: it is a device or a pipe; pass a file")
-    return path
-
-
-def _output_file_with_parents(value: str | Path) -> Path:
-    path = Path(value)
-    outputs.check_writable(path, make_parents=True)
-    _refuse_what_is_named_twice(path)
-    return path
-
-
 def _share(value: str | float) -> float:
     try:
         share = float(value)
@@ -100,19 +87,11 @@ def _share(value: str | float) -> float:
     return share
 
 
-def _whole(value: str | int, low: int, high: int) -> int:
-    text = str(value)
-    if re.fullmatch(r"-?[0-9]{1,19}", text) and low <= int(text) <= high:
-        return int(text)
-    raise typer.BadParameter(f"{text[:80]!r} is not a whole number from {low} to {high}")
-
-
 def _size(value: str | int) -> int:
-    return _whole(value, 1, LARGEST_SIZE)
-
-
-def _count(value: str | int) -> int:
-    return _whole(value, 0, LARGEST_NUMBER)
+    text = str(value)
+    if re.fullmatch(r"[0-9]{1,19}", text) and 1 <= int(text) <= LARGEST_SIZE:
+        return int(text)
+    raise typer.BadParameter(f"{text[:80]!r} is not a whole number from 1 to {LARGEST_SIZE}")
 
 
 def target_option(more: str = "") -> Any:
@@ -123,18 +102,9 @@ def target_option(more: str = "") -> Any:
     )  # fmt: skip
 
 
-def output_option(*names: str, help_: str, make_parents: bool = False) -> Any:
-    """Return an option that names a file to write: no directory, and in a place that is writable.
-
-    make_parents: directories above it that are missing will be made.
-    """
-    check = _output_file_with_parents if make_parents else _output_file
-    return typer.Option(*names, help=help_, parser=refusing(check), metavar="FILE")
-
-
-def output_argument(help_: str) -> Any:
-    """Return an argument that names a file to write, which must be no device or pipe."""
-    return typer.Argument(help=help_, parser=refusing(_whole_file), metavar="FILE")
+def output_option(*names: str, help_: str) -> Any:
+    """Return an option that names a file to write, in a place that is writable."""
+    return typer.Option(*names, help=help_, parser=refusing(_output_file), metavar="FILE")
 
 
 def choice_option(kind: str, known: Callable[[], Sequence[str]], help_: str, *names: str) -> Any:
@@ -164,15 +134,15 @@ def input_option(*names: str, help_: str) -> Any:
     return typer.Option(*names, help=help_, parser=input_file, metavar="FILE")
 
 
-def model_argument(more: str = "", *, weights: bool = False, also: str = "") -> Any:
+def model_argument(more: str = "", *, weights: bool = False, also: tuple[str, ...] = ()) -> Any:
     """Return the argument of a command that takes a model.
 
-    weights: it needs them. also: the suffix of another file that the command takes. more: words
-    for the help.
+    weights: it needs them. also: suffixes of other files that the command takes. more: words for
+    the help.
     """
 
     def check(value: str) -> str:
-        return value if also and value.endswith(also) else models.check(value, weights=weights)
+        return value if value.endswith(also) else models.check(value, weights=weights)
 
     help_ = "DIRECTORY" if weights else "DIRECTORY, CONFIG.json, FILE.py:function"
     names = " or ".join(models.PACKAGED) if weights else "a public name such as llama-3.2-1b"
@@ -188,11 +158,6 @@ def share_option(help_: str) -> Any:
 def size_option(*names: str, help_: str) -> Any:
     """Return an option that takes a number of tokens, features or ranks."""
     return typer.Option(*names, help=help_, parser=_size, metavar="SIZE")
-
-
-def count_option(*names: str, help_: str) -> Any:
-    """Return an option that takes a whole number from 0."""
-    return typer.Option(*names, help=help_, parser=_count, metavar="NUMBER")
 
 
 def families() -> list[str]:
@@ -224,8 +189,8 @@ def list_option(kind: str, help_: str) -> Any:
 
 Model = Annotated[str, model_argument()]
 Target = Annotated[str, target_option()]
-Seed = Annotated[int, count_option(help_="seed of the random arrays")]
-Tokens = Annotated[int, size_option(help_="tokens of the example input")]
+Targets = Annotated[str, list_option("target", "targets, as trn1,trn2,trn3")]
+Cores = Annotated[str, list_option("size", "cores that share the model")]
 
 
 def entries() -> list[str]:
@@ -239,8 +204,5 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 Html = Annotated[Path | None, output_option("--html", help_="write the report here, one HTML file")]
 TimeLimit = Annotated[float, typer.Option(help="seconds that the run may take", min=0)]
 MemoryLimit = Annotated[float, typer.Option(help="GiB that the run may add", min=0)]
-MaxInstructions = Annotated[
-    int, typer.Option(help="instructions that the kernel may execute", min=1)
-]
 Grid = Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")]
 Trace = Annotated[Path | None, output_option(help_="write a Chrome/Perfetto trace here")]

@@ -51,6 +51,6 @@ def test_bash_completes_families_targets_models_and_options(completed):
 
 
 def test_bash_completes_the_entries_of_the_cache(completed):
-    (entry,) = completed("nmm", "cache", "show", "")
-    assert completed("nmm", "cache", "show", entry[:4]) == [entry]
-    assert completed("nmm", "cache", "show", "zz") == []
+    (entry,) = completed("nmm", "cache", "list", "")
+    assert completed("nmm", "cache", "list", entry[:4]) == [entry]
+    assert completed("nmm", "cache", "list", "zz") == []

@@ -47,7 +47,7 @@ def test_export_writes_module_manifest_and_sources(model: str, tmp_path: Path) -
 
 def test_errors_of_the_catalogue_come_through(model: str, tmp_path: Path) -> None:
     for place in (tmp_path / "missing" / "a.mlir", tmp_path):  # refused before any work
-        result = runner.invoke(app, [model, "--no-sources", "-o", str(place)])
+        result = runner.invoke(app, [model, "-o", str(place)])
         assert result.exit_code == 2
         assert "cannot write" in result.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["my.py"]

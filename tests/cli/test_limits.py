@@ -197,7 +197,7 @@ def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, capsys, text, fou
     assert ended(capsys, "lint", str(path))[0] == found
 
 
-@pytest.mark.parametrize("command", ["simulate", "profile", "compare"])
+@pytest.mark.parametrize("command", ["simulate", "profile"])
 @pytest.mark.parametrize(
     ("body", "code"),
     [
@@ -212,9 +212,8 @@ def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, capsys, text, fou
 def test_an_error_in_a_kernel_ends_with_1(command, body, code, tmp_path, capsys):
     head = "import nki\nimport nki.language as nl\n\n\n@nki.jit\ndef k(a):\n    "
     (tmp_path / "k.py").write_text(f"{head}{body}\n")
-    files = [f"{tmp_path / 'k.py'}:k"] * (2 if command == "compare" else 1)
     with pytest.raises(SystemExit) as ended:
-        main([command, *files, "--arg", "a=8x8:float32", "--memory-limit", "0.1"])
+        main([command, f"{tmp_path / 'k.py'}:k", "--arg", "a=8x8:float32", "--memory-limit", "0.1"])
     assert capsys.readouterr().err.startswith("error: ")
     assert ended.value.code == code
 

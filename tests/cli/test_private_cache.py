@@ -2,7 +2,6 @@
 
 import pytest
 
-from nmm_compiler.cache import store
 from nmm_compiler.cli.main import main
 
 SPEC = '{"family": "matmul", "spec": {"m": 8, "k": 64, "n": 64}}\n'
@@ -18,7 +17,7 @@ REFUSED, KEPT, SHOWN = (
         (("kernel", "matmul", *SIZES, "--check", "--schedules"), KEPT),
         (("plan", "smollm2-135m", "--ratio", "0.2", "--price", "tuned", "--prompt", "8"), KEPT),
         (("build", "specs.jsonl"), REFUSED),
-        (("tune", "specs.jsonl"), REFUSED),
+        (("build", "specs.jsonl", "--search", "candidates"), REFUSED),
         (("cache", "list"), REFUSED),
         (("cache", "clear", "--yes"), REFUSED),
         (("doctor",), SHOWN),
@@ -34,7 +33,6 @@ def test_what_follows_is_said_once(words, follows, tmp_path, monkeypatch, capsys
     (tmp_path / "specs.jsonl").write_text(SPEC)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NMM_CACHE_DIR", str(directory))
-    monkeypatch.setattr(store, "_said", set())
     with pytest.raises(SystemExit) as ended:
         main(words)
     shown = capsys.readouterr()

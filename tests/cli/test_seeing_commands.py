@@ -1,4 +1,4 @@
-"""nmm profile, compare, report and what simulate shows; help and tables that fit 80 columns."""
+"""nmm profile and what simulate shows; help and tables that fit 80 columns."""
 
 import io
 import json
@@ -70,12 +70,14 @@ def nmm(capfd, monkeypatch):
 
 def test_profile_says_where_the_time_goes_and_what_would_save_some(nmm, kernel, tmp_path):
     page, trace = tmp_path / "p.html", tmp_path / "p.json"
-    code, out, _ = nmm("profile", kernel, *ARRAYS, "--arg", "block=128", "--path",
+    code, out, _ = nmm("profile", kernel, *ARRAYS, "--arg", "block=128",
                        "--html", str(page), "--trace", str(trace))  # fmt: skip
     assert code == 0
     for words in ("block is 128", "add.py:14", "VectorE", "data that a DMA brings",
-                  "rows of 256 B: 1 KiB rows", "critical path", "waited for the DMA"):  # fmt: skip
+                  "rows of 256 B: 1 KiB rows"):  # fmt: skip
         assert words in out, words
+    for words in ("critical path", "waited for the DMA"):
+        assert words in page.read_text(), words
     prose = [line for line in out.splitlines() if "/" not in line]
     assert max(map(len, prose)) <= 80
     assert "nisa.tensor_tensor" in page.read_text()
@@ -93,9 +95,9 @@ def test_profile_json_adds_up(nmm, kernel):
     assert found["advice"][0]["gain_us"] > 0
 
 
-def test_compare_values_of_an_argument(nmm, kernel, tmp_path):
+def test_profiles_of_the_values_of_an_argument(nmm, kernel, tmp_path):
     trace = tmp_path / "c.json"
-    words = ("compare", kernel, *ARRAYS, "--arg", "block=128,512,2048")
+    words = ("profile", kernel, *ARRAYS, "--arg", "block=128,512,2048")
     code, out, _ = nmm(*words, "--trace", str(trace))
     assert code == 0
     found = json.loads(nmm(*words, "--json")[1])
@@ -105,12 +107,6 @@ def test_compare_values_of_an_argument(nmm, kernel, tmp_path):
              if e["name"] == "process_name"}  # fmt: skip
     assert names == {"block=128", "block=512", "block=2048"}
     assert found["block=512"]["latency_us"] < found["block=128"]["latency_us"]
-
-
-def test_compare_needs_two(nmm, kernel):
-    code, _, err = nmm("compare", kernel, *ARRAYS)
-    assert code == 2
-    assert "two kernels, or one and an --arg with several values" in " ".join(err.split())
 
 
 def test_simulate_checks_against_a_reference_and_saves(nmm, kernel, tmp_path):
@@ -129,17 +125,14 @@ def test_simulate_checks_against_a_reference_and_saves(nmm, kernel, tmp_path):
     code, out, _ = nmm("simulate", kernel, *arrays, "--reference", f"{file}:wrong")
     assert code == 1
     assert "DIFFERS" in out
-    code, out, _ = nmm("simulate", kernel, *arrays, "--reference", f"{file}:wrong",
-                       "--rtol", "20", "--json")  # fmt: skip
-    assert code == 0
+    code, out, _ = nmm("simulate", kernel, *arrays, "--reference", f"{file}:wrong", "--json")
+    assert code == 1
     assert json.loads(out)["reference"][0]["error"] > 0.5
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--mode", "functional", "--trace", "t.json"), "--trace needs the profile"),
-        (("--mode", "timing", "--save", "t.npz"), "--save needs outputs"),
         (("--arg", "a=@missing.npy"), "missing.npy"),
         (("--reference", "missing.py:f"), "missing.py"),
     ],
@@ -201,7 +194,8 @@ def test_help_names_the_families_and_defaults(nmm):
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
     assert ", ".join(FAMILIES) in words
     assert families() == list(FAMILIES)
-    assert "row [m, k] or col [k, m]" in words
+    assert "--x-layout row or col" in words
+    assert "attention: --m, --heads, --kv-heads, --context, --d" in words
     assert "[default: trn2]" in words
 
 

@@ -13,7 +13,7 @@ from nmm_compiler.compress.apply import compress
 from nmm_compiler.compress.layer_calls import call_us
 from nmm_compiler.compress.plot import plot_report
 from nmm_compiler.compress.report import CompressionReport
-from nmm_compiler.errors import CalibrationError, MissingPackageError, UnknownNameError
+from nmm_compiler.errors import CalibrationError, MissingPackageError
 from nmm_compiler.targets import get
 
 
@@ -73,11 +73,12 @@ def test_a_directory_becomes_a_low_rank_directory(saved_bert, tmp_path):
     transformers = pytest.importorskip("transformers")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"the fox number {i} ran over a hill" for i in range(30)))
-    out = tmp_path / "out"
+    out, config = tmp_path / "out", tmp_path / "config.json"
+    config.write_text('{"ratio": 0.2, "align": 4}')
     result = CliRunner().invoke(
         app(),
-        [str(saved_bert), str(out), "--ratio", "0.2", "--text", str(text), "--align", "4",
-         "--recover", "5", "--plot", str(tmp_path / "p.png")],
+        [str(saved_bert), str(out), "--text", str(text), "--config", str(config),
+         "--recover", "5"],
         catch_exceptions=False,
     )  # fmt: skip
     assert result.exit_code == 0
@@ -85,7 +86,6 @@ def test_a_directory_becomes_a_low_rank_directory(saved_bert, tmp_path):
     report = json.loads((out / "compression.json").read_text())
     assert report["compression"]["achieved_ratio"] >= 0.2
     assert report["recovery"]["steps"] == 5
-    assert (tmp_path / "p.png").stat().st_size > 1000
     model = transformers.AutoModelForMaskedLM.from_pretrained(out)
     names = {layer["name"] for layer in report["compression"]["layers"] if layer["rank"]}
     assert all(type(model.get_submodule(n)).__name__ == "LowRankLinear" for n in names)
@@ -101,15 +101,12 @@ def test_bad_command_lines(saved_bert, tmp_path):
         return result.exception
 
     out = tmp_path / "out"
-    assert isinstance(error(tmp_path / "none", out), UnknownNameError)
-    assert isinstance(error(saved_bert, out, "--text", tmp_path / "none.txt"), CalibrationError)
     (tmp_path / "empty.txt").write_text("\n \n")
     assert "no text" in str(error(saved_bert, out, "--text", tmp_path / "empty.txt"))
     assert "--text" in str(error(saved_bert, out, "--recover", "5"))
-    assert "whitened" in str(error(saved_bert, out, "--method", "whitend"))
 
 
-def test_text_for_a_causal_model_is_one_stream(tmp_path):
+def test_text_for_a_causal_model_is_one_stream(tmp_path, monkeypatch):
     class Tokenizer:
         def __call__(self, text, **_):
             return {"input_ids": list(text.encode())}
@@ -119,11 +116,14 @@ def test_text_for_a_causal_model_is_one_stream(tmp_path):
 
     path = tmp_path / "text.txt"
     path.write_text("abc\n\ndefgh\nij")
-    batches = command.read_batches(path, Tokenizer(), ToyForCausalLM(), 4, 2)
+    monkeypatch.setattr(command, "_LENGTH", 4)
+    monkeypatch.setattr(command, "_BATCH", 2)
+    batches = command.read_batches(path, Tokenizer(), ToyForCausalLM())
+    assert [b["input_ids"].shape for b in batches] == [(2, 4)] + [(1, 4)] * 0
     ids = torch.cat([b["input_ids"] for b in batches])
     assert bytes(ids.flatten().tolist()) == b"abc\ndefgh\nij"
     with pytest.raises(CalibrationError, match="tokenizer"):
-        command.read_batches(path, None, ToyForCausalLM(), 4, 2)
+        command.read_batches(path, None, ToyForCausalLM())
 
 
 def test_the_kernels_cost_model_drives_a_latency_budget():

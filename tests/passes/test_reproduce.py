@@ -108,7 +108,7 @@ def test_a_tensor_is_written_with_its_strides(value):
     assert (made.shape, made.stride(), made.dtype) == (value.shape, value.stride(), value.dtype)
 
 
-def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch, capsys):
+def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch):
     from nmm_compiler.cli.main import main
 
     monkeypatch.chdir(tmp_path)
@@ -119,13 +119,8 @@ def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", "small.py:make", "--repro", "match.py"])
     assert ended.value.code == 0
-    assert "script: match.py" in capsys.readouterr().out
     done = subprocess.run(
         [sys.executable, "match.py"], capture_output=True, text=True, check=False, timeout=300,
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", "small.py:make", "--match", "1"])
-    assert ended.value.code == 2
-    assert "--repro" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`nmm report` of whole models, opened in headless Chromium: what is drawn, and how large it is."""
+"""`nmm explain --html` of whole models in headless Chromium: what is drawn, how large it is."""
 
 import re
 from pathlib import Path
@@ -77,7 +77,7 @@ def reported(name, tmp_path, capsys, *options):
     """Return the page of a model and what a browser sees on it, checked as every page is."""
     page = tmp_path / "report.html"
     with pytest.raises(SystemExit) as ended:
-        main(["report", name, "--html", str(page), *options])
+        main(["explain", name, "--html", str(page), *options])
     assert ended.value.code == 0, capsys.readouterr().err
     text = page.read_text(encoding="utf-8")
     seen, console = opened(text, tmp_path / "read.html", READER, "--window-size=1100,900")

@@ -86,7 +86,7 @@ def test_the_fitted_target_predicts_the_machine(device):
 def test_the_command_writes_a_target_that_commands_and_options_read(device, tmp_path):
     path, _ = device
     out = tmp_path / "mine.json"
-    run = CliRunner().invoke(app, ["calibrate", str(path), "--out", str(out)])
+    run = CliRunner().invoke(app, ["doctor", "--fit", str(path), "--out", str(out)])
     assert run.exit_code == 0, run.output
     assert "11 constants of trn2 changed" in run.stdout
     line = ["kernel", "matmul", "--m", "256", "--k", "1024", "--n", "1024", "--target", str(out)]
@@ -155,4 +155,7 @@ def test_files_that_say_nothing_are_errors(device, tmp_path):
         targets.get("nowhere.json")
     with pytest.raises(UnknownNameError):
         Options(target="nowhere.toml")
-    assert CliRunner().invoke(app, ["calibrate", str(device[0]), "-o", "mine.toml"]).exit_code == 2
+    assert (
+        CliRunner().invoke(app, ["doctor", "--fit", str(device[0]), "-o", "mine.toml"]).exit_code
+        == 2
+    )
