@@ -130,8 +130,8 @@ BODIES = [
         "import signal, time; signal.pthread_sigmask(0, range(1, 32)); time.sleep(1e6)",
         "--time-limit",
     ),
-    ("nl.fori_loop(0, 10**9, lambda i: None)", "max_instructions"),
-    ("r = nisa.register_alloc(1); nl.while_loop(r, lambda r: r)", "max_instructions"),
+    ("nl.fori_loop(0, 10**9, lambda i: None)", "limit"),
+    ("r = nisa.register_alloc(1); nl.while_loop(r, lambda r: r)", "limit"),
     ("import numpy; numpy.ones(10 ** 12)", "--memory-limit"),
     ("import os; os.abort()", "SIGABRT"),
     ("import os; os.killpg(0, 9)", "ended the process"),
@@ -154,6 +154,7 @@ BODIES = [
     ("return type('T', (), {'__class__': nl.ndarray})()", "returned"),
     ("while True: print('x' * 10**5)", "limit"),
 ]
+LIMITS = ("--time-limit=1", "--memory-limit=1")
 QUICK = 4  # of them; the rest takes a minute
 FILES = {  # what stands at the top of a file, and what `nmm lint` finds
     "import sys\nsys.exit(0)\n": 0,
@@ -167,7 +168,7 @@ FILES = {  # what stands at the top of a file, and what `nmm lint` finds
 def ended(capsys, *words):
     """Return the exit code of a command, and what it said; a refusal is one line."""
     with pytest.raises(SystemExit) as end:
-        main([*words, "--time-limit=1", "--memory-limit=1"])
+        main(words)
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert said.count("\n") <= 1, said
@@ -181,8 +182,7 @@ def ended(capsys, *words):
 def test_a_hostile_kernel_is_refused_on_one_line(tmp_path, capsys, body, shown):
     path = tmp_path / "k.py"
     path.write_text(f"{HEAD}    {body}\n")
-    words = ["--arg", "a=8x8:float32", "--mode", "functional", "--max-instructions", "20000"]
-    code, said = ended(capsys, "simulate", str(path), *words)
+    code, said = ended(capsys, "simulate", str(path), "--arg", "a=8x8:float32", *LIMITS)
     assert code in (1, 2)  # of the kernel, or past a limit
     assert shown in said
 
@@ -191,7 +191,7 @@ def test_a_hostile_kernel_is_refused_on_one_line(tmp_path, capsys, body, shown):
 def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, capsys, text, found):
     path = tmp_path / "k.py"
     path.write_text(text)
-    code, said = ended(capsys, "simulate", str(path))
+    code, said = ended(capsys, "simulate", str(path), *LIMITS)
     assert code in (1, 2)
     assert said
     assert ended(capsys, "lint", str(path))[0] == found
