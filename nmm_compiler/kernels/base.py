@@ -211,10 +211,6 @@ class KernelSpec(Record):
         """Return specs that compute the same unfused: its products one by one, and dense."""
         return (self,), (self,)
 
-    def as_one_dense(self) -> KernelSpec | None:
-        """Return one kernel that computes the same from dense weights, or None."""
-        return None
-
     def notes(self) -> tuple[str, ...]:
         """Return remarks for people, e.g. that another form of the product is cheaper."""
         return ()

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import scale_s3
 
-NEEDS = ("moto", "s3fs", "flask", "minisign")
+NEEDS = ("moto", "s3fs", "flask")
 
 
 @pytest.mark.long

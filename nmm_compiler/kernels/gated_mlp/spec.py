@@ -151,11 +151,6 @@ class GatedMLPUpSpec(ProductSpec):
             separate += products_of(self, (first, rank, last), layouts, **ends) if rank else whole
         return tuple(separate), tuple(dense)
 
-    def as_one_dense(self) -> KernelSpec | None:
-        """Return the gated MLP of three dense weights."""
-        ranks: dict[str, Any] = {f"{branch}_r": 0 for branch in self.branches}
-        return dataclasses.replace(self, **ranks)
-
     def _estimates(self, operands: dict[str, Array], typical: bool) -> Sequence[Estimate]:
         x = self._x(operands, typical)
         gate, gate_error = activated(self._branch("gate", x, operands, typical), self.activation)

@@ -235,11 +235,6 @@ class LowRankSharedSpec(ProductSpec):
             dense += products_of(self, (self.k, y.n), layouts[:1], **x, **ends)
         return tuple(separate), tuple(dense)
 
-    def as_one_dense(self) -> KernelSpec | None:
-        """Return the product with the dense weights side by side."""
-        sizes, layouts = (self.k, sum(self.ns)), (self.u_layout,)
-        return products_of(self, sizes, layouts, x_layout=self.x_layout)[0]
-
     def notes(self) -> tuple[str, ...]:
         """Return which pairs would be cheaper as dense products."""
         return self._format_notes("the products with v") + tuple(

@@ -11,7 +11,6 @@ import builtins
 import functools
 import inspect
 import operator
-import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -212,24 +211,3 @@ def inplace_flag(node: fx.Node) -> bool:
         return False
     index = names.index("inplace")
     return index < len(node.args) and node.args[index] is True
-
-
-def argument_names(node: fx.Node) -> list[tuple[str, fx.Node]]:
-    """Return the nodes that a function gets as arguments, with its own names for them."""
-    target, names = node.target, None
-    if isinstance(target, torch._ops.OpOverload):
-        names = tuple(argument.name for argument in target._schema.arguments)
-    elif node.op == "call_function" and inspect.isfunction(target):
-        names = _signature(target)
-    given = [*zip(names or (), node.args, strict=False), *node.kwargs.items()]
-    return [(name, value) for name, value in given if isinstance(value, fx.Node)]
-
-
-def parameter_name(node: fx.Node) -> str:
-    """Return the path of a parameter in its model, as far as the node's target says it.
-
-    Dynamo calls `q.up.weight` "L_self_modules_q_modules_up_parameters_weight_".
-    """
-    text = re.sub(r"^[Ll]_\w*?_?(?=(modules|parameters|buffers)_)", "", str(node.target))
-    text = re.sub(r"(^|_)(modules|parameters|buffers)_", ".", text)
-    return text.removeprefix("p_").strip("._")
