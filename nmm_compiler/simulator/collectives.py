@@ -21,15 +21,13 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.dma import store
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, check_destination, operand
 from nmm_compiler.simulator.isa.operands import require_form as require_form_of
 from nmm_compiler.simulator.isa.operators import find_op
 from nmm_compiler.simulator.isa.poison import mark
-from nmm_compiler.simulator.isa.values import F32
+from nmm_compiler.simulator.isa.values import F32, put
 from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import Machine, current
-from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
@@ -195,7 +193,7 @@ def _reduced(
 
 
 def _write(dst: NkiTensor, values: np.ndarray) -> None:
-    store(dst, values if values.dtype == dst.dtype.numpy else cast(values, dst.dtype), True)
+    put(dst, values, exact=values.dtype == dst.dtype.numpy)
 
 
 def _reduction(move: _Move, op: Any) -> Combine:

@@ -133,25 +133,21 @@ class Seat:
     alone: bool = False
 
 
-_ALIKE: dict[int, tuple[Target, dict[tuple[Any, ...], Any]]] = {}
+_OUTCOMES: dict[int, tuple[Target, dict[tuple[Any, ...] | None, Any]]] = {}
 """By the identity of a target, which is kept, so that no other gets it."""
 _TARGETS_KEPT = 16
 
 
-def _alike_on(target: Target) -> dict[tuple[Any, ...], Any]:
+def _outcomes_on(target: Target) -> dict[tuple[Any, ...] | None, Any]:
     """Return what calls of instructions came to on a target so far."""
-    known = _ALIKE.get(id(target))
-    if known is None:
-        if len(_ALIKE) >= _TARGETS_KEPT:
-            _ALIKE.clear()
-        known = _ALIKE[id(target)] = target, {}
-    return known[1]
+    if id(target) not in _OUTCOMES and len(_OUTCOMES) >= _TARGETS_KEPT:
+        _OUTCOMES.clear()
+    return _OUTCOMES.setdefault(id(target), (target, {}))[1]
 
 
 class Machine:
     """One program on one core.
 
-    absent: instructions that the target lacks.
     assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: state of
     another dialect of NKI for this program.
     program_id, grid, rank, ranks, programs, alone: as in `Seat`.
@@ -160,19 +156,17 @@ class Machine:
     storages: the identity of the next storage or register. names: of the variables that places
         assign to.
     kept: mask of the inputs that the running instruction reads, None for all of them.
-    alike: without data, what calls of instructions came to (`isa/alike.py`), in all runs on this
-        target; None with data.
+    outcomes: what calls of instructions came to (`isa/instruction.py`), in all runs on this target.
     failure: what a place that cannot raise has refused; raised at the program's end.
     turn: the turn of a loop on the device that runs, None outside of those loops.
     warned: how often a rule was broken that only warns.
     """
 
     __slots__ = (
-        "absent", "accumulators", "alike", "alone", "assign", "data", "dialect", "failure", "grid",
-        "identities", "instructions", "kept", "max_instructions", "names", "no_reorder_depth",
-        "outputs",
-        "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank", "ranks",
-        "shared_count", "storages", "strict", "target", "trace", "turn", "warned",
+        "accumulators", "alone", "assign", "data", "dialect", "failure", "grid", "identities",
+        "instructions", "kept", "max_instructions", "names", "no_reorder_depth", "outcomes",
+        "outputs", "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank",
+        "ranks", "shared_count", "storages", "strict", "target", "trace", "turn", "warned",
         "warning_keys", "warnings",
     )  # fmt: skip
 
@@ -189,9 +183,8 @@ class Machine:
     ) -> None:
         self.target = target
         self.assign = assign
-        self.absent = frozenset(target.absent_instructions)
         self.data = data
-        self.alike = None if data else _alike_on(target)
+        self.outcomes = _outcomes_on(target)
         self.warned = 0
         self.strict = strict
         self.max_instructions = max_instructions

@@ -8,7 +8,7 @@ import pytest
 from nmm_compiler import errors, simulate
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, attributes, instruction
 from nmm_compiler.simulator.isa.operands import ON_CHIP, SBUF
-from nmm_compiler.simulator.isa.values import f32, write
+from nmm_compiler.simulator.isa.values import f32, put
 from nmm_compiler.simulator.loading.standins import MODULES
 
 nl = MODULES["nki.language"]
@@ -18,7 +18,7 @@ nl = MODULES["nki.language"]
     engines=("vector", "gpsimd"),
     writes={"dst": ON_CHIP},
     reads={"data": SBUF},
-    like_dst=("data",),
+    shape="P F -> P F",
     streams=("data",),
 )
 def twice(call, dst, data, times=2.0, engine=None, name=None):
@@ -26,7 +26,7 @@ def twice(call, dst, data, times=2.0, engine=None, name=None):
     if times == 0:
         raise call.error(errors.TensorDtypeError, "times is 0")
     yield attributes(times=times)
-    write(dst, f32(data) * np.float32(times))
+    put(dst, f32(data) * np.float32(times))
 
 
 INSTRUCTIONS.pop("twice")

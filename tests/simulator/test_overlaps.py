@@ -67,6 +67,12 @@ WHOLE = {
         "t.view(nl.uint8)[:, 0:4]", "t[:, 0:16]",
         "nl.ndarray((32, 4), nl.float8_e4m3fn_x4), S, D"
     ),
+    "tensor_scalar operand0": ("t[:, 0:8]", "t[:, 3:4]", "D, v, op0=nl.add, operand0=S"),
+    "activation bias": ("t[:, 0:8]", "t[:, 3:4]", "D, nl.copy, v, bias=S"),
+    "activation reduce_res": (
+        "t[:, 3:4]", "t[:, 0:8]", "w[:, 8:16], nl.copy, S, reduce_res=D, "
+        "reduce_cmd=nisa.reduce_cmd.reset_reduce",
+    ),
     "dma_transpose bfloat16": ("t[:, 0:32]", "t[:, 0:32]", "D, S"),
     "sendrecv": (
         "t[:, 0:8]", "t[:, 0:8]", "S, D, 1 - nl.program_id(), 1 - nl.program_id(), 0"

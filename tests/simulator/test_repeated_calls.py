@@ -73,7 +73,7 @@ def test_a_call_within_one_tensor_is_known_by_where_its_operands_begin():
 )
 def test_a_number_that_is_computed_for_each_call_is_known_by_its_value(number, monkeypatch):
     """Its identity is new each time: so the memory of calls grew, and knew none of them."""
-    monkeypatch.setattr(machine, "_ALIKE", {})
+    monkeypatch.setattr(machine, "_OUTCOMES", {})
     body = f"""
     t = nl.ndarray((128, 8), nl.float32, nl.sbuf)
     nisa.memset(dst=t, value=0.0)
@@ -83,14 +83,14 @@ def test_a_number_that_is_computed_for_each_call_is_known_by_its_value(number, m
     return out(t)
     """
     trace = run(body, mode="timing").trace
-    ((_, known),) = machine._ALIKE.values()
+    ((_, known),) = machine._OUTCOMES.values()
     assert len(known) <= 4
     (kind,) = {i.kind for i in trace.instructions if i.op == "tensor_scalar"}
     assert kind
 
 
 def test_places_of_tiles_that_are_computed_for_each_call_are_known_by_their_values(monkeypatch):
-    monkeypatch.setattr(machine, "_ALIKE", {})
+    monkeypatch.setattr(machine, "_OUTCOMES", {})
     body = """
     t = nl.ndarray((32, 32), nl.bfloat16, nl.sbuf)
     nisa.memset(dst=t, value=0.0)
@@ -101,7 +101,7 @@ def test_places_of_tiles_that_are_computed_for_each_call_are_known_by_their_valu
     return out(p)
     """
     run(body, mode="timing")
-    ((_, known),) = machine._ALIKE.values()
+    ((_, known),) = machine._OUTCOMES.values()
     assert len(known) <= 6
 
 

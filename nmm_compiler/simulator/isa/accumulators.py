@@ -6,16 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    KernelArgumentError,
-    TensorShapeError,
-    UninitializedReadError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import UninitializedReadError
 from nmm_compiler.simulator.isa.instruction import Call
-from nmm_compiler.simulator.isa.operands import refuse_dtype
 from nmm_compiler.simulator.isa.operators import Op
-from nmm_compiler.simulator.isa.values import F32, scalar_value, write
+from nmm_compiler.simulator.isa.values import F32, put, scalar_value
 
 
 def begin(
@@ -90,45 +84,4 @@ def write_sum(
         total = op.reduce(total, part).astype(F32)
     keep(call, register, command, total)
     if result is not None:
-        write(result, (-total if negate else total).reshape(result.shape))
-
-
-def check_command(
-    call: Call, command: Any, supported: tuple[str, ...], initial: Any = None, role: str = ""
-) -> None:
-    """Check a reduce_cmd, and that an initial value comes with load_reduce and only with it.
-
-    initial, role: the value that load_reduce starts from, None when unset, and its parameter.
-    """
-    name = "idle" if command is None else command.name
-    if name not in supported:
-        raise call.error(
-            UnsupportedInstructionError,
-            f"reduce_cmd.{name}; use reduce_cmd.{', '.join(supported)}",
-        )
-    if not role:
-        return
-    if name == "load_reduce" and initial is None:
-        raise call.error(
-            KernelArgumentError, f"reduce_cmd.load_reduce without {role}; pass the first value"
-        )
-    if name != "load_reduce" and initial is not None:
-        raise call.error(
-            KernelArgumentError,
-            f"{role} is set with reduce_cmd.{name}; only load_reduce reads it",
-        )
-
-
-def reduce_result(
-    call: Call, result: Any, partitions: int, allowed: frozenset[str] | None = None
-) -> None:
-    """Check and add the tile that accumulators are read into, if one is given."""
-    if result is None:
-        return
-    call.write("reduce_res", result)
-    if allowed is not None and result.dtype not in allowed:
-        refuse_dtype(call.machine, call.op, "reduce_res", result, allowed)
-    if result.shape[0] != partitions or result.free_size != 1:
-        raise call.error(
-            TensorShapeError, f"reduce_res {result.shape}; it must be ({partitions}, 1)"
-        )
+        put(result, (-total if negate else total).reshape(result.shape))

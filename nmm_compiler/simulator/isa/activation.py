@@ -6,33 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    TargetRuleError,
-    TensorDtypeError,
-    UnsupportedInstructionError,
-)
-from nmm_compiler.simulator.isa.accumulators import check_command, reduce_result, write_sum
-from nmm_compiler.simulator.isa.enums import (
-    reduce_cmd,
-)
-from nmm_compiler.simulator.isa.instruction import (
-    Call,
-    Steps,
-    attributes,
-    instruction,
-)
-from nmm_compiler.simulator.isa.operands import (
-    ON_CHIP,
-    require_form,
-)
-from nmm_compiler.simulator.isa.operators import BY_NAME, Op, activation_function, alu, reduction
-from nmm_compiler.simulator.isa.values import (
-    F32,
-    apply_scalar,
-    f32,
-    scalar_value,
-    write,
-)
+from nmm_compiler.errors import TargetRuleError, UnsupportedInstructionError
+from nmm_compiler.simulator.isa.accumulators import write_sum
+from nmm_compiler.simulator.isa.enums import reduce_cmd
+from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, ON_CHIP, require_form
+from nmm_compiler.simulator.isa.operators import ACTIVATION, ALU, BY_NAME, Op, Takes
+from nmm_compiler.simulator.isa.values import F32, apply_scalar, f32, put, scalar_value
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -64,12 +44,14 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
 
 @instruction(
     engines=("scalar",),
-    writes={"dst": ON_CHIP},
+    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
     reads={"data": ON_CHIP},
-    like_dst=("data",),
+    numbers={"bias": _BIASES, "scale": FLOAT32},
+    shape="P F -> P F, P 1",
     streams=("data",),
+    operators={"op": ACTIVATION, "reduce_op": Takes("reduce", ("add",), "add")},
+    commands=_COMMANDS,
     indirect={"dst": ("scalar",), "data": ("scalar",)},
-    alike=True,
 )
 def activation(
     call: Call,
@@ -85,33 +67,25 @@ def activation(
 ) -> Steps:
     """dst = op(data * scale + bias) on ScalarE, with an optional sum over the free axes."""
     machine = call.machine
-    function = activation_function(machine, op, "activation")
-    partitions = data.shape[0]
     if bias is not None:
-        is_tensor = call.scalar("bias", bias, partitions, _BIASES)
-        if function.name == "reciprocal":
+        if op.name == "reciprocal":
             require_form(machine, "activation(nl.reciprocal) with bias")
-        if not is_tensor and not machine.target.scalar_number_bias:
-            machine.rule(
+        if bias.__class__ is not NkiTensor and not machine.target.scalar_number_bias:
+            call.rule(
                 TargetRuleError,
-                f"nisa.activation: a scalar bias needs trn2 or newer, the target is "
-                f"{machine.target.name}; pass a ({partitions}, 1) tensor",
+                f"a scalar bias needs trn2 or newer, the target is {machine.target.name}; pass a "
+                f"({data.shape[0]}, 1) tensor",
             )
-    call.scalar("scale", scale, partitions, FLOAT32)
-    if function.activation is None:
+    if op.activation is None:
         raise call.error(
             UnsupportedInstructionError, "nl.prelu needs relu_param; use nisa.activate2 (trn3)"
         )
-    check_command(call, reduce_cmd, _COMMANDS)
-    if reduce_op is not None and reduction(machine, reduce_op, "activation").name != "add":
-        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.add")
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    reduce_result(call, reduce_res, partitions)
-    yield attributes(function=function.name, reduces=reduces)
-    result = _apply(machine, function, f32(data), scale, bias)
-    write(dst, result)
+    yield attributes(function=op.name, reduces=reduces)
+    result = _apply(machine, op, f32(data), scale, bias)
+    put(dst, result)
     if reduces:
-        write_sum(call, "scalar", reduce_cmd, BY_NAME["add"], result, reduce_res)
+        write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
 
 
 def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias: Any) -> np.ndarray:
@@ -144,12 +118,19 @@ def activation_reduce(
 
 @instruction(
     engines=("scalar",),
-    writes={"dst": ON_CHIP},
+    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
     reads={"data": ON_CHIP},
-    like_dst=("data",),
+    numbers={"imm0": ANY_DTYPE, "imm1": ANY_DTYPE, "relu_param": ANY_DTYPE},
+    shape="P F -> P F, P 1",
     streams=("data",),
+    same_dtype=(("imm0", "imm1"),),
+    operators={
+        "op": ACTIVATION, "op0": ALU, "op1": ALU,
+        "reduce_op": Takes("reduce", ("add", "maximum", "minimum", "max", "min"), "add"),
+    },
+    commands=_COMMANDS,
     indirect={"dst": ("scalar",), "data": ("scalar",)},
-)
+)  # fmt: skip
 def activate2(
     call: Call,
     dst: Any,
@@ -168,11 +149,7 @@ def activate2(
     name: str | None = None,
 ) -> Steps:
     """dst = op((data <op0> imm0) <op1> imm1) on ScalarE of trn3."""
-    machine = call.machine
-    function = activation_function(machine, op, "activate2")
-    first = alu(machine, op0, "activate2")
-    second = alu(machine, op1, "activate2")
-    pair = (first.name, second.name)
+    pair = (op0.name, op1.name)
     if pair not in (
         ("multiply", "add"), ("multiply", "subtract"), ("multiply", "bypass"), ("add", "bypass"),
         ("subtract", "bypass"), ("bypass", "bypass"),
@@ -182,43 +159,30 @@ def activate2(
             f"operators {pair}; use (multiply, add), (multiply, subtract), "
             "(multiply, bypass), (add, bypass), (subtract, bypass) or (bypass, bypass)",
         )
-    partitions = data.shape[0]
-    for role, value in (("imm0", imm0), ("imm1", imm1), ("relu_param", relu_param)):
-        call.scalar(role, value, partitions)
-    if imm0.__class__ is NkiTensor and imm1.__class__ is NkiTensor and imm0.dtype != imm1.dtype:
-        raise call.error(
-            TensorDtypeError, f"imm0 is {imm0.dtype}, imm1 {imm1.dtype}; they must be the same"
-        )
-    check_command(call, reduce_cmd, _COMMANDS)
-    reducer = BY_NAME["add"] if reduce_op is None else reduction(machine, reduce_op, "activate2")
-    if reducer.name not in ("add", "maximum", "minimum", "max", "min"):
-        raise call.error(
-            UnsupportedInstructionError,
-            f"reduce_op nl.{reducer.name}; use nl.add, nl.maximum or nl.minimum",
-        )
     reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    reduce_result(call, reduce_res, partitions)
-    yield attributes(function=function.name, reduces=reduces)
-    values = apply_scalar(machine, first, f32(data), imm0, reverse0)
-    values = apply_scalar(machine, second, values, imm1, reverse1)
-    if function.name == "prelu":
+    yield attributes(function=op.name, reduces=reduces)
+    values = apply_scalar(op1, apply_scalar(op0, f32(data), imm0, reverse0), imm1, reverse1)
+    if op.name == "prelu":
         slope = scalar_value(relu_param, values.ndim)
         result = np.where(values >= 0, values, values * slope).astype(F32)
     else:
-        result = _apply(machine, function, values, 1.0, None)
-    write(dst, result)
+        result = _apply(call.machine, op, values, 1.0, None)
+    put(dst, result)
     if reduces:
-        write_sum(call, "scalar", reduce_cmd, reducer, result, reduce_res)
+        write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
 
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
+    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
     reads={"src": ON_CHIP},
-    like_dst=("src",),
+    numbers={"max_value": FLOAT32, "reduce_init": FLOAT32},
+    shape="P F -> P F, P 1",
     streams=("src",),
-    dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS},
+    dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS, "reduce_res": _EXP_SUMS},
     ranks={"dst": 4, "src": 4},
+    commands=("idle", "reset_reduce", "reduce", "load_reduce"),
+    first_value="reduce_init",
     indirect={"dst": ("vector",), "src": ("vector",)},
 )
 def exponential(
@@ -232,22 +196,8 @@ def exponential(
     name: str | None = None,
 ) -> Steps:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
-    partitions = src.shape[0]
-    call.scalar("max_value", max_value, partitions, FLOAT32)
-    call.scalar("reduce_init", reduce_init, partitions, FLOAT32)
-    given = reduce_init.__class__ is NkiTensor or reduce_init != 0
-    loads = getattr(reduce_cmd, "name", "") == "load_reduce"
-    check_command(
-        call,
-        reduce_cmd,
-        ("idle", "reset_reduce", "reduce", "load_reduce"),
-        reduce_init if given or loads else None,
-        "reduce_init",
-    )
-    reduce_result(call, reduce_res, partitions, _EXP_SUMS)
-    reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    yield attributes(reduces=reduces)
+    yield attributes(reduces=reduce_cmd is not _IDLE or reduce_res is not None)
     values = f32(src)
     result = np.exp(values - scalar_value(max_value, values.ndim))
-    write(dst, result)
+    put(dst, result)
     write_sum(call, "vector", reduce_cmd, BY_NAME["add"], result, reduce_res, reduce_init)

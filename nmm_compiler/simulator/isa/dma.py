@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,8 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.enums import (
-    dge_mode,
-    engine,
-    oob_mode,
-)
-from nmm_compiler.simulator.isa.instruction import (
-    Call,
-    Steps,
-    instruction,
-)
+from nmm_compiler.simulator.isa.enums import dge_mode, engine, oob_mode
+from nmm_compiler.simulator.isa.instruction import Attributes, Call, Steps, attributes, instruction
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
@@ -31,67 +22,54 @@ from nmm_compiler.simulator.isa.operands import (
     check_hazard,
     require_form,
 )
-from nmm_compiler.simulator.isa.operators import find_op
-from nmm_compiler.simulator.isa.values import (
-    F32,
-)
-from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.isa.operators import Takes
+from nmm_compiler.simulator.isa.values import F32, put
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.indirect import gather, positions, scatter, store_at
-from nmm_compiler.simulator.tensors.races import settled
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-_ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
 _UNKNOWN = engine.unknown
-_UNKNOWN_MODE = dge_mode.unknown
-_MODES = {m: m.name for m in dge_mode}
 _ISSUERS = {engine.sync: "sync", engine.scalar: "scalar", engine.gpsimd: "gpsimd"}
 
 
-def _attributes(issuer: str, mode: str, transpose: bool, indirect: bool) -> dict[str, Any]:
-    key = (issuer, mode, transpose, indirect)
-    known = _ATTRIBUTES.get(key)
-    if known is None:
-        known = _ATTRIBUTES[key] = {
-            "issuer": issuer, "dge_mode": mode, "transpose": transpose, "indirect": indirect,
-        }  # fmt: skip
-    return known
+def _attributes(issuer: str, mode: str, transpose: bool, indirect: bool) -> Attributes:
+    return attributes(issuer=issuer, dge_mode=mode, transpose=transpose, indirect=indirect)
 
 
-def _issue(machine: Machine, op: str, mode: Any, given: Any, same_dtype: bool) -> tuple[str, str]:
+def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, str]:
     """Return (issuing engine, DGE mode) after their rules."""
-    name = "unknown" if mode is _UNKNOWN_MODE else _MODES.get(mode, "unknown")
+    name = mode.name
     if name == "hwdge":
-        if not machine.target.dma_generates_descriptors:
-            machine.rule(
+        if not call.machine.target.dma_generates_descriptors:
+            call.rule(
                 EngineRuleError,
-                f"nisa.{op}: hwdge needs trn2 or newer, the target is {machine.target.name}",
+                f"hwdge needs trn2 or newer, the target is {call.machine.target.name}",
             )
         if not same_dtype:
-            raise machine.error(
+            raise call.error(
                 TensorDtypeError,
-                f"nisa.{op}: hwdge cannot convert dtypes; use the same dtype or another dge_mode",
+                "hwdge cannot convert dtypes; use the same dtype or another dge_mode",
             )
-    if given is not _UNKNOWN:
-        if given not in (engine.sync, engine.scalar) and name == "hwdge":
-            raise machine.error(
-                EngineRuleError,
-                f"nisa.{op}: hwdge descriptors come from the sync or scalar engine, not {given}",
-            )
-        if name != "hwdge":
-            machine.rule(
-                EngineRuleError,
-                f"nisa.{op}: engine={given.name} with dge_mode {name}; only hwdge takes an engine, "
-                "leave it unset or pass dge_mode=nisa.dge_mode.hwdge",
-            )
-        return _ISSUERS.get(given, "sync"), name
-    return ("gpsimd" if name == "swdge" else "sync"), name
+    if given is _UNKNOWN:
+        return ("gpsimd" if name == "swdge" else "sync"), name
+    if given not in (engine.sync, engine.scalar) and name == "hwdge":
+        raise call.error(
+            EngineRuleError,
+            f"hwdge descriptors come from the sync or scalar engine, not {given}",
+        )
+    if name != "hwdge":
+        call.rule(
+            EngineRuleError,
+            f"engine={given.name} with dge_mode {name}; only hwdge takes an engine, leave it unset "
+            "or pass dge_mode=nisa.dge_mode.hwdge",
+        )
+    return _ISSUERS.get(given, "sync"), name
 
 
 def _check_priority(call: Call, priority: Any) -> None:
     """Check the class of service of a DMA."""
     if priority is not None:
-        call.integer("priority", priority, 0, 3)
+        call.integer("priority", priority, range(4))
         require_form(call.machine, "dma priority")
 
 
@@ -123,8 +101,8 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
     engines=("dma",),
     writes={"dst": DMA_MEMORIES},
     reads={"src": DMA_MEMORIES},
+    shape="N -> N",
     streams=("src",),
-    alike=True,
 )
 def dma_copy(
     call: Call,
@@ -137,17 +115,10 @@ def dma_copy(
     name: str | None = None,
 ) -> Steps:
     """dst = src between HBM and SBUF, with a dtype conversion through float32."""
-    machine = call.machine
-    if dst.shape != src.shape and math.prod(dst.shape) != math.prod(src.shape):
-        raise call.error(
-            TensorShapeError,
-            f"dst {dst.name!r} {dst.shape} and src {src.name!r} {src.shape} have "
-            "different numbers of elements",
-        )
     same = dst.dtype == src.dtype
     if not same:
-        check_conversion(machine, "dma_copy", dst, src)
-    issuer, mode = _issue(machine, "dma_copy", dge_mode, engine, same)
+        check_conversion(call.machine, "dma_copy", dst, src)
+    issuer, mode = _issue(call, dge_mode, engine, same)
     if priority is not None:
         _check_priority(call, priority)
     indirect = dst.indirection is not None or src.indirection is not None
@@ -161,22 +132,12 @@ def dma_copy(
     if indirect:
         _copy_indirect(dst, src, same, getattr(oob_mode, "name", "") == "skip")
         return
-    values = src.load()
-    if values.shape != dst.shape:
-        values = values.reshape(dst.shape)
-    store(dst, values, same)
+    _put(dst, src.load(), same)
 
 
-def store(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
+def _put(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
     """Write stored values to dst: as they are, or through float32."""
-    if not same:
-        values = values if values.dtype == F32 else values.astype(F32)
-        values = cast(values, dst.dtype)
-    if dst.storage.shared:
-        values = settled(dst, values)
-    dst.array()[...] = values
-    if dst.storage.unwritten is not None:
-        dst.mark_written()
+    put(dst, values if same else values.astype(F32), exact=same)
 
 
 def _chooses_rows(view: NkiTensor) -> bool:
@@ -198,7 +159,7 @@ def _copy_indirect(dst: NkiTensor, src: NkiTensor, same: bool, skip: bool) -> No
     elif valid is not None and not valid.all():
         _store_rows(dst, values, valid, src)
     else:
-        store(dst, values.reshape(dst.shape), same)
+        _put(dst, values, same)
 
 
 def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiTensor) -> None:
@@ -214,7 +175,10 @@ _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
 @instruction(
-    engines=("dma",), writes={"dst": SBUF + ("hbm",)}, reads={"src": DMA_MEMORIES}, alike=True
+    engines=("dma",),
+    writes={"dst": SBUF},
+    reads={"src": DMA_MEMORIES},
+    same_dtype=(("dst", "src"),),
 )
 def dma_transpose(
     call: Call,
@@ -227,16 +191,10 @@ def dma_transpose(
     name: str | None = None,
 ) -> Steps:
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
-    machine = call.machine
-    if dst.memory != "sbuf":
-        raise call.error(
+    if not call.machine.target.dma_transposes:
+        call.rule(
             EngineRuleError,
-            f"dst {dst.name!r} is in HBM; it must be in SBUF",
-        )
-    if not machine.target.dma_transposes:
-        machine.rule(
-            EngineRuleError,
-            f"nisa.dma_transpose needs trn2 or newer, the target is {machine.target.name}; use "
+            f"it needs trn2 or newer, the target is {call.machine.target.name}; use "
             "nisa.nc_transpose",
         )
     rank = len(src.shape)
@@ -254,14 +212,9 @@ def dma_transpose(
             TensorShapeError,
             f"dst {dst.name!r} {dst.shape}, src {src.shape} transposes to {expected}",
         )
-    if dst.dtype != src.dtype:
-        raise call.error(
-            TensorDtypeError,
-            f"dst is {dst.dtype}, src {src.dtype}; they must be the same",
-        )
     _check_priority(call, priority)
-    _check_alignment(machine, dst)
-    mode = _MODES.get(dge_mode, "unknown")
+    _check_alignment(call, dst)
+    mode = dge_mode.name
     indirect = _chooses_rows(src)
     if dst.indirection is not None:
         raise call.error(EngineRuleError, f"dst {dst.name!r} has a runtime address; copy it later")
@@ -272,7 +225,7 @@ def dma_transpose(
         )
     if src.indirection is not None:
         _check_dynamic(call, (src,), mode if indirect else "unknown")
-    _check_transpose_mode(machine, src, mode, indirect)
+    _check_transpose_mode(call, src, mode, indirect)
     yield _attributes("gpsimd" if indirect else "sync", mode, True, indirect)
     if src.indirection is not None:
         skip = getattr(oob_mode, "name", "") == "skip"
@@ -285,10 +238,10 @@ def dma_transpose(
             )
     else:
         values = src.load()
-    store(dst, values.transpose(order), True)
+    put(dst, values.transpose(order), exact=True)
 
 
-def _check_alignment(machine: Machine, dst: NkiTensor) -> None:
+def _check_alignment(call: Call, dst: NkiTensor) -> None:
     """Warn of rows of dst that start at no multiple of 32 bytes.
 
     No document says so, nki-library does: "DMA_transpose requires align=32" (qkv_cte.py).
@@ -297,41 +250,40 @@ def _check_alignment(machine: Machine, dst: NkiTensor) -> None:
     rows = zip(dst.shape[:-1], dst.strides[:-1], strict=True)
     apart = [stride * size for extent, stride in rows if extent > 1]
     if any(distance % 32 for distance in apart):
-        machine.warn(
+        call.machine.warn(
             f"nisa.dma_transpose: rows of dst {dst.name!r} lie {max(apart)} bytes apart, and "
             "AWS's kernels keep them at multiples of 32; give dst a longer last dimension and pass "
             "a slice of it"
         )
 
 
-def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect: bool) -> None:
+def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool) -> None:
     allowed = ("unknown", "swdge") if indirect else ("unknown", "hwdge")
     if mode == "none" and src.indirection is None:
-        machine.warn(
+        call.machine.warn(
             "nisa.dma_transpose: dge_mode none; its reference lets a direct transpose take unknown "
             "or hwdge, the guide of DMA descriptors (nki-dge) and nki-library none too"
         )
     elif mode not in allowed:
-        raise machine.error(
+        raise call.error(
             EngineRuleError,
-            f"nisa.dma_transpose: dge_mode {mode}; {'indirect' if indirect else 'direct'} "
+            f"dge_mode {mode}; {'indirect' if indirect else 'direct'} "
             f"transposes take {' or '.join(allowed)}",
         )
     if indirect:
         shape = src.shape
         if src.dtype.item_bytes != 2 or shape[0] % 16 or shape[-1] > 128:
-            raise machine.error(
+            raise call.error(
                 TensorShapeError,
-                f"nisa.dma_transpose (indirect): src {shape} {src.dtype}; 2-byte dtype, rows "
+                f"indirect: src {shape} {src.dtype}; 2-byte dtype, rows "
                 "a multiple of 16, last dimension at most 128",
             )
         if len(shape) == 4 and 1 not in shape[1:3]:
-            raise machine.error(
+            raise call.error(
                 TensorShapeError,
-                f"nisa.dma_transpose (indirect): src {shape}; of a 4-D src the second or third "
-                "dimension must be 1",
+                f"indirect: src {shape}; of a 4-D src the second or third dimension must be 1",
             )
-        _check_transpose_index(machine, src)
+        _check_transpose_index(call, src)
         return
     # descriptors made beforehand take no runtime address: the hardware makes them then (nki-dge)
     if mode != "hwdge" and src.indirection is None:
@@ -343,30 +295,28 @@ def _check_transpose_mode(machine: Machine, src: NkiTensor, mode: str, indirect:
     else:
         ok = ok and first in (1, 2, 4, 8, 16) and (first * src.shape[-2]) % 16 == 0
     if not ok:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            "nisa.dma_transpose by hwdge, which dge_mode or a runtime address asks for: src "
+            "by hwdge, which dge_mode or a runtime address asks for: src "
             f"{src.shape} {src.dtype}; 2-byte dtype, last dimension at most 128, and 16 rows (2-D) "
             "or rows in 1, 2, 4, 8, 16 with rows * shape[-2] a multiple of 16 (3-D, 4-D)",
         )
 
 
-def _check_transpose_index(machine: Machine, src: NkiTensor) -> None:
+def _check_transpose_index(call: Call, src: NkiTensor) -> None:
     """Check the index tensor of an indirect transpose: its rows' indices, column by column."""
     assert src.indirection is not None
     index = src.indirection.index
     if index.__class__ is not NkiTensor:
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.dma_transpose (indirect): the index is {type(index).__name__}; pass an SBUF "
-            "tensor",
+            f"indirect: the index is {type(index).__name__}; pass an SBUF tensor",
         )
     shape, rows = index.shape, index.shape[0]
     if index.dtype != "uint32":
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.dma_transpose (indirect): the index {index.name!r} is {index.dtype}; it must "
-            "be uint32",
+            f"indirect: the index {index.name!r} is {index.dtype}; it must be uint32",
         )
     if (
         len(shape) != 2
@@ -375,9 +325,9 @@ def _check_transpose_index(machine: Machine, src: NkiTensor) -> None:
         or (shape[1] > 1 and rows != 128)
         or index.size < src.shape[0]
     ):
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.dma_transpose (indirect): index {index.name!r} {shape} for {src.shape[0]} rows; "
+            f"indirect: index {index.name!r} {shape} for {src.shape[0]} rows; "
             "2-D, 16 to 128 rows in steps of 16, 128 when it has more than one column, and an "
             "index for each row",
         )
@@ -401,7 +351,9 @@ def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) 
         raise call.error(EngineRuleError, f"read-modify-write by row indices needs {wanted}")
 
 
-@instruction(engines=("dma",), writes={"dst": DMA_MEMORIES})
+@instruction(
+    engines=("dma",), writes={"dst": DMA_MEMORIES}, operators={"reduce_op": Takes("", ("add",))}
+)
 def dma_compute(
     call: Call,
     dst: Any,
@@ -413,9 +365,6 @@ def dma_compute(
     name: str | None = None,
 ) -> Steps:
     """dst = sum of srcs in float32, computed by the DMA engines."""
-    machine = call.machine
-    if find_op(machine, reduce_op, "dma_compute").name != "add":
-        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.add")
     if not isinstance(srcs, (list, tuple)):
         raise call.error(KernelArgumentError, f"srcs is {type(srcs).__name__}; pass a list")
     srcs = list(srcs)
@@ -449,7 +398,7 @@ def dma_compute(
     elif oob_mode is not None and oob_mode.name == "skip":
         raise call.error(EngineRuleError, "oob_mode.skip without row indices; leave it unset")
     for s in srcs:
-        check_hazard(call, dst, s, True)
+        check_hazard(call.machine, call.op, dst, s, True)
     yield _attributes(
         "gpsimd" if indirect else "sync", "swdge" if indirect else "none", False, indirect
     )
@@ -463,4 +412,4 @@ def dma_compute(
     if dst.indirection is not None:
         scatter(dst, total, skip, adds=True)
     else:
-        store(dst, total, False)
+        put(dst, total)

@@ -12,9 +12,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.enums import (
-    engine,
-)
+from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
     Call,
@@ -23,25 +21,23 @@ from nmm_compiler.simulator.isa.instruction import (
     instruction,
 )
 from nmm_compiler.simulator.isa.operands import (
+    ANY_DTYPE,
     ON_CHIP,
     check_conversion,
-    check_hazard,
-    check_pair,
-    no_psum_on_gpsimd,
+    check_dtype,
     require_form,
-    same_elements,
 )
-from nmm_compiler.simulator.isa.operators import Op, alu
+from nmm_compiler.simulator.isa.operators import ALU, Op
 from nmm_compiler.simulator.isa.values import (
     F32,
+    OTHER,
     apply_scalar,
     f32,
-    note_psum_write,
+    note_writer,
+    put,
     raw,
-    write,
 )
-from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.dtypes import FLOAT32, INTEGERS, cast
+from nmm_compiler.simulator.tensors.dtypes import FLOAT32, INTEGERS
 from nmm_compiler.simulator.tensors.indirect import positions, store_at
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -57,10 +53,9 @@ _ALL_ENGINES = ("vector", "scalar", "gpsimd")
     engines=("vector", "scalar", "gpsimd"),
     writes={"dst": ON_CHIP},
     reads={"src": ON_CHIP},
-    like_dst=("src",),
+    shape="P F -> P F",
     streams=("src",),
     indirect={"dst": ("vector", "scalar"), "src": ("vector", "scalar")},
-    alike=True,
 )
 def tensor_copy(
     call: Call,
@@ -74,28 +69,15 @@ def tensor_copy(
     chosen = call.choose()
     if dst.dtype != src.dtype:
         check_conversion(machine, "tensor_copy", dst, src)
-    if chosen == "gpsimd":
-        no_psum_on_gpsimd(machine, "tensor_copy", chosen, dst, src)
-    elif chosen == "scalar" and not machine.target.scalar_tensor_copy:
-        machine.rule(
+    if chosen == "scalar" and not machine.target.scalar_tensor_copy:
+        call.rule(
             TargetRuleError,
-            f"nisa.tensor_copy on ScalarE needs trn2 or newer, the target is "
-            f"{machine.target.name}; use nisa.activation(op=nl.copy)",
+            f"on ScalarE it needs trn2 or newer, the target is {machine.target.name}; use "
+            "nisa.activation(op=nl.copy)",
         )
     yield _UNSET if engine is _UNKNOWN else NO_ATTRIBUTES
-    if dst.dtype == src.dtype:
-        values = raw(src)
-        if dst.indirection is None:
-            dst.array()[...] = values if values.shape == dst.shape \
-                else values.reshape(dst.shape)  # fmt: skip
-            if dst.storage.unwritten is not None:
-                dst.mark_written()
-            if dst.memory == "psum":
-                note_psum_write(dst)
-            return
-    else:
-        values = f32(src)
-    write(dst, values)
+    same = dst.dtype == src.dtype
+    put(dst, raw(src) if same else f32(src), exact=same)
 
 
 def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
@@ -114,27 +96,22 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
     raise call.error(TensorDtypeError, problem)
 
 
-@instruction(engines=("vector", "gpsimd"), writes={"dst": ON_CHIP}, alike=True)
+@instruction(engines=("vector", "gpsimd"), writes={"dst": ON_CHIP})
 def memset(
     call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN, name: str | None = None
 ) -> Steps:
     """Fill dst with a compile-time constant."""
     _check_constant(call, "value", value, dst)
-    dtype = dst.dtype
     yield _NONZERO if value != 0 else NO_ATTRIBUTES
-    target = dst.array()
-    target[...] = cast(np.asarray(F32(value)), dtype) if dtype.kind == "float" else int(value)
-    if dst.storage.unwritten is not None:
-        dst.mark_written()
-    if dst.memory == "psum":
-        note_psum_write(dst)
+    is_float = dst.dtype.kind == "float"
+    put(dst, np.full(dst.shape, value, F32 if is_float else dst.dtype.numpy), exact=not is_float)
 
 
-def check_operators(machine: Machine, op: str, *functions: Op | None) -> None:
+def check_operators(call: Call, *functions: Op | None) -> None:
     """Check that the target's ALU has the operators."""
     for function in functions:
         if function is not None and function.name in ("abs_max", "abs_min", "square", "relu"):
-            require_form(machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
+            require_form(call.machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
 
 
 def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
@@ -169,7 +146,7 @@ def check_unary(call: Call, role: str, function: Op, value: Any) -> None:
         )
 
 
-def _exact(machine: Machine, function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
+def _exact(function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
     """Return native 32-bit integer arithmetic (GpSimd), wrapping as the hardware's registers."""
     wide = function(a.astype(np.int64), b.astype(np.int64))
     if wide.dtype.kind == "f":
@@ -182,11 +159,11 @@ def _exact(machine: Machine, function: Any, a: Any, b: Any, dtype: Any) -> np.nd
     engines=("vector", "gpsimd"),
     writes={"dst": ON_CHIP},
     reads={"data1": ON_CHIP, "data2": ON_CHIP},
-    like_dst=("data1", "data2"),
+    shape="P F, P F -> P F",
     streams=("data1", "data2"),
     pair=("data1", "data2"),
+    operators={"op": ALU},
     indirect={"dst": ("vector", "gpsimd"), "data1": ("vector", "gpsimd")},
-    alike=True,
 )
 def tensor_tensor(
     call: Call,
@@ -198,45 +175,29 @@ def tensor_tensor(
     name: str | None = None,
 ) -> Steps:
     """dst = data1 <op> data2, elementwise, in float32 (int32 exactly on GpSimd)."""
-    machine = call.machine
-    function = alu(machine, op, "tensor_tensor")
-    if "unary" in function.kind:
+    if "unary" in op.kind:
         raise call.error(
             UnsupportedInstructionError,
-            f"nl.{function.name} takes one operand; use nisa.tensor_scalar",
+            f"nl.{op.name} takes one operand; use nisa.tensor_scalar",
         )
-    in_psum = [access.memory == "psum" for access in (*call.reads, *call.writes)]
-    check_operators(machine, "tensor_tensor", function)
-    bitvec = function.kind == "bitvec"
-    integers = (
-        not bitvec and dst.dtype in _INT32 and data1.dtype in _INT32 and data2.dtype in _INT32
-    )
-    power = function.name == "power"
-    default = "gpsimd" if power or (integers and not any(in_psum)) else "vector"
-    chosen = call.choose(default)
+    check_operators(call, op)
+    views = dst, data1, data2
+    bitvec, power = op.kind == "bitvec", op.name == "power"
+    integers = not bitvec and all(view.dtype in _INT32 for view in views)
+    in_psum = any(view.memory == "psum" for view in views)
+    chosen = call.choose("gpsimd" if power or (integers and not in_psum) else "vector")
     if power and chosen != "gpsimd":
         raise call.error(EngineRuleError, "nl.power runs on GpSimd; leave engine unset")
-    if chosen == "gpsimd":
-        no_psum_on_gpsimd(machine, "tensor_tensor", chosen, dst, data1, data2)
     if bitvec:
-        _check_bitvec(call, chosen, dst, data1, data2)
-    yield attributes(function=function.name)
-    shape = dst.shape
-    assert function.alu is not None
-    if bitvec or (integers and chosen == "gpsimd"):
-        a, b = raw(data1), raw(data2)
-        a = a if a.shape == shape else a.reshape(shape)
-        b = b if b.shape == shape else b.reshape(shape)
-        if bitvec:
-            result = np.asarray(function.alu(a, b.astype(a.dtype)))
-        else:
-            result = _exact(machine, function.alu, a, b, dst.dtype)
+        _check_bitvec(call, chosen, *views)
+    yield attributes(function=op.name)
+    exact = integers and chosen == "gpsimd"
+    load = raw if bitvec or exact else f32
+    a, b = load(data1).reshape(dst.shape), load(data2).reshape(dst.shape)
+    if exact:
+        put(dst, _exact(op.alu, a, b, dst.dtype))
     else:
-        a, b = f32(data1), f32(data2)
-        a = a if a.shape == shape else a.reshape(shape)
-        b = b if b.shape == shape else b.reshape(shape)
-        result = function.alu(a, b)
-    write(dst, result)
+        put(dst, np.asarray(op.alu(a, b.astype(a.dtype) if bitvec else b)))
 
 
 def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np.ndarray:
@@ -257,10 +218,12 @@ def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np
     engines=("vector", "scalar", "gpsimd"),
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
-    like_dst=("data",),
+    shape="P F -> P F",
     streams=("data",),
+    numbers={"operand0": ANY_DTYPE, "operand1": ANY_DTYPE},
+    unset=("operand0",),
+    operators={"op0": ALU, "op1": ALU},
     indirect={"dst": _ALL_ENGINES, "data": _ALL_ENGINES},
-    alike=True,
 )
 def tensor_scalar(
     call: Call,
@@ -276,73 +239,63 @@ def tensor_scalar(
     name: str | None = None,
 ) -> Steps:
     """dst = (data <op0> operand0) <op1> operand1; operands are numbers or [P, 1] tensors."""
-    machine = call.machine
-    first = alu(machine, op0, "tensor_scalar")
-    second = None if op1 is None else alu(machine, op1, "tensor_scalar")
-    bitvec = "bitvec" in first.kind
-    if second is not None and bitvec != ("bitvec" in second.kind) and second.kind != "bypass":
+    machine, target = call.machine, call.machine.target
+    bitvec = "bitvec" in op0.kind
+    if op1 is not None and bitvec != ("bitvec" in op1.kind) and op1.kind != "bypass":
         raise call.error(
             UnsupportedInstructionError,
-            f"op0 nl.{first.name} and op1 nl.{second.name}; both must be "
-            "arithmetic or both bit operators",
+            f"op0 nl.{op0.name} and op1 nl.{op1.name}; both must be arithmetic or both bit "
+            "operators",
         )
-    partitions = data.shape[0]
-    vectors = INTEGERS if bitvec else \
-        _ARITHMETIC if data.dtype in _INT32 else FLOAT32  # fmt: skip
-    for role, function, value in (("operand0", first, operand0), ("operand1", second, operand1)):
-        if value is not None:
-            call.scalar(role, value, partitions, vectors)
-        if function is not None:
-            check_unary(call, role, function, value)
-        elif value is not None:
-            raise call.error(UnsupportedInstructionError, f"{role}={value!r} without op1")
-    check_operators(machine, "tensor_scalar", first, second)
-    default = "gpsimd" if first.name == "rsqrt" or first.name == "power" else "vector"
-    chosen = call.choose(default)
+    others = INTEGERS if bitvec else _ARITHMETIC if data.dtype in _INT32 else FLOAT32
+    for role, value in call.tensors(dict.fromkeys(("operand0", "operand1"))):
+        check_dtype(machine, call.op, role, value, others)
+    check_unary(call, "operand0", op0, operand0)
+    if op1 is not None:
+        check_unary(call, "operand1", op1, operand1)
+    elif operand1 is not None:
+        raise call.error(UnsupportedInstructionError, f"operand1={operand1!r} without op1")
+    check_operators(call, op0, op1)
+    in_psum = any(view.memory == "psum" for _, view in call.tensors(call.row.roles))
+    chosen = call.choose("gpsimd" if op0.name in ("rsqrt", "power") and not in_psum else "vector")
     if chosen == "scalar":
-        pair = (first.name, second.name if second else None)
+        pair = (op0.name, op1.name if op1 else None)
         allowed = (("multiply", "add"), ("multiply", None), ("add", None))
-        target = machine.target
         if not (target.scalar_tensor_scalar and (target.scalar_all_operators or pair in allowed)):
-            machine.rule(
+            call.rule(
                 EngineRuleError,
-                f"nisa.tensor_scalar on ScalarE: operators {pair} on {machine.target.name}; it "
-                "takes (multiply, add), multiply or add, on trn2 or newer",
+                f"operators {pair} on ScalarE of {target.name}; it takes (multiply, add), "
+                "multiply or add, on trn2 or newer",
             )
-    elif chosen == "gpsimd" and engine is not _UNKNOWN:
-        if first.name != "rsqrt":
-            machine.rule(
-                EngineRuleError,
-                f"nisa.tensor_scalar: nl.{first.name} on GpSimd, which takes nl.rsqrt only; leave "
-                "engine unset",
-            )
-        no_psum_on_gpsimd(machine, "tensor_scalar", chosen, dst, data)
-    elif chosen == "gpsimd" and "psum" in (dst.memory, data.memory):
-        chosen = call.engine = "vector"
+    elif chosen == "gpsimd" and engine is not _UNKNOWN and op0.name != "rsqrt":
+        call.rule(
+            EngineRuleError,
+            f"nl.{op0.name} on GpSimd, which takes nl.rsqrt only; leave engine unset",
+        )
     if bitvec:
         _check_bitvec(call, chosen, dst, data, *(v for v in (operand0, operand1) if v is not None))
-    yield attributes(
-        function=first.name, function1=second.name if second else "", unset=engine is _UNKNOWN
-    )
+    yield attributes(function=op0.name, function1=op1.name if op1 else "", unset=engine is _UNKNOWN)
     if bitvec:
-        result = _apply_bits(first, raw(data), operand0, reverse0)
-        if second is not None and second.kind != "bypass":
-            result = _apply_bits(second, result, operand1, reverse1)
+        result = _apply_bits(op0, raw(data), operand0, reverse0)
+        if op1 is not None and op1.kind != "bypass":
+            result = _apply_bits(op1, result, operand1, reverse1)
     else:
-        result = apply_scalar(machine, first, f32(data), operand0, reverse0)
-        if second is not None:
-            result = apply_scalar(machine, second, result, operand1, reverse1)
-    write(dst, result)
+        result = apply_scalar(op0, f32(data), operand0, reverse0)
+        if op1 is not None:
+            result = apply_scalar(op1, result, operand1, reverse1)
+    put(dst, result)
 
 
 @instruction(
     engines=("vector",),
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP, "operand1": ON_CHIP},
-    like_dst=("data", "operand1"),
+    shape="P F, P F -> P F",
     streams=("data", "operand1"),
     pair=("data", "operand1"),
-    alike=True,
+    numbers={"operand0": ANY_DTYPE},
+    unset=("operand0",),
+    operators={"op0": ALU, "op1": ALU},
 )
 def scalar_tensor_tensor(
     call: Call,
@@ -357,50 +310,42 @@ def scalar_tensor_tensor(
     name: str | None = None,
 ) -> Steps:
     """dst = (data <op0> operand0) <op1> operand1, where operand1 is a tensor like data."""
-    machine = call.machine
-    op = "scalar_tensor_tensor"
-    first, second = alu(machine, op0, op), alu(machine, op1, op)
-    tensor = call.reads.pop()
-    if operand0 is not None:
-        call.scalar("operand0", operand0, data.shape[0])
-    call.reads.append(tensor)
-    if "bitvec" in first.kind or "bitvec" in second.kind:
+    if "bitvec" in op0.kind or "bitvec" in op1.kind:
         raise call.error(UnsupportedInstructionError, "bit operators are not supported")
-    check_unary(call, "operand0", first, operand0)
-    if second.kind != "arith":
+    check_unary(call, "operand0", op0, operand0)
+    if op1.kind != "arith":
         raise call.error(
-            UnsupportedInstructionError, f"op1 nl.{second.name}; it must be binary, arithmetic"
+            UnsupportedInstructionError, f"op1 nl.{op1.name}; it must be binary, arithmetic"
         )
-    check_operators(machine, op, first, second)
-    yield attributes(function=first.name, function1=second.name)
-    left = apply_scalar(machine, first, f32(data), operand0, reverse0).reshape(dst.shape)
+    check_operators(call, op0, op1)
+    yield attributes(function=op0.name, function1=op1.name)
+    left = apply_scalar(op0, f32(data), operand0, reverse0).reshape(dst.shape)
     right = f32(operand1).reshape(dst.shape)
-    assert second.alu is not None
-    result = second.alu(right, left) if reverse1 else second.alu(left, right)
-    write(dst, np.asarray(result, dtype=F32))
+    put(dst, np.asarray(op1.alu(right, left) if reverse1 else op1.alu(left, right), dtype=F32))
 
 
 @instruction(
     engines=("vector",),
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
-    like_dst=("data",),
+    shape="P F -> P F",
     streams=("data",),
-    alike=True,
 )
-def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> Steps:
+def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
     """dst = 1 / data on VectorE."""
-    yield NO_ATTRIBUTES
-    write(dst, F32(1.0) / f32(data))
+    put(dst, F32(1.0) / f32(data))
 
 
 @instruction(
     engines=("vector",),
     writes={"dst": ON_CHIP},
-    reads={"predicate": ON_CHIP},
-    like_dst=("predicate",),
-    streams=("predicate",),
+    reads={"src": ON_CHIP, "predicate": ON_CHIP},
+    constants=("src",),
+    shape="P F, P F -> P F",
+    streams=("src", "predicate"),
     dtypes={"predicate": frozenset({"uint8", "uint16", "uint32", "bool"})},
+    same_dtype=(("dst", "src"),),
+    pair=("src", "predicate"),
     indirect={"dst": ("vector",), "predicate": ("vector",)},
 )
 def tensor_copy_predicated(
@@ -412,29 +357,17 @@ def tensor_copy_predicated(
     name: str | None = None,
 ) -> Steps:
     """dst = src where predicate is nonzero; elsewhere dst stays."""
-    machine = call.machine
-    op = "tensor_copy_predicated"
-    if src.__class__ is NkiTensor:
-        call.read("src", src)
-        same_elements(machine, op, dst, src)
-        if src.dtype != dst.dtype:
-            raise call.error(
-                TensorDtypeError,
-                f"src is {src.dtype}, dst {dst.dtype}; they must be the same",
-            )
-        check_pair(machine, op, ("src", "predicate"), src, predicate)
-        check_hazard(call, dst, src, True)
-    else:
+    if src.__class__ is not NkiTensor:
         _check_constant(call, "src", src, dst)
     yield NO_ATTRIBUTES
     chosen = raw(predicate).reshape(dst.shape) != 0
     if reverse_pred:
         chosen = ~chosen
-    machine.kept = chosen
+    call.machine.kept = chosen
     if src.__class__ is NkiTensor:
         values = raw(src).reshape(dst.shape)[chosen]
     else:
         values = F32(src) if dst.dtype.kind == "float" else int(src)
     store_at(dst, positions(dst)[0].reshape(dst.shape)[chosen], values)
     if dst.memory == "psum":
-        note_psum_write(dst)
+        note_writer(dst, OTHER)

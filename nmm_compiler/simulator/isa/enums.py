@@ -6,7 +6,13 @@ from enum import Enum
 from typing import Any
 
 
-class engine(Enum):  # noqa: N801  (the name NKI gives it)
+class Member(Enum):
+    """A member of an enumeration, hashed by its identity: Enum hashes by Python code."""
+
+    __hash__ = object.__hash__
+
+
+class engine(Member):  # noqa: N801  (the name NKI gives it)
     """Engines of a NeuronCore."""
 
     tensor = 1
@@ -18,7 +24,7 @@ class engine(Enum):  # noqa: N801  (the name NKI gives it)
     unknown = 0
 
 
-class reduce_cmd(Enum):  # noqa: N801
+class reduce_cmd(Member):  # noqa: N801
     """What an instruction does with the accumulator registers."""
 
     idle = 0
@@ -28,7 +34,7 @@ class reduce_cmd(Enum):  # noqa: N801
     load_reduce = 4
 
 
-class dge_mode(Enum):  # noqa: N801
+class dge_mode(Member):  # noqa: N801
     """Who makes DMA descriptors."""
 
     unknown = 0
@@ -37,21 +43,21 @@ class dge_mode(Enum):  # noqa: N801
     none = 3
 
 
-class oob_mode(Enum):  # noqa: N801
+class oob_mode(Member):  # noqa: N801
     """What an out-of-bounds runtime index does."""
 
     error = 0
     skip = 1
 
 
-class matmul_perf_mode(Enum):  # noqa: N801
+class matmul_perf_mode(Member):  # noqa: N801
     """TensorE performance mode."""
 
     none = "none"
     double_row = "double_row"
 
 
-class nc_version(Enum):  # noqa: N801
+class nc_version(Member):  # noqa: N801
     """NeuronCore generations; they compare as numbers."""
 
     gen2 = 2
@@ -70,10 +76,10 @@ class nc_version(Enum):  # noqa: N801
     def __ge__(self, other: Any) -> bool:
         return bool(self.value >= getattr(other, "value", other))
 
-    __hash__ = Enum.__hash__
+    __hash__ = Member.__hash__
 
 
-class dma_engine(Enum):  # noqa: N801
+class dma_engine(Member):  # noqa: N801
     """DMA transfer mechanism of sendrecv."""
 
     dma = 1

@@ -10,60 +10,34 @@ from nmm_compiler.errors import (
     EngineRuleError,
     KernelArgumentError,
     OutOfBoundsError,
-    TensorDtypeError,
     TensorShapeError,
 )
 from nmm_compiler.simulator.isa.instruction import (
+    INT32,
     NO_ATTRIBUTES,
     Call,
     Steps,
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import (
-    ON_CHIP,
-    SBUF,
-)
-from nmm_compiler.simulator.isa.values import (
-    F32,
-    raw,
-    write,
-)
-from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.isa.operands import ON_CHIP, SBUF
+from nmm_compiler.simulator.isa.values import F32, put, raw
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _NUMBERS = frozenset({"float32", "int32"})
-
-
-def _same_dtype(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> None:
-    if dst.dtype != src.dtype:
-        raise machine.error(
-            TensorDtypeError,
-            f"nisa.{op}: dst is {dst.dtype}, the source {src.dtype}; they must be the same",
-        )
 
 
 @instruction(
     engines=("gpsimd",),
     writes={"dst": SBUF},
     reads={"data": SBUF, "indices": SBUF},
+    shape="P E, P F -> P F",
     streams=("indices",),
     dtypes={"indices": frozenset({"uint32"})},
+    same_dtype=(("dst", "data"),),
 )
-def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None = None) -> Steps:
+def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None = None) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
-    machine = call.machine
-    op = "nc_n_gather"
-    _same_dtype(machine, op, dst, data)
-    if not (dst.shape[0] == data.shape[0] == indices.shape[0]) or (
-        dst.free_size != indices.free_size
-    ):
-        raise call.error(
-            TensorShapeError,
-            f"dst {dst.shape}, data {data.shape}, indices {indices.shape}; partitions "
-            "must match, and dst has as many elements as indices",
-        )
-    yield NO_ATTRIBUTES
     values = raw(data).reshape(data.shape[0], -1)
     chosen = (
         indices.known("indices of nisa.nc_n_gather").reshape(data.shape[0], -1).astype(np.int64)
@@ -73,14 +47,17 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None 
             OutOfBoundsError,
             f"index {int(chosen.max())} into {values.shape[1]} elements of {data.name!r}",
         )
-    write(dst, np.take_along_axis(values, chosen, axis=1))
+    put(dst, np.take_along_axis(values, chosen, axis=1), exact=True)
 
 
 @instruction(
     engines=("gpsimd",),
     writes={"dst": SBUF},
     reads={"src_buffer": SBUF, "index": SBUF},
+    shape="P E, P W -> P F",
+    limits={"P": range(16, 129, 16)},
     dtypes={"index": frozenset({"uint16"})},
+    same_dtype=(("dst", "src_buffer"),),
 )
 def local_gather(
     call: Call,
@@ -96,27 +73,20 @@ def local_gather(
     An index is the position of the first of num_elem_per_idx contiguous elements (AWS's own test
     of the instruction multiplies row numbers by the elements of a row before it passes them).
     """
-    machine = call.machine
-    op = "local_gather"
-    _same_dtype(machine, op, dst, src_buffer)
-    partitions = src_buffer.shape[0]
-    width = index.free_size
+    partitions, width = index.shape[0], index.free_size
     valid = 16 * width
     if num_valid_indices is not None:
-        valid = call.integer("num_valid_indices", num_valid_indices, 1)
+        valid = call.integer("num_valid_indices", num_valid_indices, range(1, 2**31))
     if (
-        partitions % 16
-        or index.shape[0] != partitions
-        or num_elem_per_idx not in (1, 2, 4, 8, 16, 32)
+        num_elem_per_idx not in (1, 2, 4, 8, 16, 32)
         or valid > min(16 * width, 4096)
-        or dst.shape[0] != partitions
         or dst.free_size < valid * num_elem_per_idx
     ):
         raise call.error(
             TensorShapeError,
-            f"dst {dst.shape}, src_buffer {src_buffer.shape}, index {index.shape}, "
-            f"{num_elem_per_idx} elements per index, {valid} indices; partitions are the same "
-            "multiple of 16, 1 to 32 (power of two) elements per index, at most 4096 indices",
+            f"dst {dst.shape}, index {index.shape}, {num_elem_per_idx} elements per index, {valid} "
+            "indices; 1 to 32 (power of two) elements per index, at most 4096 indices, and a place "
+            "for each element",
         )
     yield attributes(indices=valid, elements=num_elem_per_idx)
     values = raw(src_buffer).reshape(partitions, -1)
@@ -134,7 +104,7 @@ def local_gather(
         result[start : start + 16] = values[start : start + 16, places]
     target = dst if dst.free_size == size else dst.reshape(
         (partitions, dst.free_size))[:, 0:size]  # fmt: skip
-    write(target, result)
+    put(target, result, exact=True)
 
 
 def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
@@ -143,22 +113,26 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     legal = {1: (0, 32, 64, 96), 2: (0, 64)}.get(active, (0,))
     for role, access in (("src", call.reads[0]), ("dst", call.writes[0])):
         if access.partition_start not in legal:
-            call.machine.rule(
+            call.rule(
                 EngineRuleError,
-                f"nisa.nc_stream_shuffle: {role} starts at partition {access.partition_start}; "
+                f"{role} starts at partition {access.partition_start}; "
                 f"with {32 * active} active partitions it starts at "
                 f"{' or '.join(map(str, legal))}",
             )
 
 
-@instruction(engines=("vector",), writes={"dst": ON_CHIP}, reads={"src": ON_CHIP}, streams=("src",))
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    reads={"src": ON_CHIP},
+    shape="P F -> Q F",
+    streams=("src",),
+    same_dtype=(("dst", "src"),),
+)
 def nc_stream_shuffle(
     call: Call, dst: Any, src: Any, shuffle_mask: Any, name: str | None = None
 ) -> Steps:
     """dst[p] = src[mask[p]] within each quadrant of 32 partitions; 255 leaves dst[p]."""
-    machine = call.machine
-    op = "nc_stream_shuffle"
-    _same_dtype(machine, op, dst, src)
     if not isinstance(shuffle_mask, (list, tuple)):
         raise call.error(
             KernelArgumentError, f"shuffle_mask is {type(shuffle_mask).__name__}; pass a list of 32"
@@ -170,13 +144,8 @@ def nc_stream_shuffle(
             TensorShapeError,
             f"shuffle_mask has {len(mask)} entries; it needs 32, each 0..31 or 255",
         )
-    if dst.free_size != src.free_size:
-        raise call.error(
-            TensorShapeError,
-            f"dst {dst.shape}, src {src.shape}; elements per partition must match",
-        )
     yield NO_ATTRIBUTES
-    source = src.load().reshape(src.shape[0], -1).copy()
+    source = raw(src).reshape(src.shape[0], -1).copy()
     for p in range(dst.shape[0]):
         choice = mask[p % 32]
         if choice == 255:
@@ -190,14 +159,16 @@ def nc_stream_shuffle(
                 f"mask[{p % 32}] = {choice} reads partition {origin} of src "
                 f"{src.shape}; give src enough partitions",
             )
-        write(dst[p : p + 1], source[origin : origin + 1])
+        put(dst[p : p + 1], source[origin : origin + 1], exact=True)
 
 
 @instruction(
     engines=("gpsimd",),
     writes={"dst": SBUF},
     reads={"src": SBUF},
+    shape="P F -> P F+1",
     dtypes={"dst": frozenset({"int32"}), "src": _NUMBERS},
+    integers={"index_offset": INT32, "padding_val": INT32},
 )
 def nonzero_with_count(
     call: Call,
@@ -206,56 +177,46 @@ def nonzero_with_count(
     index_offset: Any = 0,
     padding_val: Any = -1,
     name: str | None = None,
-) -> Steps:
+) -> None:
     """dst[p] = positions of nonzero src[p], padding, then their count; p = 0, 16, 32, ..."""
-    first = call.integer("index_offset", index_offset)
-    padding = call.integer("padding_val", padding_val)
-    if dst.shape[0] != src.shape[0] or dst.free_size != src.free_size + 1:
-        raise call.error(
-            TensorShapeError,
-            f"dst {dst.shape}, src {src.shape}; dst has one element more per partition",
-        )
-    yield NO_ATTRIBUTES
     for p in range(0, src.shape[0], 16):
         mask = src[p : p + 1].unwritten_view()
         if mask is not None and mask.all():
             continue  # a group that is not used: its results stay unwritten
         row = raw(src[p : p + 1]).reshape(-1)
-        found = np.flatnonzero(row) + first
-        result = np.full(row.size + 1, padding, np.int64)
+        found = np.flatnonzero(row) + index_offset
+        result = np.full(row.size + 1, padding_val, np.int64)
         result[: found.size] = found
         result[-1] = found.size
-        write(dst[p : p + 1], result)
+        put(dst[p : p + 1], result)
 
 
 @instruction(
     engines=("gpsimd",),
     writes={"dst": SBUF},
     reads={"segment_ids": SBUF},
+    shape="1 N -> 1 2*N",
     dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
 )
-def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = None) -> Steps:
+def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = None) -> None:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
     count = segment_ids.free_size
-    if segment_ids.shape[0] != 1 or dst.shape[0] != 1 or dst.free_size != 2 * count:
-        raise call.error(
-            TensorShapeError,
-            f"dst {dst.shape}, segment_ids {segment_ids.shape}; (1, 2, n) and (1, n)",
-        )
-    yield NO_ATTRIBUTES
     ids = raw(segment_ids).reshape(-1)
     result = np.zeros((2, count), F32)
     for i, value in enumerate(ids):
         same = np.flatnonzero(ids == value)
         none = value == 0 or not len(same)  # NaN is no segment's number
         result[:, i] = (count, -1) if none else (same[0], same[-1] + 1)
-    write(dst, result)
+    put(dst, result)
 
 
 @instruction(
     engines=("gpsimd",),
     writes={"val_dst": SBUF, "idx_dst": SBUF},
     reads={"src": SBUF},
+    shape="P C -> P K, P K",
+    limits={"P": range(16, 129, 16)},
+    integers={"n": INT32},
     dtypes={
         "val_dst": frozenset({"bfloat16"}),
         "idx_dst": frozenset({"uint32"}),
@@ -270,21 +231,12 @@ def topk(
     A group of 16 partitions holds its elements column by column: element e sits in partition
     e % 16, column e // 16.
     """
-    k, n = val_dst.free_size, call.integer("n", n)
-    partitions = src.shape[0]
-    if (
-        partitions % 16
-        or not 8 <= n < 65536
-        or not 1 <= k <= min(n, 32767)
-        or src.free_size < -(-n // 16)
-        or idx_dst.free_size != k
-        or val_dst.shape[0] != partitions
-        or idx_dst.shape[0] != partitions
-    ):
+    k, partitions = val_dst.free_size, src.shape[0]
+    if not 8 <= n < 65536 or k > min(n, 32767) or src.free_size < -(-n // 16):
         raise call.error(
             TensorShapeError,
-            f"src {src.shape}, val_dst {val_dst.shape}, idx_dst {idx_dst.shape}, n={n}; "
-            "partitions a multiple of 16, 8 <= n < 65536, K <= n, ceil(n / 16) columns",
+            f"src {src.shape}, val_dst {val_dst.shape}, n={n}; 8 <= n < 65536, it finds at most n "
+            "values, and src has ceil(n / 16) elements per partition",
         )
     yield attributes(n=n, k=k)
     values = raw(src).reshape(partitions, -1)
@@ -295,5 +247,5 @@ def topk(
         order = np.argsort(snake, kind="stable")[-k:]
         best[start : start + 16] = snake[order].astype(values.dtype)
         places[start : start + 16] = order
-    write(val_dst, best)
-    write(idx_dst, places)
+    put(val_dst, best)
+    put(idx_dst, places)

@@ -1,12 +1,15 @@
-"""`@instruction`: the checks and the record that all instructions of `nki.isa` share.
+"""`@instruction`: what an instruction declares, and the one `issue` behind all of `nki.isa`.
 
-An instruction is one decorated generator. First, its declared tensors are checked: each is a
-tensor, in a memory that the instruction reaches, at a legal partition, of a dtype and rank that it
-takes, as large as dst where `like_dst` says so. Then the generator runs to its `yield`: it makes
-its own checks and yields the attributes that its cost depends on. Then dst must not be a constant,
-the engine is chosen, runtime addresses are checked, and no element may be overwritten before it is
-read (`streams`). Then the instruction is recorded, so a refused one is never in the trace. With
-data, the rest of the generator computes.
+An instruction is its row and a function. The row says which operands it takes, in which memories,
+of which dtypes and shapes, and what may be written over what is read; `Call.check` holds a call to
+it. The function computes. It is a generator if it has rules or a cost of its own: up to its `yield`
+it checks, and it yields the attributes that the cost depends on. The instruction is recorded when
+all rules hold, so a refused one is never in the trace. With data, the function then computes.
+
+What a call came to (engine, attributes, which operands it reads and writes) depends on the geometry
+of its operands and on its other arguments alone. So the first such call answers for all, in later
+runs on that target too: a later one is not checked again. Calls that break a rule, even one that
+only warns, and calls with runtime addresses are never remembered.
 """
 
 from __future__ import annotations
@@ -24,42 +27,47 @@ import numpy as np
 
 from nmm_compiler.errors import (
     KernelArgumentError,
+    KernelFailedError,
     OperandValueError,
     SimulationError,
     TensorDtypeError,
+    UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.isa import enums
-from nmm_compiler.simulator.isa.alike import COMPUTED, REMEMBER, key_of, recall, remember
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     check_destination,
+    check_dtype,
     check_hazard,
     check_pair,
+    check_rank,
     choose_engine,
     indirect_operand,
     member,
-    no_psum_on_gpsimd,
     operand,
-    refuse_dtype,
-    refuse_rank,
     require_instruction,
-    same_elements,
-    scalar_operand,
 )
+from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.poison import spread
+from nmm_compiler.simulator.isa.shapes import Equation
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
-from nmm_compiler.simulator.tensors.forms import form_of, like_of
+from nmm_compiler.simulator.tensors.geometry import geometry_of
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Access
+from nmm_compiler.simulator.trace import Access, Instruction
 
 Attributes = dict[str, Any]
+Arguments = dict[str, Any]
 Steps = Iterator[Attributes]
-Memories = Mapping[str, tuple[str, ...]]
 P = ParamSpec("P")
 
 _ATTRIBUTES: dict[tuple[Any, ...], Attributes] = {}
+_NUMBERS = int, float, np.number, VirtualRegister
+_SEQUENCES = tuple, list
+_KINDS = itertools.count(1)
+_KEPT = 100_000
 NO_ATTRIBUTES: Attributes = {}
+INT32 = range(-(2**31), 2**31)
 MEMBERS: dict[str, type[Enum]] = {
     "engine": enums.engine,
     "dge_mode": enums.dge_mode,
@@ -74,80 +82,59 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {}
 
 def attributes(**values: Any) -> Attributes:
     """Return a shared dictionary of attributes (readers must not change it)."""
-    key = tuple(values.items())
-    known = _ATTRIBUTES.get(key)
-    if known is None:
-        known = _ATTRIBUTES[key] = values
-    return known
+    return _ATTRIBUTES.setdefault(tuple(values.items()), values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """An instruction's name and the engines that can run it, the default first."""
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """What a call came to. kind: as of `Instruction`.
 
-    op: str
-    engines: tuple[str, ...]
+    reads, writes: the roles of the operands. whole: these are all that it reads and writes.
+    """
+
+    engine: str
+    attributes: Attributes
+    reads: list[str]
+    writes: list[str]
+    whole: bool
+    kind: int = 0
 
 
 class Call:
-    """One call of an instruction, between its declared checks and its record.
+    """One call of an instruction, until it is recorded.
 
-    reads, writes: the regions so far; an instruction adds those of its optional operands.
-    engine: the name of the engine, "" until it is chosen.
+    arguments: by role, with operators resolved to `Op`. engine: its name, "" until it is chosen.
+    reads, writes: the regions of the operands; an instruction adds those that its row cannot name.
+    sizes: of the letters of the shape equation.
     """
 
-    __slots__ = ("engine", "given", "kind", "machine", "reads", "writes")
-
-    def __init__(
-        self,
-        machine: Machine,
-        kind: Kind,
-        given: Any,
-        reads: list[Access],
-        writes: list[Access],
-    ) -> None:
-        self.machine = machine
-        self.kind = kind
-        self.given = given
-        self.reads = reads
-        self.writes = writes
-        self.engine = ""
-
-    @property
-    def op(self) -> str:
-        """The instruction's name."""
-        return self.kind.op
+    def __init__(self, machine: Machine, row: instruction, arguments: Arguments) -> None:
+        self.machine, self.row, self.arguments = machine, row, arguments
+        self.op, self.engine = row.op, ""
+        self.reads: list[Access] = []
+        self.writes: list[Access] = []
+        self.sizes: dict[str, int] = {}
 
     def error(self, kind: type[SimulationError], message: str) -> SimulationError:
         """Return an error that names the instruction and the kernel's line."""
         return self.machine.error(kind, f"nisa.{self.op}: {message}")
 
-    def read(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> Access:
-        """Check an optional tensor that is read, and add it."""
-        access = operand(self.machine, self.op, role, view, memories)
-        self._indirect(role, view, memories)
-        self.reads.append(access)
-        return access
+    def rule(self, kind: type[SimulationError], message: str) -> None:
+        """Raise such an error in strict mode; otherwise warn."""
+        self.machine.rule(kind, f"nisa.{self.op}: {message}")
 
-    def write(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> Access:
-        """Check an optional tensor that is written, and add it."""
-        access = operand(self.machine, self.op, role, view, memories)
-        self._indirect(role, view, memories)
-        check_destination(self.machine, self.op, view)
-        self.writes.append(access)
-        return access
+    def tensors(self, roles: Mapping[str, Any]) -> list[tuple[str, NkiTensor]]:
+        """Return the operands among some roles that are tensors."""
+        given = ((role, self.arguments[role]) for role in roles)
+        return [(role, view) for role, view in given if isinstance(view, NkiTensor)]
 
-    def _indirect(self, role: str, view: Any, memories: tuple[str, ...]) -> None:
+    def read(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> None:
+        """Check a tensor that is read and that no role of the row names, and add it."""
+        self.reads.append(operand(self.machine, self.op, role, view, memories))
         if view.indirection is not None:
             self.reads += indirect_operand(self.machine, self.op, role, view, "", ())
 
-    def scalar(
-        self, role: str, value: Any, partitions: int, allowed: frozenset[str] | None = None
-    ) -> bool:
-        """Check a number or a [P, 1] tensor; return whether it is a tensor, then added."""
-        return scalar_operand(self.machine, self.op, role, value, partitions, self.reads, allowed)
-
-    def integer(self, role: str, value: Any, low: int = -(2**31), high: int = 2**31 - 1) -> int:
+    def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
         number = None
         if not isinstance(value, VirtualRegister):
@@ -158,8 +145,11 @@ class Call:
                 KernelArgumentError,
                 f"{role} is {type(value).__name__} {value!r:.40}; pass a compile-time integer",
             )
-        if not low <= number <= high:
-            raise self.error(OperandValueError, f"{role}={number}; it must be in {low}..{high}")
+        if number not in allowed:
+            raise self.error(
+                OperandValueError,
+                f"{role}={number}; it must be in {allowed.start}..{allowed.stop - 1}",
+            )
         return number
 
     def number(self, role: str, value: Any) -> float:
@@ -172,212 +162,279 @@ class Call:
 
     def choose(self, default: str = "") -> str:
         """Choose the engine now: the one that the kernel gave, or the default."""
-        engines = self.kind.engines
+        row = self.row
         self.engine = choose_engine(
-            self.machine, self.op, self.given, engines, default or engines[0]
-        )
+            self.machine, self.op, self.arguments.get("engine"), row.engines,
+            default or row.engines[0], [view for _, view in self.tensors(row.roles)],
+        )  # fmt: skip
         return self.engine
 
+    def resolve(self) -> None:
+        """Replace arguments by what they mean: members, operators, integers."""
+        row, arguments = self.row, self.arguments
+        for role, members in row.members:
+            if arguments[role].__class__ is not members:
+                arguments[role] = member(self.machine, self.op, role, arguments[role], members)
+        for role, takes in row.operators.items():
+            arguments[role] = takes.resolve(
+                self.machine, self.op, role, arguments[role], row.defaults[role]
+            )
+        for role, allowed in row.integers.items():
+            arguments[role] = self.integer(role, arguments[role], allowed)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+    def check(self) -> None:
+        """Check the operands against the row, and collect their regions."""
+        machine, op, row, arguments = self.machine, self.op, self.row, self.arguments
+        require_instruction(machine, op)
+        for role, memories in row.roles.items():
+            view = arguments[role]
+            if (view is None and role in row.optional) or self._is_number(role, view):
+                continue
+            access = operand(machine, op, role, view, memories)
+            (self.writes if role in row.writes else self.reads).append(access)
+            if row.dtypes.get(role):
+                check_dtype(machine, op, role, view, row.dtypes[role])
+            if role in row.ranks:
+                check_rank(machine, op, role, view, row.ranks[role])
+        self.sizes = row.equation.solve(machine, op, self.tensors(row.roles))
+        self._check_equal_dtypes()
+        if row.pair is not None and len(both := self.tensors(dict.fromkeys(row.pair))) == 2:
+            check_pair(machine, op, row.pair, *(view for _, view in both))
+        if row.commands:
+            self._check_command(arguments["reduce_cmd"])
+
+    def _is_number(self, role: str, value: Any) -> bool:
+        """Return whether a role that takes a number or a tensor got a number."""
+        if role not in self.row.constants or isinstance(value, NkiTensor):
+            return False
+        if isinstance(value, _NUMBERS):
+            return True
+        raise self.error(
+            TensorDtypeError, f"{role} is {type(value).__name__}; pass a number or a tensor"
+        )
+
+    def _check_equal_dtypes(self) -> None:
+        given = [self.tensors(dict.fromkeys(roles)) for roles in self.row.same_dtype]
+        for found in given:
+            if len({view.dtype for _, view in found}) > 1:
+                shown = ", ".join(f"{role} {v.name!r} is {v.dtype}" for role, v in found)
+                raise self.error(TensorDtypeError, f"{shown}; they must be the same")
+
+    def _check_command(self, command: Any) -> None:
+        """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
+        row, name = self.row, "idle" if command is None else command.name
+        if name not in row.commands:
+            raise self.error(
+                UnsupportedInstructionError,
+                f"reduce_cmd.{name}; use reduce_cmd.{', '.join(row.commands)}",
+            )
+        if not row.first_value:
+            return
+        given, default = self.arguments[row.first_value], row.defaults[row.first_value]
+        if name == "load_reduce" and given is None:
+            raise self.error(
+                KernelArgumentError,
+                f"reduce_cmd.load_reduce without {row.first_value}; pass the first value",
+            )
+        unset = given is default or (not isinstance(given, NkiTensor) and given == default)
+        if name != "load_reduce" and not unset:
+            raise self.error(
+                KernelArgumentError,
+                f"{row.first_value} is set with reduce_cmd.{name}; only load_reduce reads it",
+            )
+
+    def finish(self) -> None:
+        """Check what the engine decides, and that nothing is overwritten before it is read."""
+        machine, op, row = self.machine, self.op, self.row
+        if not self.engine:
+            self.engine = self.choose() if len(row.engines) > 1 else row.engines[0]
+        written, read = self.tensors(row.writes), self.tensors(row.reads)
+        for _, dst in written:
+            check_destination(machine, op, dst)
+        for role, view in (*read, *written):
+            if view.indirection is not None:
+                engines = row.indirect.get(role, ())
+                self.reads += indirect_operand(machine, op, role, view, self.engine, engines)
+        for (to, dst), (of, src) in itertools.product(written, read):
+            streams = of in row.numbers or (of in row.streams and to == row.first)
+            check_hazard(machine, op, dst, src, streams)
+
+    def outcome(self, attributes: Attributes) -> Outcome:
+        """Return what the call came to, for the calls that it answers for."""
+        roles = {id(view.access()): role for role, view in self.tensors(self.row.roles)}
+        reads, writes = (
+            [roles.get(id(access), "") for access in part] for part in (self.reads, self.writes)
+        )
+        return Outcome(self.engine, attributes, reads, writes, "" not in reads + writes)
+
+
+@dataclasses.dataclass(kw_only=True)
 class instruction:  # noqa: N801 - a decorator, written as one
-    """The decorator of an instruction; its fields are what the instruction declares.
+    """The decorator of an instruction; its fields are the instruction's row.
 
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
-        the default. writes, reads: required tensors and the memories that each may be in.
-    like_dst: operands with the partitions, and elements per partition, of dst.
+        the default. writes, reads: tensors and the memories that each may be in; those whose
+        default is None are optional. numbers: operands that are a number or a [P, 1] tensor, and
+        the dtypes of such a tensor.
+    constants: operands that are a tensor as `shape` says, or a compile-time number.
+    unset: numbers that may be None although they have no default.
+    shape: the shape equation of the reads that are no numbers, and of the writes (`Equation`).
+    limits: the sizes that a letter of the equation may have.
     streams: operands that stream through the engine while dst, the first of `writes`, is written,
         so that dst may be such an operand. All others are read in an order of their own: no
         destination may share elements with one.
     dtypes, ranks: the dtypes that an operand may have, the most dimensions that it may have.
+    same_dtype: groups of operands of one dtype.
     pair: two operands that VectorE or GpSimd reads at once: not both in PSUM, in SBUF from the
         same partition on.
+    operators: which operators a parameter takes; the function gets an `Op`.
+    integers: compile-time integers and their ranges.
+    commands: members of reduce_cmd; first_value: the parameter that load_reduce starts from.
     indirect: operands that may be `.indirect()` views, each with the engines for that.
-    waits: the part after the yield runs without data as well.
-    alike: what comes before the yield depends on nothing but the operands' geometry and the other
-        arguments, so that without data a call like an earlier one is recorded at once (`alike.py`).
+    waits: the part after the yield runs without data as well; no call answers for another.
     """
 
     engines: tuple[str, ...]
-    writes: Memories = dataclasses.field(default_factory=dict)
-    reads: Memories = dataclasses.field(default_factory=dict)
-    like_dst: tuple[str, ...] = ()
+    writes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    reads: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
+    shape: str = ""
+    limits: Mapping[str, range] = dataclasses.field(default_factory=dict)
     streams: tuple[str, ...] = ()
     dtypes: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    same_dtype: tuple[tuple[str, ...], ...] = ()
     pair: tuple[str, str] | None = None
+    operators: Mapping[str, Takes] = dataclasses.field(default_factory=dict)
+    integers: Mapping[str, range] = dataclasses.field(default_factory=dict)
+    commands: tuple[str, ...] = ()
+    first_value: str = ""
     indirect: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     waits: bool = False
-    alike: bool = False
 
-    def __call__(self, body: Callable[Concatenate[Call, P], Steps]) -> Callable[P, Any]:
-        """Return the instruction: its declared checks, the body, and its record."""
-        op = body.__name__
+    def __call__(self, body: Callable[Concatenate[Call, P], Any]) -> Callable[P, Any]:
+        """Return the instruction: a function that issues calls of it."""
+        self.op = body.__name__
+        self.body: Callable[..., Any] = body
+        self.checks = inspect.isgeneratorfunction(body)
         parameters = list(inspect.signature(body).parameters.values())[1:]
-        names = [p.name for p in parameters]
-        known: dict[str, Any] = {
-            "BODY": body, "KIND": Kind(op, self.engines), "OP": op, "FIRST": self.engines[0],
-            "Call": Call, "NkiTensor": NkiTensor, "current": current, "operand": operand,
-            "require_instruction": require_instruction, "same_elements": same_elements,
-            "check_destination": check_destination, "check_hazard": check_hazard,
-            "no_psum_on_gpsimd": no_psum_on_gpsimd, "indirect_operand": indirect_operand,
-            "refuse_dtype": refuse_dtype, "refuse_rank": refuse_rank, "check_pair": check_pair,
-            "member": member, "spread": spread, "CURRENT": CURRENT, "form_of": form_of,
-            "like_of": like_of, "remember": remember, "COMPUTED": COMPUTED, "key_of": key_of,
-        }  # fmt: skip
-        for p in parameters:
-            if p.default is not p.empty:
-                known[f"{p.name}_default"] = p.default
-        for role, where in (*self.writes.items(), *self.reads.items()):
-            known[f"{role}_memories"] = where
-            known[f"{role}_engines"] = self.indirect.get(role, ())
-        for role, allowed in self.dtypes.items():
-            known[f"{role}_dtypes"] = allowed
-        for name, members in MEMBERS.items():
-            known[f"{name}_members"] = members
-        defaults = {p.name for p in parameters if p.default is not p.empty}
-        text = _signature(op, parameters)
-        if self.alike:
-            text += recall(list(self.writes), list(self.reads), names, defaults)
-        text += _checks(self) + _body(self, parameters)
-        several = len(self.engines) > 1
-        text += _choice("engine" if several else "None", (*self.writes, *self.reads))
-        text += _indirections((*self.reads, *self.writes)) + _hazards(self)
-        text += _record(self, names)
-        # a path in the simulator's folder: errors then name the kernel's line, not one of this text
-        exec(compile(text, f"{__file__}:{op}", "exec", dont_inherit=True), known)  # noqa: S102
-        made: Callable[P, Any] = known[op]
-        made.__doc__, made.__module__ = body.__doc__, body.__module__
-        INSTRUCTIONS[op] = made
-        return made
+        signature = inspect.Signature(parameters)
+        self.defaults = {p.name: p.default for p in parameters}
+        self.count = len(parameters)
+        self.required = frozenset(p.name for p in parameters if p.default is p.empty)
+        self.members = [(name, MEMBERS[name]) for name in self.defaults if name in MEMBERS]
+        self.equation = Equation(
+            self.shape, tuple(self.reads), tuple(self.writes), tuple(self.numbers), self.limits
+        )
+        self.first = next(iter(self.writes), "")
+        self.constants = (*self.constants, *self.numbers)
+        self.dtypes = {**self.numbers, **self.dtypes}
+        reads = {**self.reads, **dict.fromkeys(self.numbers, ON_CHIP)}
+        self.reads = {role: reads[role] for role in self.defaults if role in reads}
+        self.roles = {**self.writes, **self.reads}
+        self.optional = {r for r in self.roles if self.defaults[r] is None or r in self.unset}
+
+        def issue(*given: P.args, **named: P.kwargs) -> Any:
+            return self.issue(given, named)
+
+        issue.__name__ = issue.__qualname__ = self.op
+        issue.__doc__, issue.__module__ = body.__doc__, body.__module__
+        issue.__signature__ = signature  # type: ignore[attr-defined]
+        INSTRUCTIONS[self.op] = issue
+        return issue
+
+    def issue(self, given: tuple[Any, ...], named: Arguments) -> Instruction | None:
+        """Check, record and, with data, compute one call."""
+        machine = CURRENT.machine or current()
+        values = {**dict(zip(self.defaults, given, strict=False)), **named} if given else named
+        arguments = {**self.defaults, **values}
+        fits = self.required <= values.keys() and len(arguments) == self.count
+        if not fits or (given and len(values) < len(given) + len(named)):
+            raise machine.error(KernelFailedError, f"nisa.{self.op}: {self._misfit(given, named)}")
+        name = arguments.pop("name", None)
+        if machine.turn is not None:
+            machine.turn.note(self.op, tuple(arguments.values()))
+        key = None if self.waits else self.key_of(arguments)
+        try:
+            known = machine.outcomes.get(key)
+        except TypeError:  # an argument that cannot be hashed, such as a register
+            key = known = None
+        if known is None or machine.data:
+            return self._run(machine, arguments, name, key, known)
+        return machine.record(
+            self.op, known.engine, tuple([arguments[role]._access for role in known.reads]),
+            tuple([arguments[role]._access for role in known.writes]), known.attributes, name,
+            known.kind,
+        )  # fmt: skip
+
+    def _misfit(self, given: tuple[Any, ...], named: Arguments) -> str:
+        """Say in Python's words why arguments do not fit the signature."""
+        try:
+            self.body(None, *given, **named)
+        except TypeError as error:
+            return str(error)
+        return ""
+
+    def key_of(self, arguments: Arguments) -> tuple[Any, ...] | None:
+        """Return a key that calls share of which one answers for the others; None if none does.
+
+        It holds the geometry of each tensor, where tensors of one storage lie to each other, and
+        the class and value of each other argument.
+        """
+        views = [value for value in arguments.values() if value.__class__ is NkiTensor]
+        storages = [view.storage for view in views]
+        for view in views:
+            if view.indirection is not None:
+                return None
+        defaults = self.defaults
+        key: list[Any] = [
+            (value.geometry or geometry_of(value)) if value.__class__ is NkiTensor
+            else None if value is defaults[role]
+            else _key_of(value) if value.__class__ in _SEQUENCES else (value.__class__, value)
+            for role, value in arguments.items()
+        ]  # fmt: skip
+        if len(set(storages)) < len(storages):
+            for storage, view in zip(storages, views, strict=True):
+                first = storages.index(storage)
+                begin = view._access.byte_start - views[first]._access.byte_start
+                key += first, begin
+        return self.op, *key
+
+    def _run(
+        self, machine: Machine, given: Arguments, name: Any, key: Any, known: Outcome | None
+    ) -> Instruction | None:
+        """Check a call as far as no earlier one answers for it, record it and compute."""
+        call, warned = Call(machine, self, dict(given)), machine.warned
+        call.resolve()
+        if known is None:
+            call.check()
+        else:
+            call.reads = [given[role]._access for role in known.reads]
+            call.writes = [given[role]._access for role in known.writes]
+        steps = self.body(call, **call.arguments) if self.checks else None
+        attributes = NO_ATTRIBUTES if steps is None else next(steps)
+        if known is None:
+            call.finish()
+            known = call.outcome(attributes)
+            if key is not None and known.whole and warned == machine.warned:
+                if len(machine.outcomes) >= _KEPT:
+                    machine.outcomes.clear()
+                known.kind = next(_KINDS)
+                machine.outcomes[key] = known
+        reads, writes = tuple(call.reads), tuple(call.writes)
+        record = machine.record(self.op, known.engine, reads, writes, attributes, name, known.kind)
+        if steps is not None and (machine.data or self.waits):
+            next(steps, None)
+        elif machine.data:
+            self.body(call, **call.arguments)
+        if machine.poisoned:
+            spread(machine, self.op, call.arguments, tuple(self.writes))
+        return record if "name" in self.defaults else None
 
 
-# The text of an instruction's function is generated, as the standard library does for a dataclass:
-# Python binds the arguments, and every check is inline. Loops over roles, `*args` and `**kwargs`
-# would make an instruction twice as slow.
-
-
-def _signature(op: str, parameters: list[inspect.Parameter]) -> str:
-    """Return the text of the function's head, and the checks of target and enumerations."""
-    shown = ", ".join(
-        p.name if p.default is p.empty else f"{p.name}={p.name}_default" for p in parameters
-    )
-    given = "".join(f"{p.name}, " for p in parameters if p.name != "name")
-    lines = [
-        f"def {op}({shown}):",
-        "    machine = CURRENT.machine or current()",
-        "    if machine.turn is not None:",
-        f"        machine.turn.note(OP, ({given}))",
-        "    if OP in machine.absent:",
-        "        require_instruction(machine, OP)",
-    ]
-    for name in (p.name for p in parameters if p.name in MEMBERS):
-        lines += [
-            f"    if {name}.__class__ is not {name}_members:",
-            f"        {name} = member(machine, OP, {name!r}, {name}, {name}_members)",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _checks(declared: instruction) -> str:
-    """Return the text of the declared checks."""
-    lines = []
-    written = list(declared.writes)
-    for role in (*written, *declared.reads):
-        lines += [
-            f"    if {role}.__class__ is not NkiTensor:",
-            f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
-            f"    at_{role} = {role}._access or {role}.access()",
-            f"    if at_{role}.memory not in {role}_memories or {role}.special:",
-            f"        operand(machine, OP, {role!r}, {role}, {role}_memories)",
-        ]
-    for role in declared.like_dst:
-        lines += [
-            f"    if {role}.shape != {written[0]}.shape:",
-            f"        same_elements(machine, OP, {written[0]}, {role})",
-        ]
-    if declared.pair is not None:
-        a, b = declared.pair
-        lines += [
-            f'    if at_{a}.partition_start != at_{b}.partition_start or at_{a}.memory == "psum":',
-            f"        check_pair(machine, OP, {declared.pair!r}, {a}, {b})",
-        ]
-    for role in declared.dtypes:
-        lines += [
-            f"    if {role}.dtype not in {role}_dtypes:",
-            f"        refuse_dtype(machine, OP, {role!r}, {role}, {role}_dtypes)",
-        ]
-    for role, most in declared.ranks.items():
-        lines += [
-            f"    if len({role}.shape) > {most}:",
-            f"        refuse_rank(machine, OP, {role!r}, {role}, {most})",
-        ]
-    return "".join(line + "\n" for line in lines)
-
-
-def _body(declared: instruction, parameters: list[inspect.Parameter]) -> str:
-    """Return the text that runs the body to its yield, and the checks that follow it."""
-    written = list(declared.writes)
-    regions = [", ".join(f"at_{role}" for role in roles) for roles in (declared.reads, written)]
-    given = "engine" if "engine" in {p.name for p in parameters} else "None"
-    lines = [
-        f"    call = Call(machine, KIND, {given}, [{regions[0]}], [{regions[1]}])",
-        f"    steps = BODY(call, {', '.join(p.name for p in parameters)})",
-        "    attributes = next(steps)",
-    ]
-    for role in written:
-        lines += [
-            f"    if {role}.storage.constant:",
-            f"        check_destination(machine, OP, {role})",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _indirections(roles: tuple[str, ...]) -> str:
-    """Return the text that checks views with runtime addresses and adds what they read."""
-    return "".join(
-        f"    if {role}.indirection is not None:\n"
-        f"        call.reads += indirect_operand(\n"
-        f"            machine, OP, {role!r}, {role}, chosen, {role}_engines\n"
-        "        )\n"
-        for role in roles
-    )
-
-
-def _hazards(declared: instruction) -> str:
-    """Return the text that compares what is read with what is written."""
-    written = list(declared.writes)
-    return "".join(
-        f"    if {role}.storage is {dst}.storage:\n"
-        f"        check_hazard(\n"
-        f"            call, {dst}, {role}, {dst == written[0] and role in declared.streams}\n"
-        "        )\n"
-        for dst, role in itertools.product(written, declared.reads)
-    )
-
-
-def _choice(given: str, views: tuple[str, ...]) -> str:
-    """Return the text that chooses the engine, unless the body has."""
-    if given == "None":
-        return "    chosen = call.engine or FIRST\n"
-    return (
-        "    chosen = call.engine\n"
-        "    if not chosen:\n"
-        "        chosen = call.choose()\n"
-        f"        no_psum_on_gpsimd(machine, OP, chosen, {', '.join(views)})\n"
-    )
-
-
-def _record(declared: instruction, parameters: list[str]) -> str:
-    """Return the text that records the instruction, and computes when there is data."""
-    name = "name" if "name" in parameters else "None"
-    with_data = "" if declared.waits else "    if machine.data:\n    "
-    shown = ", ".join(f"{p!r}: {p}" for p in parameters)
-    return (
-        "    record = machine.record(\n"
-        f"        OP, chosen, tuple(call.reads), tuple(call.writes), attributes, {name}\n"
-        f"    )\n{REMEMBER if declared.alike else ''}{with_data}    next(steps, None)\n"
-        "    if machine.poisoned:\n"
-        f"        spread(machine, OP, {{{shown}}}, {tuple(declared.writes)!r})\n"
-        + ("" if name == "None" else "    return record\n")
-    )
+def _key_of(value: Any) -> Any:
+    """Return a key that equal values of one class share, and tuples and lists of them."""
+    kind = value.__class__
+    return (kind, *map(_key_of, value)) if kind in _SEQUENCES else (kind, value)

@@ -14,27 +14,15 @@ import ml_dtypes
 import numpy as np
 
 from nmm_compiler.errors import EngineRuleError, TensorShapeError
-from nmm_compiler.simulator.isa.instruction import (
-    NO_ATTRIBUTES,
-    Call,
-    Steps,
-    instruction,
-)
-from nmm_compiler.simulator.isa.operands import (
-    PSUM,
-    SBUF,
-)
+from nmm_compiler.simulator.isa.instruction import NO_ATTRIBUTES, Call, Steps, instruction
+from nmm_compiler.simulator.isa.operands import PSUM, SBUF
 from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
 from nmm_compiler.simulator.isa.tensor_engine import (
     check_indirect_product,
     check_tile,
     matmul_attributes,
 )
-from nmm_compiler.simulator.isa.values import (
-    F32,
-    f32,
-    raw,
-)
+from nmm_compiler.simulator.isa.values import F32, f32, put, raw
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _ELEMENT = {
@@ -101,11 +89,10 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
             "same index, or neither",
         )
     last = int(scale_rows(view.shape[0]).max())
-    if scale.shape[0] <= last or scale.free_size != view.free_size:
+    if scale.shape[0] <= last:
         raise call.error(
             TensorShapeError,
-            f"{role} {scale.shape} for data {view.shape}; it needs partitions up to {last} and "
-            f"{view.free_size} elements per partition",
+            f"{role} {scale.shape} for data {view.shape}; it needs partitions up to {last}",
         )
 
 
@@ -113,6 +100,8 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
     engines=("vector",),
     writes={"dst": SBUF, "dst_scale": SBUF},
     reads={"src": SBUF},
+    shape="P 4*F -> P F, Q F",
+    limits={"P": range(32, 129, 32)},
     dtypes={
         "dst": frozenset(_ELEMENT),
         "dst_scale": _SCALES,
@@ -122,12 +111,6 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
 def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None = None) -> Steps:
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
     p = src.shape[0]
-    if p % 32 or src.free_size % 4 or dst.shape[0] != p or dst.free_size * 4 != src.free_size:
-        raise call.error(
-            TensorShapeError,
-            f"src {src.shape}, dst {dst.shape}; partitions a multiple of 32, free size "
-            "a multiple of 4, dst a quarter of it",
-        )
     rows = scale_rows(p)
     _check_scales(call, "dst_scale", dst, dst_scale)
     yield NO_ATTRIBUTES
@@ -138,20 +121,19 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None
     exponent = np.where(largest == 0, -127, np.clip(exponent, -127, 127))
     scaled = values * np.ldexp(F32(1.0), -exponent)[:, None, :, None].astype(F32)
     packed = np.ascontiguousarray(scaled.astype(element)).view(np.uint32)
-    target = dst.array()
-    target[...] = packed.reshape(dst.shape)
-    dst.mark_written()
+    put(dst, packed, exact=True)
     bits = (exponent + 127).astype(np.uint8)
     for group, row in enumerate(rows):
         view = dst_scale[int(row) : int(row) + 1]
-        view.array()[...] = bits[group].view(view.dtype.numpy).reshape(view.shape)
-        view.mark_written()
+        put(view, bits[group].view(view.dtype.numpy), exact=True)
 
 
 @instruction(
     engines=("tensor",),
     writes={"dst": PSUM},
     reads={"stationary": SBUF, "moving": SBUF, "stationary_scale": SBUF, "moving_scale": SBUF},
+    shape="K M, K N, A M, B N -> M N",
+    limits={"K": range(32, 129, 32), "M": range(2, 129, 2), "N": range(1, 8193)},
     dtypes={
         "dst": frozenset({"float32", "bfloat16"}),
         "stationary": _PACKED,
@@ -176,19 +158,10 @@ def nc_matmul_mx(
     name: str | None = None,
 ) -> Steps:
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
-    machine = call.machine
-    op = "nc_matmul_mx"
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
-    limit = 8192 if dst.dtype == "bfloat16" else 4096
-    if moving.shape[0] != k or k % 32 or k > 128 or m > 128 or m % 2 or n > limit:
-        raise call.error(
-            TensorShapeError,
-            f"stationary {stationary.shape}, moving {moving.shape}; the same K, a "
-            f"multiple of 32 up to 128, M even up to 128, N up to {limit}",
-        )
-    if dst.shape[0] != m or dst.free_size != n:
-        raise call.error(TensorShapeError, f"dst {dst.shape}; it must be ({m}, {n})")
-    check_bank(machine, op, dst, 8)
+    if dst.dtype == "float32" and n > 4096:
+        raise call.error(TensorShapeError, f"moving {moving.shape}; N is at most 4096 in float32")
+    check_bank(call, dst, 8)
     tile = check_tile(call, tile_position, tile_size, k, m)
     if tile is not None and (tile[1] or tile[3] != 128):
         raise call.error(
@@ -210,4 +183,4 @@ def nc_matmul_mx(
         scaled = np.empty((k // 8, 8, 4, values.shape[2]), F32)
         np.multiply(values.transpose(0, 1, 3, 2), factor[:, None, None, :], out=scaled)
         sides.append(scaled.reshape(4 * k, -1))
-    accumulate_product(machine, dst, sides[0].T @ sides[1], accumulate)
+    accumulate_product(call.machine, dst, sides[0].T @ sides[1], accumulate)

@@ -30,6 +30,8 @@ SBUF = ("sbuf",)
 PSUM = ("psum",)
 ON_CHIP = ("sbuf", "psum")
 DMA_MEMORIES = ("sbuf", "hbm")
+ANY_DTYPE: frozenset[str] = frozenset()
+"""Of an operand that may have any dtype."""
 MOVES_PACKED = frozenset(
     {
         "dma_copy", "dma_transpose", "local_gather", "memset", "nc_matmul_mx", "nc_n_gather",
@@ -80,24 +82,26 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
     return access
 
 
-def refuse_dtype(
+def check_dtype(
     machine: Machine, op: str, role: str, view: NkiTensor, allowed: frozenset[str]
 ) -> None:
-    """Say which dtypes the operand may have."""
-    machine.rule(
-        TensorDtypeError,
-        f"nisa.{op}: {role} {view.name!r} is {view.dtype}; it must be "
-        f"{' or '.join(sorted(allowed))}",
-    )
+    """Check that the operand is of an allowed dtype."""
+    if view.dtype not in allowed:
+        machine.rule(
+            TensorDtypeError,
+            f"nisa.{op}: {role} {view.name!r} is {view.dtype}; it must be "
+            f"{' or '.join(sorted(allowed))}",
+        )
 
 
-def refuse_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int) -> None:
-    """Say how many dimensions the operand may have."""
-    machine.rule(
-        TensorShapeError,
-        f"nisa.{op}: {role} {view.name!r} {view.shape} has {len(view.shape)} dimensions, at most "
-        f"{most}; flatten some",
-    )
+def check_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int) -> None:
+    """Check that the operand does not have too many dimensions."""
+    if len(view.shape) > most:
+        machine.rule(
+            TensorShapeError,
+            f"nisa.{op}: {role} {view.name!r} {view.shape} has {len(view.shape)} dimensions, at "
+            f"most {most}; flatten some",
+        )
 
 
 def member(machine: Machine, op: str, role: str, given: Any, members: type[Enum]) -> Enum | None:
@@ -232,18 +236,6 @@ def _check_tensor_indirection(
         )
 
 
-def same_elements(machine: Machine, op: str, first: NkiTensor, second: NkiTensor) -> None:
-    """Check equal partitions and equal elements per partition."""
-    if first.shape == second.shape:
-        return
-    if first.shape[0] != second.shape[0] or first.free_size != second.free_size:
-        raise machine.error(
-            TensorShapeError,
-            f"nisa.{op}: shapes {first.shape} ({first.name!r}) and {second.shape} "
-            f"({second.name!r}) differ; partitions and elements per partition must match",
-        )
-
-
 def require_form(machine: Machine, form: str) -> None:
     """Check that the target has a form of an instruction, as `Target.absent_forms` names it."""
     if form in machine.target.absent_forms:
@@ -268,32 +260,34 @@ def require_instruction(machine: Machine, op: str) -> None:
 
 
 def choose_engine(
-    machine: Machine, op: str, given: Any, allowed: tuple[str, ...], default: str
+    machine: Machine,
+    op: str,
+    given: Any,
+    allowed: tuple[str, ...],
+    default: str,
+    views: list[NkiTensor],
 ) -> str:
-    """Return the engine's name: the given one when the instruction runs on it, or the default."""
-    if given is None or given is engine.unknown:
-        return default
-    name = given._name_ if given.__class__ is engine else ""
-    if name in allowed:
-        return name
-    raise machine.error(
-        EngineRuleError,
-        f"nisa.{op} cannot run on {getattr(given, 'name', given)}; use "
-        f"{', '.join(allowed)} or leave engine unset",
-    )
+    """Return the engine's name: the given one when the instruction runs on it, or the default.
 
-
-def no_psum_on_gpsimd(machine: Machine, op: str, chosen: str, *views: Any) -> None:
-    """Check that GpSimd is not asked to reach PSUM."""
-    if chosen != "gpsimd":
-        return
-    for view in views:
-        if view.__class__ is NkiTensor and view.storage.memory == "psum":
-            raise machine.error(
-                EngineRuleError,
-                f"nisa.{op}: GpSimd cannot access PSUM, where {view.name!r} is; use the vector "
-                "engine or copy it to SBUF first",
-            )
+    It must reach the views.
+    """
+    name = default
+    if given is not None and given is not engine.unknown:
+        name = given._name_ if given.__class__ is engine else ""
+    if name not in allowed:
+        raise machine.error(
+            EngineRuleError,
+            f"nisa.{op} cannot run on {getattr(given, 'name', given)}; use "
+            f"{', '.join(allowed)} or leave engine unset",
+        )
+    out_of_reach = [v.name for v in views if v.memory == "psum"] if name == "gpsimd" else []
+    if out_of_reach:
+        raise machine.error(
+            EngineRuleError,
+            f"nisa.{op}: GpSimd cannot access PSUM, where {out_of_reach[0]!r} is; use the vector "
+            "engine or copy it to SBUF first",
+        )
+    return name
 
 
 def _addresses(view: NkiTensor, unit: int) -> np.ndarray:
@@ -315,7 +309,7 @@ def _same_view(a: Any, b: Any) -> bool:
     return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and _same_view(i.index, j.index)
 
 
-def check_hazard(call: Any, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
+def check_hazard(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
     """Refuse an instruction that overwrites an element before it reads it.
 
     streams: elements of src are read in the order in which those of dst are written, so that an
@@ -333,12 +327,12 @@ def check_hazard(call: Any, dst: NkiTensor, src: NkiTensor, streams: bool) -> No
         or b.partition_stop <= a.partition_start
     ):
         return
-    if (dst.is_indirect() or src.is_indirect()) and not call.machine.data:
+    if (dst.is_indirect() or src.is_indirect()) and not machine.data:
         return
     unit = min(dst.itemsize, src.itemsize)
     written, read = _addresses(dst, unit), _addresses(src, unit)
     steps, rest = divmod(read.shape[1], written.shape[1])
-    if not streams or rest or call.kind.engines == ("dma",):
+    if not streams or rest or op.startswith("dma_"):
         hazard = bool(np.intersect1d(written, read).size)
     else:
         order = np.argsort(written, axis=None, kind="stable")
@@ -352,9 +346,9 @@ def check_hazard(call: Any, dst: NkiTensor, src: NkiTensor, streams: bool) -> No
         write_step = writing[order][place] * steps + steps - 1
         hazard = bool((hit & (write_step < reading)).any())
     if hazard:
-        call.machine.rule(
+        machine.rule(
             HazardError,
-            f"nisa.{call.op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements "
+            f"nisa.{op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements "
             f"that it still has to read as {src.get_pattern()} at {src.offset}; write to "
             "another tensor",
         )
@@ -369,41 +363,3 @@ def check_destination(machine: Machine, op: str, dst: NkiTensor) -> None:
         raise machine.error(
             HazardError, f"nisa.{op}: dst {dst.name!r} is a shared constant; copy it first"
         )
-
-
-def scalar_operand(
-    machine: Machine,
-    op: str,
-    role: str,
-    value: Any,
-    partitions: int,
-    reads: list[Access],
-    allowed: frozenset[str] | None = None,
-) -> bool:
-    """Check a number or a [P, 1] tensor; append its Access; return whether it is a tensor.
-
-    allowed: the dtypes that a tensor may have.
-    """
-    kind = value.__class__
-    if kind is float or kind is int or kind is bool:
-        return False
-    if kind is NkiTensor:
-        access = operand(machine, op, role, value, ON_CHIP)
-        if value.shape[0] != partitions or value.free_size != 1:
-            raise machine.error(
-                TensorShapeError,
-                f"nisa.{op}: {role} {value.name!r} has shape {value.shape}; it must be a number "
-                f"or one element per partition, ({partitions}, 1)",
-            )
-        if allowed is not None and value.dtype not in allowed:
-            refuse_dtype(machine, op, role, value, allowed)
-        if value.indirection is not None:
-            reads.extend(indirect_operand(machine, op, role, value, "", ()))
-        reads.append(access)
-        return True
-    if isinstance(value, (int, float, np.number, VirtualRegister)):
-        return False
-    raise machine.error(
-        TensorDtypeError,
-        f"nisa.{op}: {role} is {type(value).__name__}; pass a number or a ({partitions}, 1) tensor",
-    )

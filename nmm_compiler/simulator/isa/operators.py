@@ -250,37 +250,40 @@ def find_op(machine: Machine, op: Any, instruction: str) -> Op:
     return found
 
 
-def alu(machine: Machine, op: Any, instruction: str) -> Op:
-    """Return an Op that the ALU of VectorE and GpSimd has."""
-    found = find_op(machine, op, instruction)
-    if found.alu is None:
+@dataclasses.dataclass(frozen=True)
+class Takes:
+    """Which operators a parameter takes: those that have `part` ("" for any), or `names` of them.
+
+    default: what None means where the parameter's own default is None; "" for no operator.
+    """
+
+    part: str = ""
+    names: tuple[str, ...] = ()
+    default: str = ""
+
+    def resolve(
+        self, machine: Machine, instruction: str, role: str, given: Any, default: Any
+    ) -> Op | None:
+        """Return the operator that an argument means; refuse one that the parameter lacks."""
+        if given is None and default is None:
+            return BY_NAME.get(self.default)
+        found = find_op(machine, given, instruction)
+        has = getattr(found, self.part or "name") is not None
+        if not has and not (self.part == "activation" and found.name == "prelu"):
+            problem = _LACKS[self.part]
+        elif self.names and found.name not in self.names:
+            problem = f"not for {role}; use nl.{', nl.'.join(self.names)}"
+        else:
+            return found
         raise machine.error(
-            UnsupportedInstructionError,
-            f"nisa.{instruction}: nl.{found.name} is no ALU operator; use nisa.activation for "
-            "activation functions",
+            UnsupportedInstructionError, f"nisa.{instruction}: nl.{found.name} is {problem}"
         )
-    return found
 
 
-def activation_function(machine: Machine, op: Any, instruction: str) -> Op:
-    """Return an Op that ScalarE can apply."""
-    found = find_op(machine, op, instruction)
-    if found.activation is None and found.name != "prelu":
-        raise machine.error(
-            UnsupportedInstructionError,
-            f"nisa.{instruction}: nl.{found.name} is no activation function; use "
-            "nisa.tensor_scalar or nisa.tensor_tensor for ALU operators",
-        )
-    return found
-
-
-def reduction(machine: Machine, op: Any, instruction: str) -> Op:
-    """Return an Op that reductions take."""
-    found = find_op(machine, op, instruction)
-    if found.reduce is None:
-        raise machine.error(
-            UnsupportedInstructionError,
-            f"nisa.{instruction}: nl.{found.name} is no reduction; use nl.add, nl.maximum, "
-            "nl.minimum, nl.multiply or a bit operator",
-        )
-    return found
+ALU, ACTIVATION, REDUCTION = Takes("alu"), Takes("activation"), Takes("reduce")
+_LACKS = {
+    "alu": "no ALU operator; use nisa.activation for activation functions",
+    "activation": "no activation function; use nisa.tensor_scalar or nisa.tensor_tensor for ALU "
+    "operators",
+    "reduce": "no reduction; use nl.add, nl.maximum, nl.minimum, nl.multiply or a bit operator",
+}

@@ -135,8 +135,7 @@ def _needs_values(op: str, arguments: Arguments, view: Any) -> str:
 def spread(machine: Machine, op: str, arguments: Arguments, written: tuple[str, ...]) -> None:
     """Mark the results that depend on the unwritten elements that the instruction has read."""
     noted, machine.poisoned = machine.poisoned, []
-    results = [arguments[role] for role in (*written, "reduce_res", "dst_idx")
-               if arguments.get(role).__class__ is NkiTensor]  # fmt: skip
+    results = [arguments[role] for role in written if arguments[role] is not None]
     for view, mask, origin in noted:
         what = _needs_values(op, arguments, view)
         if what:

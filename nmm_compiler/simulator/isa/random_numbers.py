@@ -10,31 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import OperandValueError, TensorDtypeError, TensorShapeError
-from nmm_compiler.simulator.isa.enums import (
-    engine,
-)
-from nmm_compiler.simulator.isa.instruction import (
-    NO_ATTRIBUTES,
-    Call,
-    Steps,
-    instruction,
-)
-from nmm_compiler.simulator.isa.operands import (
-    ON_CHIP,
-    SBUF,
-    no_psum_on_gpsimd,
-    require_form,
-)
-from nmm_compiler.simulator.isa.values import (
-    F32,
-    f32,
-    raw,
-    scalar_value,
-    write,
-)
+from nmm_compiler.errors import OperandValueError, TensorShapeError
+from nmm_compiler.simulator.isa.enums import engine
+from nmm_compiler.simulator.isa.instruction import NO_ATTRIBUTES, Call, Steps, instruction
+from nmm_compiler.simulator.isa.operands import ON_CHIP, SBUF, check_dtype, require_form
+from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNIFORM = frozenset(
     {"float8_e4m3", "float8_e5m2", "float16", "bfloat16", "float32", "tfloat32"}
@@ -56,39 +39,36 @@ def generator(machine: Machine) -> np.random.Generator:
 )
 def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = None) -> Steps:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
-    machine = call.machine
-    chosen = call.choose()
-    require_form(machine, f"rng(engine={chosen})")
-    no_psum_on_gpsimd(machine, "rng", chosen, dst)
+    require_form(call.machine, f"rng(engine={call.choose()})")
     yield NO_ATTRIBUTES
-    bits = generator(machine).integers(0, 1 << 32, dst.shape, np.uint64)
+    bits = generator(call.machine).integers(0, 1 << 32, dst.shape, np.uint64)
     item = dst.dtype.item_bytes
     low = (bits & ((1 << (8 * item)) - 1)).astype(f"u{item}").view(dst.dtype.numpy)
-    write(dst, low)
+    put(dst, low)
 
 
-@instruction(engines=("vector",), reads={"src_seeds": ON_CHIP})
+@instruction(engines=("vector",), reads={"src_seeds": ON_CHIP}, shape="1 1 ->")
 def set_rng_seed(call: Call, src_seeds: Any, name: str | None = None) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
-    machine = call.machine
-    if src_seeds.size != 1 or src_seeds.dtype.item_bytes != 4:
-        raise call.error(
-            TensorShapeError,
-            f"{src_seeds.shape} {src_seeds.dtype}; pass one 32-bit value",
-        )
+    if src_seeds.dtype.item_bytes != 4:
+        raise call.error(TensorShapeError, f"src_seeds is {src_seeds.dtype}; pass a 32-bit value")
     yield NO_ATTRIBUTES
     seed = int(np.ascontiguousarray(raw(src_seeds)).reshape(-1).view(np.uint32)[0])
-    machine.random_state = np.random.default_rng(seed)
+    call.machine.random_state = np.random.default_rng(seed)
 
 
-def _state_size(machine: Machine, op: str, view: Any, chosen: str) -> None:
+def _check_state(call: Call, view: NkiTensor) -> str:
+    """Return the engine whose state a tile holds, after the rules for it."""
+    chosen = call.choose()
+    require_form(call.machine, f"{call.op}(engine={chosen})")
     wanted = 6 if chosen == "gpsimd" else 24
     if view.dtype != "uint32" or view.free_size != wanted:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.{op}: {view.shape} {view.dtype}; it must be uint32 with {wanted} elements per "
-            f"partition for {chosen}",
+            f"{view.shape} {view.dtype}; it must be uint32 with {wanted} elements per partition "
+            f"for {chosen}",
         )
+    return chosen
 
 
 @instruction(engines=("gpsimd", "vector"), reads={"src_seeds": SBUF})
@@ -96,10 +76,7 @@ def rand_set_state(
     call: Call, src_seeds: Any, engine: Any = engine.gpsimd, name: str | None = None
 ) -> Steps:
     """Seed an engine's generators from a uint32 tile."""
-    machine = call.machine
-    chosen = call.choose()
-    require_form(machine, f"rand_set_state(engine={chosen})")
-    _state_size(machine, "rand_set_state", src_seeds, chosen)
+    machine, chosen = call.machine, _check_state(call, src_seeds)
     yield NO_ATTRIBUTES
     seeds = raw(src_seeds)
     machine.accumulators["random " + chosen] = seeds.copy()
@@ -111,54 +88,47 @@ def rand_get_state(
     call: Call, dst: Any, engine: Any = engine.gpsimd, name: str | None = None
 ) -> Steps:
     """Store an engine's generator state: what was last set, or zeros."""
-    machine = call.machine
-    chosen = call.choose()
-    require_form(machine, f"rand_get_state(engine={chosen})")
-    no_psum_on_gpsimd(machine, "rand_get_state", chosen, dst)
+    machine, chosen = call.machine, _check_state(call, dst)
     if dst.memory == "psum":
         require_form(machine, "rand_get_state(dst in PSUM)")
-    _state_size(machine, "rand_get_state", dst, chosen)
     yield NO_ATTRIBUTES
     known = machine.accumulators.get("random " + chosen)
     if known is None or known.size != dst.size:
         known = np.zeros(dst.shape, np.uint32)
-    write(dst, known.reshape(dst.shape))
+    put(dst, known.reshape(dst.shape))
 
 
-@instruction(engines=("vector",), writes={"dst": ON_CHIP}, dtypes={"dst": _UNIFORM})
+@instruction(
+    engines=("vector",),
+    writes={"dst": ON_CHIP},
+    numbers={"min": FLOAT32, "max": FLOAT32},
+    shape="-> P F",
+    dtypes={"dst": _UNIFORM},
+)
 def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
-    machine = call.machine
-    numbers = [
-        value
-        for role, value in (("min", min), ("max", max))
-        if not call.scalar(role, value, dst.shape[0], FLOAT32)
-    ]
-    if len(numbers) == 2 and not min < max:
+    if not call.tensors(call.row.reads) and not min < max:
         raise call.error(OperandValueError, f"min={min}, max={max}; min must be below max")
     yield NO_ATTRIBUTES
     low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
-    unit = generator(machine).random(dst.shape, dtype=F32)
-    write(dst, (low + unit * (high - low)).astype(F32))
+    unit = generator(call.machine).random(dst.shape, dtype=F32)
+    put(dst, (low + unit * (high - low)).astype(F32))
 
 
 @instruction(
     engines=("vector",),
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
-    like_dst=("data",),
+    shape="P F -> P F",
+    numbers={"prob": FLOATS},
     streams=("data",),
+    same_dtype=(("dst", "data"),),
 )
 def dropout(call: Call, dst: Any, data: Any, prob: Any, name: str | None = None) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
-    machine = call.machine
-    call.scalar("prob", prob, data.shape[0], FLOATS if data.dtype in FLOATS else FLOAT32)
-    if dst.dtype != data.dtype:
-        raise call.error(
-            TensorDtypeError,
-            f"dst is {dst.dtype}, data {data.dtype}; they must be the same",
-        )
+    if prob.__class__ is NkiTensor and data.dtype not in FLOATS:
+        check_dtype(call.machine, call.op, "prob", prob, FLOAT32)
     yield NO_ATTRIBUTES
     values = f32(data)
-    drop = generator(machine).random(values.shape, dtype=F32)
-    write(dst, np.where(drop < scalar_value(prob, values.ndim), F32(0), values))
+    drop = generator(call.machine).random(values.shape, dtype=F32)
+    put(dst, np.where(drop < scalar_value(prob, values.ndim), F32(0), values))

@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import EngineRuleError, SimulationError, TensorDtypeError, TensorShapeError
-from nmm_compiler.simulator.isa.dma import store
-from nmm_compiler.simulator.isa.enums import (
-    dma_engine,
-    engine,
-    nc_version,
-)
+from nmm_compiler.simulator.isa.enums import dma_engine, engine, nc_version
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
     Call,
@@ -20,13 +15,8 @@ from nmm_compiler.simulator.isa.instruction import (
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import (
-    DMA_MEMORIES,
-    SBUF,
-)
-from nmm_compiler.simulator.isa.values import (
-    raw,
-)
+from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, SBUF
+from nmm_compiler.simulator.isa.values import put, raw
 from nmm_compiler.simulator.machine import current, running
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.targets import get
@@ -70,7 +60,9 @@ def _register(role: str, value: Any) -> VirtualRegister:
 def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     target = _register("register_move", dst)
-    number = 0 if isinstance(src, VirtualRegister) else call.integer("src", src, high=2**32 - 1)
+    number = (
+        0 if isinstance(src, VirtualRegister) else call.integer("src", src, range(-(2**31), 2**32))
+    )
     yield NO_ATTRIBUTES
     if isinstance(src, VirtualRegister):
         target.write(src.value, src.known)
@@ -78,13 +70,11 @@ def register_move(call: Call, dst: Any, src: Any) -> Steps:
         target.write(number)
 
 
-@instruction(engines=("sync",), reads={"src": DMA_MEMORIES}, waits=True)
+@instruction(engines=("sync",), reads={"src": DMA_MEMORIES}, shape="1 1 ->", waits=True)
 def register_load(call: Call, dst: Any, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
     machine = call.machine
     target = _register("register_load", dst)
-    if src.size != 1:
-        raise call.error(TensorShapeError, f"src {src.shape}; it must have one element")
     if src.dtype.item_bytes > 4 or src.dtype.kind == "packed":
         raise call.error(TensorDtypeError, f"src is {src.dtype}; a register holds up to 32 bits")
     yield NO_ATTRIBUTES
@@ -94,14 +84,12 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
         target.write(0, known=False)
 
 
-@instruction(engines=("sync",), writes={"dst": DMA_MEMORIES})
+@instruction(engines=("sync",), writes={"dst": DMA_MEMORIES}, shape="-> 1 1")
 def register_store(call: Call, dst: Any, src: Any) -> Steps:
     """dst (one element, HBM or SBUF) = register src."""
-    if dst.size != 1:
-        raise call.error(TensorShapeError, f"dst {dst.shape}; it must have one element")
     register = _register("register_store", src)
     yield NO_ATTRIBUTES
-    store(dst, np.full(dst.shape, register.read()), False)
+    put(dst, np.full(dst.shape, register.read(), np.float32))
 
 
 @instruction(engines=("gpsimd",), reads={"data": ("hbm",)}, waits=True)
@@ -131,7 +119,14 @@ def core_barrier(
     machine.programs.barrier(machine)
 
 
-@instruction(engines=("dma",), writes={"dst": SBUF}, reads={"src": SBUF}, waits=True)
+@instruction(
+    engines=("dma",),
+    writes={"dst": SBUF},
+    reads={"src": SBUF},
+    same_dtype=(("dst", "src"),),
+    integers={"send_to_rank": range(2), "recv_from_rank": range(2)},
+    waits=True,
+)
 def sendrecv(
     call: Call,
     src: Any,
@@ -144,30 +139,18 @@ def sendrecv(
 ) -> Steps:
     """Exchange SBUF tiles with the other program."""
     machine = call.machine
-    if dst.dtype != src.dtype:
-        raise call.error(
-            TensorDtypeError,
-            f"dst is {dst.dtype}, src {src.dtype}; they must be the same",
-        )
     if dst.shape != src.shape:
         raise call.error(
             TensorShapeError, f"dst {dst.shape}, src {src.shape}; they must have the same shape"
         )
     if machine.programs is None or machine.grid < 2:
-        raise machine.error(
-            SimulationError, "nisa.sendrecv in a single program has no peer; pass grid=2"
-        )
-    ranks = (
-        call.integer("send_to_rank", send_to_rank, 0, 1),
-        call.integer("recv_from_rank", recv_from_rank, 0, 1),
-    )
+        raise call.error(SimulationError, "it is in a single program has no peer; pass grid=2")
     size = src.free_size * src.dtype.item_bytes
     limit = 256 * src.dtype.item_bytes
     if getattr(dma_engine, "name", "") == "gpsimd_dma" and size > limit:
-        raise machine.error(
+        raise call.error(
             TensorShapeError,
-            f"nisa.sendrecv by gpsimd_dma: {size} B per partition; at most {limit} B of "
-            f"{src.dtype}",
+            f"by gpsimd_dma: {size} B per partition; at most {limit} B of {src.dtype}",
         )
     yield attributes(
         issuer="gpsimd",
@@ -179,7 +162,9 @@ def sendrecv(
     )
     sent = (raw(src).copy(), machine.poisoned) if machine.data else None
     machine.poisoned = []
-    received = machine.programs.exchange(machine, ranks, str(pipe_id), sent)
+    received = machine.programs.exchange(
+        machine, (send_to_rank, recv_from_rank), str(pipe_id), sent
+    )
     if machine.data:
         values, machine.poisoned = received
-        store(dst, values.reshape(dst.shape), True)
+        put(dst, values, exact=True)

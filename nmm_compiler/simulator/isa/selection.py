@@ -12,43 +12,33 @@ from nmm_compiler.errors import (
     OperandValueError,
     TensorDtypeError,
     TensorShapeError,
-    UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.isa.accumulators import check_command, reduce_result, write_sum
-from nmm_compiler.simulator.isa.enums import (
-    reduce_cmd,
-)
+from nmm_compiler.simulator.isa.accumulators import write_sum
+from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
+    INT32,
     NO_ATTRIBUTES,
     Call,
     Steps,
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import (
-    ON_CHIP,
-    SBUF,
-)
-from nmm_compiler.simulator.isa.operators import BY_NAME, Op, find_op, reduction
-from nmm_compiler.simulator.isa.values import (
-    F32,
-    f32,
-    raw,
-    scalar_value,
-    write,
-)
-from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, ON_CHIP, SBUF
+from nmm_compiler.simulator.isa.operators import Takes
+from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-_COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+_BOUNDS = Takes("", ("equal", "less", "less_equal", "greater", "greater_equal"))
+_COMPARISON = Takes("", (*_BOUNDS.names, "not_equal"), "equal")
+_MAXIMUM = Takes("reduce", ("maximum", "max"), "maximum")
 _PREDICATES = frozenset({"int8", "uint8", "int16", "uint16", "bool"})
 _SELECTED = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32", "int32", "uint32"}
 FP32_MIN = float(np.finfo(np.float32).min)
 
 
 def affine_values(
-    call: Call, dst: NkiTensor, pattern: Any, offset: Any, multiplier: Any
+    call: Call, dst: NkiTensor, pattern: Any, offset: int, multiplier: int
 ) -> np.ndarray:
     """Return int64 offset + partition * multiplier + sum(index * step), [P, elements]."""
     given = list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
@@ -56,9 +46,8 @@ def affine_values(
         raise call.error(
             KernelArgumentError, f"pattern {pattern!r:.60}; pass a list of [step, num] pairs"
         )
-    pairs = [(call.integer("step", step), call.integer("num", num, 1)) for step, num in given]
-    offset = call.integer("offset", offset)
-    multiplier = call.integer("channel_multiplier", multiplier)
+    counts = range(1, 2**31)
+    pairs = [(call.integer("step", s), call.integer("num", num, counts)) for s, num in given]
     if len(pairs) > 4 or math.prod(c for _, c in pairs) != dst.free_size:
         raise call.error(
             TensorShapeError,
@@ -73,17 +62,11 @@ def affine_values(
     return np.asarray(rows[:, None] + values.reshape(1, -1))
 
 
-def _maximum(call: Call, reduce_op: Any) -> Op:
-    """Return the reduction of a selection, which is the maximum."""
-    if reduce_op is None:
-        return BY_NAME["maximum"]
-    reducer = reduction(call.machine, reduce_op, call.op)
-    if reducer.name not in ("maximum", "max"):
-        raise call.error(UnsupportedInstructionError, "reduce_op must be nl.maximum")
-    return reducer
-
-
-@instruction(engines=("gpsimd",), writes={"dst": SBUF})
+@instruction(
+    engines=("gpsimd",),
+    writes={"dst": SBUF},
+    integers={"offset": INT32, "channel_multiplier": INT32},
+)
 def iota(
     call: Call,
     dst: Any,
@@ -96,25 +79,17 @@ def iota(
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
     yield NO_ATTRIBUTES
     wrapped = (values & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-    write(dst, wrapped.astype(F32) if dst.dtype.kind == "float" else wrapped)
-
-
-def _comparison(machine: Machine, op: str, function: Any) -> Any:
-    found = find_op(machine, function, op)
-    if found.name not in _COMPARISONS:
-        raise machine.error(
-            UnsupportedInstructionError,
-            f"nisa.{op}: comparison nl.{found.name}; use one of {', '.join(_COMPARISONS)}",
-        )
-    return found
+    put(dst, wrapped.astype(F32) if dst.dtype.kind == "float" else wrapped)
 
 
 @instruction(
     engines=("gpsimd",),
     writes={"dst": SBUF},
     reads={"on_true_tile": SBUF},
-    like_dst=("on_true_tile",),
+    shape="P F -> P F",
     streams=("on_true_tile",),
+    operators={"cmp_op": _COMPARISON},
+    integers={"offset": INT32, "channel_multiplier": INT32},
 )
 def affine_select(
     call: Call,
@@ -128,30 +103,30 @@ def affine_select(
     name: str | None = None,
 ) -> Steps:
     """dst = on_true_tile where cmp_op(affine value, 0), else on_false_value, on GpSimd."""
-    machine = call.machine
-    op = "affine_select"
-    compare = BY_NAME["equal"] if cmp_op is None else _comparison(machine, op, cmp_op)
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
     number = call.number("on_false_value", on_false_value)
     yield NO_ATTRIBUTES
-    assert compare.alu is not None
-    machine.kept = chosen = np.asarray(compare.alu(values, 0)) != 0
+    call.machine.kept = chosen = np.asarray(cmp_op.alu(values, 0)) != 0
     if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
         source = raw(on_true_tile).reshape(values.shape)
         fill = np.asarray(F32(number)).astype(dst.dtype.numpy)
-        write(dst, np.where(chosen, source, fill))
+        put(dst, np.where(chosen, source, fill))
     else:
         source = f32(on_true_tile).reshape(values.shape)
-        write(dst, np.where(chosen, source, F32(number)))
+        put(dst, np.where(chosen, source, F32(number)))
 
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
+    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
     reads={"on_true_tile": ON_CHIP},
-    like_dst=("on_true_tile",),
+    numbers={"bound0": FLOAT32, "bound1": FLOAT32},
+    shape="P F -> P F, P 1",
     streams=("on_true_tile",),
     dtypes={"on_true_tile": FLOATS},
+    operators={"comp_op0": _BOUNDS, "comp_op1": _BOUNDS, "reduce_op": _MAXIMUM},
+    integers={"range_start": INT32},
+    commands=("idle", "reset", "reduce", "reset_reduce"),
 )
 def range_select(
     call: Call,
@@ -169,60 +144,45 @@ def range_select(
     name: str | None = None,
 ) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
-    machine = call.machine
-    op = "range_select"
-    first, second = _comparison(machine, op, comp_op0), _comparison(machine, op, comp_op1)
-    if "not_equal" in (first.name, second.name):
-        raise call.error(
-            UnsupportedInstructionError,
-            "nl.not_equal compares no bounds; use equal, less, less_equal, greater, greater_equal",
-        )
-    reducer = _maximum(call, reduce_op)
-    check_command(call, reduce_cmd, ("idle", "reset", "reduce", "reset_reduce"))
-    partitions = dst.shape[0]
-    for role, bound in (("bound0", bound0), ("bound1", bound1)):
-        if not call.scalar(role, bound, partitions, FLOAT32):
-            raise call.error(TensorDtypeError, f"{role} must be a ({partitions}, 1) float32 tensor")
-    first_index = call.integer("range_start", range_start)
-    last_index = first_index + on_true_tile.free_size - 1
-    if not -(2**24) <= first_index <= last_index <= 2**24:
+    if len(call.tensors(dict.fromkeys(("bound0", "bound1")))) < 2:
+        raise call.error(TensorDtypeError, "bound0 and bound1 must be (P, 1) float32 tensors")
+    last_index = range_start + on_true_tile.free_size - 1
+    if not -(2**24) <= range_start <= last_index <= 2**24:
         raise call.error(
             OperandValueError,
-            f"range_start={first_index} gives indices up to {last_index}, which float32 compares; "
+            f"range_start={range_start} gives indices up to {last_index}, which float32 compares; "
             "stay within 2**24",
         )
     if on_false_value is not Ellipsis and (
         abs(call.number("on_false_value", on_false_value) - FP32_MIN) > 1e31
     ):
-        machine.rule(
+        call.rule(
             TensorDtypeError,
-            f"nisa.{op}: on_false_value {on_false_value}; the hardware fills FP32_MIN "
-            f"({FP32_MIN:g}) only",
+            f"on_false_value {on_false_value}; the hardware fills FP32_MIN ({FP32_MIN:g}) only",
         )
-    reduce_result(call, reduce_res, partitions)
     yield attributes(reduces=reduce_res is not None)
-    values = f32(on_true_tile).reshape(partitions, -1)
-    index = (first_index + np.arange(values.shape[1])).astype(F32)[None, :]
+    values = f32(on_true_tile).reshape(dst.shape[0], -1)
+    index = (range_start + np.arange(values.shape[1])).astype(F32)[None, :]
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
-    assert first.alu is not None
-    assert second.alu is not None
-    chosen = (np.asarray(first.alu(index, low)) != 0) & (np.asarray(second.alu(index, high))
-                                                         != 0)  # fmt: skip
-    machine.kept = chosen
+    above, below = comp_op0.alu(index, low) != 0, comp_op1.alu(index, high) != 0
+    call.machine.kept = chosen = np.asarray(above & below)
     fill = FP32_MIN if on_false_value is Ellipsis else on_false_value
     result = np.where(chosen, values, F32(fill))
-    write(dst, result)
-    write_sum(call, "vector", reduce_cmd, reducer, result, reduce_res)
+    put(dst, result)
+    write_sum(call, "vector", reduce_cmd, reduce_op, result, reduce_res)
 
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
+    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
     reads={"predicate": ON_CHIP, "on_true": ON_CHIP},
-    like_dst=("on_true", "predicate"),
+    numbers={"on_false": ANY_DTYPE},
+    shape="P F, P F -> P F, P 1",
     streams=("on_true", "predicate"),
-    dtypes={"on_true": _SELECTED, "predicate": _PREDICATES},
+    dtypes={"on_true": _SELECTED, "predicate": _PREDICATES, "reduce_res": FLOATS},
     pair=("on_true", "predicate"),
+    operators={"reduce_op": _MAXIMUM},
+    commands=("reset_reduce", "reduce", "idle"),
 )
 def select_reduce(
     call: Call,
@@ -237,11 +197,7 @@ def select_reduce(
     name: str | None = None,
 ) -> Steps:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
-    reducer = _maximum(call, reduce_op)
-    check_command(call, reduce_cmd, ("reset_reduce", "reduce", "idle"))
     partitions = dst.shape[0]
-    call.scalar("on_false", on_false, partitions)
-    reduce_result(call, reduce_res, partitions, FLOATS)
     yield attributes(reduces=reduce_res is not None)
     chosen = raw(predicate).reshape(partitions, -1) != 0
     if reverse_pred:
@@ -250,5 +206,5 @@ def select_reduce(
         call.machine.kept = chosen
     values = f32(on_true).reshape(partitions, -1)
     result = np.where(chosen, values, scalar_value(on_false, 2))
-    write(dst, result)
-    write_sum(call, "vector", reduce_cmd, reducer, result, reduce_res)
+    put(dst, result)
+    write_sum(call, "vector", reduce_cmd, reduce_op, result, reduce_res)

@@ -14,55 +14,31 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
-from nmm_compiler.simulator.isa.enums import (
-    engine,
-    matmul_perf_mode,
-)
-from nmm_compiler.simulator.isa.instruction import (
-    Call,
-    Steps,
-    instruction,
-)
-from nmm_compiler.simulator.isa.operands import (
-    ON_CHIP,
-    PSUM,
-    SBUF,
-    require,
-)
+from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
+from nmm_compiler.simulator.isa.instruction import Attributes, Call, Steps, attributes, instruction
+from nmm_compiler.simulator.isa.operands import ON_CHIP, PSUM, SBUF, require
 from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
-from nmm_compiler.simulator.isa.values import (
-    f32,
-    matmul_state,
-    put,
-    raw,
-)
-from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.isa.values import f32, put, raw
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _OPERANDS = frozenset(
     {"float8_e4m3", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "tfloat32", "float32"}
 )
-_PLAIN = _OPERANDS - {"float8_e4m3fn"}
 _WIDE = frozenset({"float32", "tfloat32"})
 # Elements between the two rows of a double-row operand.
 _PAIR_STEP = 16
-_ATTRIBUTES: dict[tuple[Any, ...], dict[str, Any]] = {}
 _NONE = matmul_perf_mode.none
 
 
 def matmul_attributes(
     k: int, m: int, n: int, is_transpose: bool, mode: str, dtype: str, tile: Any, onezero: bool
-) -> dict[str, Any]:
-    """Return the attributes that the cost of a pass through TensorE depends on, shared."""
-    key = (k, m, n, is_transpose, mode, dtype, tile, onezero)
-    known = _ATTRIBUTES.get(key)
-    if known is None:
-        known = _ATTRIBUTES[key] = {
-            "k": k, "m": m, "n": n, "is_transpose": is_transpose, "perf_mode": mode,
-            "dtype": dtype, "tile": tile, "onezero": onezero,
-        }  # fmt: skip
-    return known
+) -> Attributes:
+    """Return the attributes that the cost of a pass through TensorE depends on."""
+    return attributes(
+        k=k, m=m, n=n, is_transpose=is_transpose, perf_mode=mode, dtype=dtype, tile=tile,
+        onezero=onezero,
+    )  # fmt: skip
 
 
 def check_tile(call: Call, position: Any, size: Any, k: int, m: int) -> Any:
@@ -107,8 +83,9 @@ def check_indirect_product(call: Call, tile: Any, *views: NkiTensor) -> None:
     engines=("tensor",),
     writes={"dst": PSUM},
     reads={"stationary": SBUF, "moving": SBUF},
+    shape="K A, K B -> M N",
+    limits={"M": range(1, 129)},
     indirect={"dst": ("tensor",), "stationary": ("tensor",), "moving": ("tensor",)},
-    alike=True,
 )
 def nc_matmul(
     call: Call,
@@ -125,39 +102,28 @@ def nc_matmul(
     name: str | None = None,
 ) -> Steps:
     """dst [M, N] (+)= stationary [K, M].T @ moving [K, N], accumulated in float32."""
-    machine = call.machine
+    machine, target = call.machine, call.machine.target
     double = perf_mode is not _NONE and perf_mode is not None and perf_mode != "none"
-    k = stationary.shape[0]
-    m = stationary.shape[1] if len(stationary.shape) == 2 else stationary.free_size
-    n = moving.shape[1] if len(moving.shape) == 2 else moving.free_size
-    left_dtype, right_dtype = stationary.dtype, moving.dtype
+    k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
     if double:
         m, n = _check_double_row(call, stationary, moving, perf_mode, is_transpose)
-    if left_dtype != right_dtype or left_dtype not in _PLAIN:
-        _check_operand_dtypes(machine, stationary, moving, is_transpose)
-    target = machine.target
+    _check_operand_dtypes(call, stationary, moving, is_transpose)
     limit = target.moving_free_max_elements
     if target.matmul_psum_banks > 1:
         wide = 2 if dst.dtype == "bfloat16" else 4
         limit = target.matmul_psum_banks * target.psum_bank_bytes_per_partition // wide
-    if moving.shape[0] != k or m > 128 or n > limit:
+    if n > limit or (dst.shape[0], dst.free_size) != (m, n):
         raise call.error(
             TensorShapeError,
-            f"stationary {stationary.shape} and moving {moving.shape}; both need "
-            f"the same K on partitions, M <= 128 and N <= {limit}",
-        )
-    if dst.shape[0] != m or dst.free_size != n:
-        raise call.error(
-            TensorShapeError,
-            f"dst {dst.name!r} {dst.shape}, but stationary {stationary.shape} and "
-            f"moving {moving.shape} give ({m}, {n})",
+            f"dst {dst.name!r} {dst.shape}, but stationary {stationary.shape} and moving "
+            f"{moving.shape} give ({m}, {n}), N at most {limit}",
         )
     if is_transpose:
-        if dst.dtype != left_dtype and target.tensor_transpose_mode:
-            raise machine.error(
+        if dst.dtype != stationary.dtype and target.tensor_transpose_mode:
+            raise call.error(
                 TensorDtypeError,
-                f"nisa.nc_matmul(is_transpose=True): dst is {dst.dtype}, the data {left_dtype}; "
-                "use the same dtype",
+                f"is_transpose with dst of {dst.dtype} and data of {stationary.dtype}; use the "
+                "same dtype",
             )
     elif dst.dtype != "float32" and not (target.matmul_bfloat16_sums and dst.dtype == "bfloat16"):
         raise call.error(
@@ -165,7 +131,7 @@ def nc_matmul(
             f"dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
-    check_bank(machine, "nc_matmul", dst, target.matmul_psum_banks)
+    check_bank(call, dst, target.matmul_psum_banks)
     tile = None
     if tile_position or tile_size:
         tile = check_tile(call, tile_position, tile_size, k, m)
@@ -180,26 +146,25 @@ def nc_matmul(
     if machine.data:
         a, b = f32(stationary), f32(moving)
         if is_stationary_onezero:
-            _check_onezero(machine, "stationary", a)
+            _check_onezero(call, "stationary", a)
         if is_moving_onezero:
-            _check_onezero(machine, "moving", b)
+            _check_onezero(call, "moving", b)
         # without the mode the flag marks an instruction for profiles, and it may be a product
         turns = is_transpose and (target.tensor_transpose_mode or _one_hot(b.reshape(k, n)))
         if turns:
-            moved = _pass_through(machine, stationary, moving.name, b, k, m, n)
+            moved = _pass_through(call, stationary, moving.name, b.reshape(k, n))
     yield matmul_attributes(
         k,
         m,
         n,
         is_transpose,
         "double_row" if double else "none",
-        left_dtype,
+        stationary.dtype,
         tile,
         is_stationary_onezero or is_moving_onezero,
     )
     if turns:
-        put(dst, moved)
-        matmul_state(dst)[...] = 1
+        put(dst, moved, product=True)
     else:
         if double:
             a, b = a.reshape(2 * k, m), b.reshape(2 * k, n)
@@ -225,41 +190,34 @@ def _check_indirect_operands(
             )
 
 
-def _check_onezero(machine: Machine, role: str, values: np.ndarray) -> None:
+def _check_onezero(call: Call, role: str, values: np.ndarray) -> None:
     """Refuse data that the fp32 fast path for ones and zeros would compute wrongly."""
     other = (values != 0) & (values != 1)
     if other.any():
         where = [int(i) for i in np.argwhere(other)[0]]
-        raise machine.error(
+        raise call.error(
             OperandValueError,
-            f"nisa.nc_matmul(is_{role}_onezero=True): {role} holds {values[tuple(where)]!s} at "
+            f"is_{role}_onezero: {role} holds {values[tuple(where)]!s} at "
             f"{where}; it may hold ones and zeros only, leave the flag unset",
         )
 
 
 def _pass_through(
-    machine: Machine,
-    stationary: NkiTensor,
-    moving: str,
-    selector: np.ndarray,
-    k: int,
-    m: int,
-    n: int,
+    call: Call, stationary: NkiTensor, moving: str, selector: np.ndarray
 ) -> np.ndarray:
     """Return stationary.T with its columns placed by the one-hot moving matrix, bit for bit.
 
     Transpose mode moves elements and multiplies nothing: each column of moving picks one row of
     stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves).
     """
-    selector = selector.reshape(k, n)
     if not _one_hot(selector):
-        raise machine.error(
+        raise call.error(
             OperandValueError,
-            f"nisa.nc_matmul(is_transpose=True): moving {moving!r} is no identity matrix; each of "
-            "its columns must hold a single 1, use nl.shared_identity_matrix, or leave "
-            "is_transpose unset for a product",
+            f"is_transpose: moving {moving!r} is no identity matrix; each of its columns must hold "
+            "a single 1, use nl.shared_identity_matrix, or leave is_transpose unset for a product",
         )
-    return raw(stationary).reshape(k, m)[(selector != 0).argmax(axis=0), :].T.copy()
+    rows = raw(stationary).reshape(stationary.shape[0], -1)
+    return rows[(selector != 0).argmax(axis=0), :].T.copy()
 
 
 def _one_hot(selector: np.ndarray) -> bool:
@@ -271,127 +229,105 @@ def _one_hot(selector: np.ndarray) -> bool:
 def _check_double_row(
     call: Call, stationary: NkiTensor, moving: NkiTensor, mode: Any, is_transpose: bool
 ) -> tuple[int, int]:
-    machine = call.machine
     if mode is not matmul_perf_mode.double_row and mode != "double_row":
         raise call.error(
             KernelArgumentError, f"perf_mode={mode!r}; use a member of nisa.matmul_perf_mode"
         )
-    require(machine, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
+    require(call.machine, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
     if is_transpose:
         raise call.error(
             EngineRuleError, "perf_mode=double_row with is_transpose; transpose without it"
         )
     for view in (stationary, moving):
         if view.dtype not in FLOAT8:
-            raise machine.error(
+            raise call.error(
                 TensorDtypeError,
-                f"nisa.nc_matmul(perf_mode=double_row): {view.name!r} is {view.dtype}; it takes "
-                "float8 operands",
+                f"perf_mode=double_row: {view.name!r} is {view.dtype}; it takes float8 operands",
             )
         if len(view.shape) < 3 or view.shape[1] != 2:
-            raise machine.error(
+            raise call.error(
                 TensorShapeError,
-                f"nisa.nc_matmul(perf_mode=double_row): {view.name!r} {view.shape}; the first "
-                "free dimension must be 2",
+                f"perf_mode=double_row: {view.name!r} {view.shape}; the first free dimension must "
+                "be 2",
             )
         if view.strides[1] % _PAIR_STEP:
             # nki-library, output_projection_tkg.py and output_projection_cte_parameters.py: "double
             # row stride access"; AWS's own test of the mode pads a tile of one column to 16.
-            machine.rule(
+            call.rule(
                 TensorShapeError,
-                f"nisa.nc_matmul(perf_mode=double_row): the two rows of {view.name!r} lie "
-                f"{view.strides[1]} elements apart; the distance must be a multiple of "
-                f"{_PAIR_STEP}, pad the tile's last dimension",
+                f"perf_mode=double_row: the two rows of {view.name!r} lie {view.strides[1]} "
+                f"elements apart; the distance must be a multiple of {_PAIR_STEP}, pad the tile's "
+                "last dimension",
             )
     return stationary.free_size // 2, moving.free_size // 2
 
 
 def _check_operand_dtypes(
-    machine: Machine, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+    call: Call, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
     left, right = stationary.dtype, moving.dtype
     for view in (stationary, moving):
         if view.dtype not in _OPERANDS and not (is_transpose and view.dtype.kind == "int"):
-            raise machine.error(
+            raise call.error(
                 TensorDtypeError,
-                f"nisa.nc_matmul: {view.name!r} is {view.dtype}; operands are "
-                f"{', '.join(sorted(_OPERANDS))}",
+                f"{view.name!r} is {view.dtype}; operands are {', '.join(sorted(_OPERANDS))}",
             )
-        if view.dtype == "float8_e4m3fn" and not machine.target.matmul_float8_e4m3fn:
-            machine.rule(
+        if view.dtype == "float8_e4m3fn" and not call.machine.target.matmul_float8_e4m3fn:
+            call.rule(
                 TargetRuleError,
-                f"nisa.nc_matmul: float8_e4m3fn operands need trn3, the target is "
-                f"{machine.target.name}; use float8_e4m3",
+                f"float8_e4m3fn operands need trn3, the target is {call.machine.target.name}; use "
+                "float8_e4m3",
             )
     if is_transpose:
         return
     if (left in _WIDE) != (right in _WIDE):
-        raise machine.error(
+        raise call.error(
             TensorDtypeError,
-            f"nisa.nc_matmul: stationary is {left} and moving {right}; a float32 operand needs "
-            "the other to be float32 too",
+            f"stationary is {left} and moving {right}; a float32 operand needs the other to be "
+            "float32 too",
         )
     if {left, right} == {"float8_e4m3", "float8_e4m3fn"}:
-        raise machine.error(
-            TensorDtypeError, "nisa.nc_matmul: float8_e4m3 and float8_e4m3fn cannot be mixed"
-        )
+        raise call.error(TensorDtypeError, "float8_e4m3 and float8_e4m3fn cannot be mixed")
 
 
 @instruction(
     engines=("tensor", "vector"),
     writes={"dst": ON_CHIP},
     reads={"data": ON_CHIP},
-    alike=True,
+    shape="P F -> F P",
+    same_dtype=(("dst", "data"),),
 )
 def nc_transpose(
     call: Call, dst: Any, data: Any, engine: Any = engine.unknown, name: str | None = None
 ) -> Steps:
     """dst [F, P] = data [P, F].T on TensorE (up to 128 x 128) or VectorE (up to 32 x 32)."""
-    machine = call.machine
     p, f = data.shape[0], data.free_size
-    small = p <= 32 and f <= 32
     fits_tensor = dst.memory == "psum" and data.memory == "sbuf"
     chosen = call.choose("tensor" if fits_tensor else "vector")
-    if chosen == "tensor":
-        if not fits_tensor:
-            raise machine.error(
-                EngineRuleError,
-                f"nisa.nc_transpose on TensorE reads SBUF and writes PSUM; data {data.name!r} is "
-                f"in {data.memory.upper()}, dst {dst.name!r} in {dst.memory.upper()}",
-            )
-        if p > 128 or f > 128:
-            raise machine.error(
-                TensorShapeError,
-                f"nisa.nc_transpose on TensorE: data {data.shape}; at most [128, 128]",
-            )
-    elif not small:
-        raise machine.error(
-            TensorShapeError,
-            f"nisa.nc_transpose on VectorE: data {data.shape} (in {data.memory.upper()}, dst in "
-            f"{dst.memory.upper()}); at most [32, 32]; TensorE takes up to [128, 128] from "
-            "SBUF to PSUM",
-        )
-    if dst.dtype != data.dtype:
+    if chosen == "tensor" and not fits_tensor:
         raise call.error(
-            TensorDtypeError,
-            f"dst {dst.name!r} is {dst.dtype}, data {data.dtype}; they must be the same",
+            EngineRuleError,
+            f"TensorE reads SBUF and writes PSUM; data {data.name!r} is in {data.memory.upper()}, "
+            f"dst {dst.name!r} in {dst.memory.upper()}",
         )
-    if dst.shape[0] != f or dst.free_size != p:
+    most = 128 if chosen == "tensor" else 32
+    if max(p, f) > most:
         raise call.error(
             TensorShapeError,
-            f"dst {dst.shape}, data {data.shape} transposes to ({f}, {p})",
+            f"data {data.shape} on {chosen}; at most [{most}, {most}]; TensorE takes up to "
+            "[128, 128] from SBUF to PSUM, VectorE [32, 32]",
         )
     apart = dst.strides[-1]
-    spread = data.dtype in FLOAT8 and chosen == "tensor" and machine.target.tensor_transpose_mode
+    spread = (
+        data.dtype in FLOAT8 and chosen == "tensor" and call.machine.target.tensor_transpose_mode
+    )
     if spread and p > 1 and apart != 2:
         # trainium2_arch, Built-in Transpose Support: fp8 data leaves 16-bit elements in PSUM
-        machine.rule(
+        call.rule(
             TensorShapeError,
-            f"nisa.nc_transpose on TensorE: elements of dst {dst.name!r} ({dst.dtype}) lie "
+            f"on TensorE elements of dst {dst.name!r} ({dst.dtype}) lie "
             f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
             "of 2 and pass its element 0",
         )
     yield matmul_attributes(p, f, p, True, "none", data.dtype, None, False)
-    put(dst, raw(data).reshape(p, f).T.copy())
-    if dst.memory == "psum":
-        matmul_state(dst)[...] = 1
+    put(dst, raw(data).reshape(p, f).T.copy(), exact=True, product=True)

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import TensorShapeError
 from nmm_compiler.simulator.isa.operators import Op
-from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.dtypes import DType, cast, round_tfloat32
-from nmm_compiler.simulator.tensors.indirect import gather, scatter
+from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
+from nmm_compiler.simulator.tensors.indirect import gather, positions, scatter
+from nmm_compiler.simulator.tensors.races import settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -38,29 +37,56 @@ def raw(view: NkiTensor) -> np.ndarray:
     return view.load()
 
 
-def put(dst: NkiTensor, values: np.ndarray) -> None:
-    """Write computed values: cast to the dtype of dst, note that they are written."""
+def put(dst: NkiTensor, values: np.ndarray, *, exact: bool = False, product: bool = False) -> None:
+    """Write values to dst: the one place where an instruction does.
+
+    exact: they are stored elements of dst's dtype; else they are cast to it.
+    product: TensorE writes them, so a later product may add to them.
+    """
+    dtype, storage = dst.dtype, dst.storage
     if dst.indirection is not None:
         scatter(dst, values)
-        return
-    shape = dst.shape
-    if values.shape != shape:
-        values = values.reshape(shape)
-    target = dst.array()
-    dtype: DType = dst.dtype
-    if dtype.kind == "float" and dtype != "tfloat32" and values.dtype == F32:
-        np.copyto(target, values, casting="unsafe")
     else:
-        target[...] = cast(values, dtype)
-    if dst.storage.unwritten is not None:
-        dst.mark_written()
+        if values.shape != dst.shape:
+            values = values.reshape(dst.shape)
+        rounds = values.dtype == F32 and dtype.kind == "float" and dtype != "tfloat32"
+        if not exact and (storage.shared or not rounds):
+            values = cast(values, dtype)
+        if storage.shared:
+            values = settled(dst, values)
+        dst.array()[...] = values
+        if storage.unwritten is not None:
+            dst.mark_written()
+    if storage.memory == "psum":
+        note_writer(dst, TENSOR if product else OTHER)
 
 
-def matmul_state(dst: NkiTensor) -> np.ndarray:
-    """Return the view of what wrote each PSUM element: 0 nothing, 1 TensorE, 2 another engine."""
-    storage = dst.storage
-    item = dst.dtype.item_bytes
-    storage.products = None
+TENSOR, OTHER = 1, 2
+"""Who wrote an element of PSUM; 0 is nobody."""
+
+
+def writers_of(dst: NkiTensor) -> np.ndarray:
+    """Return who wrote each element of a view of PSUM."""
+    state, step = _writers(dst)
+    if dst.indirection is not None:
+        return np.asarray(state[positions(dst)[0] * step]).reshape(dst.shape)
+    steps = tuple([s * step for s in dst.strides])
+    return np.ndarray(dst.shape, np.uint8, state, dst.offset * step, steps)
+
+
+def note_writer(dst: NkiTensor, who: int) -> None:
+    """Note who wrote a view of PSUM."""
+    dst.storage.products = None
+    if dst.indirection is None:
+        writers_of(dst)[...] = who
+        return
+    state, step = _writers(dst)
+    state[positions(dst)[0] * step] = who
+
+
+def _writers(dst: NkiTensor) -> tuple[np.ndarray, int]:
+    """Return who wrote each granule of a storage, and how many granules an element of dst has."""
+    storage, item = dst.storage, dst.dtype.item_bytes
     if storage.matmul is None:
         size = storage.shape[0] * storage.bytes_per_partition
         storage.matmul_granule = min(item, storage.dtype.item_bytes)
@@ -68,26 +94,7 @@ def matmul_state(dst: NkiTensor) -> np.ndarray:
     elif item < storage.matmul_granule:
         storage.matmul = np.repeat(storage.matmul, storage.matmul_granule // item)
         storage.matmul_granule = item
-    step = item // storage.matmul_granule
-    return np.ndarray(
-        dst.shape,
-        np.uint8,
-        storage.matmul,
-        dst.offset * step,
-        tuple([s * step for s in dst.strides]),
-    )
-
-
-def note_psum_write(dst: NkiTensor) -> None:
-    """Note that another engine than TensorE wrote a PSUM region."""
-    matmul_state(dst)[...] = 2
-
-
-def write(dst: NkiTensor, values: np.ndarray) -> None:
-    """Write results of a compute engine other than TensorE."""
-    put(dst, values)
-    if dst.storage.memory == "psum":
-        note_psum_write(dst)
+    return storage.matmul, item // storage.matmul_granule
 
 
 def scalar_value(value: Any, rank: int) -> Any:
@@ -99,17 +106,11 @@ def scalar_value(value: Any, rank: int) -> Any:
     return F32(value)
 
 
-def apply_scalar(
-    machine: Machine, function: Op, data: np.ndarray, value: Any, reverse: bool
-) -> np.ndarray:
+def apply_scalar(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np.ndarray:
     """Return data <op> value (or reversed) in float32; unary and bypass ignore the value."""
     assert function.alu is not None
     if function.kind in ("unary", "bypass"):
         return np.asarray(function.alu(data), dtype=F32)
-    if value is None:
-        raise machine.error(
-            TensorShapeError, f"nl.{function.name} needs an operand and none was given"
-        )
     operand_value = scalar_value(value, data.ndim)
     result = function.alu(operand_value, data) if reverse else function.alu(data, operand_value)
     return np.asarray(result, dtype=F32)

@@ -58,6 +58,7 @@ class Rebuilder:
             cells or None,
         )
         self.made[id(function)] = rebuilt
+        rebuilt.__dict__.update(function.__dict__)
         rebuilt.__kwdefaults__ = {
             k: self.value(v) for k, v in (function.__kwdefaults__ or {}).items()
         } or None

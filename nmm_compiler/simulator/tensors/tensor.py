@@ -28,7 +28,13 @@ from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
 from nmm_compiler.simulator.tensors.data import Indirection as Indirection
 from nmm_compiler.simulator.tensors.data import TensorData
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.forms import numbers_of, part_of, remember_part, whole_of
+from nmm_compiler.simulator.tensors.geometry import (
+    Geometry,
+    numbers_of,
+    part_of,
+    remember_part,
+    whole_of,
+)
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.reshaping import fail
@@ -41,7 +47,7 @@ class NkiTensor(TensorData):
     moved: the registers that slices start at: (symbol, step, value) of each part of the offset.
     """
 
-    __slots__ = ("form", "indirection", "like", "moved", "parts", "shape", "strides")
+    __slots__ = ("geometry", "indirection", "moved", "parts", "shape", "strides")
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class NkiTensor(TensorData):
         self._access: Access | None = None
         self._array: np.ndarray | None = None
         self.special = False
-        self.form = self.like = 0
+        self.geometry: Geometry | None = None
         self.moved = moved
         self.parts: dict[tuple[Any, ...], NkiTensor] | None = None
 
