@@ -37,7 +37,6 @@ class Verdict:
     low: float
     high: float
     says: str
-    replayed: float | None
 
     def holds(self, worst: float) -> bool:
         """Whether the point cannot be within `worst` of a prediction that the figures leave."""
@@ -67,7 +66,7 @@ def _verdict(row: dict[str, Any], points: dict[str, Any], worst: float) -> Verdi
         says = (
             f"{row['instructions']:,} instructions of {row['cycles']} cycles at {clock / 1e9:g} GHz"
         )
-    return Verdict(row["point"], point["measured"], low, high, says, row.get("replayed_us"))
+    return Verdict(row["point"], point["measured"], low, high, says)
 
 
 def contradicted(worst: float) -> frozenset[str]:
@@ -85,11 +84,6 @@ def lines(worst: float) -> list[str]:
             f"{v.point}: {v.measured:,} us published, so {least:,.0f} to {most:,.0f} are within "
             f"the bar; {v.says}: {bound} us" + ("" if v.holds(worst) else " (DOES NOT HOLD)")
         )
-        if v.replayed:
-            found.append(
-                f"    its publisher's own model of the compiled instructions: {v.replayed:,} us "
-                f"({v.replayed / v.measured - 1:+.1%})"
-            )
     return found
 
 

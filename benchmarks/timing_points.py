@@ -2,9 +2,10 @@
 
 Every point of `data/timing_points.toml` is a public measurement; its kernel is written anew under
 `kernels/` from the published text, run through `simulate(mode="timing")`, and its prediction is
-printed with the error. Points from which a constant was set and points held out have a table each.
-Further tables have texts that run as published (timing_texts.py), some of which set laws: from
-clones if they are given, else as recorded. Nothing printed as predicted was measured by us. Run:
+printed with the error. Points of the publishers from whom a constant was set, and points of others,
+which are held out, have a table each. Further tables have texts that run as published
+(timing_texts.py), split in the same way: from clones if they are given, else as recorded. Nothing
+printed as predicted was measured by us. Run:
 
     python benchmarks/timing_points.py [--only TEXT] [--set NAME] [--write]
         [--autocomp CLONE] [--accelopt CLONE] [--kda CLONE]
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -126,7 +128,19 @@ class Result:
 def points() -> list[Point]:
     """Return the points of the data file, in its order."""
     rows = tomllib.loads(DATA.read_text())["point"]
-    return [Point(kind=row.pop("class"), **row) for row in rows]
+    return [Point(kind=row.pop("class"), set=side(row["source"]), **row) for row in rows]
+
+
+def publisher(source: str) -> str:
+    """Return who published: the repository in brackets, or the source itself."""
+    return source.rsplit("(", 1)[-1].rstrip(")")
+
+
+@functools.cache
+def side(source: str) -> str:
+    """Return the set of a publisher's kernels: all of them set constants, or are held out."""
+    givers = tomllib.loads(DATA.read_text())["law_givers"]
+    return "constants" if publisher(source) in givers else "held out"
 
 
 def simulated(point: Point) -> Simulation:
@@ -164,10 +178,14 @@ def text_results(
     ]  # fmt: skip
 
 
+def _table_of(text: timing_texts.Text) -> str:
+    return TEXTS if side(text.problem.repository) == "held out" else LAWS
+
+
 def _as_point(text: timing_texts.Text) -> Point:
     problem = text.problem
     return Point(
-        name=text.name, set=TEXTS if text.set == "held out" else LAWS, kind=text.kind or "-",
+        name=text.name, set=_table_of(text), kind=text.kind or "-",
         target=problem.target, source=text.source, kernel=text.digest, shapes=problem.shapes,
         measured=text.measured, dtype=problem.dtype, counted=text.counted, remark=text.remark,
     )  # fmt: skip
@@ -369,7 +387,7 @@ def _texts(options: argparse.Namespace, pool: Any) -> list[Result]:
     chosen = [
         text for text in timing_texts.texts()
         if options.only in text.name
-        and options.set in ("", TEXTS if text.set == "held out" else LAWS)
+        and options.set in ("", _table_of(text))
     ]  # fmt: skip
     given = {timing_texts.SEARCHED: options.autocomp, timing_texts.PROFILED: options.accelopt,
              timing_texts.LOGGED: options.kda}  # fmt: skip

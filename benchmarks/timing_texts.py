@@ -33,7 +33,6 @@ DATA = Path(__file__).resolve().parent / "data" / "timing_texts.toml"
 RECORD = DATA.with_suffix(".json")
 SEARCHED, PROFILED = "ucb-bar/autocomp", "zhang677/AccelOpt"
 LOGGED = "Jerry2423/kda-for-trainium"
-SETS = ("constants", "held out")
 PROFILES = "experiments/full_complete_local/profile_results.csv"
 _BUSY = 50.0  # us: of an engine that works less, a rounded share says little
 _SHARES = {
@@ -76,15 +75,14 @@ class Problem:
 class Text:
     """One text: its published time in us, its digest, the class of its profile.
 
-    set: "constants" if a law was set from it. kind is "" for a text that does not run; the remark
-    says why it is not counted. file, home: where the text is, if not where its problem says.
+    kind is "" for a text that does not run; the remark says why it is not counted. file, home:
+    where the text is, if not where its problem says.
     logged: the time in ms as the log has it, if it is not the measured one.
     """
 
     problem: Problem
     measured: float
     digest: str
-    set: str = "held out"
     kind: str = ""
     counted: bool = True
     remark: str = ""

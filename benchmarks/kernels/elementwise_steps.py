@@ -30,9 +30,13 @@ def add_tiles(a, b, rows, columns):
 
 @nki.jit
 def copy_tiles(a, columns):
-    """Copy a 128-row array through SBUF, `columns` at a time, over all descriptor modes."""
+    """Copy a 128-row array through SBUF, `columns` at a time, over all descriptor modes.
+
+    Then turn four blocks of 16 x 128 on the way in, and back again within SBUF.
+    """
     rows, width = a.shape
     result = nl.ndarray((rows, width), dtype=a.dtype, buffer=nl.shared_hbm)
+    turned = nl.ndarray((64, 128), dtype=a.dtype, buffer=nl.shared_hbm)
     modes = (
         nisa.dge_mode.none,
         nisa.dge_mode.swdge,
@@ -41,11 +45,17 @@ def copy_tiles(a, columns):
     )
     for tile in range(width // columns):
         column = tile * columns
-        mode = modes[tile % 4]
+        mode = modes[tile * columns * 4 // width]
         held = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=held, src=a[:, column : column + columns], dge_mode=mode)
         nisa.dma_copy(dst=result[:, column : column + columns], src=held, dge_mode=mode)
-    return result
+    for row in range(0, 64, 16):
+        block = nl.ndarray((128, 16), dtype=a.dtype, buffer=nl.sbuf)
+        back = nl.ndarray((16, 128), dtype=a.dtype, buffer=nl.sbuf)
+        nisa.dma_transpose(dst=block, src=a[row : row + 16, 0:128])
+        nisa.dma_transpose(dst=back, src=block)
+        nisa.dma_copy(dst=turned[row : row + 16, :], src=back)
+    return result, turned
 
 
 @nki.jit

@@ -73,7 +73,7 @@ def test_loads_issue_one_after_another_and_overlap():
 @pytest.mark.parametrize(
     ("modes", "queues", "second"),
     [
-        ([{"dge_mode": "none"}] * 2, {"software"}, 0.6),
+        ([{"dge_mode": "none"}] * 2, {"static"}, 0.6),
         ([{"dge_mode": "hwdge"}] * 2, {"hwdge-sync"}, 0.6),
         (
             [{"dge_mode": "hwdge", "issuer": "sync"}, {"dge_mode": "hwdge", "issuer": "scalar"}],
@@ -81,7 +81,8 @@ def test_loads_issue_one_after_another_and_overlap():
             0.0,
         ),
         ([{}] * 2, {"software"}, 0.485 + 128 * 0.95e-3),
-        ([{}, {"dge_mode": "none"}], {"software"}, 0.485 + 128 * 0.95e-3),
+        ([{}, {"dge_mode": "swdge"}], {"software"}, 0.485 + 128 * 0.95e-3),
+        ([{}, {"dge_mode": "none"}], {"software", "static"}, 0.0),
     ],
 )
 def test_descriptor_modes_issue_through_the_generators_there_are(modes, queues, second):

@@ -56,11 +56,11 @@ def test_every_point_is_on_the_page_in_its_own_table():
 def test_there_are_enough_points_of_each_kind():
     counted = [p for p in POINTS if p.counted]
     held = [p for p in counted if p.set == "held out"]
-    texts = [t for t in TEXTS if t.counted and t.set == "held out"]
+    texts = [t for t in TEXTS if t.counted and timing_points.side(t.source) == "held out"]
     assert len(counted) >= 60
     assert len(held) + len(texts) >= 90
-    assert {p.kind for p in held} == {t.kind for t in texts} == set(evidence.CLASSES)
-    assert {p.target for p in held} == {"trn1", "trn2"}
+    assert {t.kind for t in texts} == set(evidence.CLASSES)
+    assert {t.problem.target for t in texts} == {"trn1", "trn2"}
     assert len({p.name for p in POINTS}) == len(POINTS)
 
 
@@ -78,8 +78,9 @@ def test_the_held_out_errors_were_printed_with_the_constants_of_today():
     for band in evidence.bands().values():
         near = (band.mean + half for half in (-5e-5, 0.0, 5e-5))  # it is rounded where recorded
         assert any(f"{mean:.1%} of {band.points}" in rest for mean in near)
-        held = [x for x in (*POINTS, *TEXTS) if x.counted and x.set == "held out"
-                and x.kind == band.kind and x.name not in conflicts]  # fmt: skip
+        held = [x for x in (*POINTS, *TEXTS) if x.counted and x.kind == band.kind
+                and timing_points.side(x.source) == "held out"
+                and x.name not in conflicts]  # fmt: skip
         assert band.points == len(held)
 
 
@@ -181,13 +182,15 @@ def test_a_text_is_left_out_only_for_a_reason_and_runs_only_if_it_has_a_class():
         assert (timing_texts.recorded("predicted")[text.name] is None) == (text.kind == "")
 
 
-def test_problems_of_the_log_set_laws_and_are_held_out_by_turns():
-    logged = [t for t in TEXTS if t.problem.repository == timing_texts.LOGGED]
-    names = sorted({t.problem.file for t in logged})
-    assert len(names) == 14
-    for turn, name in enumerate(names):
-        sets = {t.set for t in logged if t.problem.file == name}
-        assert sets == {timing_texts.SETS[turn % 2]}
+def test_all_kernels_of_a_publisher_are_on_one_side():
+    sides = {}
+    for point in POINTS:
+        sides.setdefault(timing_points.publisher(point.source), set()).add(point.set)
+    for text in TEXTS:
+        sides.setdefault(text.problem.repository, set()).add(timing_points.side(text.source))
+    assert all(len(found) == 1 for found in sides.values())
+    assert sides[timing_texts.SEARCHED] == sides[timing_texts.LOGGED] == {"held out"}
+    assert len({t.problem.file for t in TEXTS if t.problem.repository == timing_texts.LOGGED}) == 14
 
 
 def test_logged_medians_are_doubled_but_for_two_whose_counters_say_otherwise():
@@ -314,8 +317,8 @@ def test_the_exit_code_counts_points_that_contradict_others(errors, code):
     """The first point is a plain one, the second contradicts other published figures."""
     named = {p.name: p for p in POINTS}
     conflict = timing_conflicts.verdicts(0.25)[0].point
-    pair = (named["layer norm 4096x8192"], named[conflict])
-    plain = [named["max pool 3x3, 4096x4096"]] * 30
+    pair = (named["GEMM, groups of 4x2, loads fused"], named[conflict])
+    plain = [named["scan, loads once, 256 channels, 2048 positions"]] * 30
     results = [
         timing_points.Result(p, p.measured * (1 + e), (), 1, 1.0)
         for p, e in [*zip(pair, errors, strict=True), *((p, 0.0) for p in plain)]

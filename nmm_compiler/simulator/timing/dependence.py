@@ -13,10 +13,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from nmm_compiler.simulator.timing.compiler import compiled
 from nmm_compiler.simulator.timing.dma import DmaCost
-from nmm_compiler.simulator.timing.load_reuse import awaited_tiles, reused_loads
 from nmm_compiler.simulator.timing.regions import Record, Records, is_dense, overlaps
-from nmm_compiler.simulator.timing.repeats import repeated_work
 from nmm_compiler.simulator.timing.resources import Pool
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -160,9 +159,8 @@ class Dependences:
 
     def _survey(self, trace: Trace, target: Target) -> None:
         """Find the last use and last write of each storage; HBM that nobody writes needs none."""
-        self.repeated = repeated_work(trace)
-        if trace.loads == "reused":
-            self.repeated |= reused_loads(trace, target)
+        made = compiled(trace, target)
+        self.repeated = made.dropped
         storages, allocations = self.storages, trace.allocations
         if trace.indexed and not self.repeated:
             for identity, allocation in allocations.items():
@@ -173,7 +171,6 @@ class Dependences:
         else:
             self._read_uses(trace)
         bank, sbuf = target.psum_bank_bytes_per_partition, self.sbuf
-        awaited = awaited_tiles(trace, target)
         for identity, storage in storages.items():
             found = allocations.get(identity)
             if found is None or found.memory == "hbm":
@@ -182,7 +179,7 @@ class Dependences:
             storage.partitions = found.shape[0]
             if found.address is not None:
                 storage.place = _Place(found)
-            elif identity in awaited:
+            elif identity in made.one_buffer:
                 storage.place = _Buffer(found)
             elif found.memory == "psum":
                 storage.pool = self.psum

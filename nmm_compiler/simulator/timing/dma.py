@@ -18,9 +18,6 @@ from nmm_compiler.targets import Target
 _LARGEST_DESCRIPTOR_BYTES = 65536
 _US = 1e6
 
-SOFTWARE = "software"
-"""The resource that issues every DMA which no hardware generator does."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DmaCost:
@@ -167,20 +164,19 @@ class DmaCosts:
     def _issue(self, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
         """Return the resource that issues and the seconds it needs.
 
-        A core of trn2 has two hardware generators (nki-dge), triggered by the scalar and the sync
-        engine, and one path for everything else: descriptors that GpSimd writes, those of
-        `dge_mode.unknown`, which the compiler gives one of the existing modes, and prebuilt ones.
+        nki-dge: a core of trn2 has two hardware generators, triggered by the scalar and the sync
+        engine; GpSimd writes descriptors; others are made before the run and read from HBM.
+        `dge_mode.unknown` shares GpSimd's path: profiles of AWS's kernel of all modes lack the same
+        records for it and for swdge.
         """
         target = self.target
         if mode == "hwdge":
             queue = issuer if issuer in ("scalar", "sync") else "sync"
             return f"hwdge-{queue}", target.dma_hardware_issue_seconds
         if mode == "none" or not target.dma_generates_descriptors:
-            return SOFTWARE, target.dma_static_issue_seconds
-        return (
-            SOFTWARE,
-            target.dma_issue_seconds + descriptors * target.dma_issue_descriptor_seconds,
-        )
+            return "static", target.dma_static_issue_seconds
+        each = target.dma_issue_descriptor_seconds
+        return "software", target.dma_issue_seconds + descriptors * each
 
     def _transpose_fraction(self, reads: list[Access], writes: list[Access]) -> float:
         """Return the part of the copy rate that a DMA transpose reaches."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nmm_compiler import targets
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing import repeats, resources
+from nmm_compiler.simulator.timing import compiler, resources
 from nmm_compiler.simulator.timing.costs import RULES, ComputeCosts
 from nmm_compiler.simulator.timing.dma import DmaCosts
 from nmm_compiler.simulator.trace import Access, Instruction
@@ -25,10 +25,10 @@ from nmm_compiler.simulator.trace import Access, Instruction
 HELD_OUT = Path(__file__).with_name("held_out.json")
 CLASSES = ("matrix", "vector", "mixed")
 
-_CONSTANTS = {
-    "resources": ("_GAPS_KEPT", "_SMALLEST_GAP_US", "_WORTH_A_SWAP"),
-    "repeats": ("_DISTANCE",),
-}
+_CONSTANTS = (
+    (compiler, "_DISTANCE"),
+    (resources, "_GAPS_KEPT"), (resources, "_SMALLEST_GAP_US"), (resources, "_WORTH_A_SWAP"),
+)  # fmt: skip
 
 # Fields of a target that no prediction of one kernel on one core depends on: rules for
 # instructions, and limits for tiles, models and groups of cores. The hash covers every field that
@@ -76,9 +76,7 @@ def constants_hash() -> str:
             *(compute.other(work) for work in _work()),
             *(dataclasses.astuple(transfers.cost(transfer)) for transfer in _transfers()),
         ]
-    for module in (repeats, resources):
-        short = module.__name__.rsplit(".", 1)[1]
-        values |= {f"{short}.{name}": getattr(module, name) for name in _CONSTANTS[short]}
+    values |= {name: getattr(module, name) for module, name in _CONSTANTS}
     text = json.dumps(values, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -17,6 +17,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 
+from nmm_compiler.simulator.timing.compiler import PassedOn
 from nmm_compiler.simulator.timing.dependence import (
     DMA,
     ENGINES,
@@ -29,7 +30,6 @@ from nmm_compiler.simulator.timing.dependence import (
     wake_table,
 )
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts, DmaEngines
-from nmm_compiler.simulator.timing.placement import PassedOn
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.tensor_clock import TensorClock
 from nmm_compiler.simulator.timing.work import Work, Works

@@ -8,10 +8,10 @@ its geometry.
 
 from __future__ import annotations
 
+from nmm_compiler.simulator.timing.compiler import scalar_can
 from nmm_compiler.simulator.timing.costs import ComputeCosts
 from nmm_compiler.simulator.timing.dependence import DMA, ENGINES, SCALAR, TENSOR, VECTOR
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
-from nmm_compiler.simulator.timing.placement import scalar_can
 from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets import Target
 
