@@ -16,7 +16,7 @@ SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-neuronmm bench-models bench-paper \
-	bench-public bench-attention bench-cores bench-ranks
+	bench-public bench-attention bench-cores bench-ranks bench-laws bench-passes bench-build bench-cache bench-cpu
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -71,6 +71,9 @@ bench: bench-kernels bench-simulator bench-speed bench-compress bench-timing ben
 bench-kernels bench-simulator bench-speed bench-compress: $(DEV_READY)
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 
+bench-passes bench-build bench-cache bench-cpu: $(DEV_READY)
+	$(RUN) benchmarks/speed.py --only $(@:bench-%=%) $(ARGS)
+
 # Against published runs; with AWS's dense layer: make bench-models ARGS="--library ../nki-library"
 bench-models: $(DEV_READY)
 	$(RUN) benchmarks/models.py $(ARGS)
@@ -113,6 +116,10 @@ bench-attention: $(DEV_READY)
 
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py $(ARGS)
+
+# Each law of the timing model switched off alone: make bench-laws ARGS="--kda CLONE --each 2"
+bench-laws: $(DEV_READY)
+	$(RUN) benchmarks/laws.py $(ARGS)
 
 # The low-rank paper's models, a row at a time: make bench-paper ARGS="--targets trn2 --workers 2"
 bench-paper: $(DEV_READY)

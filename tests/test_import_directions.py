@@ -68,7 +68,7 @@ OPTIONAL = {
     "transformers": {"compress", "cli", "prediction"},
     "gguf": {"cli"},
     "peft": {"compress"},
-    "lm_eval": {"compress"},
+    "lm_eval": {"cli", "compress"},
     "tqdm": {"compress"},
     "matplotlib": {"compress"},
     "torch_mlir": {"mlir"},

@@ -165,7 +165,7 @@ def simulate(
         nki.collectives and all arrive at once; data needs all of them, see `simulate_ranks`.
     grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
     loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still hold,
-        as the Beta 1 compiler did (timing/load_reuse.py). Default: "reused" for Beta 1 kernels.
+        as the Beta 1 compiler did (timing/compiler.py). Default: "reused" for Beta 1 kernels.
     reorder: whether the compiler's scheduler may move independent instructions and DMAs across each
         other, as AWS documents outside of nl.no_reorder (the default), or keeps program order.
     strict: False turns broken rules into warnings where a result exists. uninitialized: "poison"

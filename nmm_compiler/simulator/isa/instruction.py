@@ -398,7 +398,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if len(set(storages)) < len(storages):
             for storage, view in zip(storages, views, strict=True):
                 first = storages.index(storage)
-                begin = view._access.byte_start - views[first]._access.byte_start
+                begin = view.access().byte_start - views[first].access().byte_start
                 key += first, begin
         return self.op, *key
 

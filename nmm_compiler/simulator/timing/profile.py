@@ -62,7 +62,7 @@ class Profile(Shown, Record):
         result of an earlier one, and the compiler is taken to drop them.
     program_instructions: of them, those that the compiled program holds: all loops unrolled but the
         ones on the device, whose body counts once.
-    loads: "as_written", or "reused" when repeated loads were dropped (timing/load_reuse.py).
+    loads: "as_written", or "reused" when repeated loads were dropped (timing/compiler.py).
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
     unmodelled: effects in this run that the model does not include, one sentence each.
 

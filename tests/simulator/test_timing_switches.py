@@ -1,0 +1,77 @@
+"""benchmarks/laws.py switches each law of the timing model off alone, and on again."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from trace_builder import Builder
+
+from nmm_compiler import targets
+from nmm_compiler.simulator.timing.timeline import time_trace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import laws
+
+
+def kernel(dtype):
+    """Loads, products, copies, a scan of equal work and stores, in turns that leave stalls."""
+    builder = Builder()
+    source, target = builder.tensor("hbm", 128, 512, dtype), builder.tensor("hbm", 128, 512, dtype)
+    weight = builder.tensor("sbuf", 64, 128, dtype)
+    builder.add("memset", "vector", [weight.all])
+    for turn in range(3):
+        tile, out, other = (builder.tensor("sbuf", 128, 512, dtype) for _ in range(3))
+        bank = builder.tensor("psum", 128, 512)
+        builder.dma(tile.all, source.all, dge_mode="swdge" if turn else "none")
+        builder.dma(tile[:, :8], source[:, :8])
+        for _ in range(2):
+            builder.matmul(bank[:, :64], weight.all, tile[:64, ::8])
+        builder.copy(out.all, bank.all)
+        builder.add("activation", "scalar", [other.all], [out.all], function="exp")
+        builder.add("reciprocal", "vector", [out.all], [other.all])
+        builder.add("tensor_tensor", "vector", [out.all], [tile.all, other.all], function="add")
+        builder.dma(target.all, out.all)
+    return builder.trace
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.name)
+def test_a_law_is_off_only_as_long_as_it_is_asked(law):
+    target = targets.get("trn2")
+    trace = kernel("float32")
+    before = time_trace(trace, target).end
+    with law.off(target) as without:
+        time_trace(trace, without)
+    assert time_trace(trace, target).end == before
+    assert bool(law.code) == (law.statements > 0)
+
+
+def test_most_laws_change_the_time_of_a_kernel_that_has_them():
+    found = set()
+    for name in targets.names():
+        target = targets.get(name)
+        for dtype in ("float32", "bfloat16"):
+            trace = kernel(dtype)
+            before = time_trace(trace, target).end
+            for law in laws.LAWS:
+                with law.off(target) as without:
+                    if time_trace(trace, without).end != before:
+                        found.add(law.name)
+    assert 2 * len(found) > len(laws.LAWS)
+
+
+def test_the_table_says_which_laws_lower_the_held_out_error():
+    given, held = "aws-neuron-sdk", "ucb-bar/autocomp"
+    rows = [
+        {"name": "a", "publisher": held, "kind": "matrix", "measured": 100.0,
+         "times": {"": 100.0, "stores put off": 120.0, "work in pieces": 100.1}},
+        {"name": "b", "publisher": given, "kind": "matrix", "measured": 100.0,
+         "times": {"": 110.0, "stores put off": 110.0, "work in pieces": 150.0}},
+    ]  # fmt: skip
+    chosen = tuple(law for law in laws.LAWS if law.name in rows[0]["times"])
+    _, _, put_off, pieces = laws.table(rows, chosen)
+    assert put_off.startswith("| stores put off | 0.00% | 20.00% | 0% | 20% | 1 | 1 |")
+    assert put_off.endswith("| yes |")
+    assert pieces.startswith("| work in pieces | 0.00% | 0.10% | 0% | 0% | 1 | 1 |")
+    assert pieces.endswith("| no |")
+    held_line = next(line for line in laws.errors_of(rows) if line.startswith("| held out |"))
+    assert held_line == "| held out | 1 | 0.0% | 0.0% | 0.0% |"
