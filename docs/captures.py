@@ -76,19 +76,15 @@ COMMANDS = {
     "kernel": "nmm kernel lowrank --m 64 --k 512 --r 128 --n 1024 --check --schedules",
     "explain": "nmm explain model.py:make",
     "plan": "nmm plan config.json --ratio 0.2 --batch 1,8",
-    "build": "nmm build specs.jsonl",
-    "tune": "nmm tune specs.jsonl",
-    "report": "nmm report model.py:make --html report.html",
+    "build": "nmm build specs.jsonl --search candidates",
     "simulate": f"nmm simulate add.py:add {ARRAYS} --reference add.py:expected",
-    "profile": f"nmm profile add.py:add {ARRAYS}",
-    "compare": f"nmm compare add.py:add {ARRAYS} --arg block=128,512,2048",
+    "profile": f"nmm profile add.py:add {ARRAYS} --arg block=128,512,2048",
     "lint": "nmm lint wrong.py",
     "compress": "nmm compress llama lowrank --ratio 0.2 --include mlp",
-    "eval": "nmm eval lowrank --dense llama --limit 4",
+    "eval": "nmm eval --help",
     "export": "nmm export model.py:make -o model.mlir",
     "doctor": "nmm doctor",
-    "calibrate": "nmm calibrate --help",
-    "cache": "nmm cache list --dir listed",
+    "cache": "NMM_CACHE_DIR=listed nmm cache list",
 }
 """One example of each command; the help of those that need a trained model or a device."""
 

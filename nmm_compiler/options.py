@@ -166,7 +166,7 @@ _Place = Annotated[str | None, Values("a path or URL as a string")]
 class Options:
     """How a model is compiled. Options compare equal by value, as torch.compile wants.
 
-    target: hardware that kernels are written for; a file of `nmm calibrate` (*.json) too.
+    target: hardware that kernels are written for; a file of `nmm doctor --fit` (*.json) too.
     dialect: NKI that kernels are written in, "nki" or "neuronxcc" (NKI Beta 1); "auto" is the
         second where no other is installed.
     executor: runs a rewritten call; "auto" is the Neuron device when the tensors are on

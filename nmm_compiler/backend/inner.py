@@ -58,7 +58,7 @@ def check_mode(mode: str | None, inner: str) -> None:
         raise OptionTypeError(
             "mode", mode, f"none: modes are inductor's, and {inner!r} compiles the rest of this "
             "graph; to have ours take longer for better kernels, pass options={'price': "
-            "'simulated'} or run nmm tune"
+            "'simulated'} or run nmm build --search"
         )  # fmt: skip
 
 

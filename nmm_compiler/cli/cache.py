@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ from nmm_compiler.report.text import counted
 if TYPE_CHECKING:
     from nmm_compiler.cache.entry import Entry
     from nmm_compiler.cache.explain import Info
+    from nmm_compiler.cache.key import Key
     from nmm_compiler.cache.store import Store
 
 app = typer.Typer(
@@ -37,7 +39,8 @@ def list_(
     entry: Annotated[
         str | None,
         typer.Argument(
-            help="the first digits of an entry, to see it alone", autocompletion=values.entries
+            help="the first digits of an entry, or a JSON file of a key",
+            autocompletion=values.entries,
         ),
     ] = None,
     source: Annotated[bool, typer.Option("--source", help="print the entry's files only")] = False,
@@ -56,9 +59,14 @@ def list_(
     if entry is None:
         _list_all(store, as_json)
         return
-    found = store.show(entry)
-    explained = store.explain(found.key)
+    wanted = _key(Path(entry)) if Path(entry).is_file() else store.show(entry).key
+    explained = store.explain(wanted)
     changes = list(explained.changes)
+    if explained.state == "miss":
+        said = {"said": explained.verdict(), "differs": [list(change) for change in changes]}
+        show_json(said) if as_json else show([Line(explained.verdict()), _changes(changes)])
+        return
+    found = store.show(wanted.digest)
     if source:
         sys.stdout.write("".join(found.files.values()))
     elif as_json:
@@ -75,8 +83,24 @@ def list_(
         show([
             *(_table(title, data) for title, data in tables.items()),
             *(Line(f"{n}: {counted(len(t.splitlines()), 'line')}") for n, t in found.files.items()),
-            *([Grid.of(("differs in", "this key", "nearest entry"), changes)] if changes else []),
+            _changes(changes),
         ])  # fmt: skip
+
+
+def _changes(changes: list[tuple[str, str, str]]) -> Grid:
+    return Grid.of(("differs in", "this key", "nearest entry"), changes)
+
+
+def _key(path: Path) -> Key:
+    """Return the key of a JSON file: named entries, or what --json prints of an entry."""
+    from nmm_compiler.cache.key import Key
+    from nmm_compiler.errors import CacheKeyError
+
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CacheKeyError(f"{path} is not a JSON file of named entries: {error}") from None
+    return Key.make(data["key"] if isinstance(data, dict) and "key" in data else data)
 
 
 def _table(title: str, data: dict[str, Any]) -> Grid:

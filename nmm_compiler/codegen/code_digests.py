@@ -1,7 +1,7 @@
 """Digests of the code that decides what is emitted, for the cache key.
 
 Every file of the package counts, unless LEFT_OUT names it with the reason. So a new file, or a
-whole new room, is in the key without being listed. One digest per room, so that `nmm cache explain`
+whole new room, is in the key without being listed. One digest per room, so that `nmm cache list`
 can say which room changed. Read once per process.
 """
 

@@ -3,8 +3,8 @@
     tuning_key -> {"best.json": the chosen schedule, "candidates.jsonl": every candidate's times,
                    "default.json": what `choose` takes, with its time}
 
-`nmm tune` makes such an entry and `build_kernel` looks for one before it chooses. Its key has the
-digests of the code, timing constants included: what another version timed is not found.
+`nmm build --search` makes such an entry and `build_kernel` looks for one before it chooses. Its key
+has the digests of the code, timing constants included: what another version timed is not found.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def calibrate(path: Path) -> Calibration:
             old = float(getattr(target, constant))
             new = old / factor if constant in divided else old * factor
             numbers[constant] = (old, new)
-    source = f"nmm calibrate {path.name}"
+    source = f"nmm doctor --fit {path.name}"
     return Calibration(base=base, source=source, engines=tuple(engines.values()), numbers=numbers)
 
 

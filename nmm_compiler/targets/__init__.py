@@ -35,8 +35,8 @@ def names() -> tuple[str, ...]:
 def get(name: str | Target) -> Target:
     """Return the target called `name`; a Target passes through.
 
-    A name that ends in .json is a file that `nmm calibrate` wrote. Raises UnknownNameError with the
-    closest name, MachineFileError for a file that describes no target.
+    A name that ends in .json is a file that `nmm doctor --fit` wrote. Raises UnknownNameError with
+    the closest name, MachineFileError for a file that describes no target.
     """
     if isinstance(name, Target):
         return name

@@ -2,7 +2,7 @@
 
 What a machine differs in comes from a ladder's JSON (`nmm doctor --device`), whose failed
 constructs kernels then do without while the NKI that it ran is installed, and from a file that
-`nmm calibrate` wrote. The target keeps its
+`nmm doctor --fit` wrote. The target keeps its
 name, which says what hardware it is; `differences` says the rest, for the cache key.
 """
 
@@ -107,7 +107,7 @@ def _with_verdicts(
 
 
 def from_file(path: Path, registered: Mapping[str, Target]) -> Target:
-    """Return the target that a file of `nmm calibrate` describes: {"base": "trn2", "numbers": {}}.
+    """Return the target of a file of `nmm doctor --fit`: {"base": "trn2", "numbers": {}}.
 
     Each number is [value, where it comes from]. Raises MachineFileError for anything else.
     """
@@ -115,7 +115,7 @@ def from_file(path: Path, registered: Mapping[str, Target]) -> Target:
     base, numbers = registered.get(str(told.get("base"))), told.get("numbers")
     if base is None or not isinstance(numbers, dict):
         raise MachineFileError(
-            f"{path} describes no target; write it with: nmm calibrate VERDICTS --out {path}"
+            f"{path} describes no target; write it with: nmm doctor --fit VERDICTS --out {path}"
         )
     for name, given in numbers.items():
         known = getattr(base, name, None) if name in base.sources else None
@@ -153,7 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not whole:
         raise MachineFileError(
             f"{path} is no regular file of at most {LARGEST_BYTES:,} bytes; pass one that "
-            "nmm doctor --device or nmm calibrate wrote"
+            "nmm doctor --device or nmm doctor --fit wrote"
         )
     if not isinstance(told, dict):
         raise MachineFileError(

@@ -105,6 +105,18 @@ def test_one_entry_with_why_it_was_built(directory, run):
     assert "0 entries" in run("list", "zzzz", code=2)
 
 
+def test_a_key_says_why_its_kernel_would_be_built(directory, run, tmp_path):
+    wanted = tmp_path / "wanted.json"
+    wanted.write_text(json.dumps({**_key(512).to_dict(), "target": "trn3"}))
+    shown = run("list", str(wanted))
+    assert "miss among 2 entries, because of: target" in shown
+    assert "trn3" in shown
+    wanted.write_text(run("list", _key(512).digest, "--json"))
+    assert "7 lines" in run("list", str(wanted))
+    wanted.write_text("{")
+    assert "wanted.json is not a JSON file" in run("list", str(wanted), code=2)
+
+
 def test_verify_quick(directory, run):
     assert "2 entries: 2 same" in run("verify", "--quick")
     (directory / FOLDER / _key(128).digest / "kernel.py").write_text("other\n")

@@ -1,4 +1,4 @@
-"""`nmm calibrate`: factors that were put into the times of a device are found again."""
+"""`nmm doctor --fit`: factors that were put into the times of a device are found again."""
 
 import dataclasses
 import json
