@@ -22,7 +22,7 @@ from nmm_compiler.report.text import counted
 if TYPE_CHECKING:
     from nmm_compiler.kernels.base import KernelSpec
 
-_SPECS, _ARCHIVES = ".jsonl", (".tar", ".tar.gz")
+_SPECS, _ARCHIVES = ".jsonl", (".tar",)
 _ON = "local, ray (a cluster started here), auto (Ray's own on this machine) or ray://HOST:PORT"
 
 
