@@ -33,4 +33,11 @@ def evaluate(
                 part.save_pretrained(directory)
         words = ["lm_eval", "--model", "hf", "--model_args", f"pretrained={directory}"]
         stack.enter_context(mock.patch.object(sys, "argv", [*words, *context.args]))
-        cli_evaluate()
+        code: object = None
+        with models.foreign(directory, "lm-eval raised"):
+            try:
+                cli_evaluate()
+            except SystemExit as ended:  # what lm-eval says stands on standard error
+                code = ended.code
+    if code:
+        raise typer.Exit(code if isinstance(code, int) else 2)
