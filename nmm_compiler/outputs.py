@@ -17,11 +17,8 @@ from pathlib import Path
 from nmm_compiler.errors import OutputError
 
 
-def check_writable(path: str | Path, make_parents: bool = False) -> None:
-    """Raise OutputError when no file can be written at `path`; before work that takes a while.
-
-    make_parents: directories that are missing will be made; the nearest that exists is checked.
-    """
+def check_writable(path: str | Path) -> None:
+    """Raise OutputError when no file can be written at `path`; before work that takes a while."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -30,8 +27,6 @@ def check_writable(path: str | Path, make_parents: bool = False) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(0, "no permission to write there")
             return
-        while make_parents and not path.parent.exists() and path.parent != path:
-            path = path.parent
         stage(path, ()).unlink()
     except OSError as error:
         raise cannot_write(path, error) from error
