@@ -18,6 +18,7 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
 from nmm_compiler.simulator.language.device_loops import of_the_whole_program
+from nmm_compiler.simulator.language.exports import exported
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, running
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
@@ -27,6 +28,7 @@ from nmm_compiler.simulator.variable_names import assigned_name
 from nmm_compiler.targets import get
 
 
+@exported
 class MemoryRegion(Enum):
     """Where a tensor lives."""
 
@@ -41,21 +43,25 @@ private_hbm = hbm = MemoryRegion.private_hbm
 shared_hbm = MemoryRegion.shared_hbm
 
 
+@exported
 def is_hbm(buffer: Any) -> bool:
     """Return whether the region is HBM."""
     return buffer in (private_hbm, shared_hbm)
 
 
+@exported
 def is_on_chip(buffer: Any) -> bool:
     """Return whether the region is SBUF or PSUM."""
     return buffer in (sbuf, psum)
 
 
+@exported
 def is_psum(buffer: Any) -> bool:
     """Return whether the region is PSUM."""
     return buffer is psum
 
 
+@exported
 def is_sbuf(buffer: Any) -> bool:
     """Return whether the region is SBUF."""
     return buffer is sbuf
@@ -119,6 +125,7 @@ def dtype_of(machine: Machine, dtype: Any) -> DType:
     return found
 
 
+@exported
 def ndarray(
     shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "", address: Any = None
 ) -> NkiTensor:
@@ -196,6 +203,7 @@ def input_tensor(
     return make_tensor(storage)
 
 
+@exported
 def shared_constant(constant: Any) -> NkiTensor:
     """Return a tensor in shared HBM with constant data (an array or a .npy path)."""
     machine = current()
@@ -218,11 +226,13 @@ def shared_constant(constant: Any) -> NkiTensor:
     return make_tensor(storage)
 
 
+@exported
 def ds(start: Any, size: Any) -> DynamicSlice:
     """Return a slice of `size` elements from `start`."""
     return DynamicSlice(start, size)
 
 
+@exported
 def affine_range(start: Any, stop: Any = None, step: int = 1) -> range:
     """Return range(start, stop, step); the compiler unrolls the loop."""
     return range(start) if stop is None else range(start, stop, step)
@@ -231,6 +241,7 @@ def affine_range(start: Any, stop: Any = None, step: int = 1) -> range:
 sequential_range = static_range = affine_range
 
 
+@exported
 @contextlib.contextmanager
 def no_reorder() -> Iterator[None]:
     """Keep program order inside the block."""
@@ -245,21 +256,25 @@ def no_reorder() -> Iterator[None]:
             machine.trace.ordered.append((start, len(machine.instructions)))
 
 
+@exported
 def program_id(axis: int = 0) -> int:
     """Return the index of this program."""
     return current().program_id if axis == 0 else 0
 
 
+@exported
 def num_programs(axes: Any = 0) -> int:
     """Return the number of programs."""
     return current().grid
 
 
+@exported
 def program_ndim() -> int:
     """Return the number of grid dimensions: 0 without a grid."""
     return 1 if current().grid > 1 else 0
 
 
+@exported
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     """Print a tensor's values at this point of the run."""
     machine = current()
@@ -278,6 +293,7 @@ def identity(machine: Machine, n: int, kind: DType) -> NkiTensor:
     return make_tensor(storage)
 
 
+@exported
 def shared_identity_matrix(
     n: int, dtype: Any = dtypes.uint8, dst: NkiTensor | None = None
 ) -> NkiTensor:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, SimulationError
+from nmm_compiler.simulator.language.exports import exported
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors.data import DynamicSlice, Indirection
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -165,6 +166,7 @@ class _Loop:
         self.count += 1
 
 
+@exported
 def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
     """Yield frozen registers of a loop on the device."""
     machine = current()
@@ -202,6 +204,7 @@ def _check_loop(machine: Machine, what: str, step: Any = 1) -> None:
         )
 
 
+@exported
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 1) -> None:
     """Run body_fun(i) for i in lower..upper on the device."""
     machine = current()
@@ -216,6 +219,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 
             )
 
 
+@exported
 def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
     """Run r = body_fun(r) on the device while the register r is not zero."""
     machine = current()

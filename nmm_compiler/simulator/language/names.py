@@ -6,7 +6,7 @@ from typing import Any
 
 from nmm_compiler.simulator.language import (
     base,
-    device_loops,
+    exports,
     math,
     random_numbers,
     reductions,
@@ -16,38 +16,24 @@ from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
+FILES = base, math, random_numbers, reductions, tiles
+"""The files of functions; loading them fills `exports.NAMES`."""
+
 NAMES: dict[str, Any] = {
+    **exports.NAMES,
+    **math.FUNCTIONS,
+    **{str(d): d for d in dtypes.ALL.values() if d not in ("bool", "int64", "uint64")},
+    "bool_": dtypes.bool_,
     "NKIObject": NKIObject,
     "NkiTensor": NkiTensor,
     "DType": dtypes.DType,
-    "MemoryRegion": base.MemoryRegion,
-    "float8_e4m3fn_x4": dtypes.float8_e4m3fn_x4,
     "all": reductions.all_,
-    "tan": math.tan,
-    "where": math.where,
+    "sbuf": base.sbuf,
+    "psum": base.psum,
+    "hbm": base.hbm,
+    "private_hbm": base.private_hbm,
+    "shared_hbm": base.shared_hbm,
+    "tile_size": base.tile_size,
+    "sequential_range": base.affine_range,
+    "static_range": base.affine_range,
 }
-for _name in (
-    "bool_", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32",
-    "bfloat16", "tfloat32", "float8_e4m3", "float8_e4m3fn", "float8_e5m2", "float8_e5m2_x4",
-    "float8_e8m0fnu", "float4_e2m1fn_x4",
-):  # fmt: skip
-    NAMES[_name] = getattr(dtypes, _name)
-for _name in (
-    "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "is_hbm", "is_on_chip",
-    "is_psum", "is_sbuf", "ndarray", "shared_constant", "shared_identity_matrix", "ds",
-    "affine_range", "sequential_range", "static_range", "no_reorder", "program_id", "num_programs",
-    "program_ndim", "device_print",
-):  # fmt: skip
-    NAMES[_name] = getattr(base, _name)
-for _name in ("dynamic_range", "fori_loop", "while_loop"):
-    NAMES[_name] = getattr(device_loops, _name)
-for _name in (
-    "load", "store", "load_transpose2d", "transpose", "matmul", "expand_dims", "broadcast_to",
-    "gather_flattened", "full", "zeros", "ones", "zeros_like", "empty_like",
-):  # fmt: skip
-    NAMES[_name] = getattr(tiles, _name)
-for _name in ("mean", "var", "softmax", "rms_norm"):
-    NAMES[_name] = getattr(reductions, _name)
-for _name in ("rand", "random_seed", "dropout"):
-    NAMES[_name] = getattr(random_numbers, _name)
-NAMES.update(math.FUNCTIONS)
