@@ -171,7 +171,7 @@ TOYS = {
                 "simulator/isa/elementwise.py",
                 "@instruction(\n",
                 '@instruction(\n    engines=("vector",),\n'
-                '    writes={"dst": ON_CHIP}, reads={"src": ON_CHIP}, shape="P F -> P F",\n)\n'
+                '    operands="src[P F] -> dst[P F]",\n)\n'
                 "def toy_halve(call: Call, dst: Any, src: Any, name: str | None = None) -> None:\n"
                 '    """dst = src / 2."""\n'
                 "    put(dst, f32(src) / 2)\n\n\n@instruction(\n",

@@ -7,7 +7,7 @@ import pytest
 
 from nmm_compiler import errors, simulate
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, attributes, instruction
-from nmm_compiler.simulator.isa.operands import ON_CHIP, SBUF
+from nmm_compiler.simulator.isa.operands import SBUF
 from nmm_compiler.simulator.isa.values import f32, put
 from nmm_compiler.simulator.loading.standins import MODULES
 
@@ -16,9 +16,8 @@ nl = MODULES["nki.language"]
 
 @instruction(
     engines=("vector", "gpsimd"),
-    writes={"dst": ON_CHIP},
-    reads={"data": SBUF},
-    shape="P F -> P F",
+    operands="data[P F] -> dst[P F]",
+    memories={"data": SBUF},
     streams=("data",),
 )
 def twice(call, dst, data, times=2.0, engine=None, name=None):

@@ -10,7 +10,7 @@ from nmm_compiler.errors import TargetRuleError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa.accumulators import write_sum
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, ON_CHIP, require_form
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, require_form
 from nmm_compiler.simulator.isa.operators import ACTIVATION, ALU, BY_NAME, Op, Takes
 from nmm_compiler.simulator.isa.values import F32, apply_scalar, f32, put, scalar_value
 from nmm_compiler.simulator.machine import Machine
@@ -44,14 +44,15 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
 
 @instruction(
     engines=("scalar",),
-    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
-    reads={"data": ON_CHIP},
+    operands="data[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"bias": _BIASES, "scale": FLOAT32},
-    shape="P F -> P F, P 1",
     streams=("data",),
     operators={"op": ACTIVATION, "reduce_op": Takes("reduce", ("add",), "add")},
     commands=_COMMANDS,
-    indirect={"dst": ("scalar",), "data": ("scalar",)},
+    indirect=(
+        "dst",
+        "data",
+    ),
 )
 def activation(
     call: Call,
@@ -118,19 +119,22 @@ def activation_reduce(
 
 @instruction(
     engines=("scalar",),
-    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
-    reads={"data": ON_CHIP},
+    operands="data[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"imm0": ANY_DTYPE, "imm1": ANY_DTYPE, "relu_param": ANY_DTYPE},
-    shape="P F -> P F, P 1",
     streams=("data",),
-    same_dtype=(("imm0", "imm1"),),
+    same_dtype=("imm0", "imm1"),
     operators={
-        "op": ACTIVATION, "op0": ALU, "op1": ALU,
+        "op": ACTIVATION,
+        "op0": ALU,
+        "op1": ALU,
         "reduce_op": Takes("reduce", ("add", "maximum", "minimum", "max", "min"), "add"),
     },
     commands=_COMMANDS,
-    indirect={"dst": ("scalar",), "data": ("scalar",)},
-)  # fmt: skip
+    indirect=(
+        "dst",
+        "data",
+    ),
+)
 def activate2(
     call: Call,
     dst: Any,
@@ -174,16 +178,17 @@ def activate2(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
-    reads={"src": ON_CHIP},
+    operands="src[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"max_value": FLOAT32, "reduce_init": FLOAT32},
-    shape="P F -> P F, P 1",
     streams=("src",),
     dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS, "reduce_res": _EXP_SUMS},
     ranks={"dst": 4, "src": 4},
     commands=("idle", "reset_reduce", "reduce", "load_reduce"),
     first_value="reduce_init",
-    indirect={"dst": ("vector",), "src": ("vector",)},
+    indirect=(
+        "dst",
+        "src",
+    ),
 )
 def exponential(
     call: Call,

@@ -99,9 +99,8 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
 
 @instruction(
     engines=("dma",),
-    writes={"dst": DMA_MEMORIES},
-    reads={"src": DMA_MEMORIES},
-    shape="N -> N",
+    operands="src[N] -> dst[N]",
+    memory=DMA_MEMORIES,
     streams=("src",),
 )
 def dma_copy(
@@ -176,9 +175,10 @@ _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 @instruction(
     engines=("dma",),
-    writes={"dst": SBUF},
-    reads={"src": DMA_MEMORIES},
-    same_dtype=(("dst", "src"),),
+    operands="src -> dst",
+    memory=DMA_MEMORIES,
+    memories={"dst": SBUF},
+    same_dtype=("dst", "src"),
 )
 def dma_transpose(
     call: Call,
@@ -352,7 +352,10 @@ def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) 
 
 
 @instruction(
-    engines=("dma",), writes={"dst": DMA_MEMORIES}, operators={"reduce_op": Takes("", ("add",))}
+    engines=("dma",),
+    operands="-> dst",
+    memory=DMA_MEMORIES,
+    operators={"reduce_op": Takes("", ("add",))},
 )
 def dma_compute(
     call: Call,

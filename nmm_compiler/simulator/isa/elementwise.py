@@ -22,7 +22,6 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import (
     ANY_DTYPE,
-    ON_CHIP,
     check_conversion,
     check_dtype,
     require_form,
@@ -46,16 +45,17 @@ _UNSET = attributes(unset=True)  # the compiler may choose another engine
 _NONZERO = attributes(nonzero=True)
 _INT32 = ("int32", "uint32")
 _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
-_ALL_ENGINES = ("vector", "scalar", "gpsimd")
 
 
 @instruction(
     engines=("vector", "scalar", "gpsimd"),
-    writes={"dst": ON_CHIP},
-    reads={"src": ON_CHIP},
-    shape="P F -> P F",
+    operands="src[P F] -> dst[P F]",
     streams=("src",),
-    indirect={"dst": ("vector", "scalar"), "src": ("vector", "scalar")},
+    indirect=(
+        "dst",
+        "src",
+    ),
+    indirect_engines=("vector", "scalar"),
 )
 def tensor_copy(
     call: Call,
@@ -96,7 +96,10 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
     raise call.error(TensorDtypeError, problem)
 
 
-@instruction(engines=("vector", "gpsimd"), writes={"dst": ON_CHIP})
+@instruction(
+    engines=("vector", "gpsimd"),
+    operands="-> dst",
+)
 def memset(
     call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN, name: str | None = None
 ) -> Steps:
@@ -157,13 +160,14 @@ def _exact(function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
 
 @instruction(
     engines=("vector", "gpsimd"),
-    writes={"dst": ON_CHIP},
-    reads={"data1": ON_CHIP, "data2": ON_CHIP},
-    shape="P F, P F -> P F",
+    operands="data1[P F], data2[P F] -> dst[P F]",
     streams=("data1", "data2"),
     pair=("data1", "data2"),
     operators={"op": ALU},
-    indirect={"dst": ("vector", "gpsimd"), "data1": ("vector", "gpsimd")},
+    indirect=(
+        "dst",
+        "data1",
+    ),
 )
 def tensor_tensor(
     call: Call,
@@ -216,14 +220,15 @@ def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np
 
 @instruction(
     engines=("vector", "scalar", "gpsimd"),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP},
-    shape="P F -> P F",
+    operands="data[P F] -> dst[P F]",
     streams=("data",),
     numbers={"operand0": ANY_DTYPE, "operand1": ANY_DTYPE},
     unset=("operand0",),
     operators={"op0": ALU, "op1": ALU},
-    indirect={"dst": _ALL_ENGINES, "data": _ALL_ENGINES},
+    indirect=(
+        "dst",
+        "data",
+    ),
 )
 def tensor_scalar(
     call: Call,
@@ -248,7 +253,7 @@ def tensor_scalar(
             "operators",
         )
     others = INTEGERS if bitvec else _ARITHMETIC if data.dtype in _INT32 else FLOAT32
-    for role, value in call.tensors(dict.fromkeys(("operand0", "operand1"))):
+    for role, value in call.tensors(("operand0", "operand1")):
         check_dtype(machine, call.op, role, value, others)
     check_unary(call, "operand0", op0, operand0)
     if op1 is not None:
@@ -288,9 +293,7 @@ def tensor_scalar(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP, "operand1": ON_CHIP},
-    shape="P F, P F -> P F",
+    operands="data[P F], operand1[P F] -> dst[P F]",
     streams=("data", "operand1"),
     pair=("data", "operand1"),
     numbers={"operand0": ANY_DTYPE},
@@ -326,9 +329,7 @@ def scalar_tensor_tensor(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP},
-    shape="P F -> P F",
+    operands="data[P F] -> dst[P F]",
     streams=("data",),
 )
 def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
@@ -338,15 +339,16 @@ def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> None
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"src": ON_CHIP, "predicate": ON_CHIP},
+    operands="src[P F], predicate[P F] -> dst[P F]",
     constants=("src",),
-    shape="P F, P F -> P F",
     streams=("src", "predicate"),
     dtypes={"predicate": frozenset({"uint8", "uint16", "uint32", "bool"})},
-    same_dtype=(("dst", "src"),),
+    same_dtype=("dst", "src"),
     pair=("src", "predicate"),
-    indirect={"dst": ("vector",), "predicate": ("vector",)},
+    indirect=(
+        "dst",
+        "predicate",
+    ),
 )
 def tensor_copy_predicated(
     call: Call,

@@ -20,7 +20,7 @@ from nmm_compiler.simulator.isa.instruction import (
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import ON_CHIP, SBUF
+from nmm_compiler.simulator.isa.operands import SBUF
 from nmm_compiler.simulator.isa.values import F32, put, raw
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -29,12 +29,11 @@ _NUMBERS = frozenset({"float32", "int32"})
 
 @instruction(
     engines=("gpsimd",),
-    writes={"dst": SBUF},
-    reads={"data": SBUF, "indices": SBUF},
-    shape="P E, P F -> P F",
+    operands="data[P E], indices[P F] -> dst[P F]",
+    memory=SBUF,
     streams=("indices",),
     dtypes={"indices": frozenset({"uint32"})},
-    same_dtype=(("dst", "data"),),
+    same_dtype=("dst", "data"),
 )
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None = None) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
@@ -52,12 +51,11 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None 
 
 @instruction(
     engines=("gpsimd",),
-    writes={"dst": SBUF},
-    reads={"src_buffer": SBUF, "index": SBUF},
-    shape="P E, P W -> P F",
+    operands="src_buffer[P E], index[P W] -> dst[P F]",
+    memory=SBUF,
     limits={"P": range(16, 129, 16)},
     dtypes={"index": frozenset({"uint16"})},
-    same_dtype=(("dst", "src_buffer"),),
+    same_dtype=("dst", "src_buffer"),
 )
 def local_gather(
     call: Call,
@@ -123,11 +121,9 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"src": ON_CHIP},
-    shape="P F -> Q F",
+    operands="src[P F] -> dst[Q F]",
     streams=("src",),
-    same_dtype=(("dst", "src"),),
+    same_dtype=("dst", "src"),
 )
 def nc_stream_shuffle(
     call: Call, dst: Any, src: Any, shuffle_mask: Any, name: str | None = None
@@ -164,9 +160,8 @@ def nc_stream_shuffle(
 
 @instruction(
     engines=("gpsimd",),
-    writes={"dst": SBUF},
-    reads={"src": SBUF},
-    shape="P F -> P F+1",
+    operands="src[P F] -> dst[P F+1]",
+    memory=SBUF,
     dtypes={"dst": frozenset({"int32"}), "src": _NUMBERS},
     integers={"index_offset": INT32, "padding_val": INT32},
 )
@@ -193,9 +188,8 @@ def nonzero_with_count(
 
 @instruction(
     engines=("gpsimd",),
-    writes={"dst": SBUF},
-    reads={"segment_ids": SBUF},
-    shape="1 N -> 1 2*N",
+    operands="segment_ids[1 N] -> dst[1 2*N]",
+    memory=SBUF,
     dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
 )
 def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = None) -> None:
@@ -212,9 +206,8 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = N
 
 @instruction(
     engines=("gpsimd",),
-    writes={"val_dst": SBUF, "idx_dst": SBUF},
-    reads={"src": SBUF},
-    shape="P C -> P K, P K",
+    operands="src[P C] -> val_dst[P K], idx_dst[P K]",
+    memory=SBUF,
     limits={"P": range(16, 129, 16)},
     integers={"n": INT32},
     dtypes={

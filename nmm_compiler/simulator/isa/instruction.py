@@ -18,7 +18,8 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from operator import index as as_index
 from typing import Any, Concatenate, ParamSpec
@@ -63,6 +64,7 @@ P = ParamSpec("P")
 
 _ATTRIBUTES: dict[tuple[Any, ...], Attributes] = {}
 _NUMBERS = int, float, np.number, VirtualRegister
+_OPERAND = re.compile(r"(\w+)(?:\[([^]]*)])?")
 _SEQUENCES = tuple, list
 _KINDS = itertools.count(1)
 _KEPT = 100_000
@@ -123,7 +125,7 @@ class Call:
         """Raise such an error in strict mode; otherwise warn."""
         self.machine.rule(kind, f"nisa.{self.op}: {message}")
 
-    def tensors(self, roles: Mapping[str, Any]) -> list[tuple[str, NkiTensor]]:
+    def tensors(self, roles: Iterable[str]) -> list[tuple[str, NkiTensor]]:
         """Return the operands among some roles that are tensors."""
         given = ((role, self.arguments[role]) for role in roles)
         return [(role, view) for role, view in given if isinstance(view, NkiTensor)]
@@ -198,8 +200,9 @@ class Call:
                 check_rank(machine, op, role, view, row.ranks[role])
         self.sizes = row.equation.solve(machine, op, self.tensors(row.roles))
         self._check_equal_dtypes()
-        if row.pair is not None and len(both := self.tensors(dict.fromkeys(row.pair))) == 2:
-            check_pair(machine, op, row.pair, *(view for _, view in both))
+        both = [view for _, view in self.tensors(row.pair)]
+        if len(both) == 2:
+            check_pair(machine, op, row.pair, *both)
         if row.commands:
             self._check_command(arguments["reduce_cmd"])
 
@@ -214,11 +217,10 @@ class Call:
         )
 
     def _check_equal_dtypes(self) -> None:
-        given = [self.tensors(dict.fromkeys(roles)) for roles in self.row.same_dtype]
-        for found in given:
-            if len({view.dtype for _, view in found}) > 1:
-                shown = ", ".join(f"{role} {v.name!r} is {v.dtype}" for role, v in found)
-                raise self.error(TensorDtypeError, f"{shown}; they must be the same")
+        given = self.tensors(self.row.same_dtype)
+        if len({view.dtype for _, view in given}) > 1:
+            shown = ", ".join(f"{role} {view.name!r} is {view.dtype}" for role, view in given)
+            raise self.error(TensorDtypeError, f"{shown}; they must be the same")
 
     def _check_command(self, command: Any) -> None:
         """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
@@ -253,7 +255,7 @@ class Call:
             check_destination(machine, op, dst)
         for role, view in (*read, *written):
             if view.indirection is not None:
-                engines = row.indirect.get(role, ())
+                engines = row.indirect_engines or row.engines if role in row.indirect else ()
                 self.reads += indirect_operand(machine, op, role, view, self.engine, engines)
         for (to, dst), (of, src) in itertools.product(written, read):
             streams = of in row.numbers or (of in row.streams and to == row.first)
@@ -273,45 +275,48 @@ class instruction:  # noqa: N801 - a decorator, written as one
     """The decorator of an instruction; its fields are the instruction's row.
 
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
-        the default. writes, reads: tensors and the memories that each may be in; those whose
-        default is None are optional. numbers: operands that are a number or a [P, 1] tensor, and
-        the dtypes of such a tensor.
-    constants: operands that are a tensor as `shape` says, or a compile-time number.
+        the default.
+    operands: the tensors that are read and, after `->`, written, each with its sizes as an
+        `Equation` has them: `stationary[K M], moving[K N] -> dst[M N]`. Those whose default is None
+        are optional. memory, memories: where they may be, all and some.
+    numbers: operands that are a number or a [P, 1] tensor, and the dtypes of such a tensor.
+    constants: operands that are a tensor or a compile-time number.
     unset: numbers that may be None although they have no default.
-    shape: the shape equation of the reads that are no numbers, and of the writes (`Equation`).
     limits: the sizes that a letter of the equation may have.
-    streams: operands that stream through the engine while dst, the first of `writes`, is written,
-        so that dst may be such an operand. All others are read in an order of their own: no
+    streams: operands that stream through the engine while the first destination is written,
+        so that it may be such an operand. All others are read in an order of their own: no
         destination may share elements with one.
     dtypes, ranks: the dtypes that an operand may have, the most dimensions that it may have.
-    same_dtype: groups of operands of one dtype.
+    same_dtype: operands that have one dtype.
     pair: two operands that VectorE or GpSimd reads at once: not both in PSUM, in SBUF from the
         same partition on.
     operators: which operators a parameter takes; the function gets an `Op`.
     integers: compile-time integers and their ranges.
     commands: members of reduce_cmd; first_value: the parameter that load_reduce starts from.
-    indirect: operands that may be `.indirect()` views, each with the engines for that.
+    indirect: operands that may be `.indirect()` views. indirect_engines: the engines for that, all
+        unless said.
     waits: the part after the yield runs without data as well; no call answers for another.
     """
 
     engines: tuple[str, ...]
-    writes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    reads: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    operands: str = "->"
+    memory: tuple[str, ...] = ON_CHIP
+    memories: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     constants: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
-    shape: str = ""
     limits: Mapping[str, range] = dataclasses.field(default_factory=dict)
     streams: tuple[str, ...] = ()
     dtypes: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    same_dtype: tuple[tuple[str, ...], ...] = ()
-    pair: tuple[str, str] | None = None
+    same_dtype: tuple[str, ...] = ()
+    pair: tuple[str, ...] = ()
     operators: Mapping[str, Takes] = dataclasses.field(default_factory=dict)
     integers: Mapping[str, range] = dataclasses.field(default_factory=dict)
     commands: tuple[str, ...] = ()
     first_value: str = ""
-    indirect: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    indirect: tuple[str, ...] = ()
+    indirect_engines: tuple[str, ...] = ()
     waits: bool = False
 
     def __call__(self, body: Callable[Concatenate[Call, P], Any]) -> Callable[P, Any]:
@@ -325,13 +330,15 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.count = len(parameters)
         self.required = frozenset(p.name for p in parameters if p.default is p.empty)
         self.members = [(name, MEMBERS[name]) for name in self.defaults if name in MEMBERS]
-        self.equation = Equation(
-            self.shape, tuple(self.reads), tuple(self.writes), tuple(self.numbers), self.limits
-        )
+        read, written = (dict(_OPERAND.findall(side)) for side in self.operands.split("->"))
+        sizes = {**read, **written, **dict.fromkeys(self.numbers, "P 1")}
+        self.equation = Equation(sizes, self.limits)
+        self.writes = {role: self.memories.get(role, self.memory) for role in written}
         self.first = next(iter(self.writes), "")
         self.constants = (*self.constants, *self.numbers)
         self.dtypes = {**self.numbers, **self.dtypes}
-        reads = {**self.reads, **dict.fromkeys(self.numbers, ON_CHIP)}
+        reads = {role: self.memories.get(role, self.memory) for role in read}
+        reads.update(dict.fromkeys(self.numbers, ON_CHIP))
         self.reads = {role: reads[role] for role in self.defaults if role in reads}
         self.roles = {**self.writes, **self.reads}
         self.optional = {r for r in self.roles if self.defaults[r] is None or r in self.unset}

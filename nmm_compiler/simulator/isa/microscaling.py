@@ -98,9 +98,8 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
 
 @instruction(
     engines=("vector",),
-    writes={"dst": SBUF, "dst_scale": SBUF},
-    reads={"src": SBUF},
-    shape="P 4*F -> P F, Q F",
+    operands="src[P 4*F] -> dst[P F], dst_scale[Q F]",
+    memory=SBUF,
     limits={"P": range(32, 129, 32)},
     dtypes={
         "dst": frozenset(_ELEMENT),
@@ -130,9 +129,9 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None
 
 @instruction(
     engines=("tensor",),
-    writes={"dst": PSUM},
-    reads={"stationary": SBUF, "moving": SBUF, "stationary_scale": SBUF, "moving_scale": SBUF},
-    shape="K M, K N, A M, B N -> M N",
+    operands="stationary[K M], moving[K N], stationary_scale[A M], moving_scale[B N] -> dst[M N]",
+    memory=SBUF,
+    memories={"dst": PSUM},
     limits={"K": range(32, 129, 32), "M": range(2, 129, 2), "N": range(1, 8193)},
     dtypes={
         "dst": frozenset({"float32", "bfloat16"}),
@@ -141,8 +140,12 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None
         "stationary_scale": _SCALES,
         "moving_scale": _SCALES,
     },
-    indirect=dict.fromkeys(
-        ("dst", "stationary", "moving", "stationary_scale", "moving_scale"), ("tensor",)
+    indirect=(
+        "dst",
+        "stationary",
+        "moving",
+        "stationary_scale",
+        "moving_scale",
     ),
 )
 def nc_matmul_mx(

@@ -137,7 +137,7 @@ def check_conversion(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) 
 
 
 def check_pair(
-    machine: Machine, op: str, roles: tuple[str, str], first: NkiTensor, second: NkiTensor
+    machine: Machine, op: str, roles: tuple[str, ...], first: NkiTensor, second: NkiTensor
 ) -> None:
     """Check two inputs that an engine reads at once: not both in PSUM, in SBUF on equal partitions.
 

@@ -13,7 +13,7 @@ import numpy as np
 from nmm_compiler.errors import OperandValueError, TensorShapeError
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.instruction import NO_ATTRIBUTES, Call, Steps, instruction
-from nmm_compiler.simulator.isa.operands import ON_CHIP, SBUF, check_dtype, require_form
+from nmm_compiler.simulator.isa.operands import SBUF, check_dtype, require_form
 from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
@@ -34,7 +34,7 @@ def generator(machine: Machine) -> np.random.Generator:
 
 @instruction(
     engines=("vector", "gpsimd"),
-    writes={"dst": ON_CHIP},
+    operands="-> dst",
     dtypes={"dst": INTEGERS - {"int64", "uint64"}},
 )
 def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = None) -> Steps:
@@ -47,7 +47,10 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = No
     put(dst, low)
 
 
-@instruction(engines=("vector",), reads={"src_seeds": ON_CHIP}, shape="1 1 ->")
+@instruction(
+    engines=("vector",),
+    operands="src_seeds[1 1] ->",
+)
 def set_rng_seed(call: Call, src_seeds: Any, name: str | None = None) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
     if src_seeds.dtype.item_bytes != 4:
@@ -71,7 +74,11 @@ def _check_state(call: Call, view: NkiTensor) -> str:
     return chosen
 
 
-@instruction(engines=("gpsimd", "vector"), reads={"src_seeds": SBUF})
+@instruction(
+    engines=("gpsimd", "vector"),
+    operands="src_seeds ->",
+    memory=SBUF,
+)
 def rand_set_state(
     call: Call, src_seeds: Any, engine: Any = engine.gpsimd, name: str | None = None
 ) -> Steps:
@@ -83,7 +90,10 @@ def rand_set_state(
     machine.random_state = np.random.default_rng([int(s) for s in seeds.reshape(-1)])
 
 
-@instruction(engines=("gpsimd", "vector"), writes={"dst": ON_CHIP})
+@instruction(
+    engines=("gpsimd", "vector"),
+    operands="-> dst",
+)
 def rand_get_state(
     call: Call, dst: Any, engine: Any = engine.gpsimd, name: str | None = None
 ) -> Steps:
@@ -100,9 +110,8 @@ def rand_get_state(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
+    operands="-> dst[P F]",
     numbers={"min": FLOAT32, "max": FLOAT32},
-    shape="-> P F",
     dtypes={"dst": _UNIFORM},
 )
 def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> Steps:
@@ -117,12 +126,10 @@ def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> 
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP},
-    shape="P F -> P F",
+    operands="data[P F] -> dst[P F]",
     numbers={"prob": FLOATS},
     streams=("data",),
-    same_dtype=(("dst", "data"),),
+    same_dtype=("dst", "data"),
 )
 def dropout(call: Call, dst: Any, data: Any, prob: Any, name: str | None = None) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""

@@ -22,7 +22,7 @@ from nmm_compiler.simulator.isa.instruction import (
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, ON_CHIP, SBUF
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
 from nmm_compiler.simulator.isa.operators import ALU, REDUCTION, Op, Takes
 from nmm_compiler.simulator.isa.values import F32, apply_scalar, f32, put, raw, scalar_value
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32, INTEGERS
@@ -64,11 +64,13 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP},
+    operands="data -> dst",
     streams=("data",),
     operators={"op": REDUCTION},
-    indirect={"dst": ("vector",), "data": ("vector",)},
+    indirect=(
+        "dst",
+        "data",
+    ),
 )
 def tensor_reduce(
     call: Call,
@@ -118,9 +120,8 @@ def tensor_reduce(
 
 @instruction(
     engines=("gpsimd",),
-    writes={"dst": SBUF},
-    reads={"data": SBUF},
-    shape="P F -> 1 F",
+    operands="data[P F] -> dst[1 F]",
+    memory=SBUF,
     operators={"op": Takes("reduce", _ACROSS_PARTITIONS)},
 )
 def tensor_partition_reduce(
@@ -136,11 +137,9 @@ def tensor_partition_reduce(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
-    reads={"data": ON_CHIP},
+    operands="data[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"operand0": FLOAT32, "reduce_init": FLOAT32},
     unset=("operand0",),
-    shape="P F -> P F, P 1",
     streams=("data",),
     operators={
         "op0": ALU,
@@ -148,7 +147,10 @@ def tensor_partition_reduce(
     },
     commands=("reset_reduce", "reduce", "load_reduce"),
     first_value="reduce_init",
-    indirect={"dst": ("vector",), "data": ("vector",)},
+    indirect=(
+        "dst",
+        "data",
+    ),
 )
 def tensor_scalar_reduce(
     call: Call,
@@ -183,9 +185,7 @@ def tensor_scalar_reduce(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"src": ON_CHIP},
-    shape="P F -> P F",
+    operands="src[P F] -> dst[P F]",
     streams=("src",),
     numbers={"imm0": FLOAT32, "imm1": FLOAT32},
     dtypes={"dst": _CUMULATIVE, "src": _CUMULATIVE},
@@ -195,7 +195,10 @@ def tensor_scalar_reduce(
     },
     commands=("reset_reduce", "load_reduce", "reduce"),
     first_value="imm1",
-    indirect={"dst": ("vector",), "src": ("vector",)},
+    indirect=(
+        "dst",
+        "src",
+    ),
 )
 def tensor_scalar_cumulative(
     call: Call,
@@ -224,9 +227,7 @@ def tensor_scalar_cumulative(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"data0": ON_CHIP, "data1": ON_CHIP},
-    shape="P F, P F -> P F",
+    operands="data0[P F], data1[P F] -> dst[P F]",
     streams=("data0", "data1"),
     numbers={"initial": ANY_DTYPE},
     pair=("data0", "data1"),
@@ -262,9 +263,7 @@ def tensor_tensor_scan(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP},
-    shape="P F -> P 6",
+    operands="data[P F] -> dst[P 6]",
     limits={"F": range(1, 513)},
 )
 def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
@@ -283,7 +282,8 @@ def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
 
 
 @instruction(
-    engines=("vector",), writes={"dst": ON_CHIP}, reads={"data": ON_CHIP}, shape="P 3*T -> P 2"
+    engines=("vector",),
+    operands="data[P 3*T] -> dst[P 2]",
 )
 def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
     """dst = (mean, variance) from (count, mean, variance * count) triples."""
@@ -297,9 +297,7 @@ def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"src": ON_CHIP},
-    shape="P F -> P 8",
+    operands="src[P F] -> dst[P 8]",
     limits={"F": _EIGHT_OF},
     ranks={"dst": 2, "src": 3},
 )
@@ -333,9 +331,7 @@ def find_eight(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP, "vals": ON_CHIP},
-    shape="P F, P 8 -> P 8",
+    operands="data[P F], vals[P 8] -> dst[P 8]",
     limits={"F": _EIGHT_OF},
     dtypes={"dst": INDICES},
     ranks={"dst": 2, "data": 3, "vals": 3},
@@ -350,9 +346,7 @@ def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any, name: str | None 
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP, "dst_idx": ON_CHIP},
-    reads={"data": ON_CHIP, "vals": ON_CHIP},
-    shape="P F, P 8 -> P F, P 8",
+    operands="data[P F], vals[P 8] -> dst[P F], dst_idx[P 8]",
     limits={"F": _EIGHT_OF},
     streams=("data",),
     dtypes={"dst_idx": INDICES},

@@ -70,7 +70,12 @@ def register_move(call: Call, dst: Any, src: Any) -> Steps:
         target.write(number)
 
 
-@instruction(engines=("sync",), reads={"src": DMA_MEMORIES}, shape="1 1 ->", waits=True)
+@instruction(
+    engines=("sync",),
+    operands="src[1 1] ->",
+    memory=DMA_MEMORIES,
+    waits=True,
+)
 def register_load(call: Call, dst: Any, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
     machine = call.machine
@@ -84,7 +89,11 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
         target.write(0, known=False)
 
 
-@instruction(engines=("sync",), writes={"dst": DMA_MEMORIES}, shape="-> 1 1")
+@instruction(
+    engines=("sync",),
+    operands="-> dst[1 1]",
+    memory=DMA_MEMORIES,
+)
 def register_store(call: Call, dst: Any, src: Any) -> Steps:
     """dst (one element, HBM or SBUF) = register src."""
     register = _register("register_store", src)
@@ -92,7 +101,12 @@ def register_store(call: Call, dst: Any, src: Any) -> Steps:
     put(dst, np.full(dst.shape, register.read(), np.float32))
 
 
-@instruction(engines=("gpsimd",), reads={"data": ("hbm",)}, waits=True)
+@instruction(
+    engines=("gpsimd",),
+    operands="data ->",
+    memory=("hbm",),
+    waits=True,
+)
 def core_barrier(
     call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd, name: str | None = None
 ) -> Steps:
@@ -121,9 +135,9 @@ def core_barrier(
 
 @instruction(
     engines=("dma",),
-    writes={"dst": SBUF},
-    reads={"src": SBUF},
-    same_dtype=(("dst", "src"),),
+    operands="src -> dst",
+    memory=SBUF,
+    same_dtype=("dst", "src"),
     integers={"send_to_rank": range(2), "recv_from_rank": range(2)},
     waits=True,
 )

@@ -23,7 +23,7 @@ from nmm_compiler.simulator.isa.instruction import (
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, ON_CHIP, SBUF
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
@@ -64,7 +64,8 @@ def affine_values(
 
 @instruction(
     engines=("gpsimd",),
-    writes={"dst": SBUF},
+    operands="-> dst",
+    memory=SBUF,
     integers={"offset": INT32, "channel_multiplier": INT32},
 )
 def iota(
@@ -84,9 +85,8 @@ def iota(
 
 @instruction(
     engines=("gpsimd",),
-    writes={"dst": SBUF},
-    reads={"on_true_tile": SBUF},
-    shape="P F -> P F",
+    operands="on_true_tile[P F] -> dst[P F]",
+    memory=SBUF,
     streams=("on_true_tile",),
     operators={"cmp_op": _COMPARISON},
     integers={"offset": INT32, "channel_multiplier": INT32},
@@ -118,10 +118,8 @@ def affine_select(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
-    reads={"on_true_tile": ON_CHIP},
+    operands="on_true_tile[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"bound0": FLOAT32, "bound1": FLOAT32},
-    shape="P F -> P F, P 1",
     streams=("on_true_tile",),
     dtypes={"on_true_tile": FLOATS},
     operators={"comp_op0": _BOUNDS, "comp_op1": _BOUNDS, "reduce_op": _MAXIMUM},
@@ -144,7 +142,7 @@ def range_select(
     name: str | None = None,
 ) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
-    if len(call.tensors(dict.fromkeys(("bound0", "bound1")))) < 2:
+    if len(call.tensors(("bound0", "bound1"))) < 2:
         raise call.error(TensorDtypeError, "bound0 and bound1 must be (P, 1) float32 tensors")
     last_index = range_start + on_true_tile.free_size - 1
     if not -(2**24) <= range_start <= last_index <= 2**24:
@@ -174,10 +172,8 @@ def range_select(
 
 @instruction(
     engines=("vector",),
-    writes={"dst": ON_CHIP, "reduce_res": ON_CHIP},
-    reads={"predicate": ON_CHIP, "on_true": ON_CHIP},
+    operands="predicate[P F], on_true[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"on_false": ANY_DTYPE},
-    shape="P F, P F -> P F, P 1",
     streams=("on_true", "predicate"),
     dtypes={"on_true": _SELECTED, "predicate": _PREDICATES, "reduce_res": FLOATS},
     pair=("on_true", "predicate"),

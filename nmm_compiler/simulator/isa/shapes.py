@@ -1,8 +1,7 @@
 """Shape equations: how the sizes of an instruction's operands depend on each other.
 
-`K M, K N -> M N` gives partitions and elements per partition of each tensor that is read and, after
-the arrow, written. A size is a letter, a number, or both: `4*F`, `F+1`. One letter alone is a
-tensor's number of elements.
+`stationary[K M], moving[K N] -> dst[M N]` gives partitions and elements per partition. A size is a
+letter, a number, or both: `4*F`, `F+1`. One letter alone is a tensor's number of elements.
 """
 
 from __future__ import annotations
@@ -27,27 +26,17 @@ def _term(text: str) -> Term:
 
 
 class Equation:
-    """The sizes of the operands of an instruction.
+    """The sizes of the operands of an instruction: text for each, "" for any.
 
-    reads, writes: the roles that the text lists. numbers: those of [P, 1] tensors, which it omits.
     limits: the sizes that a letter may have.
     """
 
-    def __init__(
-        self,
-        text: str,
-        reads: tuple[str, ...],
-        writes: tuple[str, ...],
-        numbers: tuple[str, ...],
-        limits: Mapping[str, range],
-    ) -> None:
-        listed = re.findall(r"[^\s,][^,]*", text.replace("->", ","))
-        given = dict(zip((*reads, *writes) if text else (), listed, strict=True))
-        given.update(dict.fromkeys(numbers, "P 1"))
+    def __init__(self, sizes: Mapping[str, str], limits: Mapping[str, range]) -> None:
         self.limits = limits
-        self.terms = {role: [_term(t) for t in sizes.split()] for role, sizes in given.items()}
+        given = {role: text.split() for role, text in sizes.items() if text}
+        self.terms = {role: [_term(size) for size in texts] for role, texts in given.items()}
         self.says = ", ".join(
-            [f"{role} [{', '.join(sizes.split())}]" for role, sizes in given.items()]
+            [f"{role} [{', '.join(texts)}]" for role, texts in given.items()]
             + [f"{letter} in {_shown(allowed)}" for letter, allowed in limits.items()]
         )
 

@@ -16,7 +16,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import Attributes, Call, Steps, attributes, instruction
-from nmm_compiler.simulator.isa.operands import ON_CHIP, PSUM, SBUF, require
+from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require
 from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
 from nmm_compiler.simulator.isa.values import f32, put, raw
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8
@@ -81,11 +81,15 @@ def check_indirect_product(call: Call, tile: Any, *views: NkiTensor) -> None:
 
 @instruction(
     engines=("tensor",),
-    writes={"dst": PSUM},
-    reads={"stationary": SBUF, "moving": SBUF},
-    shape="K A, K B -> M N",
+    operands="stationary[K A], moving[K B] -> dst[M N]",
+    memory=SBUF,
+    memories={"dst": PSUM},
     limits={"M": range(1, 129)},
-    indirect={"dst": ("tensor",), "stationary": ("tensor",), "moving": ("tensor",)},
+    indirect=(
+        "dst",
+        "stationary",
+        "moving",
+    ),
 )
 def nc_matmul(
     call: Call,
@@ -292,10 +296,8 @@ def _check_operand_dtypes(
 
 @instruction(
     engines=("tensor", "vector"),
-    writes={"dst": ON_CHIP},
-    reads={"data": ON_CHIP},
-    shape="P F -> F P",
-    same_dtype=(("dst", "data"),),
+    operands="data[P F] -> dst[F P]",
+    same_dtype=("dst", "data"),
 )
 def nc_transpose(
     call: Call, dst: Any, data: Any, engine: Any = engine.unknown, name: str | None = None
