@@ -157,38 +157,21 @@ class TensorData(Reshaping):
 
     def leaves(self) -> str:
         """Say that some element of the view is outside its storage, or its partition, or ""."""
-        storage = self.storage
-        item = self.dtype.item_bytes
+        storage, item = self.storage, self.dtype.item_bytes
         whole = storage.bytes_per_partition
-        if storage.memory != "hbm":
-            within = self.offset * item % whole
-            low = within
-            high = within + item
-            for size, stride in zip(self.shape[1:], self.strides[1:], strict=True):
-                if stride >= 0:
-                    high += (size - 1) * stride * item
-                else:
-                    low += (size - 1) * stride * item
-            partitions = self.offset * item // whole + self.shape[0]
-            if low < 0 or high > whole or partitions > storage.shape[0] or self.offset < 0:
-                return (
-                    f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor "
-                    f"{self.name!r} {storage.shape} {storage.dtype}"
-                )
+        on_chip = storage.memory != "hbm"
+        partition, start = divmod(self.offset * item, whole) if on_chip else (0, self.offset * item)
+        dims = list(zip(self.shape, self.strides, strict=True))[on_chip:]
+        spans = [(size - 1) * stride * item for size, stride in dims]
+        low = start + sum(span for span in spans if span < 0)
+        high = start + item + sum(span for span in spans if span > 0)
+        beyond = on_chip and partition + self.shape[0] > storage.shape[0]
+        if self.offset >= 0 and low >= 0 and high <= whole and not beyond:
             return ""
-        low = self.offset * item
-        high = low + item
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            if stride >= 0:
-                high += (size - 1) * stride * item
-            else:
-                low += (size - 1) * stride * item
-        if low < 0 or high > whole:
-            return (
-                f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor "
-                f"{self.name!r} {storage.shape} {storage.dtype} ({whole} B)"
-            )
-        return ""
+        return (
+            f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor {self.name!r} "
+            f"{storage.shape} {storage.dtype} ({whole} B{' per partition' if on_chip else ''})"
+        )
 
     def access(self) -> Access:
         """Return the record of the region for the trace."""
@@ -316,11 +299,7 @@ class TensorData(Reshaping):
         if self.storage.unwritten is not None:
             mask = self.missing()
             if mask is not None:
-                machine = current()
-                origin = self.storage.origin or first_read(self, mask)
-                if not machine.poison_spreads:
-                    machine.rule(UninitializedReadError, f"{origin}; {_WAY_OUT}")
-                machine.poisoned.append((self, mask, origin))
+                note_unwritten(self, mask)
                 return poisoned_values(self, mask)
         return self.array()
 
@@ -341,6 +320,15 @@ def first_read(view: TensorData, mask: np.ndarray) -> str:
         f"read on line {line} but were never written, the first at {where} of the view "
         f"{view.shape}"
     )
+
+
+def note_unwritten(view: TensorData, mask: np.ndarray) -> None:
+    """Note that an instruction reads unwritten elements; refuse it where none may be read."""
+    machine = current()
+    origin = view.storage.origin or first_read(view, mask)
+    if not machine.poison_spreads:
+        machine.rule(UninitializedReadError, f"{origin}; {_WAY_OUT}")
+    machine.poisoned.append((view, mask, origin))
 
 
 def poisoned_values(view: TensorData, mask: np.ndarray) -> np.ndarray:

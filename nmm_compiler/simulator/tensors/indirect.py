@@ -15,10 +15,9 @@ from nmm_compiler.errors import (
     HazardError,
     OutOfBoundsError,
     TensorShapeError,
-    UninitializedReadError,
 )
 from nmm_compiler.simulator.machine import current
-from nmm_compiler.simulator.tensors.data import FILL, first_read
+from nmm_compiler.simulator.tensors.data import FILL, note_unwritten
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.races import note_read, settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -143,7 +142,7 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray]
     if storage.unwritten is not None:
         mask = _unwritten_rows(view, table, valid)
         if mask.any():
-            _note(view, mask)
+            note_unwritten(view, mask)
             values[mask] = FILL.get(view.dtype.kind, FILL["int"])
     return values, valid
 
@@ -160,14 +159,6 @@ def _unwritten_rows(view: NkiTensor, table: np.ndarray, valid: np.ndarray) -> np
         whole = np.asarray(whole.reshape(-1, factor).any(axis=1))
     mask = whole[table]
     return np.asarray(mask & valid[:, None]).reshape(view.shape)
-
-
-def _note(view: NkiTensor, mask: np.ndarray) -> None:
-    machine = current()
-    origin = view.storage.origin or first_read(view, mask)
-    if not machine.poison_spreads:
-        machine.rule(UninitializedReadError, f"{origin}; write them first")
-    machine.poisoned.append((view, mask, origin))
 
 
 def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:
