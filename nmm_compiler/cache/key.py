@@ -93,6 +93,11 @@ class Key:
         both = [(name, mine.get(name), theirs.get(name)) for name in {**mine, **theirs}]
         return tuple((name, short(a), short(b)) for name, a, b in both if a != b)
 
+    def diff(self, other: Key) -> tuple[str, ...]:
+        """Return the names of the entries that differ."""
+        names = (name.partition(".")[0] for name, _, _ in self.changes(other))
+        return tuple(dict.fromkeys(names))
+
     def fields(self) -> dict[str, str]:
         """Return every field as dotted name -> JSON: {"family": '"lowrank"', "spec.m": "512"}."""
         return {name: text for top, value in self.entries for name, text in _leaves(top, value)}

@@ -62,7 +62,7 @@ def list_(
     wanted = _key(Path(entry)) if Path(entry).is_file() else store.show(entry).key
     explained = store.explain(wanted)
     changes = list(explained.changes)
-    if explained.state == "miss":
+    if not explained.state:
         said = {"said": explained.verdict(), "differs": [list(change) for change in changes]}
         show_json(said) if as_json else show([Line(explained.verdict()), _changes(changes)])
         return

@@ -136,7 +136,7 @@ SPECS = '{"family": "matmul", "spec": {"m": 8, "k": 64, "n": 64}}\n'
 
 def test_an_archive_fills_another_cache(directory, build, run, tmp_path, monkeypatch):
     (tmp_path / "specs.jsonl").write_text(SPECS)
-    archive = tmp_path / "out.tar.gz"
+    archive = tmp_path / "out.tar"
     store = Store(directory)
     store.prune(0)
     said = build(str(tmp_path / "specs.jsonl"), "--jobs", "1", "--archive", str(archive))
