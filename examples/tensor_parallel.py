@@ -30,7 +30,7 @@ def low_rank(kind: str = "llama", dtype: torch.dtype = torch.float32) -> torch.n
         num_key_value_heads=4, head_dim=32, vocab_size=512,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    nmm.compress(model, 0.2, progress=False)
+    nmm.compress(model, 0.2)
     return model
 
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from nmm_compiler.compress.hf_hook import watch as _watch_for_transformers
 from nmm_compiler.log_names import quiet_libraries as _quiet_libraries
 from nmm_compiler.log_names import watch as _watch_for_torch_logs
 from nmm_compiler.version import VERSION
@@ -30,21 +29,22 @@ if TYPE_CHECKING:
     from nmm_compiler.codegen.build import Kernel as Kernel
     from nmm_compiler.codegen.build import build_kernel as build_kernel
     from nmm_compiler.codegen.build_many import build_many as build_many
-    from nmm_compiler.compress.apply import calibrate as calibrate
-    from nmm_compiler.compress.checkpoints import load_checkpoint as load_checkpoint
-    from nmm_compiler.compress.config import CompressionConfig as CompressionConfig
-    from nmm_compiler.compress.evaluate import evaluate as evaluate
-    from nmm_compiler.compress.quantize import quantize_factors as quantize_factors
-    from nmm_compiler.compress.recover import recover as recover
-    from nmm_compiler.compress.save import load_factors as load_factors
-    from nmm_compiler.compress.save import save_factors as save_factors
-    from nmm_compiler.compress.teacher import remember as remember
-    from nmm_compiler.compress.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan
     from nmm_compiler.errors import NmmError as NmmError
     from nmm_compiler.kernels.attention import AttentionSpec as AttentionSpec
     from nmm_compiler.kernels.gated_mlp import GatedMLPSpec as GatedMLPSpec
     from nmm_compiler.kernels.lowrank import LowRankSpec as LowRankSpec
     from nmm_compiler.kernels.matmul import MatmulSpec as MatmulSpec
+    from nmm_compiler.lowrank_models.apply import calibrate as calibrate
+    from nmm_compiler.lowrank_models.config import CompressionConfig as CompressionConfig
+    from nmm_compiler.lowrank_models.hf import save as save
+    from nmm_compiler.lowrank_models.load import load as load
+    from nmm_compiler.lowrank_models.quantize import quantize_factors as quantize_factors
+    from nmm_compiler.lowrank_models.recover import recover as recover
+    from nmm_compiler.lowrank_models.save import load_factors as load_factors
+    from nmm_compiler.lowrank_models.save import save_factors as save_factors
+    from nmm_compiler.lowrank_models.tensor_parallel import (
+        tensor_parallel_plan as tensor_parallel_plan,
+    )
     from nmm_compiler.mlir.export import export_mlir as export_mlir
     from nmm_compiler.options import Options as Options
     from nmm_compiler.passes.check_rule import check_rule as check_rule
@@ -70,7 +70,7 @@ _HOMES = {
     "ArraySpec": "nmm_compiler.simulator.run",
     "AttentionSpec": "nmm_compiler.kernels.attention",
     "GatedMLPSpec": "nmm_compiler.kernels.gated_mlp",
-    "CompressionConfig": "nmm_compiler.compress.config",
+    "CompressionConfig": "nmm_compiler.lowrank_models.config",
     "Kernel": "nmm_compiler.codegen.build",
     "LowRankSpec": "nmm_compiler.kernels.lowrank",
     "Match": "nmm_compiler.passes.rules",
@@ -85,25 +85,24 @@ _HOMES = {
     "build_kernel": "nmm_compiler.codegen.build",
     "build_many": "nmm_compiler.codegen.build_many",
     "check_rule": "nmm_compiler.passes.check_rule",
-    "calibrate": "nmm_compiler.compress.apply",
+    "calibrate": "nmm_compiler.lowrank_models.apply",
     "compress": "nmm_compiler.prediction.compressed",
-    "evaluate": "nmm_compiler.compress.evaluate",
     "explain": "nmm_compiler.passes.pipeline",
     "export_mlir": "nmm_compiler.mlir.export",
     "last_report": "nmm_compiler.backend",
-    "load_checkpoint": "nmm_compiler.compress.checkpoints",
-    "load_factors": "nmm_compiler.compress.save",
+    "load": "nmm_compiler.lowrank_models.load",
+    "load_factors": "nmm_compiler.lowrank_models.save",
     "predict": "nmm_compiler.prediction.predict",
-    "quantize_factors": "nmm_compiler.compress.quantize",
-    "recover": "nmm_compiler.compress.recover",
-    "remember": "nmm_compiler.compress.teacher",
+    "quantize_factors": "nmm_compiler.lowrank_models.quantize",
+    "recover": "nmm_compiler.lowrank_models.recover",
     "reports": "nmm_compiler.backend",
     "rewrite": "nmm_compiler.passes.pipeline",
     "rule": "nmm_compiler.passes.rules",
-    "save_factors": "nmm_compiler.compress.save",
+    "save": "nmm_compiler.lowrank_models.hf",
+    "save_factors": "nmm_compiler.lowrank_models.save",
     "simulate": "nmm_compiler.simulator.run",
     "simulate_ranks": "nmm_compiler.simulator.run",
-    "tensor_parallel_plan": "nmm_compiler.compress.tensor_parallel",
+    "tensor_parallel_plan": "nmm_compiler.lowrank_models.tensor_parallel",
     "write_trace": "nmm_compiler.simulator.timing.profile",
 }
 
@@ -124,21 +123,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Door(types.ModuleType):
-    """This module, where `compress` stays the function when the package of that name is imported.
+def _register_saved_models() -> None:
+    """Let transformers' `from_pretrained` load low-rank models; a version that does not fit warns.
 
-    Python binds the name of a package in its parent, so this class refuses to bind that one. The
-    package is in sys.modules, and the function has its modules as attributes
-    (`nmm_compiler/compress/__init__.py`).
+    Where transformers comes later, `load` and `compress` register. Importing it here takes seconds.
     """
+    try:
+        importlib.import_module("nmm_compiler.lowrank_models.hf").register()
+    except ImportError as error:  # its other models have to load all the same
+        warnings.warn(
+            f"transformers will refuse models that nmm_compiler saved: {error}", stacklevel=3
+        )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name == "compress" and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
 
-
-globals().pop("compress", None)  # `hf_hook` above has bound the package
-sys.modules[__name__].__class__ = _Door
 _quiet_libraries()
 _watch_for_torch_logs()  # TORCH_LOGS="nmm"
-_watch_for_transformers()  # from_pretrained and PEFT know low-rank models with no further call
+if "transformers" in sys.modules:
+    _register_saved_models()

@@ -120,11 +120,7 @@ class CalibrationError(NmmError, ValueError):
 
 
 class MemoryBudgetError(NmmError, MemoryError):
-    """Calibration needs more memory than there is, or than `memory=` allows; says how much."""
-
-
-class NotInBlocksError(NmmError):
-    """A model does not call each of its blocks once per batch; says which block."""
+    """Calibration needs more memory than there is; says how much."""
 
 
 class EvaluationError(NmmError, RuntimeError):

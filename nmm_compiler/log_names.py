@@ -2,8 +2,9 @@
 
 torch reads TORCH_LOGS while it is imported and refuses names that are not registered. So `watch()`,
 which `import nmm_compiler` calls, registers the names as soon as torch's own are there: at once, or
-by an import hook. For programs that import torch first or never import this package,
-`startup/_nmm_compiler_startup.py` calls it when TORCH_LOGS names nmm.
+by an import hook. A program that
+imports torch first, or never this package, sets TORCH_LOGS="+nmm_compiler", which torch takes as a
+module's name.
 
 All of the package logs to the standard loggers below "nmm_compiler", with torch or without.
 """

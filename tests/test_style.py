@@ -16,7 +16,7 @@ import pytest
 
 TREE = Path(__file__).resolve().parent.parent
 PACKAGE = TREE / "nmm_compiler"
-ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "examples", "startup")
+ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "examples")
 MAX_LINES = 500
 
 ENVIRONMENT_FILE = "options.py"
@@ -33,8 +33,6 @@ MANY_PARAMETERS = {
     "cli/compress.py": {"compress"},
     "cli/kernel.py": {"kernel"},
     "cli/plan.py": {"plan"},
-    "compress/apply.py": {"compress"},
-    "compress/recover.py": {"recover"},
     "kernels/attention/op.py": {"attention"},
     "kernels/gated_mlp/op.py": {"gated_mlp_up", "gated_mlp"},
     "kernels/lowrank/op.py": {"lowrank_matmul"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +13,11 @@ import typer
 from nmm_compiler.cli import models, values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
-from nmm_compiler.errors import CalibrationError, NmmError, OptionTypeError
+from nmm_compiler.errors import CalibrationError, OptionTypeError
 from nmm_compiler.options import FACTORS
 
 if TYPE_CHECKING:
     import torch
-
-    from nmm_compiler.compress.config import CompressionConfig
 
 _LENGTH, _BATCH = 256, 8
 """Tokens of a calibration sequence, and sequences of a batch."""
@@ -56,14 +56,18 @@ def compress(
 
     Example: nmm compress ./llama ./llama-lowrank --ratio 0.2 --text calibration.txt
     """
-    from nmm_compiler.compress import hf
-    from nmm_compiler.compress.config import CompressionConfig
-    from nmm_compiler.compress.teacher import remember
+    from nmm_compiler.lowrank_models import hf
+    from nmm_compiler.lowrank_models.config import CompressionConfig
     from nmm_compiler.prediction.compressed import compress as run
 
-    settings = CompressionConfig(ratio=ratio, rank=rank)
+    settings: dict[str, Any] = {
+        "ratio": ratio, "rank": rank, "include": include or None, "exclude": exclude or None,
+        "target": target, "factors": factors,
+    }  # fmt: skip
     if config is not None:
         settings = read_config(config, settings)
+    CompressionConfig.make(None, {**settings, "calibration": text})
+    factors = settings["factors"]
     if factors and recover_steps:
         raise OptionTypeError(
             "factors", factors, "it without --recover: rounded factors are not trained"
@@ -75,48 +79,47 @@ def compress(
     with steps(f"loading {model}"):
         loaded, tokenizer = models.with_weights(model)
     batches = None if text is None else read_batches(text, tokenizer, loaded)
-    original = remember(loaded, batches) if recover_steps else None
-    report = run(
-        loaded, settings, calibration=batches, include=include or None, exclude=exclude or None,
-        target=target, factors=factors,
-    )  # fmt: skip
+    original = copy.deepcopy(loaded) if recover_steps else None
+    report = run(loaded, **settings, calibration=batches)
     said = [str(report)]
     figures: dict[str, Any] = {"compression": report.to_dict()}
     figures["compression"]["achieved_ratio"] = report.achieved_ratio
     if original is not None:
-        from nmm_compiler.compress.recover import recover
+        from nmm_compiler.lowrank_models.recover import recover
 
         recovery = recover(loaded, batches, teacher=original, steps=recover_steps)
         said.append(recovery.summary())
         figures["recovery"] = recovery.to_dict()
     files = {"compression.json": json.dumps(figures, indent=2)}
-    hf.save_pretrained(loaded, out_dir, tokenizer=tokenizer, files=files)
+    hf.save(loaded, out_dir, tokenizer=tokenizer, files=files)
     if as_json:
         show_json(figures)
     else:
         show("\n".join((*said, f"saved     {out_dir}")))
 
 
-def read_config(path: Path, options: CompressionConfig) -> CompressionConfig:
-    """Return the CompressionConfig of a JSON file, which takes the place of the options.
+def read_config(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a JSON file, which takes the place of the command's.
 
     Raises OptionTypeError when it cannot be read, or one of the options is given beside it.
     """
-    from nmm_compiler.compress.config import CompressionConfig
+    from nmm_compiler.lowrank_models.config import CompressionConfig
 
-    given = [k for k, v in options.to_dict().items() if v != CompressionConfig().to_dict()[k]]
+    try:
+        fields = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise OptionTypeError(
+            "config", str(path), f'JSON like {{"ratio": 0.2, "align": 64}} ({error})'
+        ) from error
+    if "calibration" in fields:
+        raise OptionTypeError("config", str(path), "it without calibration: pass --text FILE")
+    plain = {field.name: field.default for field in dataclasses.fields(CompressionConfig)}
+    given = [name for name, value in options.items() if value != plain[name]]
     if given:
         raise OptionTypeError(
             "config", str(path), f"it or --{', --'.join(given)}: put all of them into the file"
         )
-    try:
-        return CompressionConfig.from_json(path.read_text(encoding="utf-8"))
-    except NmmError:
-        raise
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise OptionTypeError(
-            "config", str(path), f'JSON like {{"ratio": 0.2, "align": 64}} ({error})'
-        ) from error
+    return {**options, **fields}
 
 
 def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch.Tensor]]:

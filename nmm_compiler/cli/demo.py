@@ -134,14 +134,14 @@ def _one_ratio(
     """
     import torch
 
-    from nmm_compiler.compress.apply import compress
+    from nmm_compiler.lowrank_models.apply import compress
     from nmm_compiler.prices.ways import ways
 
     step(f"ratio {ratio}: calibrating and factorizing")
     compressed = copy.deepcopy(subject.model)
     compression = compress(
         compressed, ratio, include=subject.include, calibration=subject.calibration(),
-        target=target, tokens=subject.tokens(), progress=False,
+        target=target, workload=subject.tokens(),
     )  # fmt: skip
 
     step(f"ratio {ratio}: compiling, building kernels")

@@ -78,12 +78,12 @@ class Subject(ABC):
 
     def save(self, model: Any, directory: Path) -> None:
         """Write a model, dense or low-rank, with its tokenizer."""
-        from nmm_compiler.compress import hf
-        from nmm_compiler.compress.modules import lowrank_layers
+        from nmm_compiler.lowrank_models import hf
+        from nmm_compiler.lowrank_models.modules import lowrank_layers
 
         directory.mkdir(parents=True, exist_ok=True)
         if lowrank_layers(model):
-            hf.save_pretrained(model, directory, tokenizer=self.tokenizer)
+            hf.save(model, directory, tokenizer=self.tokenizer)
         else:
             model.save_pretrained(directory)
             self.tokenizer.save_pretrained(directory)

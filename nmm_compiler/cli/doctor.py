@@ -26,7 +26,6 @@ _PACKAGES = (
     ("ml_dtypes", "core"),
     ("libcst", "core: codegen"),
     ("transformers", "extra hf"),
-    ("matplotlib", "extra plot"),
     ("torch-mlir", "extra mlir"),
     ("iree-base-compiler", "extra mlir-test"),
     ("peft", "extra peft"),

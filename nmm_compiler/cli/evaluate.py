@@ -1,4 +1,4 @@
-"""`nmm eval`: the quality of a saved model, by lm-eval, which loads our directories itself."""
+"""`nmm eval`: the quality of a saved model, by lm-eval, whose models load by `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def evaluate(
         from lm_eval.__main__ import cli_evaluate
     except ImportError:
         raise MissingPackageError("lm_eval", "nmm eval", "eval") from None
+    from nmm_compiler.lowrank_models import hf
+
+    hf.register()
     with contextlib.ExitStack() as stack:
         directory = model
         if model in models.PACKAGED:  # its package has a form of its own

@@ -67,10 +67,10 @@ def explain(
         own = [rule for name in rules or () for rule in models.rules_of(name)]
         whole = _predicted(model, loaded, inputs, target, ratio, step) if html is not None else []
         if ratio is not None:
-            from nmm_compiler.compress.apply import compress
+            from nmm_compiler.lowrank_models.apply import compress
 
             step("factorizing")
-            compressed = compress(loaded, ratio, progress=False)
+            compressed = compress(loaded, ratio)
             first = [Section("compression", tuple(compressed.page_parts()), folded=True)]
         step("tracing and matching")
         options: Any = {"target": target, "rules": own}

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from nmm_compiler.compress.replace import put_back
 from nmm_compiler.errors import (
     CaptureError,
     MissingPackageError,
@@ -57,7 +56,6 @@ def check(name: str, *, weights: bool = False) -> str:
     Raises UnknownNameError for a name that is no model, OptionTypeError for one that is known and
     does not do here, CaptureError for a kernel.
     """
-    put_back(Path(name))
     named = name.lower() in public_names()
     if name in PACKAGED or (Path(name) / "config.json").is_file():
         return name
@@ -142,9 +140,10 @@ def with_weights(name: str) -> tuple[Any, Any]:
     if name in PACKAGED:
         return encoder() if name == ENCODER else language_model()
     require_transformers(f"loading {name}")
-    from nmm_compiler.compress.load import load_directory, load_tokenizer
+    from nmm_compiler.lowrank_models.load import load as load_lowrank
+    from nmm_compiler.lowrank_models.load import load_tokenizer
 
-    return load_directory(name), load_tokenizer(name)
+    return load_lowrank(name), load_tokenizer(name)
 
 
 def described(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The public `compress`: that of `compress/apply.py`, whose report predicts the whole model.
+"""The public `compress`: that of `lowrank_models/apply.py`, whose report predicts the whole model.
 
 The prediction needs both models without their data, and seconds of tracing, so it is made when the
 report is first shown.
@@ -7,38 +7,28 @@ report is first shown.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch import nn
 
-from nmm_compiler.compress import apply
-from nmm_compiler.compress.meta_copies import without_data
-from nmm_compiler.compress.report import CompressionReport
 from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.lowrank_models import apply
+from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.meta_copies import without_data
+from nmm_compiler.lowrank_models.report import CompressionReport
 from nmm_compiler.prediction.fault import fault_text
 from nmm_compiler.prediction.predict import predict
 
-F = TypeVar("F", bound=Callable[..., CompressionReport])
 
-
-def _predicting(function: F) -> F:
-    def run(model: nn.Module, *args: Any, **keywords: Any) -> CompressionReport:
-        before = _copied(model)
-        report = function(model, *args, **keywords)
-        if not report.target:
-            return report
-        said = functools.partial(_headline, before, _copied(model), report)
-        return report.with_headline(functools.cache(said))
-
-    for name in functools.WRAPPER_ASSIGNMENTS:
-        setattr(run, name, getattr(function, name))
-    # The package puts its modules among the attributes of `function` (compress/__init__.py), also
-    # later ones, so both have the same attributes.
-    run.__dict__ = function.__dict__
-    setattr(run, "__signature__", inspect.signature(function))  # noqa: B010
-    return cast(F, run)
+@functools.wraps(apply.compress)
+def compress(
+    model: nn.Module, ratio: float | CompressionConfig | None = None, **keywords: Any
+) -> CompressionReport:
+    """Make a model low-rank, as `apply.compress` says; the report predicts the whole model."""
+    before = _copied(model)
+    report = apply.compress(model, ratio, **keywords)
+    said = functools.partial(_headline, before, _copied(model), report)
+    return report.with_headline(functools.cache(said))
 
 
 def _copied(model: nn.Module) -> nn.Module | PredictionError:
@@ -68,6 +58,3 @@ def _headline(before: Any, after: Any, report: CompressionReport, quality: str) 
     except Exception as error:  # a report is read whatever happens to its headline
         return "", fault_text(error)
     return made.headline(quality), ""
-
-
-compress = _predicting(apply.compress)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.compress import hf
-from nmm_compiler.compress.meta_copies import MetaModel, without_data
 from nmm_compiler.errors import MissingPackageError, PredictionError, UnknownNameError
+from nmm_compiler.lowrank_models import hf_layers
+from nmm_compiler.lowrank_models.meta_copies import MetaModel, without_data
 
 _NAMES = Path(__file__).parent / "public_models.json"
 
@@ -48,7 +48,7 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise PredictionError(f"transformers makes no model of the config: {text}") from error
         if ranks:
-            hf.prepare(module, ranks)
+            hf_layers.prepare(module, ranks)
     return MetaModel(module.eval(), name)
 
 
@@ -61,12 +61,12 @@ def saved_ranks(config: Any) -> dict[str, int]:
     if saved is None:
         return {}
     fields = saved if isinstance(saved, Mapping) else saved.to_dict()
-    if fields.get("quant_method") != hf.METHOD:
+    if fields.get("quant_method") != hf_layers.METHOD:
         raise PredictionError(
             f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    return hf.checked_ranks(fields.get("ranks"))
+    return hf_layers.checked_ranks(fields.get("ranks"))
 
 
 def dense_config(config: Any) -> Any:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nmm_compiler.compress.modules import lowrank_layers
-from nmm_compiler.compress.select import Patterns
-from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import PredictionError, UnknownNameError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.lowrank_models.modules import lowrank_layers
+from nmm_compiler.lowrank_models.select import Patterns
+from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops.lower import fitting, lower, op_name
 from nmm_compiler.ops.lower import tokens as tokens_of
 from nmm_compiler.options import DTYPES, FACTOR_SPLITS, LARGEST_BUCKET, Options

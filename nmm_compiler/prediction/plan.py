@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import NmmError, PredictionError
 from nmm_compiler.kernels.base import CORES, KernelSpec
+from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.way_out import WORTH, WayOut, ways_out

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.meta_copies import MetaModel, shorten
-from nmm_compiler.compress.modules import lowrank_layers
-from nmm_compiler.compress.select import Patterns
 from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
 from nmm_compiler.kernels.base import CORES
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten
+from nmm_compiler.lowrank_models.modules import lowrank_layers
+from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES, WEIGHTS
 from nmm_compiler.prediction.meta_models import (
     dense_config,
@@ -263,7 +263,7 @@ def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
     """Factorize the linears on the meta device: ranks without numbers."""
     compress(
         model.module, low["ratio"], rank=low["rank"], include=low["include"],
-        exclude=low["exclude"], progress=False, allow_slower=True,
+        exclude=low["exclude"], allow_slower=True,
     )  # fmt: skip
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)

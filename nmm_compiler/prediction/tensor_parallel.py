@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nmm_compiler.compress.meta_copies import MetaModel
-from nmm_compiler.compress.modules import LowRankLinear
-from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import PredictionError
+from nmm_compiler.lowrank_models.meta_copies import MetaModel
+from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines torch.ops.nmm)
 
 COLLECTIVES = ("all_reduce", "all_gather")

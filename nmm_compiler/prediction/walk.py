@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.compress.meta_copies import MetaModel
 from nmm_compiler.errors import NmmError, PredictionError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.ops.launches import dtype_name
 from nmm_compiler.ops.lower import lower, op_name, tokens
 from nmm_compiler.passes.graph.canonical import Canonical

@@ -1,6 +1,5 @@
 """TORCH_LOGS, TORCH_TRACE with tlparse, NMM_PRINT_KERNELS and reproducers."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ f(torch.randn(8, 64))
 def run(tmp_path, first="", **environment):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.format(first=first))
-    return ran(path, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT}/startup", **environment).stderr
+    return ran(path, PYTHONPATH=str(ROOT), **environment).stderr
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +45,10 @@ def test_torch_logs_knows_nmm_when_the_package_comes_first(traced):
     assert "def forward" not in said
 
 
-def test_torch_logs_artefacts_when_torch_comes_first(tmp_path):
-    """The startup file, which an install runs, registers the names before torch reads them."""
-    start = (
-        "import sys; sys.modules.pop('_nmm_compiler_startup', None)\nimport _nmm_compiler_startup"
+def test_torch_logs_artefacts(tmp_path):
+    said = run(
+        tmp_path, "import nmm_compiler", TORCH_LOGS="+nmm,nmm_graphs,nmm_kernels,nmm_schedules"
     )
-    said = run(tmp_path, start, TORCH_LOGS="+nmm,nmm_graphs,nmm_kernels,nmm_schedules")
     assert "import nki.isa as nisa" in said
     assert "torch.ops.nmm.lowrank_matmul" in said
     assert "closed form" in said

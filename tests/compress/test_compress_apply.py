@@ -2,21 +2,15 @@
 
 import copy
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from compress_models import stack, tokens
 from torch import nn
 
-from nmm_compiler.compress import apply as module
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.config import CompressionConfig
-from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.errors import (
     CalibrationError,
-    FactorsFileError,
+    MemoryBudgetError,
     NoMatchingModulesError,
     OptionTypeError,
     RankError,
@@ -24,8 +18,10 @@ from nmm_compiler.errors import (
     UnknownNameError,
     WeightError,
 )
-
-QUIET = {"progress": False}
+from nmm_compiler.lowrank_models import apply as module
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.modules import LowRankLinear
 
 
 def lowrank(model):
@@ -42,7 +38,7 @@ def relative_output_error(model, original, batches):
 def test_every_linear_becomes_two_and_the_report_says_so():
     model = stack()
     biases = model.layers[0].q.bias
-    report = compress(model, 0.2, align=4, **QUIET)
+    report = compress(model, 0.2, align=4)
     assert len(lowrank(model)) == len(report.layers) == 8
     assert 0.2 <= report.achieved_ratio < 0.3
     assert report.model_parameters_after == sum(p.numel() for p in model.parameters())
@@ -66,14 +62,14 @@ def test_full_information_is_kept_at_low_rank():
         model[0].weight.copy_(torch.randn(30, 3) @ torch.randn(3, 20))
     x = torch.randn(5, 20)
     before = model(x)
-    compress(model, rank=4, **QUIET)
+    compress(model, rank=4)
     eps = torch.finfo(torch.float32).eps
     assert (model(x) - before).abs().max() <= 50 * eps * 20
 
 
 def test_weight_property_and_merge_are_the_product():
     model = stack()
-    compress(model, 0.3, align=4, **QUIET)
+    compress(model, 0.3, align=4)
     layer = model.layers[0].up
     x = torch.randn(7, 32)
     eps = torch.finfo(torch.float32).eps
@@ -95,25 +91,24 @@ def test_calibrated_methods_are_better_where_they_should_be():
     held_out = tokens(seed=7)
     errors = {}
     for name, keywords in {
-        "plain": {"method": "svd", "allocation": "uniform"},
-        "whitened": {"method": "whitened", "allocation": "uniform"},
-        "global": {},
+        "plain": {},
+        "whitened": {"method": "whitened"},
+        "two-sided": {},
     }.items():
         model = copy.deepcopy(original)
-        report = compress(model, 0.3, calibration=batches, align=4, **keywords, **QUIET)
+        data = None if name == "plain" else batches
+        report = compress(model, 0.3, calibration=data, align=4, **keywords)
         assert report.achieved_ratio >= 0.3
-        assert report.calibration_tokens == 320
+        assert report.calibration_tokens == (0 if name == "plain" else 320)
         errors[name] = relative_output_error(model, original, held_out)
     assert errors["whitened"] < 0.8 * errors["plain"]
-    assert errors["global"] < errors["whitened"]
+    assert errors["two-sided"] < errors["whitened"]
 
 
 def test_output_error_is_the_measured_error_of_the_layer():
     model, batches = stack(), tokens()
     original = copy.deepcopy(model)
-    report = compress(
-        model, 0.3, calibration=batches, method="whitened", allocation="uniform", align=4, **QUIET
-    )
+    report = compress(model, rank=8, calibration=batches)
     x = torch.cat([b.reshape(-1, 32) for b in batches])
     exact = x @ original.layers[0].q.weight.detach().T
     got = x @ model.layers[0].q.weight.detach().T
@@ -123,14 +118,14 @@ def test_output_error_is_the_measured_error_of_the_layer():
 
 def test_ranks_and_configs():
     model = stack()
-    report = compress(model, rank={"up": 8, "layers.1.down": 4}, **QUIET)
+    report = compress(model, rank={"up": 8, "layers.1.down": 4})
     assert report.ranks() == {"layers.0.up": 8, "layers.1.up": 8, "layers.1.down": 4}
     assert {x.note for x in report.layers if x.rank is None} == {"no rank given: kept dense"}
     model = stack()
-    report = compress(model, CompressionConfig(ratio=0.3, align=8), include="up", **QUIET)
+    report = compress(model, CompressionConfig(ratio=0.3, align=8, include="up"))
     assert report.ranks() == {"layers.0.up": 8, "layers.1.up": 8}
     model = stack()
-    report = compress(model, rank=16, include="q", **QUIET)  # 16 * 64 = 32 * 32: saves nothing
+    report = compress(model, rank=16, include="q")  # 16 * 64 = 32 * 32: saves nothing
     assert not report.ranks()
     assert "break-even" in report.layers[0].note
 
@@ -139,7 +134,7 @@ def test_ratio_zero_changes_nothing():
     model = stack()
     before = copy.deepcopy(model.state_dict())
     for keywords in ({}, {"calibration": tokens(1)}):
-        report = compress(model, 0, **keywords, **QUIET)
+        report = compress(model, 0, **keywords)
         assert report.achieved_ratio == 0.0
         assert not report.compressed
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -163,7 +158,7 @@ def test_tied_shared_converted_and_foreign_layers():
             return self.head(self.again(self.body(self.embed(ids))))
 
     model = Tied()
-    report = compress(model, 0.3, align=4, **QUIET)
+    report = compress(model, 0.3, align=4)
     assert [layer.name for layer in report.layers] == ["body"]
     assert model.body is model.again
     assert isinstance(model.body, LowRankLinear)
@@ -183,30 +178,30 @@ def test_stacked_experts_are_refused_by_name():
             self.gate_up = nn.Parameter(torch.zeros(4, 8, 8))
 
     model = nn.Sequential(ToyExperts(), nn.Linear(32, 32))
-    report = compress(model, 0.3, align=4, **QUIET)
+    report = compress(model, 0.3, align=4)
     assert "ToyExperts stacks its experts" in report.skipped[0].reason
     with pytest.raises(NoMatchingModulesError, match="stacks its experts"):
-        compress(nn.Sequential(ToyExperts()), 0.3, **QUIET)
+        compress(nn.Sequential(ToyExperts()), 0.3)
 
 
 def test_meta_models_get_shapes_only():
     with torch.device("meta"):
         model = stack()
-    report = compress(model, 0.2, align=4, **QUIET)
+    report = compress(model, 0.2, align=4)
     assert all(p.is_meta for p in model.parameters())
     assert report.achieved_ratio >= 0.2
     real = stack()
-    assert compress(real, 0.2, align=4, **QUIET).ranks() == report.ranks()
+    assert compress(real, 0.2, align=4).ranks() == report.ranks()
     with torch.device("meta"):
         model = stack()
     with pytest.raises(OptionTypeError, match="meta"):
-        compress(model, 0.2, calibration=tokens(1), **QUIET)
+        compress(model, 0.2, calibration=tokens(1))
 
 
 def test_dtype_training_mode_and_gradients_carry_over():
     model = stack().to(torch.bfloat16).train()
     model.layers[0].q.weight.requires_grad_(False)
-    report = compress(model, 0.3, align=4, **QUIET)
+    report = compress(model, 0.3, align=4)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.layers[0].up.down.training
     assert not model.layers[0].q.up.weight.requires_grad
@@ -216,7 +211,7 @@ def test_dtype_training_mode_and_gradients_carry_over():
     for layer in report.layers:  # rounding both factors adds at most about eps of |W|
         assert layer.weight_error <= math.hypot(layer.theory_error, 2 * eps) + 1e-6
     model = stack()
-    compress(model, 0.3, align=4, dtype=torch.float16, include="q", **QUIET)
+    compress(model, 0.3, align=4, dtype=torch.float16, include="q")
     assert model.layers[0].q.weight.dtype == torch.float16
 
 
@@ -233,14 +228,13 @@ def test_dtype_training_mode_and_gradients_carry_over():
         ({"rank": {"qq": 4}}, RankError, "'qq' matches none"),
         ({"method": "whitend"}, UnknownNameError, "did you mean 'whitened'"),
         ({"method": "whitened"}, OptionTypeError, "calibration="),
-        ({"allocation": "globl"}, UnknownNameError, "did you mean 'global'"),
+        ({"budget": "latncy"}, UnknownNameError, "did you mean 'latency'"),
+        ({"sequential": True}, UnknownNameError, "unknown option 'sequential'"),
         ({"align": 0}, OptionTypeError, "align"),
         ({"dtype": torch.int8}, OptionTypeError, "dtype"),
         ({"calibration": []}, CalibrationError, "no batches"),
         ({"include": "gate"}, NoMatchingModulesError, r"'gate' matches no linear.*layers\.0\.q"),
         ({"exclude": "layers"}, NoMatchingModulesError, r"linear layers seen: layers\.0\.q"),
-        ({"filter_fn": lambda m, n: False}, NoMatchingModulesError, "seen"),
-        ({"budget": "latency", "allocation": "uniform"}, OptionTypeError, "global"),
         ({"ratio": 0.2, "align": 128}, RankError, "align=128"),
     ],
 )
@@ -248,7 +242,7 @@ def test_bad_arguments_are_refused_and_change_nothing(arguments, error, text):
     model = stack()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(error, match=text):
-        compress(model, **arguments, **QUIET)
+        compress(model, **arguments)
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], v) for k, v in after.items())
@@ -256,84 +250,44 @@ def test_bad_arguments_are_refused_and_change_nothing(arguments, error, text):
 
 def test_models_without_linears_and_bad_weights():
     with pytest.raises(NoMatchingModulesError, match=r"no nn\.Linear or Conv1D"):
-        compress(nn.Sequential(nn.ReLU()), 0.2, **QUIET)
+        compress(nn.Sequential(nn.ReLU()), 0.2)
     with pytest.raises(NoMatchingModulesError, match="wrap it"):
-        compress(nn.Linear(32, 32), 0.2, align=4, **QUIET)
+        compress(nn.Linear(32, 32), 0.2, align=4)
     with pytest.raises(OptionTypeError, match="Module"):
         compress("model", 0.2)
     model = stack()
     model.layers[1].up.weight.data[2, 2] = math.nan
     with pytest.raises(WeightError, match=r"layers\.1\.up"):
-        compress(model, 0.2, align=4, **QUIET)
+        compress(model, 0.2, align=4)
     assert not lowrank(model)
 
 
-def test_a_latency_budget_uses_the_cost_given():
-    calls = []
-
-    def cost(k, n, rank):
-        calls.append((k, n, rank))
-        return float(k * n if rank is None else rank * (k + n))
-
-    model = stack()
-    report = compress(model, 0.2, budget="latency", cost=cost, align=4, **QUIET)
-    assert calls
-    assert report.cost_after <= 0.8 * report.cost_before
-    assert "the layers' calls, predicted: pass of 512 tokens" in str(report)
-
-
-def test_an_interrupt_leaves_a_working_model_and_resume_continues(tmp_path, monkeypatch):
-    reference, batches = stack(), tokens()
-    keywords = {"calibration": batches, "align": 4, **QUIET}
-    expected = compress(reference, 0.3, **keywords)
-    target = next(i for i, x in enumerate(expected.layers) if x.rank and i >= 2)
-    real, count = module.factorize, [0]
+def test_an_interrupt_leaves_a_working_model(monkeypatch):
+    batches, real, count = tokens(), module.factorize, []
 
     def interrupted(*a, **k):
-        count[0] += 1
-        if count[0] == target:
+        count.append(1)
+        if len(count) == 3:
             raise KeyboardInterrupt
         return real(*a, **k)
 
     model = stack()
     monkeypatch.setattr(module, "factorize", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        compress(model, 0.3, resume=tmp_path / "run", **keywords)
-    assert f"{len(expected.layers)} layers are done" in caught.value.__notes__[0]
-    monkeypatch.setattr(module, "factorize", real)
+        compress(model, 0.3, calibration=batches, align=4)
+    assert "of 8 layers are done" in caught.value.__notes__[0]
     assert torch.isfinite(model(batches[0])).all()
-    partial = len(lowrank(model))
-    assert 0 < partial < len(expected.compressed)
+    assert len(lowrank(model)) == 2
 
-    # A new process: a dense model, the same call.
-    fresh = stack()
-    monkeypatch.setattr(module, "factorize", lambda *a, **k: (count.append(1), real(*a, **k))[1])
-    report = compress(fresh, 0.3, resume=tmp_path / "run", **keywords)
-    assert len(count) - 1 == len(expected.compressed) - partial
-    assert report == expected
-    for (name, a), b in zip(
-        reference.state_dict().items(), fresh.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b), name
 
-    # The same process: the partly compressed model goes on.
-    report = compress(model, 0.3, resume=tmp_path / "run", **keywords)
-    assert report.ranks() == expected.ranks()
-    assert len(lowrank(model)) == len(expected.compressed)
-    # Everything done: nothing is computed again.
-    with monkeypatch.context() as patch:
-        for name in ("collect", "factorize", "make_plan"):
-            patch.setattr(module, name, None)
-        report = compress(stack(), 0.3, resume=tmp_path / "run", **keywords)
-    assert report.ranks() == expected.ranks()
-
-    with pytest.raises(FactorsFileError, match=r"other settings \(ratio 0\.3 -> 0\.4\)"):
-        compress(stack(), 0.4, resume=tmp_path / "run", **keywords)
-    with pytest.raises(FactorsFileError, match="other layers"):
-        compress(stack(), 0.3, resume=tmp_path / "run", exclude="q", **keywords)
-    (tmp_path / "run" / "plan.json").write_text("{")
-    with pytest.raises(FactorsFileError, match="not a plan"):
-        compress(stack(), 0.3, resume=tmp_path / "run", **keywords)
+def test_calibration_that_does_not_fit_is_refused_after_the_first_batch(monkeypatch):
+    model, passes = stack(), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr("nmm_compiler.lowrank_models.calibrate.available_bytes", lambda: 100_000)
+    with pytest.raises(MemoryBudgetError, match=r"0\.00 GiB can be had: pass method"):
+        compress(model, 0.3, calibration=tokens(), align=4)
+    assert len(passes) == 1
+    assert not lowrank(model)
 
 
 def test_layers_that_cannot_be_judged_or_factorized_stay_dense_and_do_not_count():
@@ -348,17 +302,13 @@ def test_layers_that_cannot_be_judged_or_factorized_stay_dense_and_do_not_count(
 
     torch.manual_seed(0)
     model = Pooled()
-    report = compress(model, 0.3, calibration=tokens(), align=4, **QUIET)
+    report = compress(model, 0.3, calibration=tokens(), align=4)
     pooler = {layer.name: layer for layer in report.layers}["pooler"]
     assert pooler.rank is None
     assert not pooler.counted
     assert "does not depend" in pooler.note
     assert report.achieved_ratio >= 0.3
-    both = lambda out, batch: torch.cat(list(out.values()), dim=-1)  # noqa: E731
-    report = compress(Pooled(), 0.3, calibration=tokens(), output=both, align=4, **QUIET)
-    assert all(layer.counted for layer in report.layers)
-
-    report = compress(stack(), 0.2, align=16, **QUIET)  # 32 x 32 breaks even below 16
+    report = compress(stack(), 0.2, align=16)  # 32 x 32 breaks even below 16
     assert {layer.name for layer in report.layers if not layer.counted} == {
         f"layers.{i}.{name}" for i in (0, 1) for name in ("q", "k")
     }
@@ -368,35 +318,16 @@ def test_layers_that_cannot_be_judged_or_factorized_stay_dense_and_do_not_count(
 
 def test_statistics_collected_once_serve_many_calls():
     batches = tokens()
-    statistics = module.calibrate(stack(), batches, progress=False)
+    statistics = module.calibrate(stack(), batches)
     for ratio in (0.2, 0.4):
         a, b = stack(), stack()
-        first = compress(a, ratio, calibration=statistics, align=4, **QUIET)
-        assert first == compress(b, ratio, calibration=batches, align=4, **QUIET)
+        first = compress(a, ratio, calibration=statistics, align=4)
+        assert first == compress(b, ratio, calibration=batches, align=4)
         assert torch.equal(a(batches[0]), b(batches[0]))
     with pytest.raises(CalibrationError, match=r"no inputs of layers\.0\.q"):
-        compress(stack(width=48), 0.2, calibration=statistics, align=4, **QUIET)
-    partial = module.calibrate(stack(), batches, exclude="q", gradients=False, progress=False)
+        compress(stack(width=48), 0.2, calibration=statistics, align=4)
+    partial = module.calibrate(stack(), batches, exclude="q", gradients=False)
     with pytest.raises(CalibrationError, match=r"no inputs of layers\.0\.q, layers\.1\.q"):
-        compress(stack(), 0.2, calibration=partial, align=4, **QUIET)
+        compress(stack(), 0.2, calibration=partial, align=4)
     with pytest.raises(CalibrationError, match="gradients=True"):
-        compress(stack(), 0.2, calibration=partial, exclude="q", align=4, **QUIET)
-    with pytest.raises(OptionTypeError, match="sequential"):
-        compress(stack(), 0.2, calibration=statistics, sequential=True, align=4, **QUIET)
-
-
-@pytest.mark.parametrize(
-    "first", [pytest.param("compress.modules", marks=pytest.mark.long), "compress.hf", "errors"]
-)
-def test_the_door_s_name_is_callable_whatever_was_imported_first(first):
-    code = (
-        f"import nmm_compiler, nmm_compiler.{first}\n"
-        "import torch\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(32, 32))\n"
-        "nmm_compiler.compress(model, 0.3, align=4, progress=False)\n"
-        "from nmm_compiler.compress.modules import LowRankLinear\n"
-        "nmm_compiler.compress(torch.nn.Sequential(torch.nn.Linear(32, 32)), 0.3, align=4)\n"
-        "assert isinstance(model[0], LowRankLinear)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+        compress(stack(), 0.2, calibration=partial, exclude="q", align=4)

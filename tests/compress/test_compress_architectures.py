@@ -7,9 +7,9 @@ stacked experts and the routers that stay.
 import pytest
 import torch
 
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.modules import LowRankLinear
 from nmm_compiler.errors import CalibrationError
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.modules import LowRankLinear
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,7 +62,7 @@ def test_every_linear_is_factorized_or_named_and_round_trips(name, tmp_path):
     model = make(name, {**DENSE, **MOE}[name])
     linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     stacked = {n for n, p in model.named_parameters() if p.dim() == 3}
-    report = compress(model, 0.2, calibration=[batch(i) for i in range(4)], align=4, progress=False)
+    report = compress(model, 0.2, calibration=[batch(i) for i in range(4)], align=4)
     told = {layer.name for layer in report.layers} | {skip.name for skip in report.skipped}
     assert linears <= told
     ranks = model.config.quantization_config.ranks
@@ -93,8 +93,8 @@ def test_every_linear_is_factorized_or_named_and_round_trips(name, tmp_path):
 def test_models_that_calibration_cannot_judge_say_why():
     data = [batch(0)]
     more = {"state_size": 8, "time_step_rank": 8}
-    report = compress(make("mamba", more), 0.2, calibration=data, align=4, progress=False)
+    report = compress(make("mamba", more), 0.2, calibration=data, align=4)
     read = [skip.name for skip in report.skipped if "reads its weight" in skip.reason]
     assert [name.rpartition(".")[2] for name in read] == ["dt_proj", "dt_proj"]
     with pytest.raises(CalibrationError, match="sensitivity"):
-        compress(make("rwkv", {}), 0.2, calibration=data, align=4, progress=False)
+        compress(make("rwkv", {}), 0.2, calibration=data, align=4)

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -65,7 +63,7 @@ def test_a_config_file_takes_the_place_of_the_options(saved_llama, tmp_path):
     for text, kind in (
         ("{", OptionTypeError),
         ("[1]", OptionTypeError),
-        ('{"rato": 0.2}', OptionTypeError),
+        ('{"rato": 0.2}', UnknownNameError),
         ('{"ratio": 2}', OptionTypeError),
         ('{"method": "svdd"}', UnknownNameError),
     ):
@@ -93,22 +91,13 @@ def test_a_pickle_is_never_executed(saved_llama, tmp_path):
 
 
 @pytest.mark.long
-def test_control_c_then_a_full_disk(saved_llama, tmp_path):
+def test_a_full_disk_and_a_fresh_process(saved_llama, tmp_path):
     out, config = tmp_path / "out", tmp_path / "config.json"
 
     def run(ratio):
         config.write_text(json.dumps({"ratio": ratio, "align": 8}))
         return [*COMMAND, str(saved_llama), str(out), "--config", str(config)]
 
-    process = subprocess.Popen(
-        run(0.3), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    time.sleep(2)  # loading the model, or libraries before it, takes longer
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 130, error
-    assert "Traceback" not in error
-    assert not out.exists()
     done = subprocess.run(run(0.3), env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     before = files(out)
@@ -123,8 +112,7 @@ def test_control_c_then_a_full_disk(saved_llama, tmp_path):
 
     code = (
         "import nmm_compiler\n"
-        "from transformers import AutoModelForCausalLM\n"
-        f"model = AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
+        f"model = nmm_compiler.load({str(out)!r})\n"
         "print(type(model.model.layers[0].mlp.up_proj).__name__)\n"
     )
     loaded = subprocess.run(

@@ -4,14 +4,14 @@ import pytest
 import torch
 from compress_models import stack
 
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.modules import LowRankLinear
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.modules import LowRankLinear
 
 
 def test_every_low_rank_layer_is_in_one_kernel_call():
     pytest.importorskip("nmm_compiler.backend.compile_graph")
     model = stack()
-    compress(model, 0.3, align=4, progress=False)
+    compress(model, 0.3, align=4)
     layers = [m for m in model.modules() if isinstance(m, LowRankLinear)]
     reports = []
     options = {"inner": "eager", "kernels": "lazy", "report": reports.append}

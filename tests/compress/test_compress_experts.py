@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from nmm_compiler.compress import experts, hf
-from nmm_compiler.compress.apply import calibrate, compress
-from nmm_compiler.compress.ranks import Shape, allocate_global
+from nmm_compiler.lowrank_models import experts, hf
+from nmm_compiler.lowrank_models.apply import calibrate, compress
+from nmm_compiler.lowrank_models.ranks import Shape, allocate_global
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 SIZES = {
@@ -66,7 +66,7 @@ def test_full_rank_chains_compute_what_the_dense_experts_do(kind):
             s[:, 12:] = 0
             getattr(layer, name).data = (u * s[:, None]) @ v
     expected = logits(model)
-    report = compress(model, rank=12, include="experts", progress=False)
+    report = compress(model, rank=12, include="experts")
     assert len(report.compressed) == 2 * 2 * 4
     assert (logits(model) - expected).norm() <= 1e-4 * expected.norm()
     for layer in layers(model).values():
@@ -79,8 +79,7 @@ def test_full_rank_chains_compute_what_the_dense_experts_do(kind):
 def test_calibrated_experts_are_saved_and_loaded(kind, tmp_path):
     model = make(kind)
     before = sum(p.numel() for p in model.parameters())
-    report = compress(model, 0.3, calibration=[{"input_ids": ids(s)} for s in (2, 3)], align=4,
-                      progress=False)  # fmt: skip
+    report = compress(model, 0.3, calibration=[{"input_ids": ids(s)} for s in (2, 3)], align=4)
     ranks = {}
     for layer in report.layers:
         if ".experts." in layer.name:
@@ -91,7 +90,7 @@ def test_calibrated_experts_are_saved_and_loaded(kind, tmp_path):
     assert sum(p.numel() for p in model.parameters()) < before
     expected = logits(model)
     assert torch.isfinite(expected).all()
-    hf.save_pretrained(model, tmp_path / "a")
+    hf.save(model, tmp_path / "a")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert loaded.config.quantization_config.ranks == model.config.quantization_config.ranks
     assert torch.equal(logits(loaded), expected)
@@ -102,10 +101,10 @@ def test_experts_that_no_token_reaches_get_their_own_best_rank():
     for layer in model.model.layers:
         layer.mlp.gate.weight.data[3] = -100.0 * layer.mlp.gate.weight.data[0].abs()
     few = [{"input_ids": ids()[:1, :2]}]
-    statistics = calibrate(model, few, progress=False)
+    statistics = calibrate(model, few)
     unreached = [n for n in statistics.inputs if ".experts." in n]
     assert len(unreached) < 2 * 2 * 4
-    report = compress(model, 0.3, calibration=statistics, align=4, progress=False)
+    report = compress(model, 0.3, calibration=statistics, align=4)
     assert torch.isfinite(logits(model)).all()
     assert any(layer.output_error is None for layer in report.compressed)
 
@@ -122,7 +121,7 @@ def test_a_stack_counts_as_many_matrices_in_the_allocation():
 
 def test_a_compiled_layer_gives_the_same():
     model = make("Mixtral")
-    compress(model, rank=8, include="experts", progress=False)
+    compress(model, rank=8, include="experts")
     layer = model.model.layers[0].mlp.experts
     x = torch.randn(6, 32)
     index = torch.tensor([[0, 1], [2, 3], [0, 2], [0, 3], [1, 2], [0, 1]])

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmm_compiler.compress import factorize as module
-from nmm_compiler.compress.factorize import balance, factorize, spectrum
-from nmm_compiler.compress.moments import Moment, Moments
 from nmm_compiler.errors import RankError, WeightError
+from nmm_compiler.lowrank_models.factorize import balance, factorize, spectrum
+from nmm_compiler.lowrank_models.moments import Moment, Moments
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -145,28 +144,3 @@ def test_bad_rank_and_bad_weight_are_named():
     weight[3, 5] = math.nan
     with pytest.raises(WeightError, match=r"mlp\.up.*NaN"):
         factorize(weight, 2, name="mlp.up")
-
-
-def test_randomized_is_used_only_where_it_is_proved_enough():
-    generator = torch.Generator().manual_seed(0)
-
-    def matrix(decay):
-        size = 256
-        u = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
-        v = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
-        return (u * torch.exp(-decay * torch.arange(size, dtype=torch.float64))) @ v
-
-    steep = matrix(0.3)
-    factors = factorize(steep, 10)
-    best, norm = brute_force(steep, 10, None, None)
-    assert factors.solver == "randomized"
-    assert 0 <= factors.excess <= module._SKETCH_EXCESS
-    assert best <= factors.squared_error <= best * (1 + factors.excess) + EPS * 256 * norm
-    assert reached(steep, factors, None, None) == pytest.approx(
-        factors.squared_error, abs=EPS * 256 * norm
-    )
-
-    flat = torch.randn(256, 256, generator=generator, dtype=torch.float64)
-    factors = factorize(flat, 10)
-    assert factors.solver == "eigh"
-    assert factors.squared_error == pytest.approx(brute_force(flat, 10, None, None)[0])

@@ -9,21 +9,20 @@ import torch
 from compress_models import stack
 from safetensors.torch import save_file
 
-from nmm_compiler.compress.checkpoints import load_checkpoint
-from nmm_compiler.compress.load import load_directory
-from nmm_compiler.compress.save import load_factors
 from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.lowrank_models.load import load
+from nmm_compiler.lowrank_models.save import load_factors
 
 pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    from nmm_compiler.compress import hf
+    from nmm_compiler.lowrank_models import hf
 
     stress = importlib.import_module("benchmarks.stress.save")
     directory = tmp_path_factory.mktemp("saved") / "model"
-    hf.save_pretrained(stress.model(1, 2), directory, max_shard_size="60KB")
+    hf.save(stress.model(1, 2), directory, max_shard_size="60KB")
     return directory
 
 
@@ -42,7 +41,7 @@ def test_damaged_files_are_named(file, text, reason, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "a")
     (tmp_path / "a" / file).write_text(text)
     with pytest.raises(FactorsFileError, match=reason) as caught:
-        load_directory(tmp_path / "a")
+        load(tmp_path / "a")
     assert "\n" not in str(caught.value)
 
 
@@ -58,43 +57,39 @@ def test_a_config_that_describes_another_model_is_refused(saved, tmp_path):
     ):
         path.write_text(json.dumps({**config, key: value}))
         with pytest.raises(FactorsFileError, match=reason):
-            load_directory(tmp_path / "a")
+            load(tmp_path / "a")
     config["num_hidden_layers"] = 2
     path.write_text(json.dumps({**config, "architectures": None}))
-    assert type(load_directory(tmp_path / "a")).__name__ == "LlamaModel"
+    assert type(load(tmp_path / "a")).__name__ == "LlamaModel"
     config["quantization_config"] = None
     path.write_text(json.dumps(config))
     with pytest.raises(FactorsFileError, match="copy the whole directory again"):
-        load_directory(tmp_path / "a")
+        load(tmp_path / "a")
 
 
 def test_files_of_factors_that_lie_are_refused(tmp_path):
     up, down = torch.zeros(32, 4), torch.zeros(4, 32)
-    for shapes, pair, reason in (
-        ("3", (up, down), "no list of layers"),
-        ("[" * 100_000, (up, down), "cannot be read"),
-        ('{"layers.0.q": [32, 5, 32]}', (up, down), r"says layers\.0\.q is \[32, 5, 32\]"),
-        ('{"layers.0.q": [32, 4, 32]}', (up, down[:3]), "do not chain"),
-        ('{"layers.0.q": [32, 4, 32]}', (up.int(), down.int()), "floating-point"),
+    for pair, reason in (
+        ((up, down[:3]), "do not chain"),
+        ((up.int(), down.int()), "floating-point"),
     ):
-        metadata = {"format": "nmm_lowrank_factors", "version": "1", "shapes": shapes}
         tensors = {f"layers.0.q.{n}": t for n, t in zip(("up", "down"), pair, strict=True)}
-        save_file(tensors, tmp_path / "f.safetensors", metadata)
+        save_file(tensors, tmp_path / "f.safetensors")
         with pytest.raises(FactorsFileError, match=reason):
             load_factors(stack(), tmp_path / "f.safetensors")
     state = {"layers.0.q.up.weight": up, "layers.0.q.down.weight": down[:3]}
     with pytest.raises(FactorsFileError, match="do not chain"):
-        load_checkpoint(stack(), state)
+        load_factors(stack(), state)
     for text in ("[", "3", '{"weight_map": {"x": "/etc/passwd"}}'):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with pytest.raises(FactorsFileError, match=r"model\.safetensors\.index\.json"):
-            load_checkpoint(stack(), tmp_path)
+            load_factors(stack(), tmp_path)
 
 
 def test_a_saved_directory_loads_as_a_checkpoint_of_factors(saved):
-    whole = load_directory(saved)
+    whole = load(saved)
     dense = type(whole)(whole.config).eval()
-    assert load_checkpoint(dense, saved, style="nmm")
+    assert load_factors(dense, saved)
     ids = torch.arange(6)[None]
     assert torch.equal(dense(ids).logits, whole(ids).logits)
 

@@ -5,17 +5,17 @@ import torch
 from compress_models import stack
 from torch import nn
 
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.choose_ranks import found_slower
-from nmm_compiler.compress.layer_calls import Group, Layer, call_us, groups_of
-from nmm_compiler.compress.predicted_time import Prices, read_workload
 from nmm_compiler.errors import OptionTypeError, RankError
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.choose_ranks import found_slower
+from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.layer_calls import Group, Layer, call_us, groups_of
+from nmm_compiler.lowrank_models.predicted_time import Prices
 from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.targets import get
 
 MIX = {"prefill": (512, 0.2), "decode": (1, 0.8)}
-QUIET = {"progress": False}
-ASKED = QUIET | {"allow_slower": True}
+ASKED = {"allow_slower": True}
 
 
 def llama(hidden=512, inner=1024, layers=2):
@@ -75,12 +75,14 @@ def test_layers_of_one_call_take_less_than_one_by_one():
 
 def test_a_budget_of_time_saves_the_share_asked_for_in_the_mix():
     model = llama(inner=2048, layers=1)
-    report = compress(model, 0.2, budget="latency", workload=MIX, include=["mlp"], **QUIET)
-    assert 0.7 * report.cost_before < report.cost_after <= 0.8 * report.cost_before
+    report = compress(model, 0.2, budget="latency", workload=MIX, include=["mlp"])
+    before = sum(timed.weight * timed.dense_us for timed in report.workload)
+    after = sum(timed.weight * timed.us for timed in report.workload)
+    assert 0.7 * before < after <= 0.8 * before
     weights = {timed.name: timed.weight for timed in report.workload}
     assert weights == {"prefill": 0.2, "decode": 0.8}
-    assert sum(layer.us for layer in report.layers) == pytest.approx(report.cost_after)
-    assert sum(layer.dense_us for layer in report.layers) == pytest.approx(report.cost_before)
+    assert sum(layer.us for layer in report.layers) == pytest.approx(after)
+    assert sum(layer.dense_us for layer in report.layers) == pytest.approx(before)
     text = " ".join(str(report).split())
     assert "prefill of 512 tokens, weight 0.2:" in text
     assert "decode of 1 token, weight 0.8:" in text
@@ -99,7 +101,7 @@ class Two(nn.Module):
 
 BUDGETS = {
     "uniform": {"ratio": 0.2},
-    "global": {"ratio": 0.5, "allocation": "global"},
+    "global": {"ratio": 0.5, "calibration": [torch.randn(8, 512)], "method": "whitened"},
     "latency": {"ratio": 0.1, "budget": "latency"},
     "given": {"rank": {"narrow": 192, "wide": 256}},
 }
@@ -113,8 +115,8 @@ def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
             for _, n, r in sizes
         )
 
-    monkeypatch.setattr("nmm_compiler.compress.predicted_time.call_us", narrow_is_slower)
-    report = compress(Two(), align=64, **BUDGETS[budget], **QUIET)
+    monkeypatch.setattr("nmm_compiler.lowrank_models.predicted_time.call_us", narrow_is_slower)
+    report = compress(Two(), align=64, **BUDGETS[budget])
     ranks = {layer.name: layer.rank for layer in report.layers}
     assert ranks["narrow"] is None
     assert ranks["wide"] is not None
@@ -129,13 +131,13 @@ def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
 
 
 def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
-    slow = "nmm_compiler.compress.predicted_time.call_us"
+    slow = "nmm_compiler.lowrank_models.predicted_time.call_us"
     monkeypatch.setattr(
         slow, lambda kind, sizes, *_: 10.0 + 5 * sum(r is not None for *_, r in sizes)
     )
     for budget, asked in BUDGETS.items():
         with pytest.raises(RankError, match=r"all 2 layers .* 512 tokens a call; pass allow"):
-            compress(Two(), align=64, **asked, **QUIET)
+            compress(Two(), align=64, **asked)
         if budget != "latency":
             assert compress(Two(), align=64, **asked, **ASKED).compressed
 
@@ -153,8 +155,8 @@ def test_members_of_a_call_are_judged_beside_each_other():
 
 
 def test_a_small_model_is_priced_without_a_trace(monkeypatch):
-    monkeypatch.setattr("nmm_compiler.compress.predicted_time.groups_of", None)
-    report = compress(stack(), 0.3, align=4, **QUIET)
+    monkeypatch.setattr("nmm_compiler.lowrank_models.predicted_time.groups_of", None)
+    report = compress(stack(), 0.3, align=4)
     assert report.priced == "each layer as a call of its own"
     assert report.workload[0].us > 0
 
@@ -169,18 +171,18 @@ def test_a_model_that_cannot_be_traced_says_how_it_was_priced():
             return self.layer(x[: int(x.sum().item()) + 3])
 
     batch = [torch.zeros(4, 512)]
-    report = compress(Data(), 0.2, calibration=batch, allocation="uniform", align=64, **QUIET)
+    report = compress(Data(), 0.2, calibration=batch, method="whitened", align=64)
     assert report.priced.startswith("each layer as a call of its own")
     assert report.compressed
 
 
 @pytest.mark.parametrize(
-    "given", [{}, 512, {"decode": 1}, {"decode": (0, 1)}, {"decode": (1, -1)}, {"a": (1, 1, 1)}]
+    "given", [{}, 0, {"decode": 1}, {"decode": (0, 1)}, {"decode": (1, -1)}, {"a": (1, 1, 1)}]
 )
 def test_a_workload_that_is_none_is_refused(given):
     with pytest.raises(OptionTypeError, match="workload"):
-        read_workload(given, 512)
-    assert read_workload(None, 64) == (("pass", 64, 1.0),)
+        CompressionConfig(workload=given)
+    assert CompressionConfig(workload=64).passes == (("pass", 64, 1.0),)
 
 
 def test_no_layer_is_made_slower_by_less_than_a_launch():

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmm_compiler.compress.ranks import (
+from nmm_compiler.errors import RankError
+from nmm_compiler.lowrank_models.ranks import (
     Shape,
     allocate_global,
     allocate_uniform,
@@ -15,7 +16,6 @@ from nmm_compiler.compress.ranks import (
     legal_ranks,
     parameter_cost,
 )
-from nmm_compiler.errors import RankError
 
 LLAMA = [
     Shape(f"{i}.{name}", k, n)

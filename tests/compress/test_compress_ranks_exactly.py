@@ -2,14 +2,14 @@
 
 import pytest
 
-from nmm_compiler.compress.ranks import (
+from nmm_compiler.errors import RankError
+from nmm_compiler.lowrank_models.ranks import (
     Shape,
     allocate_global,
     allocate_uniform,
     check_explicit,
     legal_ranks,
 )
-from nmm_compiler.errors import RankError
 
 
 @pytest.mark.parametrize(("k", "n"), [(64, 64), (66, 66), (1, 9), (3, 100), (128, 32), (2, 2)])

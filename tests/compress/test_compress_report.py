@@ -1,7 +1,6 @@
-"""Reports as records, text and picture; the command line."""
+"""Reports as records and text; the command line."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -9,16 +8,15 @@ from compress_models import stack, tokens
 from typer.testing import CliRunner
 
 from nmm_compiler.cli import compress as command
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.layer_calls import call_us
-from nmm_compiler.compress.plot import plot_report
-from nmm_compiler.compress.report import CompressionReport
-from nmm_compiler.errors import CalibrationError, MissingPackageError
+from nmm_compiler.errors import CalibrationError
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.layer_calls import call_us
+from nmm_compiler.lowrank_models.report import CompressionReport
 from nmm_compiler.targets import get
 
 
 def test_reports_survive_json():
-    report = compress(stack(), 0.3, calibration=tokens(), align=4, progress=False)
+    report = compress(stack(), 0.3, calibration=tokens(), align=4)
     again = CompressionReport.from_json(report.to_json())
     assert again == report
     assert again.ranks() == report.ranks()
@@ -26,21 +24,11 @@ def test_reports_survive_json():
 
 
 def test_columns_that_say_nothing_are_left_out():
-    plain = str(compress(stack(), 0.3, align=4, progress=False))
+    plain = str(compress(stack(), 0.3, align=4))
     assert "weight" in plain.split("\n\n")[1].splitlines()[0].split()
     assert "output" not in plain.split("\n\n")[1].splitlines()[0].split(), "no calibration"
-    told = str(compress(stack(), 0.3, calibration=tokens(), align=4, progress=False))
+    told = str(compress(stack(), 0.3, calibration=tokens(), align=4))
     assert "output" in told.split("\n\n")[1].splitlines()[0].split()
-
-
-def test_the_plot_is_a_png_and_its_absence_is_explained(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    report = compress(stack(), 0.3, calibration=tokens(), align=4, progress=False)
-    path = plot_report(report, tmp_path / "a.png")
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingPackageError, match=r"matplotlib.*nmm-compiler\[plot\]"):
-        plot_report(report, tmp_path / "b.png")
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +119,9 @@ def test_the_kernels_cost_model_drives_a_latency_budget():
 
     assert 0 < cost(128) < cost(None)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
-    report = compress(model, 0.3, budget="latency", tokens=128, align=128, progress=False)
-    assert report.cost_before == pytest.approx(2 * cost(None))
-    assert report.cost_after <= 0.7 * report.cost_before
+    report = compress(model, 0.3, budget="latency", workload=128, align=128)
+    (timed,) = report.workload
+    assert timed.dense_us == pytest.approx(2 * cost(None))
+    assert timed.us <= 0.7 * timed.dense_us
     assert report.compressed
     assert "of the predicted time" in report.summary()

@@ -11,11 +11,10 @@ import torch
 from compress_models import stack
 from safetensors.torch import save_file
 
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.checkpoints import load_checkpoint
-from nmm_compiler.compress.modules import LowRankLinear
-from nmm_compiler.compress.save import load_factors, save_factors
-from nmm_compiler.errors import FactorsFileError, OutputError, UnknownNameError
+from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.save import load_factors, save_factors
 
 X = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
 
@@ -23,7 +22,7 @@ X = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
 @pytest.fixture
 def compressed():
     model = stack()
-    compress(model, 0.3, align=4, progress=False, exclude="k")
+    compress(model, 0.3, align=4, exclude="k")
     return model
 
 
@@ -42,15 +41,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(compressed, tmp_path):
     path = save_factors(compressed, tmp_path / "f.safetensors")
     other = stack(width=48)
     before = copy.deepcopy(other)
-    with pytest.raises(FactorsFileError, match=r"'layers\.0\.q' as \[32, 32\].*\[48, 48\]"):
+    with pytest.raises(FactorsFileError, match=r"'layers\.0\..*' as \[32, .*\[48, "):
         load_factors(other, path)
     assert torch.equal(other(torch.ones(48)), before(torch.ones(48)))
-    with pytest.raises(FactorsFileError, match="no such module"):
+    with pytest.raises(FactorsFileError, match="no factors of layers of Sequential"):
         load_factors(torch.nn.Sequential(torch.nn.ReLU()), path)
     with pytest.raises(FactorsFileError, match="no low-rank layer"):
         save_factors(stack(), path)
     save_file({"x": X}, tmp_path / "foreign.safetensors")
-    with pytest.raises(FactorsFileError, match="no file of factors"):
+    with pytest.raises(FactorsFileError, match="no factors of layers"):
         load_factors(stack(), tmp_path / "foreign.safetensors")
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
@@ -89,7 +88,7 @@ def test_public_checkpoints_load(compressed, tmp_path):
             key = key.replace(f"{name}.up.", f"{name}_u_proj.")
         state[key] = tensor
     model = stack(seed=9)
-    assert set(load_checkpoint(model, state)) == names
+    assert set(load_factors(model, state)) == names
     assert torch.equal(model(X), compressed(X))
     keys = list(state)
     (tmp_path / "two").mkdir()
@@ -98,12 +97,12 @@ def test_public_checkpoints_load(compressed, tmp_path):
     index = {"weight_map": {k: "a.safetensors" if k in keys[:5] else "b.safetensors" for k in keys}}
     (tmp_path / "two" / "model.safetensors.index.json").write_text(json.dumps(index))
     model = stack(seed=9)
-    load_checkpoint(model, tmp_path / "two", style="svd-llm")
+    load_factors(model, tmp_path / "two")
     assert torch.equal(model(X), compressed(X))
-    for style, down, up in (("nmm", ".down.", ".up."), ("uv", ".V.", ".U.")):
+    for down, up in ((".down.", ".up."), (".V.", ".U.")):
         renamed = {k.replace("_v_proj.", down).replace("_u_proj.", up): t for k, t in state.items()}
         model = stack(seed=9)
-        load_checkpoint(model, renamed, style=style)
+        load_factors(model, renamed)
         assert torch.equal(model(X), compressed(X))
 
 
@@ -116,14 +115,14 @@ def test_llama_names_where_up_and_v_are_layers_too():
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     dense = copy.deepcopy(model)
-    compress(model, 0.3, align=2, progress=False)
+    compress(model, 0.3, align=2)
     state = {}
     for key, tensor in model.state_dict().items():
         stem = key.replace("_proj.down.weight", "_v_proj.weight")
         state[stem.replace("_proj.up.weight", "_u_proj.weight").removeprefix("model.")] = tensor
     assert "layers.0.mlp.up_u_proj.weight" in state
     assert "layers.0.self_attn.v_v_proj.weight" in state
-    assert len(load_checkpoint(dense, state)) == 7
+    assert len(load_factors(dense, state)) == 7
     ids = torch.arange(6)[None]
     assert torch.equal(dense(ids).logits, model(ids).logits)
 
@@ -131,29 +130,19 @@ def test_llama_names_where_up_and_v_are_layers_too():
 def test_bad_checkpoints_are_refused(compressed, tmp_path):
     model = stack()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(FactorsFileError, match="no factor names"):
-        load_checkpoint(model, {"layers.0.q.weight": torch.zeros(32, 32)})
+    with pytest.raises(FactorsFileError, match="no factors of layers of Stack"):
+        load_factors(model, {"layers.0.q.weight": torch.zeros(32, 32)})
     pair = {"layers.0.q_u_proj.weight": torch.zeros(32, 4)}
     with pytest.raises(FactorsFileError, match=r"layers\.0\.q has only up"):
-        load_checkpoint(model, pair)
+        load_factors(model, pair)
     pair["layers.0.q_v_proj.weight"] = torch.zeros(4, 32)
     with pytest.raises(FactorsFileError, match=r"'foreign\.weight'.*no place"):
-        load_checkpoint(model, {**pair, "foreign.weight": torch.zeros(1)})
+        load_factors(model, {**pair, "foreign.weight": torch.zeros(1)})
     with pytest.raises(FactorsFileError, match="bias between"):
-        load_checkpoint(model, {**pair, "layers.0.q_v_proj.bias": torch.zeros(4)})
-    with pytest.raises(UnknownNameError, match="did you mean 'svd-llm'"):
-        load_checkpoint(model, pair, style="svdllm")
+        load_factors(model, {**pair, "layers.0.q_v_proj.bias": torch.zeros(4)})
     with pytest.raises(FactorsFileError, match=r"no \.safetensors file"):
-        load_checkpoint(model, tmp_path)
+        load_factors(model, tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"junk")
     with pytest.raises(FactorsFileError, match="cannot be read"):
-        load_checkpoint(model, tmp_path)
+        load_factors(model, tmp_path)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
-def test_a_journal_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    model = stack()
-    with pytest.raises(OutputError, match="another directory"):
-        compress(model, rank=8, resume=tmp_path / "file" / "journal", progress=False)
-    assert not [m for m in model.modules() if isinstance(m, LowRankLinear)]

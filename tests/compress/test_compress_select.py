@@ -5,8 +5,8 @@ import torch
 from compress_models import stack
 from torch import nn
 
-from nmm_compiler.compress.select import find_sites, matches
 from nmm_compiler.errors import NoMatchingModulesError
+from nmm_compiler.lowrank_models.select import find_sites, matches
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,11 @@ def test_patterns(name, pattern, expected):
     assert matches(name, pattern) is expected
 
 
-def test_include_exclude_and_filter_narrow_down():
+def test_include_and_exclude_narrow_down():
     model = stack()
     names = lambda **how: [s.name for s in find_sites(model, **how)[0]]  # noqa: E731
     assert len(names()) == 8
     assert names(include="layers.1", exclude=["up", "down"]) == ["layers.1.q", "layers.1.k"]
-    assert names(filter_fn=lambda m, n: m.out_features == 64) == ["layers.0.up", "layers.1.up"]
     with pytest.raises(NoMatchingModulesError, match=r"'dwn'.*did you mean"):
         find_sites(nn.Sequential(nn.ModuleDict({"down": nn.Linear(4, 4)})), include="dwn")
 

@@ -12,8 +12,8 @@ from table import page
 from torch import nn
 
 from nmm_compiler import backend
-from nmm_compiler.compress.apply import compress
-from nmm_compiler.compress.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 
 QUICK = (
     "llama", "phi3", "llama4_text", "deepseek_v3", "qwen3_next", "t5", "bert", "vit", "wavlm",
@@ -63,7 +63,7 @@ def tolerance(model: nn.Module) -> float:
 def check(name: str) -> None:
     kind, row = MODELS[name]
     model, inputs = make(kind, row)
-    compress(model, rank=RANK, progress=False)
+    compress(model, rank=RANK)
     compiled = torch.compile(model, backend="nmm", options=OPTIONS)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="nmm:.*")  # nothing fell back

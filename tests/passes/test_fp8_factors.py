@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nmm_compiler.compress.modules import LowRankLinear
-from nmm_compiler.compress.quantize import QuantizedLinear, quantize_factors
+from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear, quantize_factors
 from nmm_compiler.passes.pipeline import rewrite, run
 
 BF16 = torch.bfloat16

@@ -43,7 +43,7 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     said = str(explain(model, torch.zeros(1, 64, dtype=torch.long)))
     assert "next: nmm_compiler.compress(model, 0.2)" in " ".join(said.split())
 
-    report = nmm.compress(model, 0.3, progress=False)
+    report = nmm.compress(model, 0.3)
     asked = []
     predict = nmm.prediction.compressed.predict
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
 
 def test_what_is_no_decoder_says_what_it_is_about():
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
-    report = nmm.compress(model, 0.3, progress=False)
+    report = nmm.compress(model, 0.3)
     said = report.headline()
     assert "in pass of 512 tokens in these layers on trn2" in said
     assert "the whole model is not predicted: Sequential is no transformers model" in said
@@ -110,7 +110,7 @@ def test_a_fault_of_ours_is_told_as_one_and_raised_under_strict(monkeypatch):
 
 def test_a_fault_of_ours_is_no_missing_prediction_of_a_compressed_model(monkeypatch):
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
-    report = nmm.compress(model, 0.3, progress=False)
+    report = nmm.compress(model, 0.3)
     monkeypatch.setattr("nmm_compiler.prediction.compressed.predict", _broken)
     with pytest.warns(UserWarning, match="please report it"):
         assert "a fault in nmm_compiler, KeyError" in report.headline()
@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_copied_is_said():
         def __deepcopy__(self, memo):
             raise RuntimeError("holds a socket")
 
-    report = nmm.compress(nn.Sequential(Held(256, 256), nn.Linear(256, 256)), 0.3, progress=False)
+    report = nmm.compress(nn.Sequential(Held(256, 256), nn.Linear(256, 256)), 0.3)
     assert "it cannot be copied: RuntimeError: holds a socket" in report.headline()
 
 
@@ -136,7 +136,7 @@ def test_the_simulator_agrees_with_the_verdict_of_a_page(kind, dtype):
     )  # fmt: skip
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
-    nmm.compress(model, 0.2, include=["*mlp*"], progress=False, allow_slower=True)
+    nmm.compress(model, 0.2, include=["*mlp*"], allow_slower=True)
     torch._dynamo.reset()
     reports = []
     options = {"inner": "eager", "report": reports.append}

@@ -114,7 +114,7 @@ import json, sys, torch, transformers
 import nmm_compiler as nmm
 config = transformers.AutoConfig.for_model(**json.loads(sys.argv[1]))
 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-nmm.compress(model, 0.3, progress=False)
+nmm.compress(model, 0.3)
 options = {"cache": "require", "strict": True, "inner": "eager"}
 compiled = torch.compile(model, backend="nmm", dynamic=False, options=options)
 with torch.no_grad():

@@ -12,10 +12,10 @@ from processes import on_ranks, ran
 from torch import nn
 
 import nmm_compiler as nmm
-from nmm_compiler.compress.modules import LowRankLinear
-from nmm_compiler.compress.tensor_parallel import linear_roles
 from nmm_compiler.errors import NeuronSetupError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.options import FACTOR_SPLITS
 from nmm_compiler.prediction.model_kernels import model_kernels
 from nmm_compiler.prices.ways import ways

@@ -1,0 +1,266 @@
+"""`compress`: a model's linears become low-rank, in place.
+
+Reads top to bottom: select the matrices (`select.py`), calibrate (`calibrate.py`), decide all ranks
+(`plan.py`), then factorize and replace one layer after the other (`factorize.py`). A layer is
+replaced in one step after its factors are complete, so an interrupt between any two instructions
+leaves a model that works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError
+from nmm_compiler.lowrank_models import experts, hf
+from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
+from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.factorize import balance, check_finite, factorize
+from nmm_compiler.lowrank_models.layer_calls import Layer
+from nmm_compiler.lowrank_models.measure import measure, scaled_coefficients
+from nmm_compiler.lowrank_models.modules import LowRankLinear, put
+from nmm_compiler.lowrank_models.one_thread import one_thread
+from nmm_compiler.lowrank_models.plan import check_meta, check_statistics, make_plan, moments_of
+from nmm_compiler.lowrank_models.predicted_time import Prices, kernel_prices
+from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.quantize import quantize_factors
+from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport, Skipped
+from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, only_read_reason
+
+
+def compress(
+    model: nn.Module, ratio: float | CompressionConfig | None = None, **keywords: Any
+) -> CompressionReport:
+    """Replace linears of `model` by `LowRankLinear`s, in place; return what was done.
+
+    Args:
+        model: any module; a transformers model gets a config object of its own, since other models
+            may share its old one.
+        ratio: share of the parameters of the selected matrices to remove; or a CompressionConfig.
+        keywords: the other fields of CompressionConfig, which says what each means.
+
+    A layer is left dense where low rank would not save anything, or no time. Ctrl-C leaves a
+    working model, part of it low-rank. Nothing is changed when an error is raised before the first
+    factorization.
+
+    Raises:
+        OptionTypeError, UnknownNameError: for bad arguments.
+        NoMatchingModulesError: there is nothing to factorize.
+        RankError: no legal ranks meet the ratio, or all of them are predicted to be slower than
+            dense.
+        CalibrationError: calibration is empty, not finite or does not reach a layer.
+        MemoryBudgetError: calibration does not fit into memory.
+        WeightError: a weight is not finite.
+        FactorsFileError: a transformers model is quantized (or was loaded from GGUF) and could not
+            be saved afterwards.
+    """
+    config = CompressionConfig.make(ratio, keywords)
+    _check_model(model)
+    hf.check_savable(model)
+    started = time.monotonic()
+    before = count_parameters(model)
+    experts.split(model)
+    try:
+        report = _compress(model, config)
+        if config.factors is not None and report.compressed:
+            quantize_factors(model, config.factors)
+        return dataclasses.replace(
+            report, model_parameters_before=before, seconds=time.monotonic() - started
+        )
+    finally:
+        experts.join(model)
+        hf.attach_if_transformers(model)
+
+
+def signature() -> inspect.Signature:
+    """Return what `compress` takes, from the record that says it."""
+    named, after = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    fields = dataclasses.fields(CompressionConfig)
+    kinds = {"ratio": named} | {field.name: after for field in fields if field.name != "ratio"}
+    every = [inspect.Parameter("model", named)]
+    every += [
+        inspect.Parameter(field.name, kinds[field.name], default=field.default) for field in fields
+    ]
+    return inspect.Signature(every, return_annotation="CompressionReport")
+
+
+setattr(compress, "__signature__", signature())  # noqa: B010
+
+
+def calibrate(
+    model: nn.Module,
+    calibration: Any,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    gradients: bool = True,
+) -> Statistics:
+    """Return the statistics for `compress(calibration=...)`, which can be used more than once.
+
+    One pass over the data then serves any number of ratios and methods. Arguments are those of
+    `compress`; gradients: also sample the gradients that method "two-sided" needs.
+    """
+    _check_model(model)
+    experts.split(model)
+    try:
+        sites, _ = find_sites(model, include, exclude)
+        return collect(model, sites, as_batches(calibration), gradients=gradients)
+    finally:
+        experts.join(model)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the elements of all parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError("model", type(model).__name__, "a torch.nn.Module")
+
+
+def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
+    """Do what `compress` says, to a model whose stacked experts are split.
+
+    The report lacks the model's parameters before, and the seconds, which the caller knows.
+    """
+    sites, skipped = find_sites(model, config.include, config.exclude)
+    check_meta(config, sites)
+    for site in sites:
+        if not site.weight.is_meta:
+            check_finite(site.weight, site.name)
+    gradients = config.resolved_method == "two-sided"
+    batches = statistics = None
+    if isinstance(config.calibration, Statistics):
+        statistics = config.calibration
+    elif config.calibration is not None:
+        batches = as_batches(config.calibration)
+        statistics = collect(model, sites, batches, gradients=gradients)
+    if statistics is not None:
+        sites, skipped = _without_only_read(sites, skipped, statistics.only_read)
+        check_statistics(statistics, sites, gradients)
+    prices = _prices(model, sites, config, batches)
+    plan, align = make_plan(sites, config, statistics, prices)
+    timed = () if prices is None else prices.timed({layer.name: layer.rank for layer in plan})
+    by_name = {site.name: site for site in sites}
+    del sites, site  # else they keep every dense weight in memory until the end
+    return CompressionReport(
+        method=config.resolved_method,
+        allocation=config.allocation,
+        budget=config.budget,
+        align=align,
+        ratio=config.effective_ratio,
+        layers=_carry_out(model, plan, by_name, config, statistics),
+        skipped=skipped,
+        model_parameters_after=count_parameters(model),
+        calibration_tokens=0 if statistics is None else statistics.tokens,
+        target=config.target,
+        workload=timed,
+        priced="" if prices is None else prices.note,
+        factors=config.format or "",
+    )
+
+
+def _prices(
+    model: nn.Module, sites: Sequence[Site], config: CompressionConfig, batches: list[Any] | None
+) -> Prices | None:
+    """Return the prices of the sites; None for a dtype without kernels.
+
+    A model on the meta device whose ranks no price decides needs none either.
+    """
+    if sites[0].weight.is_meta and config.allow_slower:
+        return None
+    layers = [Layer(site.name, site.k, site.n) for site in sites]
+    dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
+    first = None if batches is None else batches[0]
+    inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
+    made = kernel_prices(model, layers, dtype, config.passes, config.target, inputs, config.format)
+    if made is None and config.budget == "latency":
+        raise OptionTypeError("budget", "latency", f"budget='parameters': no kernel has {dtype}")
+    return made
+
+
+def _without_only_read(
+    sites: Sequence[Site], skipped: Sequence[Skipped], only_read: Sequence[str]
+) -> tuple[tuple[Site, ...], tuple[Skipped, ...]]:
+    """Move the sites that calibration found to be only read to the skipped ones."""
+    aside = [site for site in sites if site.name in only_read]
+    left = tuple(site for site in sites if site.name not in only_read)
+    reason = only_read_reason("the model, over the calibration data,")
+    more = [Skipped(name=s.name, shape=tuple(s.weight.shape), reason=reason) for s in aside]
+    if sites and not left:
+        raise NoMatchingModulesError(
+            f"none of the {len(sites)} selected layers can be factorized: {aside[0].name}: {reason}"
+        )
+    return left, (*skipped, *more)
+
+
+def _carry_out(
+    model: nn.Module,
+    plan: Sequence[LayerReport],
+    by_name: dict[str, Site],
+    config: CompressionConfig,
+    statistics: Statistics | None,
+) -> tuple[LayerReport, ...]:
+    """Factorize and replace each layer, emptying by_name; an interrupt says how far it got."""
+    done: list[LayerReport] = []
+    with Steps("factorizing", len(plan)) as steps:
+        try:
+            for layer in plan:
+                steps.show(layer.name)
+                site = by_name.pop(layer.name)
+                made = layer
+                if layer.rank is not None and site.weight.is_meta:
+                    stored = config.dtype or site.weight.dtype
+                    bias = site.module.bias is not None
+                    empty = LowRankLinear(
+                        site.k, layer.rank, site.n, bias, device="meta", dtype=stored
+                    )
+                    put(model, site.names, empty.train(site.module.training))
+                elif layer.rank is not None:
+                    with one_thread(site.k * site.n):
+                        made = _replace(model, site, layer, layer.rank, config, statistics)
+                done.append(made)
+                steps.advance()
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"compress: {len(done)} of {len(plan)} layers are done")
+            raise
+    return tuple(done)
+
+
+def _replace(
+    model: nn.Module,
+    site: Site,
+    layer: LayerReport,
+    rank: int,
+    config: CompressionConfig,
+    statistics: Statistics | None,
+) -> LayerReport:
+    """Put factors in the place of one layer; return its report with the errors."""
+    weight = site.weight
+    moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
+    factors = factorize(weight, rank, moments, site.name)
+    up, down = balance(factors, config.dtype or weight.dtype)
+    theory = factors.relative_error
+    inputs = None if statistics is None else statistics.inputs.get(site.name)
+    inputs = inputs if inputs is not None and inputs.tokens else None
+    inside = None
+    if inputs is not None and inputs.carried:
+        inside = scaled_coefficients(factors, down)
+    del factors
+    weight_error, output_error = measure(weight, up, down, inputs, inside)
+    bias = cast("nn.Parameter | None", site.module.bias)
+    made = LowRankLinear.from_factors(down, up, bias)
+    wants = cast(torch.Tensor, site.module.weight).requires_grad
+    made.down.weight.requires_grad_(wants)
+    made.up.weight.requires_grad_(wants)
+    put(model, site.names, made.train(site.module.training))
+    return dataclasses.replace(
+        layer, weight_error=weight_error, output_error=output_error, theory_error=theory
+    )

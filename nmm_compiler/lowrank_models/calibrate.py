@@ -1,0 +1,315 @@
+"""Collects second moments of each layer's inputs and gradients over the calibration data.
+
+In: the model, the layers, and batches to run through it. Out, per layer and in float64: A = E[x
+x^T] over the tokens x that reach it, and on request G = E[g g^T] over sampled gradients g at its
+output. The moment of the longer side is kept multiplied onto the shorter side (`moments.py`): E[(W
+x)(W x)^T] where W [n, k] has n < k, E[(W^T g)(W^T g)^T] where n > k. Layers that read the same
+tensor (query, key and value; gate and up) share one A.
+Padding, as the batch's `attention_mask` declares it, is not counted.
+
+The gradients estimate the sensitivity of the loss. For logits, labels are drawn from the model's
+own distribution, so that E[g g^T] is the Fisher information; for features (no logits) the loss is
+half their squared distance to the original, and random signs over the features give the
+Gauss-Newton matrix (Hutchinson's estimator). Either way half of g^T (dW x) squared, summed over
+tokens, is the loss that an error dW causes, to second order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmm_compiler.errors import CalibrationError
+from nmm_compiler.lowrank_models.memory import available_bytes, check_fits
+from nmm_compiler.lowrank_models.moments import SecondMoment
+from nmm_compiler.lowrank_models.probe import unwatch_reads, watch_reads
+from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.select import Site
+
+
+@dataclass
+class Statistics:
+    """The moments of one pass over the calibration data, by layer name.
+
+    only_read: layers whose weight the model reads while it never calls them. Their inputs are
+    unknown, and the model would multiply their factors back.
+    """
+
+    inputs: dict[str, SecondMoment]
+    gradients: dict[str, SecondMoment]
+    tokens: int = 0
+    only_read: tuple[str, ...] = ()
+
+
+def as_batches(calibration: Any) -> list[Any]:
+    """Return calibration data as a list of batches.
+
+    Accepts an iterable of batches (a DataLoader, a list, a generator), or one batch: a dict of
+    tensors or a tensor. Raises CalibrationError when there are none.
+    """
+    if isinstance(calibration, (Mapping, torch.Tensor)):
+        return [calibration]
+    if not isinstance(calibration, Iterable):
+        raise CalibrationError(
+            f"calibration is a {type(calibration).__name__}; pass an iterable of batches, each a "
+            "dict of model arguments, a tuple of them, or a tensor"
+        )
+    batches = list(calibration)
+    if not batches:
+        raise CalibrationError(
+            "calibration has no batches; pass at least one, or leave it out for plain SVD"
+        )
+    return batches
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Run one batch: a mapping as keywords, a tuple or list as arguments, else as one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def collect(
+    model: nn.Module,
+    sites: Sequence[Site],
+    batches: Sequence[Any],
+    *,
+    gradients: bool = False,
+) -> Statistics:
+    """Run the batches through the model in eval mode and return the layers' statistics.
+
+    Raises CalibrationError, naming the layer, for activations or gradients that are not finite, and
+    listing them, for layers that no token reached; MemoryBudgetError, after the first batch, where
+    the moments and the work on them do not fit into memory.
+    """
+    free = available_bytes()
+    for share in (True, False):
+        listener = Collector(sites, gradients, share)
+        try:
+            with frozen(model), listener, Steps("calibrating", len(batches)) as steps:
+                generator = torch.Generator().manual_seed(0)
+                for i, batch in enumerate(batches):
+                    listener.begin(i, batch)
+                    listener.run(model, batch, generator)
+                    check_fits(sites, listener.bytes(), free)
+                    steps.advance()
+            break
+        except _NotSharedError:
+            continue  # two layers read one tensor in one batch but not in the next: start again
+    for moments in (listener.inputs, listener.gradients):
+        for moment in moments.values():
+            moment.finish()
+    tokens = max((moment.tokens for moment in listener.inputs.values()), default=0)
+    return Statistics(listener.inputs, listener.gradients, tokens, listener.check_reached())
+
+
+class _NotSharedError(Exception):
+    """Layers that shared an input no longer do; internal."""
+
+
+class Collector:
+    """Hooks on the layers while the batches run.
+
+    leader: per layer, the first that read the same tensor.
+    """
+
+    def __init__(self, sites: Sequence[Site], gradients: bool, share: bool) -> None:
+        self.sites = sites
+        self.want_gradients = gradients
+        self.share = share
+        self.inputs: dict[str, SecondMoment] = {}
+        self.gradients: dict[str, SecondMoment] = {}
+        self.leader: dict[str, str] = {}
+        self._shared: dict[str, str] = {}  # leader -> the layer whose moment the others share
+        self._last: tuple[str, torch.Tensor] | None = None
+        self._index = 0
+        self._mask: torch.Tensor | None = None
+        self._handles: list[Any] = []
+        self._reads: dict[str, set[str]] = {}
+
+    def __enter__(self) -> Collector:
+        for site in self.sites:
+            self._handles.append(
+                site.module.register_forward_hook(self._hook(site), with_kwargs=False)
+            )
+            self._reads[site.name] = watch_reads(site.module)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for site in self.sites:
+            unwatch_reads(site.module)
+        self._last = None
+
+    def begin(self, index: int, batch: Any) -> None:
+        """Start a batch: which one, and its padding."""
+        self._index, self._last = index, None
+        self._mask = padding_mask(batch)
+
+    def run(self, model: nn.Module, batch: Any, generator: torch.Generator) -> None:
+        """Run one batch forward, and backward when gradients are wanted."""
+        if not self.want_gradients:
+            with torch.no_grad():
+                call(model, batch)
+            return
+        with torch.enable_grad():
+            result = call(model, batch)
+            loss = sensitivity_loss(result, batch, generator)
+            if loss.requires_grad:
+                backward(model, loss)
+
+    def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
+        def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:
+            self._take_input(site, arguments[0])
+            if not self.want_gradients:
+                return None
+            if not result.requires_grad:
+                result = result + torch.zeros(
+                    (), dtype=result.dtype, device=result.device, requires_grad=True
+                )
+            result.register_hook(lambda gradient: self._take_gradient(site, gradient))
+            return result
+
+        return hook
+
+    def _take_input(self, site: Site, x: torch.Tensor) -> None:
+        name = site.name
+        reader = self._last[0] if self._last is not None and self._last[1] is x else None
+        if not self.share:
+            reader = None
+        if name not in self.leader:
+            self.leader[name] = reader or name
+            if site.n < site.k:
+                self.inputs[name] = SecondMoment(site.k, site.weight)
+            else:
+                first = self._shared.setdefault(self.leader[name], name)
+                self.inputs[name] = self.inputs.get(first) or SecondMoment(site.k)
+        leader = self.leader[name]
+        if leader == name:
+            self._last = (name, x)
+        elif reader != leader:
+            raise _NotSharedError
+        if self.inputs[name].carried or self._shared[leader] == name:
+            self.inputs[name].add(self._rows(x, f"the input of {name}"))
+
+    def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
+        moment = self.gradients.get(site.name)
+        if moment is None:
+            through = site.weight.T if site.n > site.k else None
+            moment = self.gradients[site.name] = SecondMoment(site.n, through)
+        moment.add(self._rows(gradient, f"the gradient at the output of {site.name}"))
+
+    def _rows(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        rows = rows_of(x.detach(), self._mask)
+        if not torch.isfinite(rows).all():
+            raise CalibrationError(
+                f"{what} has NaN or infinite elements in calibration batch {self._index}; "
+                "check that batch, or run calibration in a wider dtype"
+            )
+        return rows
+
+    def check_reached(self) -> tuple[str, ...]:
+        """Return the layers that were only read; raise for others that no token reached."""
+        missing = [
+            site.name
+            for site in self.sites
+            if site.name not in self.inputs or not self.inputs[site.name].tokens
+        ]
+        only_read = tuple(
+            name
+            for name in missing
+            if name not in self.inputs and "weight" in self._reads.get(name, ())
+        )
+        few = {site.name for site in self.sites if site.group != site.name}  # one of many experts
+        missing = [name for name in missing if name not in only_read and name not in few]
+        if missing:
+            more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
+            raise CalibrationError(
+                f"calibration never reached {len(missing)} of {len(self.sites)} layers: "
+                f"{', '.join(missing[:12])}{more}; name them in exclude=, or calibrate with "
+                "inputs that use them"
+            )
+        return only_read
+
+    def bytes(self) -> int:
+        """Return the bytes of all moments."""
+        kept = {id(m): m for kind in (self.inputs, self.gradients) for m in kind.values()}
+        return sum(moment.bytes() for moment in kept.values())
+
+
+def backward(model: nn.Module, result: torch.Tensor) -> None:
+    """Backpropagate; raise CalibrationError for a model that cannot be differentiated."""
+    try:
+        result.backward()
+    except RuntimeError as error:
+        raise CalibrationError(
+            f"{type(model).__name__} cannot be differentiated ({error}); pass "
+            'method="whitened", which needs no gradients'
+        ) from error
+
+
+def padding_mask(batch: Any) -> torch.Tensor | None:
+    """Return the batch's 2-D attention mask [sequences, tokens] as booleans, if it has one."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def main_output(result: Any) -> tuple[torch.Tensor, bool]:
+    """Return (tensor, whether it is logits) of what a model returned."""
+    for name, is_logits in (("logits", True), ("last_hidden_state", False)):
+        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(found, torch.Tensor):
+            return found, is_logits
+    if isinstance(result, torch.Tensor):
+        return result, False
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
+        return result[0], False
+    raise CalibrationError(
+        f"the model returned a {type(result).__name__} without logits or last_hidden_state; wrap "
+        "it in a module that returns the tensor whose change matters, and pass that"
+    )
+
+
+def rows_of(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return [tokens, size] without padding."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    if mask is not None and mask.numel() == rows.shape[0]:
+        rows = rows[mask.flatten().to(rows.device)]
+    return rows
+
+
+def sensitivity_loss(result: Any, batch: Any, generator: torch.Generator) -> torch.Tensor:
+    """Return a scalar whose gradients have the Fisher or Gauss-Newton matrix as second moment."""
+    found, is_logits = main_output(result)
+    rows = rows_of(found, padding_mask(batch)).float()
+    if not is_logits:
+        signs = torch.randint(0, 2, rows.shape, generator=generator).to(rows) * 2 - 1
+        return (rows * signs).sum()
+    chances = rows.detach().softmax(-1).cpu()
+    labels = torch.multinomial(chances, 1, generator=generator).squeeze(1).to(rows.device)
+    return nn.functional.cross_entropy(rows, labels, reduction="sum")
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Set eval mode and no parameter gradients inside the block; restore both after it."""
+    modes = {module: module.training for module in model.modules()}
+    wants = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        model.eval()
+        for parameter in wants:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for parameter, wanted in wants.items():
+            parameter.requires_grad_(wanted)

@@ -1,0 +1,170 @@
+"""Everything that decides what `compress` does to a model: one frozen, checked record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Self
+
+import torch
+
+from nmm_compiler.errors import OptionTypeError, UnknownNameError
+from nmm_compiler.lowrank_models.quantize import read_format
+from nmm_compiler.lowrank_models.select import Patterns
+from nmm_compiler.options import FACTORS, TARGETS, Values, check_fields, is_positive, is_target_file
+
+METHODS = ("auto", "svd", "whitened", "two-sided")
+BUDGETS = ("parameters", "latency")
+DEFAULT_RATIO = 0.2
+
+Workload = tuple[tuple[str, int, float], ...]
+
+
+def _is_share(value: float) -> bool:
+    return 0 <= value < 1
+
+
+def _are_ranks(given: int | dict[str, int]) -> bool:
+    return all(rank >= 1 for rank in (given.values() if isinstance(given, dict) else (given,)))
+
+
+def _is_floating_point(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point
+
+
+def _is_workload(given: int | Mapping[str, Any]) -> bool:
+    if isinstance(given, int):
+        return given > 0
+    pairs = [pair for pair in given.values() if isinstance(pair, (tuple, list)) and len(pair) == 2]
+    return 0 < len(pairs) == len(given) and all(
+        isinstance(tokens, int)
+        and not isinstance(tokens, bool)
+        and isinstance(weight, (int, float))
+        and tokens > 0
+        and 0 < weight < math.inf
+        for tokens, weight in pairs
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """How a model is made low-rank: the keywords of `compress`.
+
+    ratio: share of the parameters of the selected matrices to remove, in [0, 1); 0.2 where no rank
+        is given either. With budget="latency": share of their predicted time.
+    rank: instead of a ratio, one rank for all, or {name pattern: rank} for those matched.
+    calibration: batches to run through the model (dicts of arguments, tuples, or tensors), or what
+        `calibrate` returned for this model.
+    include, exclude: name patterns ("mlp", "layers.0.*", "re:..."); each must match something.
+    method: "svd" (no data, the same ratio everywhere); "whitened" (least error of each layer's
+        output, ranks by these errors); "two-sided" (least loss of the model to second order, by
+        gradients, ranks by that loss). "auto" is two-sided with calibration (whitened where ranks
+        are given), else svd.
+    align: every rank is a multiple of it; None takes 128, or 64 or 32 for models too small for it.
+    budget: what ranks spend: "parameters", or "latency" as the kernels' prices predict it.
+    dtype: of the factors; default is the weight's.
+    target: hardware that times are predicted for.
+    workload: tokens a call, or a mix like {"prefill": (512, 0.2), "decode": (1, 0.8)}, tokens and
+        weight of each.
+    allow_slower: also make layers low-rank whose calls are then predicted to be slower than dense.
+    factors: "float8_e4m3" or "int8": round the factors to a byte an element with a scale for each
+        output, once all are made (`quantize_factors`).
+    """
+
+    ratio: Annotated[
+        float | None,
+        Values("a number in [0, 1): the share of parameters to remove, e.g. 0.2", _is_share),
+    ] = None
+    rank: Annotated[
+        int | dict[str, int] | None,
+        Values("a positive whole number, or {name pattern: rank}", _are_ranks),
+    ] = None
+    calibration: Any = None
+    include: Patterns = None
+    exclude: Patterns = None
+    method: Annotated[str, Values(names=METHODS)] = "auto"
+    align: Annotated[int | None, Values("a positive whole number, or None", is_positive)] = None
+    budget: Annotated[str, Values(names=BUDGETS)] = "parameters"
+    dtype: Annotated[
+        torch.dtype | None, Values("a floating-point torch.dtype, or None", _is_floating_point)
+    ] = None
+    target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
+    workload: Annotated[
+        int | Mapping[str, Any],
+        Values(
+            "tokens a call, or a dict of name: (tokens, weight), like "
+            '{"prefill": (512, 0.2), "decode": (1, 0.8)}',
+            _is_workload,
+        ),
+    ] = 512
+    allow_slower: bool = False
+    factors: Annotated[str | None, Values(names=FACTORS)] = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, Mapping):  # a copy: the caller's may change
+            object.__setattr__(self, "rank", dict(self.rank))
+        check_fields(self)
+        if self.ratio is not None and self.rank is not None:
+            raise OptionTypeError(
+                "rank", self.rank, f"either a rank or a ratio (ratio is {self.ratio!r}), not both"
+            )
+        calibrated = self.calibration is not None
+        if calibrated == (self.method == "svd") and self.method != "auto":
+            raise OptionTypeError(
+                "method", self.method, "calibration= with it, or method='svd' without"
+            )
+        if self.rank is not None and self.budget == "latency":
+            raise OptionTypeError("budget", "latency", "it with a ratio: given ranks are no budget")
+
+    @classmethod
+    def make(cls, ratio: object = None, keywords: Mapping[str, Any] | None = None) -> Self:
+        """Return the config of a call: a config alone, or a ratio and the keywords."""
+        known = [field.name for field in fields(cls)]
+        for name in keywords or ():
+            if name not in known:
+                raise UnknownNameError("option", name, known)
+        if not isinstance(ratio, cls):
+            return cls(**{"ratio": ratio, **(keywords or {})})
+        for name, value in (keywords or {}).items():
+            raise OptionTypeError(
+                name, value, "it inside the CompressionConfig, which takes the keywords' place"
+            )
+        return ratio
+
+    @property
+    def effective_ratio(self) -> float | None:
+        """The ratio, its default when neither ratio nor rank is given, None with ranks."""
+        if self.rank is not None:
+            return None
+        return DEFAULT_RATIO if self.ratio is None else float(self.ratio)
+
+    @property
+    def resolved_method(self) -> str:
+        """The method, "auto" resolved."""
+        if self.method != "auto":
+            return self.method
+        if self.calibration is None:
+            return "svd"
+        return "two-sided" if self.rank is None else "whitened"
+
+    @property
+    def allocation(self) -> str:
+        """How ranks are chosen: "explicit", "uniform" or "global"."""
+        if self.rank is not None:
+            return "explicit"
+        by_loss = self.calibration is not None or self.budget == "latency"
+        return "global" if by_loss else "uniform"
+
+    @property
+    def format(self) -> str | None:
+        """The number format of the factors, None for that of the weights."""
+        return None if self.factors is None else read_format(self.factors)
+
+    @property
+    def passes(self) -> Workload:
+        """((name, tokens, weight), ...) of the workload, the weights summing to 1."""
+        given = self.workload
+        mix = {"pass": (given, 1.0)} if isinstance(given, int) else given
+        total = sum(weight for _, weight in mix.values())
+        return tuple((str(name), count, weight / total) for name, (count, weight) in mix.items())

@@ -1,0 +1,202 @@
+"""Factorizes one matrix: the best rank-r approximation in the norm of the data.
+
+In: W [n, k], the second moment A = E[x x^T] [k, k] of its inputs, and optionally the second moment
+G [n, n] of the loss gradients at its outputs; that of the longer side may be multiplied onto the
+shorter one (`moments.py`), which is enough here. Out: up [n, r] and down [r, k] that minimize
+|G^1/2 (W - up down) A^1/2|_F. Without A and G this is the plain SVD; with A alone it is
+activation-aware ("whitened") SVD, whose norm is the mean squared error of the layer's output; with
+both it is the increase of the loss, to second order and with G and A taken as independent (the
+K-FAC approximation, Martens and Grosse, 2015).
+
+The idea: with G = L L^T, M = L^T W A^1/2 and U the leading left singular vectors of M, the optimum
+is L^-T U U^T L^T W. So the eigenvectors of the small Gram matrix M M^T are enough, without an
+inverse of A^1/2. L is the Cholesky factor, and where G is singular or nearly so, its eigenvectors
+times the roots of its eigenvalues. Where n > k, W^T is factorized with A and G exchanged. All
+arithmetic is float64 until the factors are stored, but W is widened one block at a time, and the
+eigenvectors overwrite the Gram matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nmm_compiler.errors import RankError, WeightError
+from nmm_compiler.lowrank_models.moments import Moment, Moments
+from nmm_compiler.lowrank_models.one_thread import eigh, eigvalsh
+
+# The Cholesky factor is taken where its least pivot is at least this share of the largest: rounding
+# of float64 is then at most 1e-6 of the result.
+_SMALLEST_PIVOT = 1e-10
+# Elements of a block of the weight that is widened to float64 at a time: 8 MiB.
+_BLOCK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Factors:
+    """up [n, r] and down [r, k] in float64, with the squared error that theory predicts.
+
+    squared_error: |G^1/2 (W - up down) A^1/2|_F^2, as the sum of the discarded squared singular
+        values; squared_norm: the same norm of W.
+    coefficients: where n < k, the C [r, n] of down = C W.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    squared_error: float
+    squared_norm: float
+    coefficients: torch.Tensor | None = None
+
+    @property
+    def relative_error(self) -> float:
+        """The predicted weighted relative error."""
+        if not self.squared_norm:
+            return 0.0
+        return math.sqrt(self.squared_error / self.squared_norm)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """min |S^1/2 (W - P R) A^1/2| for W [s, l] with s <= l: the given matrix, or its transpose.
+
+    factor: L of S = L L^T; None where S is the identity. roots: None where L is triangular; else L
+        is eigenvectors of S times these square roots of its eigenvalues, those below s * eps * the
+        largest set to zero.
+    """
+
+    weight: torch.Tensor
+    long: Moment | None
+    factor: torch.Tensor | None = None
+    roots: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, moments: Moments) -> _Problem:
+        """Return the problem of W [n, k], turned so that rows are the shorter side."""
+        short, long = moments.gradients, moments.inputs
+        if weight.shape[0] > weight.shape[1]:
+            weight, short, long = weight.T, long, short
+        if short is None:
+            return cls(weight, long)
+        matrix = short.dense()
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        pivots = lower.diagonal()
+        if not failed and pivots.min() ** 2 > _SMALLEST_PIVOT * pivots.max() ** 2:
+            return cls(weight, long, lower)
+        values, basis = eigh(matrix)
+        floor = values[-1].clamp_min(0) * values.numel() * torch.finfo(values.dtype).eps
+        roots = torch.where(values > floor, values, torch.zeros_like(values)).sqrt()
+        return cls(weight, long, basis * roots, roots)
+
+    def gram(self) -> torch.Tensor:
+        """Return M M^T [s, s] for M = factor^T W long^1/2, a block at a time."""
+        size = self.weight.shape[0]
+        gram = torch.zeros(size, size, dtype=torch.float64, device=self.weight.device)
+        if self.long is None or self.long.carried:
+            for columns in self.weight.split(_block_rows(self.weight.T), dim=1):
+                wide = _wide(columns)
+                gram.addmm_(wide, wide.T)
+            if self.long is not None:
+                gram.mul_(self.long.shift).add_(self.long.total, alpha=self.long.scale)
+        else:
+            rows = _block_rows(self.weight)
+            for i in range(0, size, rows):
+                left = self.long.times(_wide(self.weight[i : i + rows]))
+                _product(left, self.weight.T, out=gram[i : i + rows])
+        if self.factor is None:
+            return gram
+        gram = self.factor.T @ gram
+        return gram @ self.factor
+
+    def solve(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return P [s, r] and the C [r, s] of R = C W, for leading eigenvectors of the Gram."""
+        if self.factor is None:
+            return vectors, vectors.T
+        inner = vectors.T @ self.factor.T
+        if self.roots is None:
+            return torch.linalg.solve_triangular(self.factor.T, vectors, upper=True), inner
+        squares = self.roots.square()
+        inverse = torch.where(squares > 0, 1 / squares, torch.zeros_like(squares))
+        return self.factor @ (vectors * inverse[:, None]), inner
+
+
+def spectrum(
+    weight: torch.Tensor, moments: Moments | None = None, name: str = "the matrix"
+) -> torch.Tensor:
+    """Return the squared singular values of G^1/2 W A^1/2, descending, [min(n, k)] float64."""
+    check_finite(weight, name)
+    gram = _Problem.of(weight.detach(), moments or Moments()).gram()
+    return eigvalsh(gram).flip(0).clamp_min(0)
+
+
+def factorize(
+    weight: torch.Tensor, rank: int, moments: Moments | None = None, name: str = "the matrix"
+) -> Factors:
+    """Return the factors of W [n, k] at `rank` that are optimal in the moments' norm.
+
+    Raises RankError unless 1 <= rank <= min(n, k), and WeightError for a weight that is not finite;
+    both call the matrix by `name`.
+    """
+    n, k = weight.shape
+    if not 1 <= rank <= min(n, k):
+        raise RankError(f"rank {rank} for {name} [{n}, {k}]: pass 1 to {min(n, k)}")
+    check_finite(weight, name)
+    weight, moments = weight.detach(), moments or Moments()
+    problem = _Problem.of(weight, moments)
+    values, vectors = eigh(problem.gram())
+    values = values.flip(0).clamp_min(0)
+    left, coefficients = problem.solve(vectors[:, -rank:].flip(1))
+    del vectors
+    right = _product(coefficients, problem.weight)
+    up, down = (left, right) if n <= k else (right.T, left.T)
+    inside = coefficients if n < k else None
+    return Factors(up, down, float(values[rank:].sum()), float(values.sum()), coefficients=inside)
+
+
+def balance(
+    factors: Factors, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (up, down) scaled so that column i of up and row i of down have equal norms.
+
+    The product is the same. Equal norms keep both in range of float16, and make gradient steps on
+    the two comparable. dtype: what both are rounded to.
+    """
+    up_norm, down_norm = factors.up.norm(dim=0), factors.down.norm(dim=1)
+    usable = (up_norm > 0) & (down_norm > 0)
+    ratio = torch.where(usable, down_norm / up_norm.clamp_min(1e-300), torch.ones_like(up_norm))
+    scale = ratio.sqrt()
+    up = (factors.up * scale).to(dtype).contiguous()
+    return up, (factors.down / scale[:, None]).to(dtype).contiguous()
+
+
+def check_finite(weight: torch.Tensor, name: str) -> None:
+    """Raise WeightError, naming the matrix, for a weight with NaN or infinite elements."""
+    # Least and greatest element, not isfinite(): that makes copies of the weight.
+    if weight.numel() and not torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all():
+        raise WeightError(
+            f"the weight of {name} {list(weight.shape)} has NaN or infinite elements and cannot be "
+            "factorized; repair it, or name it in exclude="
+        )
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    return rows.to(torch.float64)
+
+
+def _block_rows(weight: torch.Tensor) -> int:
+    """Return how many rows of a matrix are widened at a time."""
+    return max(64, _BLOCK_ELEMENTS // weight.shape[1])
+
+
+def _product(
+    left: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return left [m, s] @ weight [s, l] in float64, widening a block of columns at a time."""
+    columns = _block_rows(weight.T)
+    if out is None:
+        out = torch.empty(left.shape[0], weight.shape[1], dtype=torch.float64, device=left.device)
+    for start in range(0, weight.shape[1], columns):
+        part = slice(start, start + columns)
+        out[:, part] = left @ _wide(weight[:, part])
+    return out

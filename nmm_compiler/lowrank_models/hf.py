@@ -1,0 +1,202 @@
+"""Saves and loads low-rank transformers models.
+
+`attach(model)`, which `compress` calls on a transformers model, writes {layer name: rank} into its
+config, as `quantization_config` of method "nmm_lowrank"; `model.save_pretrained` then stores plain
+safetensors and that config. Such a directory is loaded right, or with an error:
+
+    nmm_compiler.load(directory)                          the quantizer of `hf_quantizer.py`
+    from_pretrained(directory), nmm_compiler imported     the same
+    from_pretrained(directory, trust_remote_code=True)    `modeling_nmm_lowrank.py`, which `save`
+                                                          puts beside the weights
+
+In any other way transformers would warn and initialize the low-rank layers at random. So each is
+stored with a guard: a tensor NAME.weight of one element, which does not fit the dense layer, so
+that transformers raises. The first two ways pass the guards over.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from nmm_compiler.errors import FactorsFileError, MissingPackageError, OptionTypeError, OutputError
+from nmm_compiler.lowrank_models.experts import expert_ranks
+from nmm_compiler.lowrank_models.hf_layers import METHOD, saved_formats, saved_ranks
+from nmm_compiler.lowrank_models.modules import lowrank_layers
+from nmm_compiler.lowrank_models.replace import replace_directory
+
+_CODE = "modeling_nmm_lowrank"
+
+
+def register() -> None:
+    """Make transformers know low-rank models; calling it again changes nothing.
+
+    Raises MissingPackageError without transformers.
+    """
+    try:
+        importlib.import_module("transformers")
+    except ImportError:
+        raise MissingPackageError("transformers", "loading a saved low-rank model", "hf") from None
+    importlib.import_module("nmm_compiler.lowrank_models.hf_quantizer")
+
+
+def attach(model: Any) -> None:
+    """Write the ranks of a transformers model's low-rank layers into a config of its own.
+
+    The config is copied first: another model may share it. Raises FactorsFileError when the model
+    is quantized by another method.
+    """
+    register()
+    from nmm_compiler.lowrank_models.hf_quantizer import LowRankConfig, LowRankQuantizer
+
+    check_savable(model)
+    check_plain(model)
+    _own_config(model)
+    config = LowRankConfig(saved_ranks(model), saved_formats(model))
+    model.config.quantization_config = config
+    model.hf_quantizer = LowRankQuantizer(config)
+
+
+def attach_if_transformers(model: nn.Module) -> None:
+    """`attach`, for a transformers model with low-rank layers."""
+    if _is_transformers(model) and saved_ranks(model):
+        attach(model)
+
+
+def check_savable(model: nn.Module) -> None:
+    """Raise FactorsFileError for a transformers model that is quantized by another method.
+
+    That includes models loaded from GGUF with their blocks kept.
+    """
+    if not _is_transformers(model):
+        return
+    method = _method(model)
+    if method in (None, METHOD):
+        return
+    unpacked = "quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else "floats"
+    raise FactorsFileError(
+        f"{type(model).__name__} is already quantized by {method!r}; transformers stores one "
+        f"method per model, so a low-rank one could not be saved: load it as {unpacked} and "
+        "quantize after compressing"
+    )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise FactorsFileError for factors that another library has quantized, as torchao does."""
+    for name, layer in lowrank_layers(model).items():
+        for linear in (layer.down, layer.up):
+            weight = linear.weight
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                raise FactorsFileError(
+                    f"the factors of {name} are {type(weight).__name__}s, which cannot be saved "
+                    "with ranks; save the model before quantizing and quantize after loading, or "
+                    'use quantize_factors(model, "int8" or "fp8"), which is saved with it'
+                )
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _method(model: Any) -> str | None:
+    """Return the name of the method that a model says it is quantized by."""
+    for holder in (model.config, getattr(model, "hf_quantizer", None)):
+        config = getattr(holder, "quantization_config", None)
+        found = config.get if isinstance(config, dict) else partial(getattr, config)
+        method = found("quant_method", None)
+        if method is not None:
+            return str(getattr(method, "value", method))
+    return None
+
+
+def _own_config(model: Any) -> None:
+    """Give a model, and all modules in it, a copy of the config objects that they hold."""
+    memo: dict[int, Any] = {}
+    kind = next(k for k in type(model.config).__mro__ if k.__name__.lower() == "pretrainedconfig")
+    copy.deepcopy(model.config, memo)
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, kind) and id(value) in memo:
+                setattr(module, key, memo[id(value)])
+
+
+def save(
+    model: Any,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    files: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Path:
+    """Save a compressed transformers model for `load`, and for transformers without this package.
+
+    As `model.save_pretrained`, but all or nothing (`replace.py`), and with the code that
+    `from_pretrained(directory, trust_remote_code=True)` runs. Further files in `directory` are
+    kept.
+
+    Args:
+        model: a transformers model that `compress` has made low-rank.
+        directory: new or old.
+        tokenizer: saved with it.
+        files: {name: text} of further files, saved with it.
+        more: what `model.save_pretrained` takes.
+
+    Returns:
+        The directory.
+
+    Raises:
+        OptionTypeError: the model is not one of transformers.
+        OutputError: the disk refuses; files that were there are as they were.
+    """
+    if not _is_transformers(model):
+        wanted = "a transformers model; save_factors writes those of any other"
+        raise OptionTypeError("model", type(model).__name__, wanted)
+    attach(model)
+
+    def write(staging: Path) -> None:
+        model.save_pretrained(staging, **more)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        if not expert_ranks(model):
+            _add_code(model, staging)
+        for name, text in (files or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
+
+    try:
+        replace_directory(Path(directory), write, stale=("model*.safetensors*",))
+    except (OSError, SafetensorError) as error:  # safetensors raises the latter for a failed write
+        raise OutputError(
+            f"the model cannot be written to {directory} ({error}); files that were there are as "
+            "they were: make room, or pass another directory"
+        ) from error
+    return Path(directory)
+
+
+def _add_code(model: Any, directory: Path) -> None:
+    """Copy the modeling file, and name its classes in config.json, by the Hub's convention."""
+    from transformers.models.auto import modeling_auto
+
+    source = Path(__file__).with_name(f"{_CODE}.py")
+    shutil.copyfile(source, directory / source.name)
+    names = {}
+    for name in (one for one in dir(modeling_auto) if one.startswith("AutoModel")):
+        known = getattr(getattr(modeling_auto, name), "_model_mapping", {})
+        kind = known.get(type(model.config), None)
+        own = getattr(kind, "__name__", "")
+        if own == type(model).__name__ or (own and name == "AutoModel"):
+            names[name] = f"{_CODE}.{own}"
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "auto_map": names}, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,192 @@
+"""The low-rank layers of a transformers model: put in place empty, guarded, and checked.
+
+`hf_quantizer.py` calls these while transformers loads or saves a model.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.lowrank_models.experts import expert_ranks, install_empty, stacked_home
+from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put
+from nmm_compiler.lowrank_models.quantize import FORMATS, empty_factors, format_of
+from nmm_compiler.lowrank_models.select import is_conv1d
+
+METHOD = "nmm_lowrank"
+# No matrix of a model is this wide; more is a damaged file.
+_LARGEST_RANK = 1 << 24
+
+
+def checked_ranks(ranks: object) -> dict[str, int]:
+    """Return {layer name: rank} as a saved config gives it; raise FactorsFileError for others."""
+    if not isinstance(ranks, Mapping):
+        shown = "none" if ranks is None else f"a {type(ranks).__name__}"
+        raise FactorsFileError(
+            f"the saved config's quantization_config has {shown} where its ranks belong; restore "
+            "config.json from the directory that the model was saved to"
+        )
+    for name, rank in ranks.items():
+        whole = isinstance(rank, int) and not isinstance(rank, bool)
+        if not isinstance(name, str) or not whole or not 1 <= rank < _LARGEST_RANK:
+            raise FactorsFileError(
+                f"the saved config gives {name!r} the rank {rank!r:.60}; a rank is a positive "
+                "whole number: restore config.json from the directory the model was saved to"
+            )
+    return dict(ranks)
+
+
+def checked_formats(formats: object, ranks: Mapping[str, int]) -> dict[str, str]:
+    """Return {layer name: "int8" or "fp8"} as a saved config gives it, for some of the layers."""
+    found = {} if formats is None else formats
+    if isinstance(found, Mapping):
+        wrong = [n for n, kind in found.items() if n not in ranks or kind not in FORMATS]
+        if not wrong:
+            return dict(found)
+        found = {wrong[0]: found[wrong[0]]}
+    raise FactorsFileError(
+        f"the saved config gives factors the formats {found!r:.100}; each layer that has a rank "
+        f"may have one of {', '.join(FORMATS)}: restore config.json from the saved directory"
+    )
+
+
+def prepare(
+    model: nn.Module, ranks: Mapping[str, int], formats: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Replace the named linears by empty low-rank layers on the same device and dtype.
+
+    formats: those whose factors are of eight bits. Returns their names in this model.
+
+    Raises FactorsFileError for a name that is no linear of the model.
+    """
+    modules = dict(model.named_modules())
+    base = getattr(model, "base_model_prefix", "")
+    headless = getattr(model, "base_model", None) is model
+    found = {saved: _find(saved, modules, base) for saved in ranks}
+    if headless and any(found.values()):
+        # A base model loaded from a checkpoint with a head: layers of the head have no place here.
+        found = {s: n for s, n in found.items() if n or s.startswith(f"{base}.")}
+    for saved_name, name in found.items():
+        rank = ranks[saved_name]
+        home = None if name is None else stacked_home(modules, name)
+        if home is not None:
+            install_empty(home, str(name).rpartition(".")[2], rank)
+            continue
+        old = modules.get(name) if name is not None else None
+        if name is None or not (isinstance(old, nn.Linear) or (old is not None and is_conv1d(old))):
+            raise FactorsFileError(
+                f"the saved config gives rank {rank} to {saved_name!r}, which is no linear layer "
+                f"of {type(model).__name__}; load it into the architecture it was saved from"
+            )
+        weight = old.weight
+        assert isinstance(weight, torch.Tensor)
+        n, k = weight.shape if isinstance(old, nn.Linear) else weight.shape[::-1]
+        bias = old.bias is not None
+        layer = LowRankLinear(k, rank, n, bias, device=weight.device, dtype=weight.dtype)
+        if saved_name in (formats or {}):
+            empty_factors(layer, (formats or {})[saved_name])
+        put(model, [name], layer)
+    return tuple(name for name in found.values() if name is not None)
+
+
+def ignore_guards(model: Any, names: Sequence[str]) -> None:
+    """Let transformers pass over the guards of these layers, which have no place in the model."""
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    guards = [rf"(^|\.){re.escape(name)}(\.weight)?$" for name in names]
+    model._keys_to_ignore_on_load_unexpected = {*known, *guards}
+
+
+def guarded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict with a guard per low-rank layer, and per stack of experts."""
+    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    guards = {
+        f"{name}.weight": torch.zeros(1, dtype=layer.down.weight.dtype)
+        for name, layer in lowrank_layers(model).items()
+    }
+    # Of a stack [experts, n, k] with one expert, which transformers may store as two matrices.
+    guards |= {name: torch.zeros(1, 2, 1) for name in expert_ranks(model)}
+    return state | {name: guard for name, guard in guards.items() if _is_stored(model, name, guard)}
+
+
+def _is_stored(model: nn.Module, name: str, guard: torch.Tensor) -> bool:
+    """Return whether transformers stores this tensor, and joins it with no others."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 everything is stored as it is
+        return True
+    try:
+        stored = revert_weight_conversion(cast(Any, model), {name: guard})
+    except Exception:  # any failure says that the weight of this layer is converted
+        return False
+    return sum(tensor.numel() for tensor in stored.values()) == guard.numel()
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise FactorsFileError when transformers has not found a factor and has initialized it.
+
+    transformers 5 marks each parameter that it has loaded; earlier ones leave no trace.
+    """
+    if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
+        return
+    for name, layer in lowrank_layers(model).items():
+        for part, linear in (("down", layer.down), ("up", layer.up)):
+            if linear.weight.is_meta:
+                raise FactorsFileError(
+                    f"the weights have no {name}.{part}; copy the directory again"
+                )
+            for kind, parameter in linear.named_parameters():
+                if not getattr(parameter, "_is_hf_initialized", False):
+                    raise FactorsFileError(
+                        f"the weights have no {name}.{part}.{kind} [{_shape(parameter)}], which "
+                        "the saved config's ranks ask for; the files are incomplete or of another "
+                        "save: copy the whole directory again"
+                    )
+                if not parameter.is_floating_point():
+                    raise FactorsFileError(
+                        f"the weights have {name}.{part}.{kind} as {parameter.dtype}, which is no "
+                        "floating-point type; copy the whole directory again"
+                    )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return ", ".join(map(str, tensor.shape))
+
+
+def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
+    """Return a saved name as this model has it: with or without the base model's prefix."""
+    forms = [name, f"{base}.{name}", name.removeprefix(f"{base}.")]
+    known = (form for form in forms if form in modules or stacked_home(modules, form))
+    return next(known, None)
+
+
+def describe(model: nn.Module, config: Any) -> None:
+    """Write the ranks and formats of a model into its quantization config."""
+    config.ranks, config.formats = saved_ranks(model), saved_formats(model)
+
+
+def saved_ranks(model: nn.Module) -> dict[str, int]:
+    """Return {layer name, or name of stacked experts: rank}, as a saved config has it."""
+    ranks = {name: layer.rank for name, layer in lowrank_layers(model).items()}
+    return ranks | expert_ranks(model)
+
+
+def saved_formats(model: nn.Module) -> dict[str, str]:
+    """Return {layer name: format} of the layers with factors of eight bits."""
+    found = {name: format_of(layer) for name, layer in lowrank_layers(model).items()}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def call_unquantized(model: Any) -> None:
+    """Remove the mark of a quantized model, since these weights are floats that can be cast and
+    trained."""
+    model.is_quantized = False
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_is_quantized", False):
+            del config._is_quantized

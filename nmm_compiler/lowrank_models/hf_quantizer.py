@@ -1,0 +1,83 @@
+"""The quantizer that makes transformers load low-rank models; importing this registers it.
+
+When `from_pretrained` meets a config whose `quantization_config` has method "nmm_lowrank", it
+replaces the named linears by empty `LowRankLinear`s before the weights are loaded, and raises
+FactorsFileError when a factor is not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from nmm_compiler.lowrank_models import hf_layers
+from nmm_compiler.lowrank_models.modules import lowrank_layers, put
+
+
+class LowRankConfig(QuantizationConfigMixin):
+    """What config.json says of a low-rank model: {layer name: rank}."""
+
+    def __init__(
+        self,
+        ranks: Mapping[str, int] | None = None,
+        formats: Mapping[str, str] | None = None,
+        **_: Any,
+    ) -> None:
+        self.quant_method = cast(Any, hf_layers.METHOD)
+        self.ranks = hf_layers.checked_ranks(ranks)
+        self.formats = hf_layers.checked_formats(formats, self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json gets."""
+        formats = {"formats": dict(self.formats)} if self.formats else {}
+        return {"quant_method": hf_layers.METHOD, "ranks": dict(self.ranks), **formats}
+
+
+class LowRankQuantizer(HfQuantizer):
+    """Puts empty low-rank layers into the skeleton of a model that is being loaded."""
+
+    requires_calibration = True
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        config = cast(Any, self.quantization_config)
+        hf_layers.ignore_guards(model, hf_layers.prepare(model, config.ranks, config.formats))
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
+        """Return what is stored; called before the config is written."""
+        hf_layers.describe(model, cast(Any, model).config.quantization_config)
+        return hf_layers.guarded(model), {}
+
+    @property
+    def is_trainable(self) -> bool:
+        """Low-rank layers are floats, which train."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """They compile, too."""
+        return True
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """Return that `save_pretrained` may be called."""
+        return True
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        hf_layers.check_loaded(model)
+        hf_layers.call_unquantized(model)
+        return model
+
+    def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
+        for name, layer in lowrank_layers(model).items():
+            put(model, [name], layer.merge())
+        return model
+
+
+if hf_layers.METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+    auto.register_quantization_config(hf_layers.METHOD)(LowRankConfig)
+    auto.register_quantizer(hf_layers.METHOD)(LowRankQuantizer)

@@ -1,0 +1,200 @@
+"""Second moments of calibration data, and their regularization.
+
+`SecondMoment` is a running sum in float64, one per distinct input of a model. At widths of
+thousands it takes the most memory of a compression, so nothing here copies one: `regularize`
+returns a `Moment`, which is the sum with a factor and a multiple of the identity beside it.
+
+A matrix W [n, k] has a short side and a long one, and `factorize.py` reads the moment of the long
+side only through W: as W A W^T where n < k, as W^T G W where n > k. So only that product is summed,
+of (M v)(M v)^T with M = W or W^T ("carried" to the short side). Pulling the long moment to a
+multiple of the identity adds the same multiple of M M^T:
+
+    M ((1 - s) A + t I) M^T = (1 - s) M A M^T + t M M^T,   t = (s + damping) trace(A) / size.
+
+trace(A) is summed exactly. The estimate of the shrinkage s needs |A|_F^2, which is estimated from a
+few products of A with random vectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+# Elements that are widened to float64 at a time: 8 MiB.
+_WIDE_ELEMENTS = 1 << 20
+# Added to the diagonal of second moments, as a share of its mean.
+_DAMPING = 1e-6
+# Random vectors of the estimate of |A|_F^2: the first half spans A's largest directions.
+_PROBES = 32
+
+
+@dataclass
+class SecondMoment:
+    """Running sum of v v^T over vectors v of one size, in float64.
+
+    through: M [s, size]; where given, `total` is the sum of (M v)(M v)^T, [s, s], instead of that
+        of v v^T, [size, size].
+    fourth: sum of |v|^4, which the shrinkage estimate needs. squares: sums of v_j^2, [size].
+    tokens: how many v were added. carried: whether `total` is of the short side.
+    """
+
+    size: int
+    through: torch.Tensor | None = None
+    total: torch.Tensor = field(init=False)
+    squares: torch.Tensor = field(init=False)
+    fourth: float = 0.0
+    tokens: int = 0
+    carried: bool = field(init=False)
+    _probes: torch.Tensor = field(init=False)
+    _products: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.carried = self.through is not None
+        rows = self.size if self.through is None else self.through.shape[0]
+        width = 0 if self.through is None else _PROBES
+        self.total = torch.zeros(rows, rows, dtype=torch.float64)
+        self.squares = torch.zeros(self.size, dtype=torch.float64)
+        self._products = torch.zeros(self.size, width, dtype=torch.float64)
+        signs = torch.randint(0, 2, (self.size, width), generator=torch.Generator().manual_seed(0))
+        self._probes = signs.mul_(2).sub_(1).double()
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add vectors, [tokens, size]."""
+        if self.total.device != rows.device:
+            for name in ("total", "squares", "_probes", "_products"):
+                setattr(self, name, getattr(self, name).to(rows.device))
+        for piece in rows.detach().split(max(64, _WIDE_ELEMENTS // self.size)):
+            wide = piece.to(torch.float64)
+            squares = wide.square()
+            self.squares += squares.sum(0)
+            self.fourth += float(squares.sum(1).square().sum())
+            if self.through is not None:
+                self._products.addmm_(wide.T, wide @ self._probes)
+                wide = carry(wide, self.through)
+            self.total.addmm_(wide.T, wide)
+        self.tokens += rows.shape[0]
+
+    def finish(self) -> None:
+        """Release M, a weight of the model; no vector can be added to a carried moment after
+        this."""
+        self.through = None
+
+    @property
+    def trace(self) -> float:
+        """The sum of |v|^2."""
+        return float(self.squares.sum())
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """`total` over the tokens: a new tensor."""
+        return self.total / max(self.tokens, 1)
+
+    def squared_norm(self) -> float:
+        """Return |sum of v v^T|_F^2; an unbiased estimate where only the short side is kept.
+
+        With S the sum, Z random signs and Y = S Z: the half of Y gives the Nystroem approximation N
+        of S, whose norm is known; the other half gives Hutchinson's estimate of what is left,
+        |S|^2 = |N|^2 + 2 <N, S - N> + |S - N|^2, which is small where N is close.
+        """
+        if not self.carried:
+            return float(torch.linalg.vector_norm(self.total)) ** 2
+        half = _PROBES // 2
+        y, z = self._products[:, :half], self._probes[:, :half]
+        core = torch.linalg.pinv(z.T @ y, rtol=1e-10, hermitian=True)
+        rest, probes = self._products[:, half:], self._probes[:, half:]
+        near = y @ (core @ (y.T @ probes))  # N Z
+        left = rest - near
+        inner = core @ (y.T @ y)
+        known = float((inner * inner.T).sum())
+        return known + float(2 * (near * left).sum() + left.square().sum()) / half
+
+    def bytes(self) -> int:
+        """Return the bytes that the sums take."""
+        sums = (self.total, self.squares, self._probes, self._products)
+        return sum(t.numel() * t.element_size() for t in sums)
+
+
+def carry(wide: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return v M^T [tokens, s] of rows v in float64, widening a block of M [s, size] at a time."""
+    pieces = matrix.split(max(64, _WIDE_ELEMENTS // matrix.shape[1]))
+    return torch.cat([wide @ piece.to(torch.float64).T for piece in pieces], dim=1)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The matrix A = scale * total + shift * I, [size, size], without a copy of `total`.
+
+    total: symmetric positive semidefinite, float64; scale > 0 and shift >= 0.
+    carried: `total` is M A M^T instead, [s, s], for the matrix M that the moment is used with.
+    """
+
+    total: torch.Tensor
+    scale: float = 1.0
+    shift: float = 0.0
+    carried: bool = False
+
+    @property
+    def size(self) -> int:
+        """Rows, and columns, of `total`."""
+        return self.total.shape[0]
+
+    def times(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows @ A for rows [m, size] in float64."""
+        return (rows @ self.total).mul_(self.scale).add_(rows, alpha=self.shift)
+
+    def dense(self) -> torch.Tensor:
+        """Return A as a new tensor."""
+        matrix = self.total * self.scale
+        matrix.diagonal().add_(self.shift)
+        return matrix
+
+    def to(self, device: torch.device | str) -> Moment:
+        """Return the same moment on a device."""
+        return Moment(self.total.to(device), self.scale, self.shift, self.carried)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The moments that weigh the error of one layer.
+
+    inputs: A [k, k], already regularized, or None for the identity. gradients: G [n, n], likewise.
+    """
+
+    inputs: Moment | None = None
+    gradients: Moment | None = None
+
+    def to(self, device: torch.device | str) -> Moments:
+        """Return the same moments on a device."""
+        return Moments(*(m if m is None else m.to(device) for m in (self.inputs, self.gradients)))
+
+
+def shrinkage_of(moment: SecondMoment) -> float:
+    """Return how far to pull a second moment to a multiple of the identity, 0 to 1.
+
+    Ledoit and Wolf (2004), "A well-conditioned estimator for large-dimensional covariance
+    matrices": the estimated squared error of the moment over its squared distance to the target.
+    One vector says nothing about the moment's error: 1.
+    """
+    count, size = moment.tokens, moment.size
+    if count <= 1:
+        return 1.0
+    squared = moment.squared_norm() / count**2
+    error = max(0.0, (moment.fourth / count - squared) / (count - 1))
+    distance = squared - (moment.trace / count) ** 2 / size
+    return min(1.0, error / distance) if distance > 0 else 1.0
+
+
+def regularize(
+    moment: SecondMoment, damping: float = _DAMPING, shrinkage: float | None = None
+) -> Moment:
+    """Return the mean moment, pulled to mean(diag) * I by the shrinkage and damped.
+
+    A moment of zeros (of a layer whose inputs are all zero) gives the identity.
+    """
+    count = max(moment.tokens, 1)
+    scale = moment.trace / count / moment.size
+    if scale <= 0:
+        return Moment(moment.total, 1.0, 1.0, moment.carried)
+    share = shrinkage_of(moment) if shrinkage is None else shrinkage
+    return Moment(moment.total, (1 - share) / count, scale * (share + damping), moment.carried)

@@ -1,0 +1,197 @@
+"""Which rank every matrix gets, from a config and what calibration collected.
+
+`make_plan` is the only caller of the allocators in `ranks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from nmm_compiler.errors import CalibrationError, OptionTypeError, RankError, closest
+from nmm_compiler.lowrank_models import ranks as allocation
+from nmm_compiler.lowrank_models.calibrate import Statistics
+from nmm_compiler.lowrank_models.choose_ranks import (
+    all_slower,
+    found_slower,
+    global_ranks,
+    uniform_ranks,
+)
+from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.factorize import spectrum
+from nmm_compiler.lowrank_models.moments import Moments, regularize
+from nmm_compiler.lowrank_models.predicted_time import Prices
+from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.report import LayerReport
+from nmm_compiler.lowrank_models.select import Site, matches
+
+Losses = dict[str, list[float]]
+"""Per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all."""
+
+
+def check_meta(config: CompressionConfig, sites: Sequence[Site]) -> None:
+    """Raise OptionTypeError where a model without weights is to be judged by its weights."""
+    if any(site.weight.is_meta for site in sites) and config.allocation == "global":
+        name = "budget" if config.calibration is None else "calibration"
+        raise OptionTypeError(
+            name,
+            "given",
+            "neither calibration nor budget='latency' for a model on the meta device, which has "
+            "shapes and no weights",
+        )
+
+
+def check_statistics(statistics: Statistics, sites: Sequence[Site], gradients: bool) -> Statistics:
+    """Return statistics collected beforehand, if they fit the sites.
+
+    Raises CalibrationError naming the layers they lack.
+    """
+    kinds = {"inputs": (statistics.inputs, {s.name: s.k for s in sites if s.group == s.name})}
+    if gradients:
+        reached = {s.name: s.n for s in sites if s.name in statistics.gradients}
+        kinds["gradients"] = (statistics.gradients, reached or {s.name: s.n for s in sites})
+    for kind, (found, sizes) in kinds.items():
+        lacking = [n for n, size in sizes.items() if n not in found or found[n].size != size]
+        if lacking:
+            more = f" and {len(lacking) - 12} more" if len(lacking) > 12 else ""
+            raise CalibrationError(
+                f"the statistics have no {kind} of {', '.join(lacking[:12])}{more}; calibrate "
+                "this model, with the same include and exclude"
+                + (", and gradients=True" if kind == "gradients" else "")
+            )
+    return statistics
+
+
+def moments_of(site: Site, method: str, statistics: Statistics | None) -> Moments:
+    """Return the regularized moments a method weighs a site's error with."""
+    inputs = None if statistics is None else statistics.inputs.get(site.name)
+    if statistics is None or inputs is None or not inputs.tokens:
+        return Moments()  # no data, or an expert that no token reached
+    gradient = statistics.gradients.get(site.name) if method == "two-sided" else None
+    return Moments(regularize(inputs), None if gradient is None else regularize(gradient))
+
+
+def losses_of(sites: Sequence[Site], method: str, statistics: Statistics | None) -> Losses:
+    """Return the losses of these sites by group.
+
+    A loss is, with gradients, half the expected g^T (dW x) squared, summed over the tokens; else
+    the squared relative error of the matrix, weighted by its inputs when there is calibration.
+    """
+    losses: Losses = {}
+    with Steps("measuring spectra", len(sites)) as steps:
+        for site in sites:
+            steps.show(site.name)
+            moments = moments_of(site, method, statistics).to(site.weight.device)
+            tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
+            if statistics is None or moments.inputs is not None:
+                squares = spectrum(site.weight, moments, site.name)
+                tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
+                if moments.gradients is not None and statistics is not None:
+                    tail *= 0.5 * statistics.inputs[site.name].tokens
+                elif tail[0] > 0:
+                    tail /= tail[0].clone()
+            before = losses.get(site.group, [0.0] * len(tail))
+            losses[site.group] = [a + b for a, b in zip(before, tail.tolist(), strict=True)]
+            steps.advance()
+    return losses
+
+
+def make_plan(
+    sites: Sequence[Site],
+    config: CompressionConfig,
+    statistics: Statistics | None,
+    prices: Prices | None,
+) -> tuple[list[LayerReport], int]:
+    """Return (each layer with its rank, None for dense; the tile of all ranks).
+
+    Layers without gradients stay dense: the output does not depend on them, so the effect of an
+    error in them is unknown. So do layers that would be slower low-rank, by `prices`. Raises
+    RankError when no legal ranks meet the ratio.
+    """
+    unused: list[Site] = []
+    if statistics is not None and config.resolved_method == "two-sided":
+        used = {s.group for s in sites if s.name in statistics.gradients}
+        unused = [site for site in sites if site.group not in used]
+        sites = [site for site in sites if site.group in used]
+    shapes = [allocation.Shape(s.name, s.k, s.n) for s in sites]
+    ratio = config.effective_ratio
+    judge = None if config.allow_slower else prices
+    if ratio is None:
+        layers, align = _explicit(sites, config, judge), config.align or 1
+    else:
+        align = config.align or allocation.choose_align(shapes, ratio)
+        if config.allocation == "uniform":
+            ranks, slow = uniform_ranks(shapes, ratio, align, judge)
+        else:
+            losses = losses_of(sites, config.resolved_method, statistics) if ratio else {}
+            groups: dict[str, list[Site]] = {}
+            for site in sites:
+                groups.setdefault(site.group, []).append(site)
+            grouped = [
+                allocation.Shape(name, members[0].k, members[0].n, len(members))
+                for name, members in groups.items()
+            ]
+            named = {name: [site.name for site in members] for name, members in groups.items()}
+            ranks, slow = global_ranks(grouped, named, losses, config, align, prices)
+        layers = [_decided(s, ranks[s.name], align, slow.get(s.name, "")) for s in shapes]
+    if prices is not None:
+        chosen = {layer.name: layer.rank for layer in layers}
+        shares, slower = prices.shares(chosen), prices.slower(chosen)
+        layers = [
+            replace(x, dense_us=shares[x.name][0], us=shares[x.name][1], slower=x.name in slower)
+            for x in layers
+        ]
+    note = "the model's output does not depend on it: kept dense"
+    aside = [
+        LayerReport(name=s.name, k=s.k, n=s.n, rank=None, note=note, counted=False) for s in unused
+    ]
+    return [*layers, *aside], align
+
+
+def _decided(shape: allocation.Shape, rank: int | None, align: int, slow: str) -> LayerReport:
+    counted = len(allocation.legal_ranks(shape, align)) > 0 and not slow
+    note = slow if counted or slow else f"no multiple of {align} is below break-even"
+    return LayerReport(name=shape.name, k=shape.k, n=shape.n, rank=rank, note=note, counted=counted)
+
+
+def _explicit(
+    sites: Sequence[Site], config: CompressionConfig, prices: Prices | None
+) -> list[LayerReport]:
+    """Return the layers with the ranks that the user gave; each pattern must match something."""
+    given: Mapping[str, int] = (
+        {"*": config.rank} if isinstance(config.rank, int) else config.rank or {}
+    )
+    names = [name for site in sites for name in site.names]
+    for pattern in given:
+        if not any(matches(name, pattern) for name in names):
+            raise RankError(
+                f"rank pattern {pattern!r} matches none of the {len(sites)} selected layers"
+                f"{closest(pattern, names)} (e.g. {', '.join(names[:4])})"
+            )
+    ranks: dict[str, int | None] = {}
+    notes: dict[str, str] = {}
+    for site in sites:
+        rank = next(
+            (r for p, r in given.items() if any(matches(name, p) for name in site.names)), None
+        )
+        ranks[site.name], notes[site.name] = rank, "no rank given: kept dense"
+        if rank is not None:
+            shape = allocation.Shape(site.name, site.k, site.n)
+            ranks[site.name], notes[site.name] = allocation.check_explicit(
+                shape, rank, config.align
+            )
+    slow: dict[str, str] = {}
+    while found := found_slower(ranks, prices):
+        slow |= found
+        ranks |= dict.fromkeys(found, None)
+    if prices is not None and slow and not any(ranks.values()):
+        raise all_slower(len(slow), prices)
+    return [
+        LayerReport(
+            name=site.name, k=site.k, n=site.n, rank=ranks[site.name],
+            note=slow.get(site.name, notes[site.name]), counted=site.name not in slow,
+        )
+        for site in sites
+    ]  # fmt: skip

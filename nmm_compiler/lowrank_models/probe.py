@@ -1,0 +1,84 @@
+"""Finds out, by running or reading code, what a layer computes and how a model uses it.
+
+Does a subclass of `nn.Linear` compute what `nn.Linear` computes? Some models spell x W^T + b
+themselves (transformers' FalconLinear); others add a router, a scale or an activation. The class
+name does not say, so a few random rows go through a float64 copy of the module, in eval and in
+training mode, and the result is compared with the product of its weight.
+
+Is a linear called, or is its weight only read? Callers of `F.multi_head_attention_forward` (WavLM)
+pass `self.q_proj.weight`, and factors would be multiplied back on every call. `watch_reads` records
+it while calibration runs.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+_ROWS = 3
+
+
+def difference_from_linear(module: nn.Linear) -> str | None:
+    """Return None when the module's forward is x W^T + b up to rounding, else why it is not."""
+    if type(module).forward is nn.Linear.forward:
+        return None
+    weight = module.weight.detach()
+    if weight.is_meta:
+        return "has a forward of its own, which cannot be tried on the meta device"
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _ROWS, weight.shape[1], generator=generator, dtype=torch.float64)
+    x = x.to(weight.device)
+    try:
+        twin = copy.deepcopy(module).double()
+        bound, expected = _bound_and_product(twin, x)
+        for mode in (False, True):
+            with torch.no_grad():
+                y = twin.train(mode)(x)
+            if not isinstance(y, torch.Tensor) or y.shape != expected.shape:
+                return "gives something else than one tensor [..., n]"
+            if not bool(((y - expected).abs() <= bound).all()):
+                return "computes something else than x W^T + b"
+    except Exception as error:  # a forward that raises is a reason to leave the layer alone
+        return f"cannot be called like an nn.Linear ({type(error).__name__}: {error})"
+    return None
+
+
+def _bound_and_product(linear: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bound on the rounding difference of two orders of summation, and x W^T + b.
+
+    (k + 2) eps (|x| |W|^T + |b|): k products, the bias, and the result (Higham, 2002, section 3.1),
+    for either of the two.
+    """
+    weight, bias = linear.weight.detach(), linear.bias
+    expected, size = x @ weight.T, x.abs() @ weight.abs().T
+    if bias is not None:
+        expected, size = expected + bias.detach(), size + bias.detach().abs()
+    return 2 * (weight.shape[1] + 2) * torch.finfo(torch.float64).eps * size, expected
+
+
+class _Watched(dict[str, "nn.Parameter | None"]):
+    """A module's parameters; records the names of those that are read."""
+
+    def __init__(self, inner: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(inner)
+        self.inner, self.read = inner, set[str]()
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def watch_reads(module: nn.Module) -> set[str]:
+    """Return a set that fills with the names of the module's parameters as they are read."""
+    watched = _Watched(module._parameters)
+    module.__dict__["_parameters"] = watched
+    return watched.read
+
+
+def unwatch_reads(module: nn.Module) -> None:
+    """End `watch_reads`."""
+    watched = module._parameters
+    if isinstance(watched, _Watched):
+        module.__dict__["_parameters"] = watched.inner

@@ -1,0 +1,371 @@
+"""`recover`: fine-tune a low-rank model's factors against the original model.
+
+In: the compressed model, the original (the teacher), and batches of text without labels. The loss
+is the difference of the two models: the Kullback-Leibler divergence of their logits, or, for models
+without logits, the relative squared error of their features. Without a teacher it is the cross
+entropy of the next token.
+
+Some batches are held out. The final factors are the best on those batches, the initial ones
+included, so recovery never makes that loss larger. Weights of half precision are trained as float32
+copies, since their own steps would be rounded away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, cast
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, RecoveryError
+from nmm_compiler.lowrank_models.calibrate import (
+    as_batches,
+    call,
+    main_output,
+    padding_mask,
+    rows_of,
+)
+from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.options import Values, check_fields, is_positive
+from nmm_compiler.records import Record
+
+_EVALUATIONS = 10
+_WARMUP_SHARE = 0.1
+_BACKOFF = 0.3
+_CACHE_BYTES = 1 << 30
+_IGNORED = -100  # the label that Hugging Face and PyTorch leave out
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport(Record):
+    """The result of `recover`; losses are means over the held-out batches.
+
+    kept_step: the step whose factors were kept, 0 for the initial ones.
+    """
+
+    objective: str
+    steps: int
+    kept_step: int
+    trained_parameters: int
+    validation_batches: int
+    validation_before: float
+    validation_after: float
+    history: tuple[tuple[int, float], ...]
+    seconds: float = field(default=0.0, compare=False)
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        return (
+            f"recovered {self.objective} over {self.steps} steps ({self.trained_parameters} "
+            f"parameters): held-out loss {self.validation_before:.4g} -> "
+            f"{self.validation_after:.4g} (best at step {self.kept_step}), {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `recover` that have a type and values."""
+
+    model: nn.Module
+    teacher: Annotated[
+        nn.Module | None,
+        Values("the original torch.nn.Module, or None for the next token's labels"),
+    ]
+    steps: Annotated[int, Values("a positive whole number", is_positive)]
+    lr: Annotated[float, Values("a positive number", is_positive)]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.model is self.teacher:
+            raise OptionTypeError(
+                "teacher", "the model itself", "the original model (copy.deepcopy it beforehand)"
+            )
+
+
+def recover(
+    model: nn.Module,
+    data: Any,
+    *,
+    teacher: nn.Module | None = None,
+    validation: Any = None,
+    steps: int = 200,
+    lr: float = 1e-4,
+    seed: int = 0,
+) -> RecoveryReport:
+    """Train the factors of the low-rank layers of `model`, in place, to follow `teacher`.
+
+    Args:
+        model: what `compress` has made low-rank.
+        data: batches as for calibration. Of an iterator, which may be endless, no more batches are
+            taken than there are steps and held-out ones.
+        teacher: the original model; or None, for the cross entropy of the next token, from each
+            batch's `labels` or `input_ids`.
+        validation: batches to judge by; without, a tenth of data (at least one batch) is held out.
+        steps: optimizer steps, one batch each.
+        lr: peak learning rate of AdamW (10 % warm-up, then cosine), cut whenever the held-out loss
+            is found no lower, which is looked at ten times.
+        seed: of the order of the batches.
+
+    Ctrl-C and errors leave the best factors so far in place.
+
+    Raises:
+        NoMatchingModulesError: the model has no low-rank layers.
+        RecoveryError: too few batches are left to train on, the two models' outputs differ in
+            shape, or the loss is not finite.
+    """
+    _Request(model, teacher, steps, lr)
+    layers = lowrank_layers(model)
+    if not layers:
+        raise NoMatchingModulesError(
+            f"{type(model).__name__} has no low-rank layer; run compress on it before recover"
+        )
+    fixed = [n for n, x in layers.items() if not isinstance(x.down, nn.Linear)]
+    if fixed:
+        raise OptionTypeError(
+            "model", f"of eight bits in {fixed[0]}", "one to recover, then quantize"
+        )
+    train, held_out = _split(data, validation, steps)
+    started = time.monotonic()
+    distance = Distance(teacher)
+    generator = torch.Generator().manual_seed(seed)
+    models = (model,) if teacher is None else (model, teacher)
+    with _training(models, layers) as parameters, Steps("recovering", steps) as bar:
+        run = _Run(model, parameters, distance, held_out)
+        run.train(_shuffled(train, steps, generator), steps, lr, bar)
+    return RecoveryReport(
+        objective=distance.objective,
+        steps=steps,
+        kept_step=run.best_step,
+        trained_parameters=sum(p.numel() for p in parameters),
+        validation_batches=len(held_out),
+        validation_before=run.history[0][1],
+        validation_after=run.best,
+        history=tuple(run.history),
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Run:
+    """The training loop, and the best factors so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        distance: Distance,
+        held_out: Sequence[Any],
+    ) -> None:
+        self.model, self.parameters = model, parameters
+        self.distance, self.held_out = distance, held_out
+        self.history: list[tuple[int, float]] = []
+        self.best, self.best_step = math.inf, 0
+        self._best_values: list[torch.Tensor] = []
+
+    def train(self, batches: Iterator[Any], steps: int, lr: float, bar: Steps) -> None:
+        """Train, evaluating now and then; end with the best factors.
+
+        Where an evaluation is no better than the best, training continues from the best factors
+        with a fresh optimizer and smaller steps. So a model that is close to its teacher gets a
+        small rate without a search.
+        """
+        optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+        checks = {round(steps * (i + 1) / _EVALUATIONS) for i in range(_EVALUATIONS)}
+        try:
+            self.evaluate(0)
+            for step, batch in enumerate(batches, start=1):
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * _schedule(step - 1, steps)
+                optimizer.zero_grad(set_to_none=True)
+                loss = self.distance(self.model, batch)
+                if not torch.isfinite(loss):
+                    raise RecoveryError(
+                        f"the loss is {float(loss.detach())} at step {step}; the factors are those "
+                        f"of step {self.best_step}: lower lr from {lr:g}, or check the batch"
+                    )
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.parameters, 1.0)
+                optimizer.step()
+                if step in checks:
+                    if not self.evaluate(step):
+                        self._restore()
+                        optimizer.state.clear()
+                        lr *= _BACKOFF
+                    bar.show(f"(held-out loss {self.history[-1][1]:.4g})")
+                bar.advance()
+        finally:
+            self._restore()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Put the best factors back; before the first evaluation nothing has changed yet."""
+        if self._best_values:
+            for parameter, value in zip(self.parameters, self._best_values, strict=True):
+                parameter.copy_(value)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> bool:
+        """Measure the held-out loss; keep the factors and return True if they are the best yet."""
+        losses = [float(self.distance(self.model, batch)) for batch in self.held_out]
+        loss = sum(losses) / len(losses)
+        if not math.isfinite(loss) and step == 0:
+            raise RecoveryError(
+                f"the held-out loss is {loss} before training; check the model and the batches"
+            )
+        self.history.append((step, loss))
+        better = loss < self.best
+        if better:
+            self.best, self.best_step = loss, step
+            self._best_values = [parameter.detach().clone() for parameter in self.parameters]
+        return better
+
+
+def _schedule(step: int, steps: int) -> float:
+    warmup = max(1, round(_WARMUP_SHARE * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _shuffled(batches: Sequence[Any], steps: int, generator: torch.Generator) -> Iterator[Any]:
+    """Yield `steps` batches: each epoch all of them, in a new order."""
+    left = steps
+    while left > 0:
+        for index in torch.randperm(len(batches), generator=generator).tolist()[:left]:
+            yield batches[index]
+        left -= len(batches)
+
+
+def _split(data: Any, validation: Any, steps: int) -> tuple[list[Any], list[Any]]:
+    """Return (batches to train on, held-out ones); of an iterator, no more than are needed."""
+    known = validation is not None
+    if isinstance(data, Iterator):
+        data = list(itertools.islice(data, steps + (0 if known else max(1, steps // 10))))
+    batches = as_batches(data)
+    if known:
+        return batches, as_batches(validation)
+    held = max(1, len(batches) // 10)
+    if held >= len(batches):
+        raise RecoveryError(
+            f"{len(batches)} batch of data leaves none to train on beside the held-out one; pass "
+            "more batches, or validation="
+        )
+    return batches[:-held], batches[-held:]
+
+
+class _Master(nn.Module):
+    """A float32 copy that is trained in place of a weight of half precision."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(weight.detach().float())
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.value.to(weight.dtype)
+
+
+@contextmanager
+def _training(
+    models: Sequence[nn.Module], layers: dict[str, LowRankLinear]
+) -> Iterator[list[nn.Parameter]]:
+    """Make only the factors trainable, in eval mode; restore the model after the block.
+
+    Yields the trained parameters. Float32 copies are rounded into the factors at the end.
+    """
+    modes = {module: module.training for one in models for module in one.modules()}
+    wants = {p: p.requires_grad for one in models for p in one.parameters()}
+    trained: list[nn.Parameter] = []
+    copied: list[nn.Linear] = []
+    try:
+        for one in models:
+            one.eval().requires_grad_(False)
+        for linear in (factor for x in layers.values() for factor in (x.down, x.up)):
+            if linear.weight.dtype.itemsize <= 2:
+                wide = _Master(linear.weight)
+                parametrize.register_parametrization(linear, "weight", wide)
+                copied.append(linear)
+                trained.append(wide.value)
+            else:
+                trained.append(cast(nn.Parameter, linear.weight.requires_grad_(True)))
+        yield trained
+    finally:
+        for linear in copied:
+            parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
+        for parameter in trained:
+            parameter.grad = None
+        for parameter, wanted in wants.items():
+            parameter.requires_grad_(wanted)
+        for module, training in modes.items():
+            module.training = training
+
+
+class Distance:
+    """The loss of one batch: how far the student's output is from the teacher's, or from labels.
+
+    objective: "labels", "logits" or "features"; "" before the first batch shows which.
+    """
+
+    def __init__(self, teacher: nn.Module | None) -> None:
+        self.teacher = teacher
+        self.objective = "labels" if teacher is None else ""
+        self._cache: dict[int, torch.Tensor] = {}
+        self._cached_bytes = 0
+
+    def __call__(self, student: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of the student's output for a batch, a scalar."""
+        found, is_logits = main_output(call(student, batch))
+        if self.teacher is None:
+            return label_loss(found, batch)
+        self.objective = "logits" if is_logits else "features"
+        target, mask = self._target(self.teacher, batch), padding_mask(batch)
+        if found.shape != target.shape:
+            raise RecoveryError(
+                f"the model's output is {list(found.shape)} and the teacher's "
+                f"{list(target.shape)}; pass the model that was compressed as teacher"
+            )
+        rows, wanted = (rows_of(one, mask).float() for one in (found, target))
+        if is_logits:
+            chances = rows.log_softmax(-1)
+            return nn.functional.kl_div(
+                chances, wanted.log_softmax(-1), reduction="batchmean", log_target=True
+            )
+        scale = wanted.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
+        return (rows - wanted).square().mean() / scale
+
+    def _target(self, teacher: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the teacher's output, computed once per batch while the cache has room."""
+        if id(batch) in self._cache:
+            return self._cache[id(batch)]
+        with torch.no_grad():
+            found = main_output(call(teacher, batch))[0].detach()
+        size = found.numel() * found.element_size()
+        if self._cached_bytes + size <= _CACHE_BYTES:
+            self._cache[id(batch)] = found
+            self._cached_bytes += size
+        return found
+
+
+def label_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return the mean cross entropy of the next token: `labels` of the batch, else its input_ids.
+
+    logits: [sequences, tokens, vocabulary]. Labels of -100 and padding do not count.
+    """
+    labels = batch.get("labels", batch.get("input_ids")) if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or logits.shape[:-1] != labels.shape:
+        raise RecoveryError(
+            f"recovery without a teacher needs labels or input_ids of the logits' shape "
+            f"{list(logits.shape[:-1])} in each batch; pass dicts that have them"
+        )
+    mask = padding_mask(batch)
+    if mask is not None and mask.shape == labels.shape:
+        labels = labels.masked_fill(~mask.to(labels.device), _IGNORED)
+    return nn.functional.cross_entropy(
+        logits[..., :-1, :].flatten(0, -2).float(), labels[..., 1:].flatten(), ignore_index=_IGNORED
+    )

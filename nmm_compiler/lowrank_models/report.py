@@ -1,0 +1,298 @@
+"""The result of a compression as frozen records: per layer, and in total.
+
+`CompressionReport` prints as a table and turns into JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nmm_compiler.prices.ways import ERRORS
+from nmm_compiler.records import Record
+from nmm_compiler.report.charts import Bar, Series, bars, lines
+from nmm_compiler.report.headline import headline
+from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.shown import Shown
+
+REMEDY = "a larger ratio, larger layers alone (include=), or more tokens a call would help"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped(Record):
+    """A layer that was left alone: its stored weight shape, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(Record):
+    """The selected layers in one kind of pass: tokens a call, its weight in the mix, predictions.
+
+    dense_us, us: microseconds of all their calls in one pass, before and after compression.
+    """
+
+    name: str
+    tokens: int
+    weight: float
+    dense_us: float
+    us: float
+
+    def __str__(self) -> str:
+        tokens = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
+        share = f", weight {self.weight:.2g}" if self.weight < 1 else ""
+        gain = f" ({self.dense_us / self.us:.2f}x)" if self.us else ""
+        return f"{self.name} of {tokens}{share}: {self.dense_us:,.1f} -> {self.us:,.1f} us{gain}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport(Record):
+    """One linear [n, k] after compression.
+
+    rank: None when it was kept dense; `note` says why.
+    weight_error: |W - W_r|_F / |W|_F of the factors as stored (rounded to their dtype).
+    output_error: the same in the calibration's norm, |(W - W_r) X|_F / |W X|_F: the relative error
+        of the layer's output over the calibration tokens; None without calibration.
+    theory_error: the minimized error by the method's theorem, before rounding.
+    counted: whether the ratio is over this matrix, too; not where it had to stay dense.
+    dense_us, us: its share of its call's predicted time, before and after, in the mix of workloads;
+        a call of several layers is shared out by their parameters.
+    slower: whether its call would be faster with it dense.
+    """
+
+    name: str
+    k: int
+    n: int
+    rank: int | None
+    weight_error: float | None = None
+    output_error: float | None = None
+    theory_error: float | None = None
+    counted: bool = True
+    note: str = ""
+    dense_us: float | None = None
+    us: float | None = None
+    slower: bool = False
+
+    @property
+    def dense_parameters(self) -> int:
+        """Elements of the dense weight."""
+        return self.k * self.n
+
+    @property
+    def parameters(self) -> int:
+        """Elements now kept: r (k + n), or k n when dense."""
+        return self.k * self.n if self.rank is None else self.rank * (self.k + self.n)
+
+    @property
+    def removed(self) -> int:
+        """Elements that were removed; none where the factors are no smaller."""
+        return max(0, self.dense_parameters - self.parameters)
+
+    @property
+    def ratio(self) -> float:
+        """Share of this matrix's elements that was removed."""
+        return 1 - self.parameters / self.dense_parameters
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CompressionReport(Shown, Record):
+    """The result of `compress`.
+
+    ratio: the share of parameters (or of predicted time, by `budget`) asked to be removed, None
+        when ranks were given;
+    `achieved_ratio` is over the same matrices: those listed in `layers` that are `counted`.
+    model_parameters_before / _after: of the whole model, tied parameters once.
+    target: what times are predicted for, "" by a cost= of the caller's.
+    workload: predicted times of all calls of the layers, for each kind of pass; empty for a dtype
+        without kernels. priced: how layers were priced, where not by the calls of the backend.
+    factors: their format of eight bits, "" for floats.
+    whole: (quality) -> the sentence on the whole model, or why there is none; it takes seconds.
+    """
+
+    method: str
+    allocation: str
+    budget: str
+    align: int
+    ratio: float | None
+    layers: tuple[LayerReport, ...]
+    skipped: tuple[Skipped, ...] = ()
+    model_parameters_before: int = 0
+    model_parameters_after: int = 0
+    calibration_tokens: int = 0
+    target: str = ""
+    workload: tuple[Timed, ...] = ()
+    priced: str = ""
+    factors: str = ""
+    seconds: float = field(default=0.0, compare=False)
+    whole: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def compressed(self) -> tuple[LayerReport, ...]:
+        """The layers that are low-rank now."""
+        return tuple(layer for layer in self.layers if layer.rank is not None)
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Share of the parameters of the counted matrices that was removed."""
+        counted = [layer for layer in self.layers if layer.counted]
+        before = sum(layer.dense_parameters for layer in counted)
+        return 1 - sum(layer.parameters for layer in counted) / before if before else 0.0
+
+    @property
+    def model_ratio(self) -> float:
+        """Share of the whole model's parameters that was removed."""
+        if not self.model_parameters_before:
+            return 0.0
+        return 1 - self.model_parameters_after / self.model_parameters_before
+
+    @property
+    def slower(self) -> tuple[LayerReport, ...]:
+        """The layers whose calls low rank makes slower (allow_slower=True)."""
+        return tuple(layer for layer in self.layers if layer.slower)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data: everything but the function that predicts the whole model."""
+        plain = dataclasses.replace(self, whole=None)
+        return {key: value for key, value in super(CompressionReport, plain).to_dict().items()
+                if key != "whole"}  # fmt: skip
+
+    def with_headline(self, whole: Callable[[str], tuple[str, str]]) -> CompressionReport:
+        """Return the report with a function that predicts the whole model."""
+        return dataclasses.replace(self, whole=whole)
+
+    def headline(self, quality: str = "") -> str:
+        """Return what low rank gains: in the whole model where it is known, else in its layers.
+
+        quality: in words; default is the mean error of the layers' outputs.
+        """
+        quality = quality or self.quality()
+        said, reason = ("", "") if self.whole is None else self.whole(quality)
+        if said:
+            return said
+        gains = [(t.dense_us / t.us, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
+        if not gains:
+            return f"no time is predicted for this dtype; {quality}"
+        where = f"in these layers on {self.target}" if self.target else "in these layers"
+        made = headline(gains, where, error=ERRORS["closed_form"], quality=quality, remedy=REMEDY)
+        return made + (f" (the whole model is not predicted: {reason})" if reason else "")
+
+    def quality(self) -> str:
+        """Return the mean relative error of the layers' outputs over calibration, in words."""
+        errors = [layer.output_error for layer in self.layers if layer.output_error is not None]
+        if not errors:
+            return "quality not judged: no calibration"
+        return f"outputs of the layers off by {sum(errors) / len(errors):.1%} in the mean"
+
+    def ranks(self) -> dict[str, int]:
+        """Return {name: rank} of the low-rank layers: what `compress(rank=...)` takes."""
+        return {layer.name: layer.rank for layer in self.layers if layer.rank is not None}
+
+    def summary(self) -> str:
+        """Return one line: the ratio asked for and reached, ranks and errors."""
+        asked = "explicit ranks" if self.ratio is None else f"ratio {self.ratio:g} asked"
+        if self.budget == "latency":
+            asked = f"{self.ratio:g} of the predicted time asked"
+        stored = f", factors of {self.factors}" if self.factors else ""
+        calibrated = (
+            f", {self.calibration_tokens} calibration tokens" if self.calibration_tokens else ""
+        )
+        return (
+            f"compressed {len(self.compressed)} of {len(self.layers)} matrices: {asked}, "
+            f"{self.achieved_ratio:.3f} of their parameters removed "
+            f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
+            f"ranks in multiples of {self.align}{calibrated}{stored}, {self.seconds:.1f} s"
+        )
+
+    def page_parts(self) -> list[Part]:
+        """Return the summary, charts of rank and error per layer, then the table."""
+        summary, *table = self.parts()
+        ranks = [
+            Bar(layer.name, (float(layer.parameters), float(layer.removed)))
+            for layer in self.layers
+        ]
+        errors = [
+            Series(name, tuple((float(i), float(value)) for i, value in enumerate(values)
+                               if value is not None))
+            for name, values in (
+                ("weight error", [layer.weight_error for layer in self.layers]),
+                ("output error", [layer.output_error for layer in self.layers]),
+            )
+        ]  # fmt: skip
+        errors = [series for series in errors if series.points]
+        charts: list[Part] = []
+        if errors:
+            text = "relative error of each layer, in the order of the table"
+            charts.append(lines(errors, "layer", "relative error", text))
+        if self.layers:
+            text = "parameters kept and removed of each layer"
+            charts.append(bars(ranks, ("kept", "removed"), "parameters", text))
+        return [summary, *charts, *table]
+
+    def __repr__(self) -> str:
+        return f"<CompressionReport: {self.summary()}>"
+
+    def parts(self) -> list[Part]:
+        """Return the summary, then the tables of layers and of skipped layers."""
+        rows = [
+            (
+                layer.name,
+                f"{layer.n} x {layer.k}",
+                "dense" if layer.rank is None else layer.rank,
+                f"{layer.ratio:.3f}",
+                _figure(layer.weight_error),
+                _figure(layer.output_error),
+                _figure(layer.dense_us, 1),
+                _figure(layer.us, 1),
+                layer.note,
+            )
+            for layer in self.layers
+        ]
+        rows += [
+            (skip.name, " x ".join(map(str, skip.shape)), *"------", skip.reason)
+            for skip in self.skipped
+        ]
+        figures = ("n x k", "rank", "removed", "weight", "output", "dense us", "us")
+        return [
+            Line(self.summary(), "headline"),
+            *self._predicted(),
+            _without_empty(Grid.of(("layer", *figures, "note"), rows, right=figures)),
+            Line("weight, output: relative error of the weight, and of the output over calibration",
+                 "note"),
+            *([Line("us: predicted share of the layer's call, dense and now, in the mix of passes",
+                    "note")] if self.workload else []),
+        ]  # fmt: skip
+
+    def _predicted(self) -> list[Part]:
+        """Return what the calls of the layers take, and which layers are slower than dense."""
+        if not self.workload:
+            return []
+        where = f" on one physical core of {self.target}" if self.target else ""
+        times = "; ".join(map(str, self.workload))
+        how = f"; {self.priced}" if self.priced else ""
+        made: list[Part] = [Line(self.headline(), "headline")]
+        made += [Line(f"the layers' calls, predicted{where}: {times}{how}")]
+        if self.slower:
+            names = ", ".join(layer.name for layer in self.slower[:6])
+            more = f" and {len(self.slower) - 6} more" if len(self.slower) > 6 else ""
+            made.append(Line(f"made slower than dense, as asked: {names}{more}", "warning"))
+        return made
+
+
+def _without_empty(grid: Grid) -> Grid:
+    """Return the table without columns that say nothing in any row; a terminal is narrow."""
+    if not grid.rows:
+        return grid
+    kept = [i for i in range(len(grid.head)) if {row[i] for row in grid.rows} - {"", "-"}]
+    rows = [tuple(row[i] for i in kept) for row in grid.rows]
+    return Grid.of([grid.head[i] for i in kept], rows, right=grid.right)
+
+
+def _figure(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,238 @@
+"""Factors of any module to disk and back: safetensors, no pickle.
+
+A file of factors holds `NAME.down`, `NAME.up` and maybe `NAME.bias` for each low-rank layer; the
+rest of the model is saved by its own library. `load_factors` also reads whole checkpoints, under
+the names of others. `down` is the factor that is applied first:
+
+    down            up              written by
+    NAME.down       NAME.up         this package (NAME.down.weight in a whole checkpoint)
+    STEM_v_proj     STEM_u_proj     SVD-LLM; NeuronMM (u(v(x)), the v factor first)
+    NAME.V          NAME.U          AA-SVD
+
+Weights are [r, k] and [n, r], as `nn.Linear` stores them. Only safetensors files are opened; the
+caller reads a pickled state dict, with `torch.load(path, weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nmm_compiler.errors import FactorsFileError, OutputError, ShapeError
+from nmm_compiler.lowrank_models.load import read_json, shards_of
+from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put
+from nmm_compiler.lowrank_models.select import is_conv1d
+
+_FORMAT = {"format": "nmm_lowrank_factors", "version": "1"}
+_STYLES = tuple(
+    re.compile(rf"(?P<name>.+){parts}(\.(?P<kind>weight|bias))?")
+    for parts in (
+        r"\.((?P<down>down)|(?P<up>up))",
+        r"_((?P<down>v)|(?P<up>u))_proj",
+        r"\.((?P<down>V)|(?P<up>U))",
+    )
+)
+
+
+def save_factors(model: nn.Module, path: str | Path) -> Path:
+    """Write the factors of all low-rank layers of `model` to `path`; return the path.
+
+    Raises FactorsFileError when the model has none, OutputError when the disk refuses; an older
+    file at `path` is then as it was.
+    """
+    layers = lowrank_layers(model)
+    if not layers:
+        raise FactorsFileError(
+            f"{type(model).__name__} has no low-rank layer to save; run compress on it first"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in layers.items():
+        for linear in (layer.down, layer.up):
+            if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+                raise FactorsFileError(
+                    f"the factors of {name} are quantized, and this file holds floats; save them "
+                    "before quantizing, or a transformers model with nmm_compiler.save"
+                )
+        found = {"down": layer.down.weight, "up": layer.up.weight, "bias": layer.bias}
+        tensors |= {
+            f"{name}.{part}": t.detach().contiguous() for part, t in found.items() if t is not None
+        }
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata=_FORMAT)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # the latter is a failed write
+        raise OutputError(
+            f"{path} cannot be written ({error}); an older file is as it was: make room, or pass "
+            "another path"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def load_factors(
+    model: nn.Module, source: str | Path | Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    """Load factors into a dense (or low-rank) model; return the names of the low-rank layers.
+
+    source: a safetensors file of factors or a whole checkpoint, a directory of files (with or
+    without an index), or a state dict. Other tensors in it are loaded as they are.
+
+    Raises FactorsFileError when there are no factors, a pair is incomplete or does not fit, or a
+    tensor has no place in the model, which is then unchanged.
+    """
+    tensors, where = _read(source)
+    prefix = getattr(model, "base_model_prefix", "")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for style in _STYLES:
+        factors, rest = _split(tensors, style, modules, prefix)
+        if factors:
+            break
+    else:
+        keys = ", ".join(list(tensors)[:4])
+        raise FactorsFileError(
+            f"{where} has no factors of layers of {type(model).__name__} (first keys: {keys}); "
+            "known names: NAME.down and NAME.up, *_v_proj and *_u_proj, NAME.V and NAME.U"
+        )
+    layers = {name: _layer(name, parts, where) for name, parts in factors.items()}
+    renamed = _rest(model, rest, set(layers), prefix, where)
+    _check_shapes(modules, layers, where)
+    _install(model, modules, layers)
+    model.load_state_dict(renamed, strict=False)
+    return tuple(layers)
+
+
+def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+    if isinstance(source, Mapping):
+        return dict(source), "the state dict"
+    path = Path(source)
+    files = [path]
+    if path.is_dir():
+        index = path / "model.safetensors.index.json"
+        named = [path / name for name in shards_of(read_json(index))] if index.is_file() else []
+        files = named or sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FactorsFileError(
+            f"{path} has no .safetensors file; convert a pickled one by passing "
+            "torch.load(path, weights_only=True)"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except (SafetensorError, OSError) as error:
+            raise FactorsFileError(f"{file} cannot be read as safetensors: {error}") from error
+    return tensors, str(path)
+
+
+def _split(
+    tensors: Mapping[str, torch.Tensor],
+    style: re.Pattern[str],
+    modules: Mapping[str, nn.Module],
+    prefix: str,
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return ({module name: {"down", "up", "bias"}}, other tensors)."""
+    factors: dict[str, dict[str, torch.Tensor]] = {}
+    rest: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        found = style.fullmatch(key)
+        stem = found["name"] if found else ""
+        forms = [f"{start}{stem}{end}" for end in ("", "_proj") for start in ("", f"{prefix}.")]
+        name = next((form for form in forms if _shape(modules.get(form))), None)
+        if found is None or name is None:
+            rest[key] = tensor
+            continue
+        part = "down" if found["down"] else "up"
+        if found["kind"] == "bias":
+            part = "bias" if part == "up" else "inner bias"
+        factors.setdefault(name, {})[part] = tensor
+    for name in factors:
+        if f"{name}.bias" in rest:
+            factors[name]["bias"] = rest.pop(f"{name}.bias")
+    return factors, rest
+
+
+def _layer(name: str, parts: Mapping[str, torch.Tensor], where: str) -> LowRankLinear:
+    if "inner bias" in parts:
+        raise FactorsFileError(
+            f"{where}: {name} has a bias between its factors, which a low-rank linear has not; "
+            "fold it into the outer bias first (b = b_up + up @ b_down)"
+        )
+    if not {"down", "up"} <= set(parts):
+        raise FactorsFileError(
+            f"{where}: {name} has only {', '.join(sorted(parts))}; a pair of factors is needed"
+        )
+    try:
+        return LowRankLinear.from_factors(parts["down"], parts["up"], parts.get("bias"))
+    except ShapeError as error:
+        raise FactorsFileError(f"{where}: {name}: {error}") from error
+
+
+def _rest(
+    model: nn.Module,
+    rest: Mapping[str, torch.Tensor],
+    lowrank: set[str],
+    prefix: str,
+    where: str,
+) -> dict[str, torch.Tensor]:
+    """Return the other tensors under the model's names; raise for names that the model lacks."""
+    own = model.state_dict()
+    renamed: dict[str, torch.Tensor] = {}
+    for key, tensor in rest.items():
+        forms = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+        name = next((form for form in forms if form in own), key)
+        if name.rpartition(".")[0] in lowrank:
+            continue  # such as the guard of a saved low-rank layer
+        if name not in own or own[name].shape != tensor.shape:
+            has = f"as {list(own[name].shape)}" if name in own else "no place for it"
+            raise FactorsFileError(
+                f"{where} has {key!r} as {list(tensor.shape)}, and {type(model).__name__} has "
+                f"{has}; load it into the architecture it was made from"
+            )
+        renamed[name] = tensor
+    return renamed
+
+
+def _check_shapes(
+    modules: Mapping[str, nn.Module], layers: Mapping[str, LowRankLinear], where: str
+) -> None:
+    """Raise FactorsFileError unless each linear has the right shape."""
+    for name, layer in layers.items():
+        shape = _shape(modules[name])
+        if shape != (layer.out_features, layer.in_features):
+            raise FactorsFileError(
+                f"{where} has {name!r} as [{layer.out_features}, {layer.in_features}], the model "
+                f"has it as {list(shape)}; load it into the model that it was saved from"
+            )
+
+
+def _shape(module: nn.Module | None) -> tuple[int, ...]:
+    """Return (n, k) of a dense, Conv1D or low-rank linear, else nothing."""
+    if isinstance(module, (LowRankLinear, nn.Linear)):
+        return module.out_features, module.in_features
+    weight = module.weight if module is not None and is_conv1d(module) else None
+    return tuple(weight.shape[::-1]) if isinstance(weight, torch.Tensor) else ()
+
+
+def _install(
+    model: nn.Module, modules: Mapping[str, nn.Module], layers: Mapping[str, LowRankLinear]
+) -> None:
+    """Replace the named linears by these layers, on the old ones' device."""
+    for name, layer in layers.items():
+        old = modules[name]
+        weight = old.down.weight if isinstance(old, LowRankLinear) else old.weight
+        assert isinstance(weight, torch.Tensor)
+        if not weight.is_meta:
+            layer.to(weight.device)
+        layer.requires_grad_(weight.requires_grad)
+        shared = [one for one, module in modules.items() if module is old]
+        put(model, shared, layer.train(old.training))

@@ -1,0 +1,321 @@
+"""Which layers of a model are factorized: found, or skipped with the reason.
+
+In: any `nn.Module` and the user's patterns. Out: one `Site` per distinct linear (with all its names
+in the model) and a `Skipped`, with the reason, per layer that is left alone. Nothing is changed
+here. It is an error only if no site is left.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, closest, nearest
+from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedFactors
+from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.probe import difference_from_linear
+from nmm_compiler.lowrank_models.report import Skipped
+
+Patterns = str | Iterable[str] | None
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear to factorize: y = x W^T + b with W [n, k].
+
+    names: every dotted name that leads to this module; the first is the one reported.
+    transposed: the stored weight is [k, n] (GPT-2's Conv1D).
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    k: int
+    n: int
+    transposed: bool
+
+    @property
+    def name(self) -> str:
+        """The first of the names."""
+        return self.names[0]
+
+    @property
+    def group(self) -> str:
+        """The group that gets one rank: the experts stacked in one weight, else the name."""
+        return self.name.rpartition(".")[0] if isinstance(self.module, ExpertLinear) else self.name
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as [n, k], a view of the stored one."""
+        stored = self.module.weight
+        assert isinstance(stored, torch.Tensor)
+        return stored.detach().T if self.transposed else stored.detach()
+
+    @property
+    def dense_parameters(self) -> int:
+        """Elements of the weight: k * n."""
+        return self.k * self.n
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a dotted module name matches a pattern.
+
+    pattern: "re:..." is a regular expression for the whole name (as in torchao); anything else is
+    a glob for consecutive parts of the name: "mlp", "layers.0.*", "q_proj", "*.attention".
+    """
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    forms = (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
+    return any(fnmatch.fnmatchcase(name, form) for form in forms)
+
+
+def as_patterns(patterns: Patterns) -> tuple[str, ...]:
+    """Return patterns as a tuple; one string is one pattern.
+
+    Raises OptionTypeError for what is no pattern: not a string, or a broken regular expression.
+    """
+    if patterns is None:
+        return ()
+    listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            raise OptionTypeError("pattern", pattern, "a string, e.g. 'mlp' or 're:.*_proj'")
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise OptionTypeError("pattern", pattern, f"a valid expression ({error})") from error
+    return listed
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, a linear whose weight is stored [k, n]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def find_sites(
+    model: nn.Module,
+    include: Patterns = None,
+    exclude: Patterns = None,
+) -> tuple[tuple[Site, ...], tuple[Skipped, ...]]:
+    """Return (sites, skipped) of a model, in the order of `named_modules`.
+
+    include: only names that match one of these patterns; it also brings in the output head, which
+    is left alone otherwise. exclude: never these.
+
+    Raises NoMatchingModulesError when no site is left, when an include pattern matches no linear,
+    or when an exclude pattern matches no module at all; OptionTypeError for what is no pattern.
+    """
+    wanted, unwanted = as_patterns(include), as_patterns(exclude)
+    if include is not None and not wanted:
+        raise NoMatchingModulesError(
+            "include has no patterns, which selects nothing; leave it out to select every linear"
+        )
+    names = _names_by_module(model)
+    _check_excluded(unwanted, [name for _, every in names for name in every if name], model)
+    tied = _tied_parameters(model)
+    head = _output_head(model)
+    sites: list[Site] = []
+    skipped: list[Skipped] = []
+    seen: list[str] = []
+    inside: set[int] = set()
+    for module, all_names in names:
+        name = all_names[0]
+        if isinstance(module, LowRankLinear):
+            inside.update((id(module.down), id(module.up)))
+        if id(module) in inside:
+            continue
+        shape = _shape(module)
+        if shape is None:
+            continue
+        seen.append(f"{name} ({type(module).__name__} {list(shape)})")
+        if wanted and not any(matches(n, p) for n in all_names for p in wanted):
+            continue
+        if any(matches(n, p) for n in all_names for p in unwanted):
+            continue
+        reason = _refusal(module, all_names, model, tied, None if wanted else head)
+        if reason is not None:
+            skipped.append(Skipped(name=name, shape=shape, reason=reason))
+            continue
+        n, k = shape if not is_conv1d(module) else shape[::-1]
+        sites.append(Site(tuple(all_names), module, k, n, is_conv1d(module)))
+    _check_found(model, wanted, sites, skipped, seen)
+    return tuple(sites), tuple(skipped)
+
+
+def _names_by_module(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """Return each distinct module once, with every name that leads to it."""
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), (module, []))[1].append(name)
+    return list(found.values())
+
+
+def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Return, by id, the parameters that more than one module holds, with their names."""
+    holders: dict[int, dict[int, str]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            holders[id(parameter)][id(module)] = f"{name}.{key}" if name else key
+    return {key: list(value.values()) for key, value in holders.items() if len(value) > 1}
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _shape(module: nn.Module) -> tuple[int, ...] | None:
+    """Return the stored shape of a linear's weight (stacked experts too), else None."""
+    if isinstance(module, LowRankLinear):
+        return (module.out_features, module.in_features)
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        if is_lazy(weight):
+            return ()
+        return tuple(weight.shape)
+    for kind in (_stacked_weights(module), _foreign_weight(module)):
+        if kind:
+            return tuple(kind[0].shape)
+    return None
+
+
+def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
+    """Return the weights of a mixture-of-experts layer that keeps its experts in one tensor each.
+
+    3-D [experts, .., ..]; or, as in DBRX, 2-D with the experts' rows after one another.
+    """
+    if "expert" not in type(module).__name__.lower() or isinstance(module, ExpertLinear):
+        return []
+    if any(isinstance(child, StackedFactors) for child in module.children()):
+        return [p for child in module.children() for p in child.parameters(recurse=False)]
+    own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+    return own if any(p.dim() == 3 for p in own) or not list(module.children()) else []
+
+
+def _foreign_weight(module: nn.Module) -> list[torch.Tensor]:
+    """Return the weight of a module that is named a linear and is no nn.Linear.
+
+    Such are quantizers' integer linears, and routers that multiply by a parameter of their own.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return [p for p in (module.in_proj_weight,) if isinstance(p, torch.Tensor)]
+    name = type(module).__name__.lower()
+    if "linear" not in name and "router" not in name and "gate" not in name:
+        return []
+    found = [getattr(module, key, None) for key in ("weight", "qweight")]
+    found = [weight() if callable(weight) else weight for weight in found]
+    return [w for w in found if isinstance(w, torch.Tensor) and w.dim() == 2]
+
+
+def _refusal(
+    module: nn.Module,
+    names: list[str],
+    model: nn.Module,
+    tied: dict[int, list[str]],
+    head: nn.Module | None,
+) -> str | None:
+    """Return why this layer is left alone, or None when it can be factorized."""
+    name = names[0]
+    if isinstance(module, LowRankLinear):
+        return f"already low-rank (rank {module.rank})"
+    kind = type(module).__name__
+    if any(isinstance(child, StackedFactors) for child in module.children()):
+        return "already low-rank (stacked experts)"
+    if _stacked_weights(module):
+        return f"{kind} stacks its experts in a way that transformers' experts do not (or in bytes)"
+    if not isinstance(module, nn.Linear) and not is_conv1d(module):
+        return f"{kind} multiplies by a weight of its own and is not an nn.Linear"
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if is_lazy(weight):
+        return f"{kind} has no weight yet; run the model once before compressing it"
+    if parametrize.is_parametrized(module):
+        changed = ", ".join(vars(module.parametrizations)["_modules"])
+        return (
+            f"its {changed} is parametrized; torch.nn.utils.parametrize.remove_parametrizations it"
+        )
+    if not name:
+        return "the model itself is a linear; wrap it, e.g. in nn.Sequential"
+    if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
+        return f"its weight is a {type(weight).__name__}, not a plain tensor"
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}, not a floating-point tensor"
+    if weight.dtype.itemsize < 2:
+        return (
+            f"its weight is {weight.dtype}, whose scales are elsewhere; load it as bfloat16, and "
+            "quantize the factors afterwards"
+        )
+    if 0 in weight.shape:
+        return "its weight has no elements"
+    if id(weight) in tied:
+        others = [n for n in tied[id(weight)] if n != f"{name}.weight"]
+        return f"its weight is tied to {', '.join(others)}"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which a replacement would lose"
+    if "forward" in vars(module):
+        return "its forward was replaced on this module, which a replacement would lose"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight and never calls it"
+    if isinstance(module, nn.Linear):
+        difference = difference_from_linear(module)
+        if difference is not None:
+            return f"a subclass of nn.Linear ({kind}) that {difference}"
+    if module is head:
+        return "the output head (name it in include= to factorize it)"
+    return None
+
+
+def only_read_reason(reader: str) -> str:
+    """Return why a layer that is read and never called stays dense."""
+    return (
+        f"{reader} reads its weight and never calls it: factors would be multiplied back each time"
+    )
+
+
+def _check_excluded(unwanted: tuple[str, ...], names: list[str], model: nn.Module) -> None:
+    for pattern in unwanted:
+        if not any(matches(name, pattern) for name in names):
+            parts = sorted({part for name in names for part in (name, name.rpartition(".")[2])})
+            raise NoMatchingModulesError(
+                f"exclude pattern {pattern!r} matches no module of {type(model).__name__}"
+                f"{closest(pattern, parts)}; leave it out, or name what is to stay dense"
+            )
+
+
+def _check_found(
+    model: nn.Module,
+    wanted: tuple[str, ...],
+    sites: list[Site],
+    skipped: list[Skipped],
+    seen: list[str],
+) -> None:
+    hit = [name for site in sites for name in site.names] + [s.name for s in skipped]
+    linears = [text.split(" ")[0] for text in seen]
+    for pattern in wanted:
+        if not any(matches(name, pattern) for name in linears + hit):
+            raise NoMatchingModulesError(
+                f"include pattern {pattern!r} matches no linear layer of "
+                f"{type(model).__name__}{closest(pattern, linears)}; {_listing(seen, pattern)}"
+            )
+    if not sites:
+        reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:8])
+        raise NoMatchingModulesError(
+            f"{type(model).__name__} has no layer to factorize with this include and "
+            f"exclude{f' (left alone: {reasons})' if reasons else ''}; {_listing(seen)}"
+        )
+
+
+def _listing(seen: list[str], pattern: str = "") -> str:
+    if not seen:
+        return "the model has no nn.Linear or Conv1D"
+    return f"linear layers seen: {nearest(pattern, seen)}"

@@ -1,0 +1,144 @@
+"""A saved low-rank model loads right in three ways, and raises in every other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import nmm_compiler
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(nmm_compiler.__file__).parent.parent
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 40,
+}  # fmt: skip
+IDS = torch.arange(14).reshape(2, 7)
+# Another process may choose other kernels: at most 64 terms a product, some 20 in a row.
+BOUND = 20 * 64 * torch.finfo(torch.float32).eps
+
+
+def made(name):
+    torch.manual_seed(0)
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=40)
+        )
+    if name == "experts":
+        return transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(
+                **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2,
+                moe_intermediate_size=32, decoder_sparse_step=1,
+            )
+        )  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories of low-rank models, and in each the logits that it has."""
+    root = tmp_path_factory.mktemp("saved")
+    for name, options in {
+        "llama": {}, "gpt2": {}, "experts": {"include": "experts"},
+        "fp8": {"factors": "fp8"}, "int8": {"factors": "int8"},
+    }.items():  # fmt: skip
+        model = made(name).eval()
+        nmm_compiler.compress(model, 0.3, align=2, **options)
+        nmm_compiler.save(model, root / name)
+        with torch.no_grad():
+            save_file({"logits": model(IDS).logits}, root / name / "expected")
+    return root
+
+
+def python(code, saved):
+    """Run code that may load models by `way(**options)`; this package is not on its path."""
+    start = f"""
+import sys
+from pathlib import Path
+sys.path[:] = [p for p in sys.path if not (Path(p) / "nmm_compiler").is_dir()]
+hooks = ("editable", "LowRank")  # of an install of this package, maybe an older one
+sys.meta_path[:] = [f for f in sys.meta_path if not any(hook in repr(f) for hook in hooks)]
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+def right(model, directory):
+    expected = load_file(directory / "expected")["logits"]
+    with torch.no_grad():
+        found = model.eval()(torch.arange(14).reshape(2, 7)).logits
+    assert (found - expected).norm() <= {BOUND} * expected.norm(), directory
+
+def each(*but):
+    return [d for d in sorted(Path({str(saved)!r}).iterdir()) if d.name not in but]
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", start + code], cwd="/", capture_output=True, text=True, timeout=300,
+        env={**environment, "OMP_NUM_THREADS": "1", "HF_HOME": str(saved.parent / "hub")},
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_without_this_package_the_hub_s_convention_loads_and_all_else_raises(saved):
+    python(
+        """
+for directory in each():
+    for trust in (None, False) if directory.name != "experts" else (None, False, True):
+        try:
+            AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+        except RuntimeError as error:
+            assert "ignore_mismatched_sizes" in str(error), error
+        else:
+            raise AssertionError(f"{directory} loaded with random layers")
+for directory in each("experts"):
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    right(model, directory)
+    model.save_pretrained(directory / "again")
+    again = AutoModelForCausalLM.from_pretrained(directory / "again", trust_remote_code=True)
+    right(again, directory)
+    base = AutoModel.from_pretrained(directory, trust_remote_code=True)
+    assert type(base).__name__ in ("LlamaModel", "GPT2Model")
+assert "nmm_compiler" not in sys.modules
+""",
+        saved,
+    )
+
+
+def test_after_the_import_from_pretrained_and_load_are_right(saved):
+    python(
+        f"""
+sys.path.insert(0, {str(ROOT)!r})
+import nmm_compiler
+for directory in each():
+    for trust in (None, False, True):
+        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust)
+        right(model, directory)
+    right(nmm_compiler.load(directory), directory)
+    model.save_pretrained(directory / "again")
+    right(nmm_compiler.load(directory / "again"), directory)
+""",
+        saved,
+    )
+
+
+def test_a_model_that_is_not_of_transformers_says_what_saves_it(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    nmm_compiler.compress(model, 0.3, align=4)
+    with pytest.raises(nmm_compiler.NmmError, match="save_factors"):
+        nmm_compiler.save(model, tmp_path / "a")
+
+
+def test_a_transformers_that_does_not_fit_is_a_warning(monkeypatch):
+    def register():
+        raise ImportError("no quantizers")
+
+    monkeypatch.setattr("nmm_compiler.lowrank_models.hf.register", register)
+    with pytest.warns(UserWarning, match="refuse models that nmm_compiler saved: no quantizers"):
+        nmm_compiler._register_saved_models()
