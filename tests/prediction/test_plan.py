@@ -15,6 +15,7 @@ from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
 from nmm_compiler.prediction.way_out import WayOut, ways_out
 from nmm_compiler.prices import kernel as latency
+from nmm_compiler.prices import many
 from nmm_compiler.targets import get
 
 pytest.importorskip("transformers")
@@ -112,6 +113,7 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
     """And it simulates each kernel of all settings once, before it predicts."""
     (tmp_path / "cache").mkdir(mode=0o700)
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(many, "cores", lambda: 1)
     simulated, simulate = [], latency._simulate
     monkeypatch.setattr(latency, "_simulate", lambda *one: simulated.append(one) or simulate(*one))
     latency._simulated_us.cache_clear()
@@ -120,21 +122,21 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "steps", lambda first: noted)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
-    page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
+    page = tmp_path / "plan.html"
     done = CliRunner().invoke(
         app,
         ["plan", str(config), "--prompt", "16", "--context", "16,32", "--ratio", "0.3",
-         "--lnc", "1", "--jobs", "1", "--html", str(page), "--json", str(figures)],
+         "--lnc", "1", "--html", str(page), "--json"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert len(simulated) == len(set(simulated)) > 4
     counted = [step[1:] for step in steps if step[0].startswith("simulating")]
     assert counted == [(i, len(simulated)) for i in range(len(simulated))]
-    saved = Plan.from_json(figures.read_text())
+    saved = Plan.from_json(done.stdout)
     assert [(p.context, p.ratio) for p in saved.predictions] == [
         (16, None), (16, 0.3), (32, None), (32, 0.3),
     ]  # fmt: skip
-    assert saved.verdict()[0].split(":")[0] in done.output
+    assert saved.verdict()[0].split(":")[0] in page.read_text()
     assert "<svg" in page.read_text()
     assert dataclasses.asdict(saved)["name"] == saved.name
 
@@ -145,15 +147,13 @@ def test_cores_that_share_a_model_have_two_physical_ones(tmp_path, monkeypatch):
     What would pay is asked for at two and four cores.
     """
     monkeypatch.setattr(plan_module, "ways_out", lambda best, *_: (f"less than {best.tp}",))
-    config, figures = tmp_path / "config.json", tmp_path / "plan.json"
+    config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
-    done = CliRunner().invoke(
-        app,
-        ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
-         "--tp", "1,2,4", "--lnc", "2", "--price", "closed_form", "--json", str(figures)],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    made = {(one.tp, one.ratio): one for one in Plan.from_json(figures.read_text()).predictions}
+    words = ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
+             "--tp", "1,2,4", "--lnc", "2", "--price", "closed_form"]  # fmt: skip
+    done, figures = (CliRunner().invoke(app, [*words, *more]) for more in ([], ["--json"]))
+    assert done.exit_code == figures.exit_code == 0, done.output
+    made = {(one.tp, one.ratio): one for one in Plan.from_json(figures.stdout).predictions}
     for tp in (2, 4):
         assert f"trn2, tp {tp} does not pay" in done.output
         assert f"there pays: less than {tp}" in " ".join(done.output.split())

@@ -9,18 +9,23 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import convert_frame, eval_frame
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from nmm_compiler.errors import CaptureError, nearest
 
 _NO_LIMIT = 1 << 30
+_TRACED: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""Code that was first compiled to look at its graphs."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def all_graphs(
 ) -> list[tuple[fx.GraphModule, list[Any]]]:
     """Run the model once and return every graph Dynamo makes, with its inputs.
 
-    Compiled code that Dynamo holds for other models is dropped only for this function's wrapper.
+    Compiled code that Dynamo holds for other models stays.
     """
     graphs: list[tuple[fx.GraphModule, list[Any]]] = []
 
@@ -161,6 +166,20 @@ def all_graphs(
     # Past its limits Dynamo runs the code uncompiled: a model class that was explained, or
     # compiled, eight times would seem to have no graph.
     limits = {"recompile_limit": _NO_LIMIT, "accumulated_recompile_limit": _NO_LIMIT}
-    with torch.no_grad(), torch._dynamo.config.patch(limits):
-        torch.compile(model, backend=collect, dynamic=False)(*args, **kwargs)
+    others = set(_compiled()) - set(_TRACED)
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(limits):
+            torch.compile(model, backend=collect, dynamic=False)(*args, **kwargs)
+    finally:
+        # What stays counts against the limit of a model that is compiled later and shares code,
+        # as all models of transformers share a wrapper of their forward functions.
+        for code in set(_compiled()) - others:
+            _TRACED.add(code)
+            eval_frame.reset_code(code)
     return graphs
+
+
+def _compiled() -> list[CodeType]:
+    """Return the code that Dynamo holds compiled forms of."""
+    seen = (one() for one in convert_frame.input_codes.seen)
+    return [code for code in seen if code is not None]

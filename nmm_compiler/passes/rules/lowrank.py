@@ -126,6 +126,7 @@ class LowRank(KernelRule):
                 f"executor {graph.options.executor!r} runs one process, and the devices sum "
                 "between the products",
                 key,
+                "use executor 'auto'",
             )
         x = graph.tensor(chain.first.x)
         by_kernel = x is not None and not is_reference(graph.options.executor, x)
@@ -134,6 +135,7 @@ class LowRank(KernelRule):
                 "device",
                 "the model trains, and no kernel that sums over devices has gradients",
                 key,
+                "use executor 'reference', or torch.no_grad() and parameters without gradients",
             )
         found = check_chain(graph, chain)
         if isinstance(found, Refusal):
