@@ -31,7 +31,7 @@ def llama(hidden=512, inner=1024, layers=2):
 def made_us(model, tokens):
     """Return what each call that the rewriter makes for so many tokens is predicted to take."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
-    found = explain(model, input_ids=ids, use_cache=False)
+    found = explain(model, {"input_ids": ids, "use_cache": False})
     return [match.info["predicted"]["fused"] for match in found.matches]
 
 

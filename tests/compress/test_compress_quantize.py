@@ -52,7 +52,8 @@ def test_elements_are_off_by_half_a_step(format, half_step):
     off = (rounded.weight - linear.weight).abs()
     largest = linear.weight.abs().amax(1, keepdim=True)
     size = largest if format == "int8" else linear.weight.abs().clamp_min(largest * 2**-6 / 240)
-    assert (off <= half_step * size * (1 + 1e-5)).all()
+    # a quotient of up to 127 steps is rounded to float32 twice: by the scale and by the division
+    assert (off <= half_step * size * (1 + 4 * 127 * 2**-23)).all()
     assert rounded.values.element_size() == 1
     assert torch.equal(rounded.bias, linear.bias)
     x = torch.randn(5, 40)
@@ -119,8 +120,8 @@ def test_fp8_factors_are_priced_as_the_kernels_that_read_them():
     """A decode step reads half of the bytes; int8 factors are dequantized, and priced so."""
     times = {}
     for factors in (None, "float8_e4m3", "int8"):
-        model = nn.Sequential(nn.Linear(2048, 2048, device="meta", dtype=torch.bfloat16))
-        report = compress(model, rank=512, workload=1, factors=factors)
+        model = nn.Sequential(nn.Linear(4096, 4096, device="meta", dtype=torch.bfloat16))
+        report = compress(model, rank=1024, workload=1, factors=factors)
         times[factors] = report.workload[0].us
     assert times["float8_e4m3"] < 0.75 * times[None]
     assert times["int8"] == times[None]
