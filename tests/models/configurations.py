@@ -285,7 +285,8 @@ MHA = (
 )
 AUDIO = (
     C("wav2vec2", 13, 9, {}), C("hubert", 13, 9, {}), C("unispeech", 13, 9, {}),
-    C("wavlm", 13, 5, {}, uses=5, chains=5, note=MHA), C("data2vec-audio", 13, 9, {}), C("sew", 13, 9, {}),
+    C("wavlm", 13, 5, {}, uses=5, chains=5, note=MHA), C("data2vec-audio", 13, 9, {}),
+    C("sew", 13, 9, {}),
     C("sew-d", 13, 11, {}, uses=17, note="position keys pass through the layers of the tokens"),
     C("wav2vec2-conformer", 19, 15, {}),
     C("wav2vec2-bert", 17, 13, {
