@@ -1,8 +1,8 @@
 """The API of NKI Beta 1 (`neuronxcc.nki`) by full name, read from `beta1_table.py`.
 
 Names are those of the current dialect ("nki.isa.nc_matmul"), so that one set of lint rules and one
-simulator serve both. `returns` names the rule for the tile that a call returns; in the current
-dialect no call returns one.
+simulator serve both. `returns` has what the table says of the tile that a call returns; in the
+current dialect no call returns one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MASKED = ", mask=None"
 
 @dataclasses.dataclass(frozen=True)
 class Beta1(Api):
-    """The API with, by full name, the rule for what a function of `nki.isa` returns."""
+    """The API with, by full name, what the table says of the tile that a function returns."""
 
     returns: dict[str, str]
 

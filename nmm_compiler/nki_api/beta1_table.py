@@ -3,10 +3,11 @@
 Facts taken from the public stubs and error pages of AWS Neuron SDK 2.26 (aws-neuron-sdk,
 commit 1db4d74e, `nki/api/nki`); nothing here is code of that project.
 
-An entry is `name, name(parameters) -> rule`. In this dialect an instruction has no destination:
-it returns a tile, and the rule says which. `like a b` is the common shape of the operands a and b,
-with their promoted dtype; the other rules are named in `simulator/beta1/instructions.py`.
-An entry without a rule returns nothing, or its own function in that file makes the result.
+An entry is `name, name(parameters) -> result`. In this dialect an instruction has no destination:
+it returns a tile of the shape and the memories that the destination of its row in `simulator/isa`
+has. The result says what the row cannot: the tile's dtype where it is not that of the operands, or
+`exact` for an instruction that does not round to it. What differs more has a function of its own in
+`simulator/beta1/instructions.py`.
 """
 
 from __future__ import annotations
@@ -18,51 +19,48 @@ BETA_1 = "0.1"
 # is nki-samples', a keyword that its stub's **kwargs take.
 ISA = """
 activation(op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None,
-    reduce_cmd=reduce_cmd.idle) -> like data
-activation_reduce(op, data, reduce_op, reduce_res, bias=None, scale=1.0) -> like data
-tensor_copy(src, engine=engine.unknown) -> moved src
-tensor_tensor(data1, data2, op, engine=engine.unknown) -> like data1 data2
+    reduce_cmd=reduce_cmd.idle)
+activation_reduce(op, data, reduce_op, reduce_res, bias=None, scale=1.0)
+tensor_copy(src, engine=engine.unknown) -> exact
+tensor_tensor(data1, data2, op, engine=engine.unknown)
 tensor_scalar(data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False,
-    engine=engine.unknown) -> like data
+    engine=engine.unknown)
 scalar_tensor_tensor(data, op0, operand0, op1, operand1, reverse0=False, reverse1=False)
-    -> like data operand1
 tensor_tensor_scan(data0, data1, initial, op0, op1, reverse0=False, reverse1=False)
-    -> like data0 data1
-tensor_scalar_reduce(data, op0, operand0, reduce_op, reduce_res, reverse0=False) -> like data
-reciprocal(data) -> like data
-dropout(data, prob) -> moved data
-nc_match_replace8(data, vals, imm, dst_idx=None) -> moved data
+tensor_scalar_reduce(data, op0, operand0, reduce_op, reduce_res, reverse0=False)
+reciprocal(data)
+dropout(data, prob) -> exact
+nc_match_replace8(data, vals, imm, dst_idx=None) -> exact
 range_select(on_true_tile, comp_op0, comp_op1, bound0, bound1, reduce_cmd=reduce_cmd.idle,
     reduce_res=None, reduce_op=maximum, range_start=0, on_false_value=-3.4028234663852886e+38)
-    -> like on_true_tile
-tensor_reduce(op, data, axis, negate=False, keepdims=False) -> reduced
-tensor_partition_reduce(op, data) -> row
-bn_stats(data) -> columns 6
-bn_aggr(data) -> columns 2
-max8(src) -> columns 8
-nc_find_index8(data, vals) -> columns 8 uint32
-nc_transpose(data, engine=engine.unknown) -> transposed
-dma_transpose(src, axes=None) -> transposed
-affine_select(pred, on_true_tile, on_false_value) -> selected
-iota(expr, dtype) -> expression
-memset(shape, value, dtype, engine=engine.unknown) -> filled
+tensor_reduce(op, data, axis, negate=False, keepdims=False)
+tensor_partition_reduce(op, data)
+bn_stats(data)
+bn_aggr(data)
+max8(src)
+nc_find_index8(data, vals) -> uint32
+nc_transpose(data, engine=engine.unknown)
+dma_transpose(src, axes=None)
+affine_select(pred, on_true_tile, on_false_value)
+iota(expr, dtype)
+memset(shape, value, dtype, engine=engine.unknown)
 nc_stream_shuffle(src, dst, shuffle_mask)
 tensor_copy_predicated(src, dst, predicate, reverse_pred=False)
 select_reduce(dst, predicate, on_true, on_false, reduce_res=None, reduce_cmd=reduce_cmd.idle,
     reduce_op=maximum, reverse_pred=False)
-tensor_copy_dynamic_src(src, engine=engine.unknown) -> moved src
+tensor_copy_dynamic_src(src, engine=engine.unknown) -> exact
 tensor_copy_dynamic_dst(dst, src, engine=engine.unknown)
 """
 # mask=None, no dtype.
 ISA_WITHOUT_DTYPE = """
-local_gather(src_buffer, index, num_elem_per_idx=1, num_valid_indices=None) -> gathered
+local_gather(src_buffer, index, num_elem_per_idx=1, num_valid_indices=None)
 nc_matmul(stationary, moving, is_stationary_onezero=False, is_moving_onezero=False,
-    is_transpose=False, tile_position=(), tile_size=(), perf_mode=None) -> product
+    is_transpose=False, tile_position=(), tile_size=(), perf_mode=None)
 dma_copy(dst, src, dst_rmw_op=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown)
 """
 # Neither; sequence_bounds has its dtype.
 ISA_UNMASKED = """
-sequence_bounds(segment_ids, dtype=None) -> bounds
+sequence_bounds(segment_ids, dtype=None)
 builtin_custom_op(function_name, lib_file_name, ulib_to_ucode_version, ulib_to_isa_version, srcs,
     dsts)
 get_nc_version()

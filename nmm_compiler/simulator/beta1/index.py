@@ -28,6 +28,14 @@ def whole(value: Any) -> int | None:
         return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
+def full_key(key: Any, rank: int) -> list[Any]:
+    """Return a key as a list with an entry for each of `rank` axes, and those that are None."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    at = next((n for n, k in enumerate(keys) if k is Ellipsis), len(keys))
+    missing = rank - sum(k is not None and k is not Ellipsis for k in keys)
+    return keys[:at] + [slice(None)] * missing + keys[at + 1 :]
+
+
 class Index:
     """const + sum(coeffs[k] * i_k) for i in `shape`; an axis of size 1 has coefficient 0."""
 
@@ -52,6 +60,13 @@ class Index:
         more = rank - len(self.shape)
         return (1,) * more + self.shape, (0,) * more + self.coeffs
 
+    def part(self, shape: tuple[int, ...], box: Part) -> Index:
+        """Return the expression over a box of a tile of `shape`, whose axes it has."""
+        if not isinstance(box, tuple):
+            return Index(shape, self.const, self.coeffs)
+        start = self.const + sum(a * c for (a, _), c in zip(box, self.coeffs, strict=True))
+        return Index(tuple(b - a for a, b in box), start, self.coeffs)
+
     def bounds(self) -> tuple[int, int]:
         """Return the least and the largest value."""
         low = high = self.const
@@ -62,17 +77,11 @@ class Index:
         return low, high
 
     def __getitem__(self, key: Any) -> Index:
-        keys = list(key) if isinstance(key, tuple) else [key]
-        if Ellipsis in keys:
-            at = keys.index(Ellipsis)
-            given = sum(k is not None for k in keys) - 1
-            keys[at : at + 1] = [slice(None)] * (len(self.shape) - given)
-        keys += [slice(None)] * (len(self.shape) - sum(k is not None for k in keys))
         shape: list[int] = []
         coeffs: list[int] = []
         const = self.const
         axis = 0
-        for k in keys:
+        for k in full_key(key, len(self.shape)):
             if k is None:
                 shape.append(1)
                 coeffs.append(0)

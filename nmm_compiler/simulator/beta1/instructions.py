@@ -1,84 +1,589 @@
 """`neuronxcc.nki.isa`: each function issues the current instruction of the same name.
 
-The table (`nki_api/beta1_table.py`) has a line per function: its parameters, and the rule
-(`rules.py`) for the tile that it returns. An instruction without a rule writes to the destination
-that is passed.
+The instruction's row says which operands there are and how their sizes depend on each other. Beta 1
+differs in that the instruction returns its first destination, so that the row also gives the shape
+and the memories of the result; and in masks, which cut an instruction to a box of all its operands.
+`nki_api/beta1_table.py` has the parameters, and names the rules below for what the row cannot say.
+
+The compiler of that version copied what an engine could not read as it lay. Here that is a PSUM
+tile for an engine that reads SBUF, a vector of another dtype, one of two tiles that do not start at
+the same partition, and a tile of more dimensions than an instruction walks.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
-from nmm_compiler.errors import KernelArgumentError, UnsupportedInstructionError
+import numpy as np
+
+from nmm_compiler.errors import (
+    EngineRuleError,
+    KernelArgumentError,
+    TensorShapeError,
+    UnsupportedInstructionError,
+)
 from nmm_compiler.nki_api.beta1_api import beta_1
 from nmm_compiler.nki_api.beta1_table import ISA_ENUMS, REFUSED
-from nmm_compiler.simulator.beta1.index import Part, box_of
-from nmm_compiler.simulator.beta1.operands import ISSUE, in_sbuf, operand, tensor
-from nmm_compiler.simulator.beta1.pending import (
+from nmm_compiler.simulator.beta1.index import Box, Index, Mask, Part, box_of, common_part
+from nmm_compiler.simulator.beta1.tensor import (
+    Issue,
+    Masked,
+    Tensor,
+    as_number,
+    fail,
+    in_kind,
+    kind_of,
     leave_undefined,
-    nothing_pending,
+    nothing,
+    result,
+    session,
     stretched,
     written,
 )
-from nmm_compiler.simulator.beta1.products import Arguments
-from nmm_compiler.simulator.beta1.rules import RULES
-from nmm_compiler.simulator.beta1.tensor import Tensor, fail
 from nmm_compiler.simulator.isa import names as current_isa
-from nmm_compiler.simulator.isa.enums import engine
+from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.language import math as language_math
+from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.data import MAX_FREE_DIMS, out_of_reach
+from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
+Arguments = dict[str, Any]
+ISSUE: dict[str, Callable[..., Any]] = current_isa.NAMES
 
-def _into(name: str, given: Arguments) -> None:
-    """Issue an instruction that has a destination: tensor_copy_predicated, select_reduce, ..."""
-    mask = given.pop("mask")
-    given.pop("dtype")
-    with nothing_pending():
-        dst = tensor(name, "dst", given["dst"])
+# Dtypes of results: the type promotion table of the NKI documentation (aws-neuron-sdk 2.26,
+# `nki.api.shared`). A float wins over an integer, the wider of two floats or integers wins, and a
+# pair of which neither holds the other becomes a wider dtype. A Python number counts as the widest
+# of its kind.
+
+_WIDENED = {
+    frozenset(("float16", "bfloat16")): dtypes.float32,
+    frozenset(("float8_e4m3", "float8_e5m2")): dtypes.bfloat16,
+    frozenset(("int32", "uint32")): dtypes.float32,
+}
+_FLOAT_RANK = {"float32": 4, "tfloat32": 3, "bfloat16": 2, "float16": 2}
+
+
+def promote(first: DType, second: DType) -> DType:
+    """Return the dtype of an operation on both."""
+    if first == second:
+        return first
+    widened = _WIDENED.get(frozenset((str(first), str(second))))
+    if widened is not None:
+        return widened
+    a, b = (dtypes.uint8 if kind.kind == "bool" else kind for kind in (first, second))
+    if (a.kind == "float") != (b.kind == "float"):
+        return a if a.kind == "float" else b
+    if a.kind == "float":
+        return a if _FLOAT_RANK.get(a, 1) >= _FLOAT_RANK.get(b, 1) else b
+    return dtypes.find(np.promote_types(a.numpy, b.numpy)) or dtypes.float32
+
+
+def kind_of_number(value: Any) -> DType:
+    """Return the dtype of a number: its own for NumPy scalars, the widest for Python's."""
+    if isinstance(value, np.generic):
+        return dtypes.find(value.dtype) or dtypes.float32
+    if isinstance(value, bool):
+        return dtypes.uint8
+    return dtypes.int32 if isinstance(value, int) else dtypes.float32
+
+
+# Operands
+
+
+def tensor(name: str, role: str, value: Any) -> Tensor:
+    """Return `value` as a tensor on chip; raise TensorShapeError when it is none."""
+    value = tensor_anywhere(name, role, value)
+    if value.memory == "hbm":
+        raise fail(
+            EngineRuleError,
+            f"{name}: {role} {value!r} is in HBM (err_unsupported_memory); nl.load it first",
+        )
+    return value
+
+
+def tensor_anywhere(name: str, role: str, value: Any) -> Tensor:
+    """Return `value` as a tensor in any memory."""
+    if isinstance(value, Tensor):
+        return value
+    what = f"{type(value).__name__}; pass a tile"
+    if isinstance(value, (Index, Mask)):
+        what = "an index expression; make a tile of it with nisa.iota(expr, dtype)"
+    if isinstance(value, Masked):
+        what = (
+            "a tile with an operand mask, which nisa.nc_matmul and nl.matmul(transpose_x=True) "
+            "alone take (NKI API Masking); pass mask="
+        )
+    raise fail(TensorShapeError, f"{name}: {role} is {what}")
+
+
+def copied(view: NkiTensor, kind: DType | None = None) -> NkiTensor:
+    """Return a copy in SBUF."""
+    made = ndarray(view.shape, kind or view.dtype, sbuf)
+    ISSUE["tensor_copy"](made, view)
+    return made
+
+
+def in_sbuf(view: NkiTensor) -> NkiTensor:
+    """Return the view, or a copy in SBUF of one in PSUM."""
+    return copied(view) if view.memory == "psum" else view
+
+
+def in_float32(view: NkiTensor) -> NkiTensor:
+    """Return the view, or its float32 copy, from which an engine reads one number per partition."""
+    wide = view.dtype in ("float32", "tfloat32", "int32", "uint32")
+    return view if wide else copied(view, dtypes.float32)
+
+
+def at_equal_partitions(first: NkiTensor, second: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
+    """Return two inputs that an engine reads at once, copied to partition 0 if they start apart.
+
+    The documentation of Beta 1 has no rule for where two inputs start; the hardware has one.
+    """
+    starts = {v.access().partition_start for v in (first, second) if v.memory == "sbuf"}
+    if len(starts) < 2:
+        return first, second
+    a, b = (copied(v) if v.access().partition_start else v for v in (first, second))
+    return a, b
+
+
+def rows_of(box: Part, tile: Tensor) -> Part:
+    """Return the part of a tile in the partitions of a box, all of it if it has fewer."""
+    if not isinstance(box, tuple) or tile.shape[0] < box[0][1]:
+        return True
+    return (box[0], *((0, size) for size in tile.shape[1:]))
+
+
+def issued(instruction: str, dst: NkiTensor, *given: Any, **options: Any) -> None:
+    """Issue an elementwise instruction, or one for each index of an outer free dimension.
+
+    Tiles of nki.language may have any number of dimensions, an instruction's access pattern four.
+    """
+    tiles = [dst, *(value for value in given if isinstance(value, NkiTensor))]
+    if not any(
+        len(tile.shape) > 1 + MAX_FREE_DIMS and out_of_reach(tile.shape[1:], tile.strides[1:])
+        for tile in tiles
+    ):
+        ISSUE[instruction](dst, *given, **options)
+        return
+    for at in range(dst.shape[1]):
+        parts = [v[:, min(at, v.shape[1] - 1)] if isinstance(v, NkiTensor) else v for v in given]
+        issued(instruction, dst[:, at], *parts, **options)
+
+
+# Instructions whose row says all
+
+
+_ROWS: dict[str, Any] = {name: issue.row for name, issue in ISSUE.items() if hasattr(issue, "row")}
+_ROWS["activation_reduce"] = _ROWS["activation"]
+_ROWS["tensor_copy_dynamic_src"] = _ROWS["tensor_copy"]
+
+
+def _result_shape(row: Any, role: str, data: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the destination of a row for the shape of an operand."""
+    terms = row.equation.terms
+    (partitions, free), (to, into) = terms[role], terms[row.first]
+    first = data[0] if to == partitions else to[2]
+    if into == free:
+        return (first, *data[1:])
+    times, letter, plus = into
+    return (first, times, math.prod(data[1:])) if letter else (first, plus)
+
+
+def _common_shape(name: str, tiles: list[Tensor]) -> tuple[int, ...]:
+    rank = max(len(t.shape) for t in tiles)
+    shape = [1] * rank
+    for tile in tiles:
+        if len(tile.shape) != rank:
+            continue
+        for d, size in enumerate(tile.shape):
+            if size != 1 and shape[d] not in (1, size):
+                kind = "partitions (err_num_partition_mismatch)" if d == 0 else "shapes"
+                raise fail(
+                    TensorShapeError,
+                    f"{name}: {' and '.join(map(repr, tiles))} have different {kind}",
+                )
+            shape[d] = max(shape[d], size)
+    return tuple(shape)
+
+
+def _views(
+    name: str, row: Any, given: Arguments, like: str, shape: tuple[int, ...], box: Part
+) -> Arguments:
+    """Return arguments of the current instruction: whole operands cut to the box, or to its rows.
+
+    like, shape: an operand and its shape, to which those of its sizes stretch.
+    """
+    terms = row.equation.terms
+    wide = {role for role in row.roles if terms.get(role) == terms[like]}
+    views: Arguments = {}
+    for role, value in given.items():
+        number = as_number(value)
+        if not isinstance(value, Tensor):
+            views[role] = value if number is None or type(value) in (bool, int, float) else number
+            continue
+        tile = tensor(name, role, value)
+        if role in row.writes:
+            views[role] = written(tile, box if tile.shape == shape else rows_of(box, tile))
+        elif role in wide:
+            views[role] = stretched(tile, shape, name, box)
+        else:
+            view = tile.tile(rows_of(box, tile))
+            views[role] = in_float32(view) if role in _IN_FLOAT32 and role in row.numbers else view
+        if "psum" not in row.reads.get(role, ("psum",)):
+            views[role] = in_sbuf(views[role])
+    both = [role for role in row.pair if isinstance(views.get(role), NkiTensor)]
+    if len(both) == 2:
+        a, b = both
+        views[a], views[b] = at_equal_partitions(views[a], views[b])
+    return views
+
+
+_IN_FLOAT32 = ("operand0", "operand1", "scale")
+
+
+def _data(row: Any) -> str:
+    """Return the first operand of a row that has partitions and elements."""
+    return next((role for role in row.reads if len(row.equation.terms.get(role, ())) == 2), "")
+
+
+def _by_row(short: str, rule: str, given: Arguments) -> Tensor | None:
+    """Issue an instruction that has a destination, or return the tile that is its destination.
+
+    rule: "exact" for one that does not round, else the dtype of the result, or "".
+    """
+    name, row, issue = f"nisa.{short}", _ROWS[short], ISSUE[short.removesuffix("_dynamic_src")]
+    mask, dtype = given.pop("mask", None), given.pop("dtype", None)
+    if row.first in given:
+        session().flush()
+        dst = tensor(name, row.first, given[row.first])
         box = box_of(mask, dst.shape)
-        if box is False:
-            return
-        views = {
-            role: stretched(value, dst.shape, name, box)
-            if isinstance(value, Tensor) and value.shape == dst.shape and role != "dst"
-            else operand(name, role, value, box)
-            for role, value in given.items()
-        }
-        views["dst"] = written(dst, box)
-        ISSUE[name.removeprefix("nisa.")](**views)
-        if box is not True:
+        if box is not False:
+            issue(**_views(name, row, given, row.first, dst.shape, box))
+        if isinstance(box, tuple):
             leave_undefined(dst)
+        return None
+    terms, role = row.equation.terms, _data(row)
+    tiles = [
+        tensor(name, r, given[r]) for r in row.reads
+        if r in given and terms.get(r) == terms[role] and (r == role or r not in row.constants)
+    ]  # fmt: skip
+    over = _common_shape(name, tiles)
+    shape = _result_shape(row, role, over)
+    kind = functools.reduce(promote, [tile.kind for tile in tiles])
+    if rule not in ("", "exact"):
+        kind = kind_of(rule)
+
+    def part(box: Box) -> Part:
+        rows = box[:1] if shape[0] == over[0] else ((0, shape[0]),)
+        return (*rows, *(box[1:] if shape[1:] == over[1:] else ((0, size) for size in shape[1:])))
+
+    return result(
+        shape, kind,
+        lambda box: functools.partial(issue, **_views(name, row, given, role, over, box)),
+        mask=mask, over=over, part=part, dtype=dtype, only=row.writes[row.first],
+        exact=rule == "exact" and dtype is None,
+    )  # fmt: skip
 
 
-def hbm_or_sbuf(name: str, role: str, value: Any, box: Part = True) -> NkiTensor:
-    """Return the view of a tensor that DMA reaches."""
-    if not isinstance(value, Tensor):
-        tensor(name, role, value)
-    view = value.tile(box) if role == "src" else written(value, box)
-    return in_sbuf(view) if role == "src" and view.memory == "psum" else view
+# Instructions whose arguments or results differ
+
+
+def _last(name: str, view: NkiTensor, axes: list[int]) -> tuple[NkiTensor, tuple[int, ...]]:
+    """Return the view with the reduced free axes last, and their places there."""
+    rank = len(view.shape)
+    if not axes or axes[0] < 1 or axes[-1] >= rank:
+        raise fail(
+            TensorShapeError,
+            f"{name}: axis {axes} of a tile {view.shape}; reduce free axes, 1 to {rank - 1} "
+            "(partitions: nisa.tensor_partition_reduce)",
+        )
+    order = [d for d in range(rank) if d not in axes] + axes
+    moved = view if order == list(range(rank)) else view.permute(order)
+    return moved, tuple(range(rank - len(axes), rank))
+
+
+def _reduced(name: str, given: Arguments) -> Tensor:
+    mask, dtype = given.pop("mask"), given.pop("dtype")
+    data, axis = tensor(name, "data", given["data"]), given["axis"]
+    listed = [axis] if isinstance(axis, (int, np.integer)) else axis
+    axes = sorted(int(a) + len(data.shape) if a < 0 else int(a) for a in listed)
+    kept = [d for d in range(len(data.shape)) if d not in axes]
+    shape = tuple(data.shape[d] for d in kept)
+    shape = shape if len(shape) > 1 else (*shape, 1)
+    if given["keepdims"]:
+        shape = tuple(1 if d in axes else size for d, size in enumerate(data.shape))
+
+    def prepare(box: Part) -> Issue:
+        view, places = _last(name, data.tile(box), axes)
+        return lambda dst: ISSUE["tensor_reduce"](dst, **{**given, "data": view, "axis": places})
+
+    return result(
+        shape, data.kind, prepare, mask=mask, over=data.shape, dtype=dtype,
+        part=lambda box: (box[0], *((0, size) for size in shape[1:])),
+    )  # fmt: skip
+
+
+def _gathered(name: str, given: Arguments) -> Tensor:
+    """Return (partitions, indices, elements): local_gather."""
+    no_mask(name, given)
+    data = tensor(name, "src_buffer", given["src_buffer"])
+    index = tensor(name, "index", given["index"])
+    count, width = given["num_valid_indices"], int(given["num_elem_per_idx"])
+    if count is None:
+        count = math.prod(index.shape[1:]) * 16
+    shape = (data.shape[0], int(count) * width) if width == 1 else (
+        data.shape[0], int(count), width)  # fmt: skip
+    views = {r: v.tile() if isinstance(v, Tensor) else v for r, v in given.items()}
+    return result(
+        shape, data.kind, lambda box: functools.partial(ISSUE["local_gather"], **views),
+        only=("sbuf",), exact=True,
+    )  # fmt: skip
+
+
+def product(
+    name: str,
+    stationary: Any,
+    moving: Any,
+    mask: Any = None,
+    *,
+    turned: bool = False,
+    **flags: Any,
+) -> Tensor:
+    """Return stationary.T @ moving in PSUM, float32.
+
+    turned: it is that of an `nl.matmul` that transposes; the trace notes its moving tile.
+    mask: of the result. An operand may have one of its own: of the rows that are summed over and
+    of its part of the result.
+    """
+    masked = (m if isinstance(m, Masked) else Masked(tensor(name, role, m), True)
+              for role, m in (("stationary", stationary), ("moving", moving)))  # fmt: skip
+    left, right = masked
+    first = 2 if "perf_mode" in flags else 1  # of the free dimensions; before it, rows
+    shape = (math.prod(left.tile.shape[first:]), *right.tile.shape[first:])
+    kind = left.tile.kind if flags.get("is_transpose") else dtypes.float32
+    now = session().flush()
+    parts: tuple[Part, Part] | None = True, True
+    box = box_of(mask, shape)
+    if (left.part, right.part, box) != (True, True, True):
+        parts = _matmul_parts(left, right, box, first)
+        box = False
+        if parts is not None:
+            box = (parts[0][first], *parts[1][first:])
+    if parts is None:
+        issue = add = nothing
+    else:
+        a, b = in_sbuf(left.tile.tile(parts[0])), in_sbuf(right.tile.tile(parts[1]))
+        if turned:
+            now.machine.trace.awaited.add(b.storage.identity)
+        add = functools.partial(ISSUE["nc_matmul"], stationary=a, moving=b, **flags)
+        issue = functools.partial(add, accumulate=False)
+    made = result(shape, kind, lambda _: issue, only=("psum",), exact=True, accumulate=add)
+    assert made.pending is not None
+    made.pending.box = True if box == tuple((0, size) for size in shape) else box
+    return made
+
+
+def _matmul_parts(left: Masked, right: Masked, box: Part, first: int) -> tuple[Box, Box] | None:
+    """Return the parts of stationary and moving that give the part of the result; None for none."""
+    if False in (left.part, right.part, box):
+        return None
+    if len(left.tile.shape) != first + 1:
+        raise fail(
+            TensorShapeError,
+            f"a mask over the columns of {left.tile!r}; index it with {first + 1} dimensions",
+        )
+    a, b = (m.part if isinstance(m.part, tuple) else tuple((0, size) for size in m.tile.shape)
+            for m in (left, right))  # fmt: skip
+    rows, columns = common_part(a[:first], b[:first]), common_part((*a[first:], *b[first:]), box)
+    if not isinstance(rows, tuple) or not isinstance(columns, tuple):
+        return None
+    return (*rows, columns[0]), (*rows, *columns[1:])
+
+
+def _product(name: str, given: Arguments) -> Tensor:
+    mode = given.pop("perf_mode")
+    if mode == "double_row_gen3":
+        given["perf_mode"] = matmul_perf_mode.double_row
+    elif mode is not None:
+        raise fail(
+            UnsupportedInstructionError,
+            f"{name}: perf_mode {mode!r}; the simulator has 'double_row_gen3'",
+        )
+    return product(name, **given)
+
+
+def transposed(name: str, data: Any, where: Any, dtype: Any = None, mask: Any = None) -> Tensor:
+    """Return data [P, F] as [F, P]: in PSUM by TensorE, in SBUF by VectorE up to 32 x 32.
+
+    mask: of data's rows and columns.
+    """
+    data = tensor(name, "data", data)
+    if len(data.shape) > 2 and data.shape[2:] != (1,) * (len(data.shape) - 2):
+        raise fail(
+            TensorShapeError, f"{name}: {data!r} has more than 2 dimensions "
+            "(err_exceed_max_supported_dimension)",
+        )  # fmt: skip
+    session().flush()
+    box = box_of(mask, data.shape)
+    cut = [b - a for a, b in box] if isinstance(box, tuple) else data.shape
+    on_vector = where is engine.vector or (
+        where is not engine.tensor and data.memory == "psum" and max(cut) <= 32
+    )
+
+    def prepare(box: Part) -> Issue:
+        view = data.tile(box) if on_vector else in_sbuf(data.tile(box))
+
+        def issue(dst: NkiTensor) -> None:
+            if dst.dtype == view.dtype:
+                ISSUE["nc_transpose"](dst, view, engine.vector if on_vector else engine.tensor)
+            elif on_vector:
+                turned = ndarray((view.free_size, view.shape[0]), view.dtype, sbuf)
+                ISSUE["nc_transpose"](turned, view, engine.vector)
+                ISSUE["tensor_copy"](dst, turned)
+            else:  # a product with the identity matrix, which PSUM takes in float32
+                one = shared_identity_matrix(view.shape[0], view.dtype)
+                wide = dst if dst.dtype == "float32" else ndarray(dst.shape, dtypes.float32, psum)
+                ISSUE["nc_matmul"](wide, view, one, is_moving_onezero=True, accumulate=False)
+                if wide is not dst:
+                    ISSUE["tensor_copy"](dst, wide)
+
+        return issue
+
+    return result(
+        (math.prod(data.shape[1:]), data.shape[0]), data.kind, prepare, mask=mask, over=data.shape,
+        part=lambda box: (box[1], box[0]), dtype=dtype,
+        only=("sbuf", "psum") if on_vector else ("psum",), exact=dtype is None,
+    )  # fmt: skip
+
+
+def _transposed(name: str, given: Arguments) -> Tensor:
+    return transposed(name, given["data"], given["engine"], given["dtype"], given["mask"])
+
+
+def turned_by_dma(dst: NkiTensor, view: NkiTensor, axes: Any) -> None:
+    """Write the transpose of a view by DMA, which converts no dtype."""
+    turned = dst if dst.dtype == view.dtype else ndarray(dst.shape, view.dtype, sbuf)
+    ISSUE["dma_transpose"](turned, view, axes)
+    if turned is not dst:
+        ISSUE["tensor_copy"](dst, turned)
+
+
+def _dma_transposed(name: str, given: Arguments) -> Tensor:
+    no_mask(name, given)
+    source, axes, dtype = tensor_anywhere(name, "src", given["src"]), given["axes"], given["dtype"]
+    order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}.get(len(source.shape), (1, 0))
+    axes = axes if axes is None else tuple(axes)
+    return result(
+        tuple(source.shape[a] for a in order), source.kind,
+        lambda box: functools.partial(turned_by_dma, view=source.tile(), axes=axes), dtype=dtype,
+        only=("sbuf",), exact=dtype is None,
+    )  # fmt: skip
 
 
 def _dma_copy(name: str, given: Arguments) -> None:
-    with nothing_pending():
-        dst = given["dst"]
-        box = box_of(given["mask"], dst.shape if isinstance(dst, Tensor) else ())
-        if box is False:
-            return
-        source = hbm_or_sbuf(name, "src", given["src"], box)
-        view = hbm_or_sbuf(name, "dst", dst, box)
-        if given["dst_rmw_op"] is not None:
-            ISSUE["dma_compute"](view, [view, source], given["dst_rmw_op"])
-        else:
-            ISSUE["dma_copy"](view, source, oob_mode=given["oob_mode"], dge_mode=given["dge_mode"])
-        if box is not True and dst.memory != "hbm":
-            leave_undefined(dst)
+    session().flush()
+    dst, src = (tensor_anywhere(name, role, given[role]) for role in ("dst", "src"))
+    box = box_of(given["mask"], dst.shape)
+    if box is False:
+        return
+    source, view = in_sbuf(src.tile(box)), written(dst, box)
+    if given["dst_rmw_op"] is not None:
+        ISSUE["dma_compute"](view, [view, source], given["dst_rmw_op"])
+    else:
+        ISSUE["dma_copy"](view, source, oob_mode=given["oob_mode"], dge_mode=given["dge_mode"])
+    if box is not True:
+        leave_undefined(dst)
 
 
-_OWN: dict[str, Callable[[str, Arguments], Any]] = {"dma_copy": _dma_copy}
+def _affine(expression: Index, shape: tuple[int, ...]) -> tuple[list[list[int]], int, int]:
+    """Return (pattern, offset, channel multiplier) of an index over a tile of `shape`."""
+    steps = expression.coeffs
+    pattern = [[step, size] for step, size in zip(steps[1:], shape[1:], strict=True)]
+    return pattern, expression.const, steps[0]
+
+
+def _selected(name: str, given: Arguments) -> Tensor:
+    tile, predicate = tensor(name, "on_true_tile", given["on_true_tile"]), given["pred"]
+    if not isinstance(predicate, Mask) or len(predicate.terms) != 1:
+        raise fail(
+            UnsupportedInstructionError,
+            f"{name}: pred is {type(predicate).__name__}; pass one comparison of index expressions",
+        )
+    ((expression, op),) = predicate.terms
+    rank = max(len(tile.shape), len(expression.shape))
+    sizes, steps = expression.aligned(rank)
+    if sizes != (1,) * (rank - len(tile.shape)) + tile.shape:
+        raise fail(
+            TensorShapeError,
+            f"{name}: pred has shape {expression.shape}, on_true_tile {tile.shape}; they must have "
+            "the same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
+        )
+    over = Index(tile.shape, expression.const, steps[rank - len(tile.shape) :])
+    fill = as_number(given["on_false_value"])
+
+    def prepare(box: Part) -> Issue:
+        view = in_sbuf(tile.tile(box))
+        pattern, offset, multiplier = _affine(over.part(tile.shape, box), view.shape)
+        return lambda dst: ISSUE["affine_select"](
+            dst, pattern, multiplier, view, fill, cmp_op=language_math.FUNCTIONS[op], offset=offset
+        )
+
+    return result(
+        tile.shape, tile.kind, prepare, mask=given["mask"], dtype=given["dtype"], only=("sbuf",)
+    )
+
+
+def _expression(name: str, given: Arguments) -> Tensor:
+    """Return the values of an index expression: iota."""
+    no_mask(name, given)
+    expression, number = given["expr"], as_number(given["expr"])
+    if number is not None:
+        expression = Index((1, 1), int(number), (0, 0))
+    if not isinstance(expression, Index) or len(expression.shape) < 2:
+        raise fail(
+            TensorShapeError,
+            f"{name}: expr is {expression!r}; pass an index expression of two or more axes",
+        )
+    shape = expression.shape
+    return result(
+        shape, kind_of(given["dtype"]),
+        lambda box: lambda dst: ISSUE["iota"](dst, *_affine(expression, shape)), only=("sbuf",),
+    )  # fmt: skip
+
+
+def _filled(name: str, given: Arguments) -> Tensor:
+    no_mask(name, given)
+    kind, shape = kind_of(given["dtype"]), tuple(int(s) for s in given["shape"])
+    value, where = in_kind(as_number(given["value"]), kind), given["engine"]
+    return result(
+        shape if len(shape) > 1 else (*shape, 1), kind,
+        lambda box: lambda dst: ISSUE["memset"](dst, value, where),
+    )  # fmt: skip
+
+
+def no_mask(name: str, given: Arguments) -> None:
+    """Refuse a mask that the instruction does not support."""
+    mask = given.pop("mask")
+    if mask is not None and mask is not True:
+        raise fail(UnsupportedInstructionError, f"{name} with a mask; index the part that is meant")
+
+
+_OWN: dict[str, Callable[[str, Arguments], Any]] = {
+    "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": _product,
+    "nc_transpose": _transposed, "dma_transpose": _dma_transposed, "dma_copy": _dma_copy,
+    "affine_select": _selected, "iota": _expression, "memset": _filled,
+}  # fmt: skip
+
+
+# The functions of the module
 
 
 def refuse(name: str, full: str) -> Callable[..., Any]:
@@ -95,20 +600,11 @@ def refuse(name: str, full: str) -> Callable[..., Any]:
     return refused
 
 
-def bound(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Arguments:
-    """Return arguments by name with defaults; KernelArgumentError for those that do not fit."""
-    try:
-        found = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise current().error(
-            KernelArgumentError, f"NKI Beta 1: {name}{signature}: {error}"
-        ) from None
-    found.apply_defaults()
-    return dict(found.arguments)
+def documented(full: str, values: dict[str, Any], body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the table that passes its arguments by name, with their defaults.
 
-
-def signature_of(full: str, values: dict[str, Any]) -> inspect.Signature:
-    """Return the signature of a function of the table; defaults are looked up in `values`."""
+    values: what defaults are looked up in.
+    """
 
     def default(text: str | None) -> Any:
         if text is None:
@@ -118,33 +614,41 @@ def signature_of(full: str, values: dict[str, Any]) -> inspect.Signature:
             return getattr(values[owner], member)
         return values[text] if text in values else ast.literal_eval(text)
 
-    return inspect.Signature(
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature(
         [
-            inspect.Parameter(
-                p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default(p.default)
-            )
+            inspect.Parameter(p.name, kind, default=default(p.default))
             for p in beta_1().functions[full].parameters
         ]
     )
-
-
-def _function(short: str) -> Callable[..., Any]:
-    full = f"nki.isa.{short}"
-    name = f"nisa.{short}"
-    if full in REFUSED:
-        return refuse(name, full)
-    signature = signature_of(full, {**current_isa.CONSTANTS, **language_math.FUNCTIONS})
-    rule, *operands = beta_1().returns.get(full, "").split() or [""]
+    short = full.rpartition(".")[2]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = bound(name, signature, args, kwargs)
-        if rule:
-            return RULES[rule](name, operands, given)
-        return _OWN.get(short, _into)(name, given)
+        try:
+            found = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = "nisa" if full.startswith("nki.isa") else "nl"
+            raise current().error(
+                KernelArgumentError, f"NKI Beta 1: {name}.{short}{signature}: {error}"
+            ) from None
+        found.apply_defaults()
+        return body(**found.arguments)
 
     call.__name__ = call.__qualname__ = short
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
+
+
+def _function(short: str) -> Callable[..., Any]:
+    full = f"nki.isa.{short}"
+    if full in REFUSED:
+        return refuse(f"nisa.{short}", full)
+    rule, own = beta_1().returns.get(full, ""), _OWN.get(short)
+
+    def body(**given: Any) -> Any:
+        return own(f"nisa.{short}", given) if own is not None else _by_row(short, rule, given)
+
+    return documented(full, {**current_isa.CONSTANTS, **language_math.FUNCTIONS}, body)
 
 
 NAMES: dict[str, Any] = {
@@ -153,8 +657,6 @@ NAMES: dict[str, Any] = {
     if f"nki.isa.{short}" in beta_1().functions
 }
 NAMES["get_nc_version"] = current_isa.NAMES["get_nc_version"]
-
-
 for _name in ISA_ENUMS:
     NAMES[_name] = current_isa.NAMES[_name]
 for _name in ("tensor", "vector", "scalar", "gpsimd", "unknown"):

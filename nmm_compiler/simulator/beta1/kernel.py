@@ -18,11 +18,8 @@ from nmm_compiler.errors import (
     ProgramsDisagreeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.beta1.creation import ndarray
-from nmm_compiler.simulator.beta1.language import SpmdDim, nc
-from nmm_compiler.simulator.beta1.moves import store
-from nmm_compiler.simulator.beta1.pending import Session, leave_undefined, session
-from nmm_compiler.simulator.beta1.tensor import Tensor, fail
+from nmm_compiler.simulator.beta1.language import SpmdDim, nc, ndarray, store
+from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, session
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import jit_kernel
 from nmm_compiler.simulator.loading.jit_kernel import JitKernel
@@ -132,7 +129,7 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
             value = _stored(value)
         view = value.tile()
         storage = view.storage
-        shared = any(t.storage is storage for t in now.shared) or storage.is_input
+        shared = any(t.tile().storage is storage for t in now.shared) or storage.is_input
         if programs_run > 1 and not shared and storage.memory == "hbm":
             raise current().error(
                 ProgramsDisagreeError,
@@ -141,7 +138,7 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
             )
         if storage.memory == "hbm":
             storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
-        _leave_rest_undefined(value)
+        _leave_rest_undefined(value.name, view)
         return view
     if isinstance(value, (tuple, list)):
         return type(value)(_unwrapped(v, now, programs_run) for v in value)
@@ -159,15 +156,15 @@ def _stored(tile: Tensor) -> Tensor:
     return out
 
 
-def _leave_rest_undefined(output: Tensor) -> None:
+def _leave_rest_undefined(name: str, output: NkiTensor) -> None:
     """Let the unwritten part of an output be undefined; refuse an output that was never written."""
     storage = output.storage
     if storage.unwritten is None or storage.missing == storage.unwritten.size:
         return
     current().warn(
-        f"{storage.missing} elements of output {output!r} were never written and are undefined"
+        f"{storage.missing} elements of output {name!r} were never written and are undefined"
     )
-    leave_undefined(output)
+    define(output)
 
 
 class Kernel(JitKernel):

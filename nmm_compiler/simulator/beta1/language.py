@@ -1,76 +1,700 @@
-"""`neuronxcc.nki.language`: its names, ranges, and the programs of a launch grid.
+"""`neuronxcc.nki.language`: tensors, loads and stores, functions that compute, launch grids.
 
+Elementwise functions and reductions are one pending instruction each. Those that take several
+instructions (softmax, rms_norm, var, ...) call the current language's functions and return a tile.
 Loops run as Python: the Beta 1 compiler traced a loop's body once and unrolled it later, so a
 loop variable is an integer here.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from nmm_compiler.simulator.beta1 import math as functions
-from nmm_compiler.simulator.beta1.creation import (
-    empty_like,
-    full,
-    ndarray,
-    ones,
-    par_dim,
-    rand,
-    random_seed,
-    shared_constant,
-    shared_identity_matrix,
-    zeros,
-    zeros_like,
+from nmm_compiler.errors import (
+    EngineRuleError,
+    ProgramsDisagreeError,
+    TensorShapeError,
+    UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.beta1.index import arange, mgrid
-from nmm_compiler.simulator.beta1.indexing import index
-from nmm_compiler.simulator.beta1.moves import (
-    atomic_rmw,
-    broadcast_to,
-    device_print,
-    expand_dims,
-    load,
-    load_transpose2d,
-    store,
-)
-from nmm_compiler.simulator.beta1.pending import (
-    session,
+from nmm_compiler.nki_api.beta1_api import beta_1
+from nmm_compiler.nki_api.beta1_table import REFUSED
+from nmm_compiler.simulator.beta1 import instructions
+from nmm_compiler.simulator.beta1.index import Index, Part, arange, box_of, mgrid
+from nmm_compiler.simulator.beta1.instructions import (
+    ISSUE,
+    at_equal_partitions,
+    copied,
+    documented,
+    in_float32,
+    in_sbuf,
+    issued,
+    kind_of_number,
+    product,
+    promote,
+    refuse,
+    rows_of,
+    tensor,
+    tensor_anywhere,
+    transposed,
+    turned_by_dma,
 )
 from nmm_compiler.simulator.beta1.tensor import (
     OPERATIONS,
+    Blocks,
+    Issue,
+    Shifted,
+    Tensor,
+    as_number,
+    fail,
+    in_kind,
     kind_of,
+    no_broadcast,
+    nothing,
     numpy_dtype,
+    result,
+    session,
+    stretched,
+    written,
 )
-from nmm_compiler.simulator.language.base import (
-    hbm,
-    private_hbm,
-    psum,
-    sbuf,
-    shared_hbm,
-    tile_size,
-)
+from nmm_compiler.simulator.isa.enums import engine
+from nmm_compiler.simulator.language import base
+from nmm_compiler.simulator.language import names as current_language
+from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, shared_hbm, tile_size
+from nmm_compiler.simulator.language.partition_broadcast import EXACT_DTYPES, spread_by_product
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.tensors.tensor import DynamicSlice
+from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-NAMES: dict[str, Any] = dict(functions.NAMES)
-OPERATIONS["index"] = index
+CURRENT: dict[str, Any] = current_language.NAMES
+_SHARED = (
+    "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ds",
+)  # fmt: skip
+NAMES: dict[str, Any] = {name: CURRENT[name] for name in _SHARED}
 
 
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    NAMES[function.__name__] = function
+    return function
+
+
+# Tensors
+
+
+@_named
+class par_dim(int):  # noqa: N801  (the name NKI gives it)
+    """The size of a partition dimension."""
+
+    def __new__(cls, size: Any) -> par_dim:
+        """Return the size marked as that of the partition dimension."""
+        return super().__new__(cls, int(size))
+
+
+class Allocator:
+    """Where the tiles of a tensor go: `ncc.sbuf.alloc(f)`, `ncc.psum.mod_alloc(...)` and so on.
+
+    place: takes (block index, partitions, bytes per partition), returns (partition, byte).
+    """
+
+    def __init__(self, region: MemoryRegion, place: Callable[..., tuple[int, int]]) -> None:
+        self.region = region
+        self.place = place
+
+
+def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
+    """Return (sizes, position of the partition dimension)."""
+    given = tuple(shape) if not isinstance(shape, (int, np.integer)) else (shape,)
+    marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
+    if len(marked) > 1:
+        raise fail(TensorShapeError, f"shape {given} has {len(marked)} partition dimensions")
+    sizes = []
+    for size in given:
+        number = as_number(size)
+        if number is None or number != int(number) or number < 1:
+            raise fail(TensorShapeError, f"size {size!r} in shape {given}; use positive integers")
+        sizes.append(int(number))
+    return tuple(sizes), marked[0] if marked else 0
+
+
+def _new(shape: Any, dtype: Any, buffer: Any, name: str, more: Any, value: Any = None) -> Tensor:
+    """Return a new tensor; on chip, filled with `value` unless that is None."""
+    for key in more:
+        if key not in ("lazy_initialization", "init_value"):
+            raise fail(UnsupportedInstructionError, f"keyword {key!r} of a tensor; leave it out")
+    kind, (sizes, par) = kind_of(dtype), _shape(shape)
+    allocator = buffer if isinstance(buffer, Allocator) else None
+    region = allocator.region if allocator else sbuf if buffer is None else buffer
+    if not isinstance(region, MemoryRegion):
+        raise fail(
+            UnsupportedInstructionError,
+            f"buffer={buffer!r}; use nl.sbuf, nl.psum, nl.hbm, nl.private_hbm or nl.shared_hbm",
+        )
+    session().flush()
+    if base.is_hbm(region):
+        return _new_hbm(sizes, kind, region, name, value)
+    if len(sizes) - par < 2:
+        sizes = (*sizes, 1)
+    blocks, tile = sizes[:par], sizes[par:]
+    if tile[0] > tile_size.pmax:
+        raise fail(
+            TensorShapeError,
+            f"tensor {name!r} {sizes} has {tile[0]} partitions, the memory has {tile_size.pmax} "
+            "(err_num_partition_exceed_arch_limit); tile it, or mark the partition dimension with "
+            "nl.par_dim",
+        )
+    per_partition = math.prod(tile[1:]) * kind.item_bytes
+
+    @functools.cache
+    def get(number: int) -> NkiTensor:
+        address = None
+        if allocator is not None:
+            index = tuple(int(i) for i in np.unravel_index(number, blocks)) if blocks else ()
+            address = allocator.place(index, tile[0], per_partition)
+        made = base.ndarray((tile[0], math.prod(tile[1:])), kind, region, name, address)
+        if value is not None:
+            _fill(made, value)
+        return made.reshape(tile)
+
+    if not blocks:
+        return Tensor.of(get(0))
+    numbers = np.arange(math.prod(blocks)).reshape(blocks)
+    if value is not None:
+        for number in range(numbers.size):
+            get(number)
+    return Blocks(numbers, get, tile, kind, region.value)
+
+
+def _fill(tile: NkiTensor, value: Any) -> None:
+    """Fill a new tile. Zeros in PSUM take no instruction: a first product overwrites them."""
+    if tile.memory != "psum" or value != 0:
+        ISSUE["memset"](tile, in_kind(value, tile.dtype))
+        return
+    storage = tile.storage
+    if storage.raw is not None:
+        storage.raw.fill(0)
+        storage.unwritten, storage.missing = None, 0
+
+
+def _new_hbm(
+    sizes: tuple[int, ...], kind: DType, region: MemoryRegion, name: str, value: Any
+) -> Tensor:
+    if value is not None:
+        raise fail(
+            EngineRuleError,
+            "a tensor in HBM with an initial value (err_hbm_tensor_with_init_value_not_supported); "
+            "make it with nl.ndarray and nl.store the value",
+        )
+    now = session()
+    if region is not shared_hbm or len(now.shared) <= now.shared_count:
+        made = Tensor.of(base.ndarray(sizes, kind, region, name))
+        if region is shared_hbm:
+            now.shared.append(made)
+            now.shared_count += 1
+        return made
+    known = now.shared[now.shared_count]
+    now.shared_count += 1
+    if (known.shape, known.kind) != (sizes, kind):
+        raise fail(
+            ProgramsDisagreeError,
+            f"program {now.program} allocates nl.shared_hbm tensor {now.shared_count} as {sizes} "
+            f"{kind}, an earlier program as {known.shape} {known.kind}",
+        )
+    return known
+
+
+@_named
+def ndarray(shape: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any) -> Tensor:
+    """Return a new tensor; its contents are undefined until written."""
+    return _new(shape, dtype, buffer, name, more)
+
+
+@_named
+def full(
+    shape: Any, fill_value: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any
+) -> Tensor:
+    """Return a new tensor on chip that is filled with a number."""
+    value = as_number(fill_value)
+    if value is None:
+        raise fail(TensorShapeError, f"fill_value {fill_value!r}; pass a number")
+    return _new(shape, dtype, buffer, name, more, value)
+
+
+@_named
+def zeros(shape: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any) -> Tensor:
+    """Return a new tensor of zeros."""
+    return _new(shape, dtype, buffer, name, more, 0)
+
+
+@_named
+def ones(shape: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any) -> Tensor:
+    """Return a new tensor of ones."""
+    return _new(shape, dtype, buffer, name, more, 1)
+
+
+def _like(a: Tensor) -> tuple[Any, ...]:
+    return tuple(par_dim(s) if d == a.par and a.par else s for d, s in enumerate(a.shape))
+
+
+@_named
+def zeros_like(a: Tensor, dtype: Any = None, *, buffer: Any = None, name: str = "") -> Tensor:
+    """Return zeros of the shape and dtype of a."""
+    return _new(_like(a), a.kind if dtype is None else dtype, buffer, name, (), 0)
+
+
+@_named
+def empty_like(a: Tensor, dtype: Any = None, *, buffer: Any = None, name: str = "") -> Tensor:
+    """Return an unwritten tensor of the shape and dtype of a."""
+    return _new(_like(a), a.kind if dtype is None else dtype, buffer, name, ())
+
+
+@_named
+def rand(shape: Any, dtype: Any = np.float32) -> Tensor:
+    """Return uniform random numbers in [0, 1)."""
+    session().flush()
+    return Tensor.of(CURRENT["rand"](_shape(shape)[0], kind_of(dtype)))
+
+
+@_named
+def random_seed(seed: Any, *, mask: Any = None) -> None:
+    """Seed the generator with a number or a tile of one element."""
+    if box_of(mask, (1, 1)) is not False:
+        session().flush()
+        tile = isinstance(seed, Tensor)
+        CURRENT["random_seed"](in_sbuf(tensor("nl.random_seed", "seed", seed).tile()) if tile
+                               else seed)  # fmt: skip
+
+
+@_named
+def shared_constant(constant: Any, dtype: Any = None) -> Tensor:
+    """Return a tensor in HBM with the data of an array."""
+    session().flush()
+    array = constant if isinstance(constant, str) or dtype is None else np.asarray(
+        constant
+    ).astype(kind_of(dtype).numpy)  # fmt: skip
+    if isinstance(array, np.ndarray) and array.dtype == np.float64:
+        array = array.astype(np.float32)
+    return Tensor.of(base.shared_constant(array))
+
+
+@_named
+def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tensor:
+    """Return an identity matrix in HBM."""
+    return Tensor.of(base.identity(session().flush().machine, int(n), kind_of(dtype)))
+
+
+# Loads and stores
+
+
+def _hbm(name: str, role: str, value: Any) -> Tensor:
+    """Return a tensor in HBM with two dimensions or more."""
+    value = tensor_anywhere(name, role, value)
+    if value.memory != "hbm":
+        raise fail(
+            EngineRuleError,
+            f"{name}: {role} {value!r} is in {value.memory.upper()}, it must be in HBM "
+            "(err_unsupported_memory); nl.copy copies on chip",
+        )
+    missing = 2 - len(value.shape)
+    return value if missing <= 0 else value.reshape((*value.shape, *(1,) * missing))
+
+
+@_named
+def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
+    """Return a tile in SBUF with the values of an HBM tensor; the masked part is left out."""
+    source = _hbm("nl.load", "src", src)
+    if source.shape[0] > tile_size.pmax:
+        raise fail(
+            TensorShapeError,
+            f"nl.load of {src!r} takes {source.shape[0]} partitions, the memory has "
+            f"{tile_size.pmax} (err_num_partition_exceed_arch_limit); load 128 rows at a time",
+        )
+    return result(
+        source.shape, source.kind,
+        lambda box: functools.partial(ISSUE["dma_copy"], src=source.tile(box)), mask=mask,
+        dtype=dtype, only=("sbuf",), exact=dtype is None,
+    )  # fmt: skip
+
+
+@_named
+def store(dst: Any, value: Any, *, mask: Any = None) -> None:
+    """Write a tile, or a number, to an HBM tensor; the masked part is left out."""
+    session().flush()
+    target, number = _hbm("nl.store", "dst", dst), as_number(value)
+    box = box_of(mask, target.shape)
+    if box is False:
+        return
+    view = written(target, box)
+    if number is not None:
+        if view.shape[0] > tile_size.pmax:
+            raise fail(TensorShapeError, f"nl.store of {view.shape[0]} partitions; store 128 rows")
+        tile = base.ndarray(view.shape, target.kind, sbuf)
+        ISSUE["memset"](tile, in_kind(number, target.kind))
+    else:
+        source = tensor("nl.store", "value", value)
+        flat = box is True and math.prod(source.shape) == math.prod(target.shape)
+        tile = in_sbuf(source.tile() if flat else stretched(source, target.shape, "nl.store", box))
+    ISSUE["dma_copy"](view, tile)
+
+
+@_named
+def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
+    """Return a tile in SBUF with the transpose of a 2-D HBM tensor.
+
+    2-byte data is turned by the DMA engines where they can do it; everything else is loaded 128
+    rows at a time and turned by TensorE.
+    """
+    source = _hbm("nl.load_transpose2d", "src", src)
+    if len(src.shape) != 2 or source.tile(False).indirection is not None:
+        raise fail(
+            TensorShapeError,
+            f"nl.load_transpose2d of {src!r}; it takes 2-D tensors without run-time indices",
+        )
+    by_dma = session().machine.target.dma_transposes and source.kind.item_bytes == 2
+
+    def prepare(box: Part) -> Issue:
+        view = source.tile(box)
+        if by_dma:
+            return functools.partial(turned_by_dma, view=view, axes=(1, 0))
+        return functools.partial(_turned_by_products, view=view)
+
+    return result(
+        (source.shape[1], source.shape[0]), source.kind, prepare, mask=mask, over=source.shape,
+        part=lambda box: (box[1], box[0]), dtype=dtype, only=("sbuf",), exact=dtype is None,
+    )  # fmt: skip
+
+
+def _turned_by_products(dst: NkiTensor, view: NkiTensor) -> None:
+    flat = dst.reshape((dst.shape[0], dst.free_size)) if len(dst.shape) != 2 else dst
+    for start in range(0, view.shape[0], tile_size.pmax):
+        stop = min(start + tile_size.pmax, view.shape[0])
+        block = base.ndarray((stop - start, view.shape[1]), view.dtype, sbuf)
+        ISSUE["dma_copy"](block, view[start:stop, :])
+        turned = base.ndarray((view.shape[1], stop - start), view.dtype, psum)
+        ISSUE["nc_transpose"](turned, block, engine.tensor)
+        ISSUE["tensor_copy"](flat[:, start:stop], turned)
+
+
+@_named
+def atomic_rmw(dst: Any, value: Any, op: Any, *, mask: Any = None) -> None:
+    """Add a tile to rows of an HBM tensor that run-time indices choose."""
+    target = _hbm("nl.atomic_rmw", "dst", dst)
+    if getattr(op, "__name__", "") != "add" or mask is not None:
+        raise fail(UnsupportedInstructionError, "nl.atomic_rmw takes op=np.add and no mask")
+    session().flush()
+    view = written(target)
+    source = in_sbuf(stretched(tensor("nl.atomic_rmw", "value", value), target.shape, "value"))
+    ISSUE["dma_compute"](view, [view, source], CURRENT["add"])
+
+
+@_named
+def device_print(prefix: str, x: Any, *, mask: Any = None) -> None:
+    """Print a tile's values at this point of the run."""
+    session().flush()
+    base.device_print(prefix, x.tile() if isinstance(x, Tensor) else x)
+
+
+# Functions that compute
+
+
+def _binary(short: str) -> Callable[..., Any]:
+    op = CURRENT[short]
+    arithmetic = op.nki_op.kind == "arith" and short != "power"
+
+    def function(name: str, x: Any, y: Any, dtype: Any = None, mask: Any = None) -> Any:
+        tile, other, reverse = (x, y, False) if isinstance(x, Tensor) else (y, x, True)
+        tensor(name, "x", tile)
+        number = as_number(other)
+        if isinstance(other, Index) and short == "add" and math.prod(tile.shape) == 1:
+            return Shifted(tile, other)
+        if number is None:
+            if isinstance(other, np.ndarray):
+                raise fail(
+                    TensorShapeError, f"{name}: a NumPy array; load it with nl.shared_constant"
+                )
+            tensor(name, "y", other)
+        shape = tile.shape if number is not None else _together(name, x, y)
+
+        def prepare(box: Part) -> Issue:
+            if number is not None:
+                view = tile.tile(box)
+                return lambda dst: issued("tensor_scalar", dst, view, op, number, reverse0=reverse)
+            for wide, narrow, turned in ((x, y, False), (y, x, True)):
+                one_each = narrow.shape == (shape[0],) + (1,) * (len(shape) - 1)
+                if one_each and arithmetic and wide.shape == shape and math.prod(shape[1:]) > 1:
+                    left, vector = wide.tile(box), in_float32(narrow.tile(rows_of(box, narrow)))
+                    return lambda dst: issued(
+                        "tensor_scalar", dst, left, op, vector, reverse0=turned
+                    )
+            pair = (stretched(v, shape, name, box) for v in (x, y))
+            a, b = at_equal_partitions(*pair)
+            return lambda dst: issued("tensor_tensor", dst, a, b, op)
+
+        kind = other.kind if number is None else kind_of_number(other)
+        return result(shape, promote(tile.kind, kind), prepare, mask=mask, dtype=dtype)
+
+    return function
+
+
+def _together(name: str, x: Tensor, y: Tensor) -> tuple[int, ...]:
+    """Return the shape that two tiles broadcast to; free dimensions of size 1 repeat."""
+    if len(x.shape) != len(y.shape):
+        if x.shape[0] == y.shape[0] and math.prod(x.shape) == math.prod(y.shape):
+            return x.shape
+        raise no_broadcast(y, x.shape, name)
+    for a, b in zip(x.shape, y.shape, strict=True):
+        if a != b and 1 not in (a, b):
+            raise no_broadcast(y, x.shape, name)
+    return tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
+
+
+def _unary(short: str) -> Callable[..., Any]:
+    op = CURRENT[short]
+
+    def function(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
+        tile = tensor(name, "x", x)
+
+        def prepare(box: Part) -> Issue:
+            view = tile.tile(box)
+            if op.nki_op.activation is not None:
+                return lambda dst: issued("activation", dst, op, view)
+            return lambda dst: issued("tensor_scalar", dst, view, op, 0)
+
+        return result(tile.shape, tile.kind, prepare, mask=mask, dtype=dtype)
+
+    return function
+
+
+def _reduction(op: Any) -> Callable[..., Any]:
+    def function(name: str, x: Any, axis: Any, **given: Any) -> Tensor:
+        return instructions.NAMES["tensor_reduce"](op, x, axis, **given)
+
+    return function
+
+
+def _copy(name: str, src: Any, dtype: Any = None, mask: Any = None) -> Tensor:
+    return instructions.NAMES["tensor_copy"](src, dtype=dtype, mask=mask)
+
+
+def _reciprocal(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
+    return instructions.NAMES["reciprocal"](x, dtype=dtype, mask=mask)
+
+
+def _transpose(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
+    return transposed(name, x, engine.unknown, dtype, mask)
+
+
+def _matmul(name: str, x: Any, y: Any, transpose_x: bool = False, mask: Any = None) -> Tensor:
+    if not transpose_x:
+        turned = transposed(name, tensor(name, "x", x), engine.unknown)
+        x = _copy(name, turned)
+    return product(name, x, y, mask, turned=not transpose_x)
+
+
+def _composite(short: str) -> Callable[..., Any]:
+    """Return a function that runs the current language's, over whole tiles."""
+    current_function = CURRENT[short]
+
+    def function(name: str, mask: Any = None, **given: Any) -> Tensor:
+        session().flush()
+        shape = next(v.shape for v in given.values() if isinstance(v, Tensor))
+        box = box_of(mask, shape)
+        if box is False:
+            return result(shape, dtypes.float32, lambda box: nothing, mask=False)
+        views = {}
+        for role, value in given.items():
+            if isinstance(value, Tensor):
+                views[role] = value.tile(box if value.shape == shape else True)
+            elif value is not None or role in ("x", "y"):
+                views[role] = value
+        if short == "softmax" and "compute_dtype" in views:
+            del views["compute_dtype"]
+        made = current_function(**views)
+        if box is True or made.shape != tuple(b - a for a, b in box):
+            return Tensor.of(made)
+        return result(
+            shape, made.dtype, lambda box: functools.partial(ISSUE["tensor_copy"], src=made),
+            mask=mask, exact=True,
+        )  # fmt: skip
+
+    return function
+
+
+def _loop_reduce(
+    name: str, x: Any, op: Any, loop_indices: Any, dtype: Any = None, mask: Any = None
+) -> Tensor:
+    """Return dst <op> x for the tile that it is assigned to; an unwritten tile takes x alone."""
+    tile = tensor(name, "x", x)
+
+    def prepare(box: Part) -> Issue:
+        view = tile.tile(box)
+
+        def issue(dst: NkiTensor) -> None:
+            if _untouched(dst):
+                ISSUE["tensor_copy"](dst, view)
+            else:
+                ISSUE["tensor_tensor"](dst, dst, view, op)
+
+        return issue
+
+    made = result(tile.shape, tile.kind, prepare, mask=mask, dtype=dtype, exact=True)
+    assert made.pending is not None
+    made.pending.updates = True
+    return made
+
+
+def _untouched(dst: NkiTensor) -> bool:
+    """Return whether nothing has written dst; without data, whether no reduction has."""
+    now = session()
+    if now.machine.data:
+        missing = dst.missing()
+        return missing is not None and bool(missing.all())
+    place = (dst.storage.identity, dst.offset, dst.shape)
+    started = now.reductions
+    before = place in started or (dst.storage.allocation.first_index >= 0 and not any(
+        known[0] == place[0] for known in started
+    ))  # fmt: skip
+    started.add(place)
+    return not before
+
+
+def _static_cast(name: str, input_data: Any, dtype: Any) -> Any:
+    if isinstance(input_data, Tensor):
+        return _copy(name, input_data, dtype)
+    return np.asarray(input_data).astype(kind_of(dtype).numpy)[()]
+
+
+@_named
+def broadcast_to(src: Any, *, shape: Any) -> Tensor:
+    """Return a view of `shape`; one partition becomes many by a product with ones, or by DMA."""
+    tile, shape = src, tuple(shape)
+    if tile.shape == shape:
+        return tile
+    lead = len(shape) - len(tile.shape)
+    if tile.memory == "hbm":
+        for _ in range(lead):
+            tile = tile.expand_dims(0)
+        return Tensor.of(stretched(tile, shape, "broadcast_to"))
+    tensor("broadcast_to", "src", tile)
+    if lead > 0 and tile.shape[0] == 1:
+        tile = tile.reshape((1,) * lead + tile.shape)
+    if len(tile.shape) != len(shape):
+        raise no_broadcast(tile, shape, "broadcast_to")
+    if tile.shape[0] != shape[0]:
+        if tile.shape[0] != 1:
+            raise no_broadcast(tile, shape, "broadcast_to")
+        session().flush()
+        tile = _spread(tile, shape[0])
+    return Tensor.of(stretched(tile, shape, "broadcast_to"))
+
+
+def _spread(tile: Tensor, partitions: int) -> Tensor:
+    view = in_sbuf(tile.tile())
+    if view.dtype not in EXACT_DTYPES or view.access().partition_start:
+        view = copied(view, dtypes.float32)
+    wide = base.ndarray((partitions, *view.shape[1:]), view.dtype, sbuf)
+    spread_by_product(session().machine, wide, view, CURRENT["copy"])
+    return Tensor.of(wide if wide.dtype == tile.kind else copied(wide, tile.kind))
+
+
+@_named
+def expand_dims(data: Any, axis: Any) -> Any:
+    """Return a view with dimensions of size 1 at `axis`."""
+    return data.expand_dims(axis)
+
+
+def _update(dst: Tensor, short: str, value: Any) -> Tensor:
+    """Do `dst += value` and kin in place; a product onto PSUM is one accumulation there."""
+    now = session()
+    pending = value.pending if isinstance(value, Tensor) and now.pending is value else None
+    adds = short == "add" and dst.memory == "psum"
+    if adds and pending is not None and pending.accumulate is not None:
+        if dst.shape != value.shape and math.prod(dst.shape) != math.prod(value.shape):
+            raise no_broadcast(value, dst.shape, "+=")
+        now.pending = value.pending = None
+        pending.into(dst, pending.accumulate)
+        return dst
+    now.flush()
+    if dst.memory == "hbm":
+        raise fail(TensorShapeError, f"{short} in place on {dst!r} in HBM; load, compute, store")
+    made = NAMES[short](dst, value, dtype=dst.kind)
+    now.pending = None
+    if made.shape != dst.shape:
+        raise no_broadcast(dst, made.shape, f"{short} in place")
+    made.pending.issue(written(dst))
+    made.become(dst)
+    return dst
+
+
+_REDUCTIONS = {"sum": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
+_COMPOSITES = [
+    "sin", "cos", "tan", "ceil", "floor", "trunc", "mean", "var", "all", "softmax", "rms_norm",
+    "where", "dropout", "gather_flattened",
+]  # fmt: skip
+_OWN: dict[str, Callable[..., Any]] = {
+    "copy": _copy, "reciprocal": _reciprocal, "transpose": _transpose, "matmul": _matmul,
+    "static_cast": _static_cast,
+    "loop_reduce": _loop_reduce,
+}  # fmt: skip
+
+
+def _body(short: str, parameters: list[str]) -> Callable[..., Any] | None:
+    """Return a function of the table, to be called with its name and its arguments."""
+    if short in _OWN:
+        return _OWN[short]
+    if short in _REDUCTIONS:
+        return _reduction(CURRENT[_REDUCTIONS[short]])
+    if short in _COMPOSITES:
+        return _composite(short)
+    if parameters[:2] == ["x", "y"]:
+        return _binary(short)
+    return _unary(short) if parameters == ["x", "dtype", "mask"] else None
+
+
+def _enter_all() -> None:
+    for full, function in beta_1().functions.items():
+        module, _, short = full.rpartition(".")
+        if module != "nki.language":
+            continue
+        if full in REFUSED:
+            NAMES[short] = refuse(f"nl.{short}", full)
+            continue
+        body = _body(short, [p.name for p in function.parameters])
+        if body is not None:
+            values = CURRENT | {"None": None, "bool": dtypes.bool_}
+            call: Any = documented(full, values, functools.partial(body, f"nl.{short}"))
+            call.nki_op = getattr(CURRENT.get(short), "nki_op", None)
+            NAMES[short] = call
+
+
+_enter_all()
+OPERATIONS.update(NAMES)
+OPERATIONS["broadcast"] = lambda tile, shape: broadcast_to(tile, shape=shape)
+OPERATIONS["update"] = _update
+OPERATIONS["invert"] = lambda x: NAMES["logical_not" if x.kind == "bool" else "invert"](x)
+
+
+# Launch grids and constants
+
+
+@_named
 def affine_range(*args: Any, **options: Any) -> range:
     """Return range(*args); iterations may run in any order on the device."""
     return range(*(int(a) for a in args))
 
 
+@_named
 def program_id(axis: int) -> int:
     """Return this program's index along an axis of the launch grid."""
     now = session()
     return now.program[axis] if now.grid else 0
 
 
+@_named
 def num_programs(axes: Any = None) -> int:
     """Return the number of programs along axes of the launch grid; of all without axes."""
     grid = session().grid
@@ -79,6 +703,7 @@ def num_programs(axes: Any = None) -> int:
     return math.prod(grid[a] for a in ([axes] if isinstance(axes, int) else axes)) if grid else 1
 
 
+@_named
 def program_ndim() -> int:
     """Return the number of dimensions of the launch grid."""
     return len(session().grid)
@@ -106,12 +731,9 @@ class SpmdDim:
         return max((int(p) for p in (self.outer, self.inner) if isinstance(p, nc)), default=1)
 
 
+@_named
 class nc(int):  # noqa: N801  (the name NKI gives it)
     """A dimension of a launch grid whose programs run on cores of their own."""
-
-    def __new__(cls, size: int) -> nc:
-        """Return the dimension of `size` cores."""
-        return super().__new__(cls, size)
 
     def __mul__(self, other: Any) -> Any:
         return SpmdDim(self, other)
@@ -120,6 +742,7 @@ class nc(int):  # noqa: N801  (the name NKI gives it)
         return SpmdDim(other, self)
 
 
+@_named
 def finfo(dtype: Any) -> Any:
     """Return the limits of a float dtype, as numpy.finfo."""
     return ml_dtypes.finfo(kind_of(dtype).numpy)
@@ -133,21 +756,10 @@ class _Limits:
 
 
 NAMES.update(
-    {
-        "fp32": _Limits(float(np.finfo(np.float32).min)), "bfp16": _Limits(-math.inf),
-        "sbuf": sbuf, "psum": psum, "hbm": hbm, "private_hbm": private_hbm,
-        "shared_hbm": shared_hbm, "tile_size": tile_size, "mgrid": mgrid, "arange": arange,
-        "affine_range": affine_range, "sequential_range": affine_range,
-        "static_range": affine_range, "spmd_dim": SpmdDim, "nc": nc, "par_dim": par_dim,
-        "ds": DynamicSlice, "bool_": np.bool_, "finfo": finfo,
-    }
+    fp32=_Limits(float(np.finfo(np.float32).min)), bfp16=_Limits(-math.inf), mgrid=mgrid,
+    arange=arange, sequential_range=affine_range, static_range=affine_range, spmd_dim=SpmdDim,
+    bool_=np.bool_,
 )  # fmt: skip
-for _function in (
-    ndarray, full, zeros, ones, zeros_like, empty_like, rand, random_seed, shared_constant,
-    shared_identity_matrix, load, store, load_transpose2d, atomic_rmw, device_print, broadcast_to,
-    expand_dims, program_id, num_programs, program_ndim,
-):  # fmt: skip
-    NAMES[_function.__name__] = _function
 for _name in ["int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32"]:
     NAMES[_name] = getattr(np, _name)
 for _name in ["bfloat16", "float8_e4m3", "float8_e5m2", "tfloat32"]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions, kernel, language
-from nmm_compiler.simulator.beta1.creation import Allocator
+from nmm_compiler.simulator.beta1.language import Allocator
 from nmm_compiler.simulator.beta1.tensor import Tensor, kind_of
 from nmm_compiler.simulator.language.base import MemoryRegion, no_reorder, psum, sbuf, tile_size
 from nmm_compiler.simulator.loading.stand_in_module import StandIn, module

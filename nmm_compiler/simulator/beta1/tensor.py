@@ -1,21 +1,27 @@
-"""`Tensor` of Beta 1: a strided view with a partition dimension anywhere, indexed by expressions.
+"""Tensors of Beta 1: views of the one tensor of the simulator, in the forms of that dialect.
 
-An affine index expression of a strided tensor is again a strided view, so indexing is arithmetic
-and `view()` is the simulator's `NkiTensor`. Block dimensions, those before the partition
-dimension, count tiles: each has storage of its own, as the Beta 1 compiler placed them one by one.
-A tensor that an instruction returned may be pending: it has a shape and a dtype, and gets storage
-when something reads it (`pending.py`).
+Three things differ. A view is chosen by index expressions (`index.py`), and part of it may lie
+outside of its tensor, because a mask leaves that part out. Block dimensions, those before the
+partition dimension, count tiles, each allocated alone. And an instruction returns its tile:
+`dst[...] = nisa.f(...)` is one instruction that writes dst, `psum[...] += nisa.nc_matmul(...)` one
+accumulation. So a result is pending until the kernel's next operation. An assignment becomes its
+destination; any other operation gives it a tile of its own first. At most one tile is pending, so
+instructions stay in program order. What a mask left unwritten is undefined: reading it is legal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from nmm_compiler.errors import (
+    EngineRuleError,
+    HazardError,
     NmmError,
     OutOfBoundsError,
     SimulationError,
@@ -23,15 +29,26 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.simulator.beta1.index import Index, Part, common_part
-from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.beta1.index import (
+    Index,
+    Mask,
+    Part,
+    box_of,
+    common_part,
+    full_key,
+    whole,
+)
+from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
+from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
+from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.memory import Storage
-from nmm_compiler.simulator.tensors.tensor import Indirection, NkiTensor
+from nmm_compiler.simulator.tensors.tensor import DynamicSlice, Indirection, NkiTensor
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
-"""The functions behind operators and methods of a tensor; the language layer fills it in."""
+"""The functions behind operators and methods of a tensor; the language fills it in."""
+Issue = Callable[[NkiTensor], Any]
+"""Issues an instruction that writes this view."""
 
 
 def fail(kind: type[SimulationError], message: str) -> NmmError:
@@ -39,24 +56,12 @@ def fail(kind: type[SimulationError], message: str) -> NmmError:
     return current().error(kind, f"NKI Beta 1: {message}")
 
 
-class Blocks:
-    """The tiles of a tensor with block dimensions, each allocated when first touched.
-
-    make: allocates the tile of a block, counted row-major over the block dimensions.
-    """
-
-    __slots__ = ("made", "make")
-
-    def __init__(self, make: Callable[[int], Storage]) -> None:
-        self.make = make
-        self.made: dict[int, Storage] = {}
-
-    def get(self, number: int) -> Storage:
-        """Return the storage of a block."""
-        found = self.made.get(number)
-        if found is None:
-            found = self.made[number] = self.make(number)
-        return found
+def kind_of(dtype: Any) -> DType:
+    """Return the dtype that a kernel's argument names."""
+    kind = dtypes.find(dtype)
+    if kind is None:
+        raise fail(TensorDtypeError, f"unknown dtype {dtype!r}; use those of nki.language")
+    return kind
 
 
 def numpy_dtype(kind: DType) -> Any:
@@ -66,84 +71,133 @@ def numpy_dtype(kind: DType) -> Any:
     return kind if kind == "tfloat32" else kind.numpy
 
 
-class Shifted:
-    """An index expression plus a tile of one element: a run-time offset."""
+def as_number(value: Any) -> Any:
+    """Return a Python or NumPy scalar as a number, else None."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return value.item()
+    return value if isinstance(value, (bool, int, float)) else None
 
-    __slots__ = ("index", "tile")
 
-    def __init__(self, tile: Tensor, index: Index) -> None:
-        self.tile = tile
-        self.index = index
+@dataclasses.dataclass(slots=True)
+class Pending:
+    """How to issue the instruction whose result a tile is.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the expression."""
-        return self.index.shape
+    issue: takes the destination, cut to `box`: the part inside the mask.
+    only: memories that the instruction can write. exact: no rounding to the tile's dtype, the
+        destination's dtype alone counts (copies, transposes, products).
+    accumulate: adds into PSUM, for a product. updates: reads its destination as well, so that it
+        has to be assigned to one (nl.loop_reduce).
+    """
+
+    issue: Issue
+    box: Part
+    only: tuple[str, ...]
+    exact: bool
+    place: tuple[str, int]
+    accumulate: Issue | None = None
+    updates: bool = False
+
+    def into(self, dst: Tensor, issue: Issue) -> None:
+        """Issue the instruction; what its mask leaves out of dst stays undefined."""
+        if self.box is not False:
+            issue(written(dst, self.box))
+        if self.box is not True:
+            leave_undefined(dst)
+
+
+class Session:
+    """State of one program of a Beta 1 kernel, beside the machine's.
+
+    lent: results that took the tile that they were assigned to, while the kernel holds them.
+    reductions: places that nl.loop_reduce has written.
+    read_only: names of parameters that the kernel may not write, by storage.
+    spills: live tiles beyond a memory are no error: "the Neuron compiler inserts the necessary
+        spills or refills" (NKI programming model, SDK 2.26).
+    program, grid: this program's place in the launch grid.
+    """
+
+    spills = True
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        machine.trace.beta_1 = True
+        self.pending: Tensor | None = None
+        self.program: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()
+        self.shared: list[Tensor] = []
+        self.shared_count = 0
+        self.lent: list[weakref.ref[Tensor]] = []
+        self.reductions: set[tuple[int, int, tuple[int, ...]]] = set()
+        self.read_only: dict[int, str] = {}
+
+    def flush(self) -> Session:
+        """Issue the pending tile, if there is one, into a tile of its own."""
+        if self.pending is not None:
+            self.pending.settle()
+        return self
+
+
+def session() -> Session:
+    """Return the session of the running program."""
+    machine = current()
+    found = machine.dialect
+    if found is None:
+        found = machine.dialect = Session(machine)
+    return found
 
 
 class Masked:
     """A tile with an operand mask, `tile[i_f < n]`: matmuls alone take it (NKI API Masking)."""
-
-    __slots__ = ("part", "tile")
 
     def __init__(self, tile: Tensor, part: Part) -> None:
         self.tile = tile
         self.part = part
 
     def __getitem__(self, key: Any) -> Tensor | Masked:
-        found = OPERATIONS["index"](self.tile, key)
+        found = self.tile[key]
         if isinstance(found, Masked):
             return Masked(self.tile, common_part(self.part, found.part))
         return self if found is self.tile else found  # a mask that leaves nothing out
 
 
-class Tensor:
-    """A tensor in HBM, SBUF or PSUM, or a view of one."""
+class Shifted:
+    """An index expression plus a tile of one element: a run-time offset."""
 
-    __slots__ = (
-        "__weakref__",
-        "_view",
-        "choice",
-        "kind",
-        "memory",
-        "offset",
-        "outside",
-        "par",
-        "pending",
-        "place",
-        "shape",
-        "strides",
-    )  # fmt: skip
+    def __init__(self, tile: Tensor, index: Index) -> None:
+        self.tile = tile
+        self.index = index
+        self.shape = index.shape
+
+
+class Tensor:
+    """A tile, or a tensor in HBM, or a part of one.
+
+    place: its view; None while it is pending. outside: (dimension, its size, index) of each
+    dimension that the view may leave, over the axes of the view.
+    """
+
+    __slots__ = ("__weakref__", "kind", "memory", "outside", "pending", "place", "shape")
+    par = 0  # block dimensions before the partition dimension
 
     def __init__(
         self,
-        place: Storage | Blocks | None,
-        memory: str,
-        kind: DType,
         shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        offset: int = 0,
-        par: int = 0,
+        kind: DType,
+        memory: str,
+        place: NkiTensor | None = None,
+        outside: tuple[tuple[int, int, Index], ...] = (),
     ) -> None:
-        self.place = place
-        self.memory = memory
-        self.kind = kind
         self.shape = shape
-        self.strides = strides
-        self.offset = offset
-        self.par = par
-        self.outside: tuple[tuple[int, int, Index], ...] = ()
-        self.choice: Indirection | None = None
-        self.pending: Any = None
-        self._view: NkiTensor | None = None
+        self.kind = kind
+        self.memory = memory
+        self.place = place
+        self.outside = outside
+        self.pending: Pending | None = None
 
     @classmethod
-    def of(cls, view: NkiTensor) -> Tensor:
+    def of(cls, view: NkiTensor, outside: tuple[tuple[int, int, Index], ...] = ()) -> Tensor:
         """Return the tensor over a view of the simulator."""
-        made = cls(view.storage, view.memory, view.dtype, view.shape, view.strides, view.offset)
-        made.choice = view.indirection
-        made._view = view
-        return made
+        return cls(view.shape, view.dtype, view.memory, view, outside)
 
     # Attributes that a kernel may read
 
@@ -165,12 +219,12 @@ class Tensor:
     @property
     def buffer(self) -> Any:
         """The memory region."""
-        return self.storage.region
+        return self.tile(False).buffer
 
     @property
     def name(self) -> str:
         """The tensor's name."""
-        return self.place.name if isinstance(self.place, Storage) else self.memory
+        return self.memory if self.place is None else self.place.name
 
     def __repr__(self) -> str:
         return f"tensor({self.name!r}, shape={self.shape}, dtype={self.kind}, {self.memory})"
@@ -188,109 +242,146 @@ class Tensor:
             "(err_ambiguous_tensor_truth_value); compare with `is not None`, or use nl.where",
         )
 
-    # Storage
+    # The view
 
-    @property
-    def storage(self) -> Storage:
-        """The storage behind the view; a pending tensor gets one now."""
-        place = self.place
-        if place.__class__ is Storage:
-            return place
-        if self.pending is not None:
-            OPERATIONS["settle"](self)
-            return self.storage
-        raise self._no_tile()
+    def become(self, other: Tensor) -> None:
+        """Be the same tensor as another one from now on."""
+        self.shape, self.kind, self.memory = other.shape, other.kind, other.memory
+        self.place, self.outside, self.pending = other.place, other.outside, None
 
-    def settle_in(self, view: NkiTensor) -> None:
-        """Take the storage of `view`, a new tile of this tensor's shape."""
-        self.place = view.storage
-        self.strides, self.offset, self.pending = view.strides, view.offset, None
-        self._view = view
-
-    def _no_tile(self) -> NmmError:
-        return fail(
-            TensorShapeError,
-            f"{self!r} is no tile: dimension {self.par} is its partition dimension and "
-            f"{self.par} block dimensions stand before it "
-            "(err_failed_to_infer_tile_from_local_tensor); index them",
-        )
-
-    def tile_shape(self) -> tuple[int, ...]:
-        """Return the shape as a tile: at least two dimensions, partitions first."""
-        if self.par:
-            raise self._no_tile()
-        if self.memory == "hbm":
-            return self.shape + (1,) * (2 - len(self.shape))
-        return self.shape
-
-    def view(self, dtype: Any) -> Tensor:
-        """Return the bits as another dtype."""
-        return Tensor.of(self.tile().view(kind_of(dtype)))
+    def settle(self) -> None:
+        """Issue a pending tile into a tile of its own."""
+        now, pending = session(), self.pending
+        if pending is None:
+            return
+        if now.pending is self:
+            now.pending = None
+        with place_instructions(now.machine, pending.place):
+            if pending.updates:
+                raise fail(
+                    TensorShapeError,
+                    "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
+                    "nl.loop_reduce(...)",
+                )
+            region = psum if pending.only[0] == "psum" else sbuf
+            self.become(Tensor.of(ndarray(self.shape, self.kind, region)))
+            pending.into(self, pending.issue)
 
     def tile(self, box: Part = True) -> NkiTensor:
         """Return the simulator's view of this tile, or of a box of it: (start, stop) per dimension.
 
-        Raises OutOfBoundsError for what leaves the tensor there.
+        Raises OutOfBoundsError for what leaves the tensor there; False asks for no check.
         """
-        if box is True and self._view is not None and not self.outside:
-            return self._view
-        storage = self.storage
-        shape, offset = self.shape, self.offset
-        if self.par:
-            raise self._no_tile()
-        if box is not True and box is not False:
-            offset += sum(a * s for (a, _), s in zip(box, self.strides, strict=True))
-            shape = tuple(b - a for a, b in box)
-        for dim, size, index in self.outside:
-            start = index.const
-            if box is not True and box is not False:
-                start += sum(a * c for (a, _), c in zip(box, index.coeffs, strict=True))
-            low, high = Index(shape, start, index.coeffs).bounds()
+        if self.place is None:
+            self.settle()
+        view = self.place
+        assert view is not None
+        for dim, size, index in self.outside if box is not False else ():
+            low, high = index.part(self.shape, box).bounds()
             if low < 0 or high >= size:
                 raise fail(
                     OutOfBoundsError,
                     f"index range [{low}, {high}] of dimension {dim} of tensor {self.name!r}, "
                     f"which has size {size} (err_tensor_access_out_of_bound); pass a mask",
                 )
-        view = NkiTensor(storage, shape, self.strides, offset, self.kind, self.choice)
-        if box is True:
-            self._view = view
-        return view
+        if not isinstance(box, tuple):
+            return view
+        offset = view.offset + sum(a * s for (a, _), s in zip(box, view.strides, strict=True))
+        shape = tuple(b - a for a, b in box)
+        return NkiTensor(
+            view.storage, shape, view.strides, offset, view.dtype, view.indirection
+        )  # fmt: skip
 
     # Indexing
 
-    def __getitem__(self, key: Any) -> Tensor:
-        return OPERATIONS["index"](self, key)
+    def __getitem__(self, key: Any) -> Any:
+        """Return the part that a key selects: slices and integers, or index expressions."""
+        if isinstance(key, (Mask, bool)):
+            return self._masked(key)
+        rank = len(self.shape)
+        keys = full_key(key, rank)
+        if sum(k is not None for k in keys) > rank:
+            raise fail(TensorShapeError, f"{len(keys)} indices into {self!r}")
+        if all(k.__class__ is slice and k == slice(None) for k in keys):
+            self.tile(False)
+            return Tensor(self.shape, self.kind, self.memory, self.place, self.outside)
+        advanced = any(isinstance(k, (Index, Tensor, Shifted)) for k in keys)
+        return self._part(_expressions(self, keys) if advanced else _slices(self, keys))
 
-    def like(
-        self,
-        place: Any,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        offset: int,
-        par: int,
-    ) -> Tensor:
-        """Return another view of the same tensor."""
-        made = Tensor(place, self.memory, self.kind, shape, strides, offset, par)
-        made.choice = self.choice
-        if shape == self.shape and offset == self.offset:
-            made.outside = self.outside
-        return made
+    def _masked(self, mask: Mask | bool) -> Tensor | Masked:
+        """Return a tile with an operand mask; the tile itself where the mask leaves nothing out."""
+        if self.memory == "hbm":
+            raise fail(
+                UnsupportedInstructionError,
+                f"a mask as the index of {self!r}; an operand mask is for the tiles of a matmul "
+                "(NKI API Masking), pass mask= to the load or store",
+            )
+        part = box_of(mask, self.shape)
+        return self if part is True else Masked(self, part)
+
+    def _part(self, keys: list[Any]) -> Tensor:
+        """Return the view of an index expression, or tile of run-time rows, per dimension."""
+        view = self.tile()  # an index of an index: the first has to be inside
+        rank = max(len(k.shape) if isinstance(k, (Index, Shifted)) else 2 for k in keys)
+        shape, strides, offset = [1] * rank, [0] * rank, view.offset
+        outside: list[tuple[int, int, Index]] = []
+        choice, on_chip = view.indirection, self.memory != "hbm"
+        for dim, (k, size, stride) in enumerate(zip(keys, view.shape, view.strides, strict=True)):
+            if isinstance(k, Shifted):
+                choice = _at_run_time(self, dim, k.tile, choice)
+                k = k.index
+            elif isinstance(k, Tensor) and math.prod(k.shape) == 1:
+                choice = _at_run_time(self, dim, k, choice)
+                continue
+            elif isinstance(k, Tensor):
+                choice = _chosen_rows(self, dim, k, choice)
+                shape[0] = max(shape[0], choice.index.shape[0])
+                continue
+            sizes, steps = k.aligned(rank)
+            for axis in range(rank):
+                if sizes[axis] != 1 and shape[axis] not in (1, sizes[axis]):
+                    raise fail(TensorShapeError, f"index shapes of {self!r} do not broadcast")
+                shape[axis] = max(shape[axis], sizes[axis])
+                strides[axis] += steps[axis] * stride
+                if steps[axis] and on_chip and (axis == 0) != (dim == 0):
+                    raise fail(
+                        TensorShapeError,
+                        f"axis {axis} of the index moves along dimension {dim} of {self!r}; the "
+                        "first axis of an index has to be the partitions, and only that",
+                    )
+            if on_chip and dim == 0 and steps[0] not in (0, 1):
+                raise fail(
+                    TensorShapeError, f"step {steps[0]} over the partitions of {self!r}; use step 1"
+                )
+            low, high = k.bounds()
+            offset += k.const * stride
+            if low < 0 or high >= size:
+                outside.append((dim, size, Index(sizes, k.const, steps)))
+        if choice is not view.indirection:
+            while len(shape) > 2 and shape[-1] == 1:
+                shape.pop()
+                strides.pop()
+            if strides[0] and choice is not None and choice.kind == "vector":
+                raise fail(
+                    UnsupportedInstructionError,
+                    f"the partition index next to run-time rows in an index of {self!r}",
+                )
+        if on_chip and shape[0] > 1 and not strides[0]:
+            raise fail(
+                TensorShapeError,
+                f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
+            )
+        part = NkiTensor(view.storage, tuple(shape), tuple(strides), offset, view.dtype, choice)
+        return Tensor.of(part, tuple(outside))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        OPERATIONS["assign"](self[key], value)
-
-    def same_elements(self, other: Tensor) -> bool:
-        """Return whether both are the same elements in the same order."""
-        return (
-            self.place is other.place
-            and self.place is not None
-            and self.offset == other.offset
-            and self.shape == other.shape
-            and self.strides == other.strides
-        )
+        assign(self[key], value)
 
     # Views
+
+    def view(self, dtype: Any) -> Tensor:
+        """Return the bits as another dtype."""
+        return Tensor.of(self.tile().view(kind_of(dtype)))
 
     def reshape(self, *sizes: Any, shape: Any = None) -> Tensor:
         """Return the same elements in another shape."""
@@ -320,14 +411,6 @@ class Tensor:
         return self
 
     __hash__ = object.__hash__
-
-
-def kind_of(dtype: Any) -> DType:
-    """Return the dtype that a kernel's argument names."""
-    kind = dtypes.find(dtype)
-    if kind is None:
-        raise fail(TensorDtypeError, f"unknown dtype {dtype!r}; use those of nki.language")
-    return kind
 
 
 def _add_operators() -> None:
@@ -368,12 +451,360 @@ def _add_operators() -> None:
 _add_operators()
 
 
-def strides_of(shape: tuple[int, ...], par: int) -> tuple[int, ...]:
-    """Return strides of a new on-chip tensor: blocks count tiles, partitions count rows."""
-    blocks, tile = shape[:par], shape[par:]
-    row = math.prod(tile[1:])
-    strides = [row]
-    for d in range(1, len(tile)):
-        strides.append(math.prod(tile[d + 1 :]))
-    counts = [math.prod(blocks[d + 1 :]) for d in range(par)]
-    return (*counts, *strides)
+class Blocks(Tensor):
+    """A tensor with block dimensions, which count tiles; each has storage of its own.
+
+    numbers: of the tiles, in the shape of the block dimensions. get: returns a tile by its number,
+        allocated when first asked for, as the Beta 1 compiler placed them one by one.
+    """
+
+    __slots__ = ("get", "numbers")
+    par = property(lambda self: self.numbers.ndim)
+
+    def __init__(
+        self, numbers: np.ndarray, get: Callable[[int], NkiTensor], tile: tuple[int, ...],
+        kind: DType, memory: str,
+    ) -> None:  # fmt: skip
+        super().__init__((*numbers.shape, *tile), kind, memory)
+        self.numbers = numbers
+        self.get = get
+
+    def tile(self, box: Part = True) -> NkiTensor:
+        """Refuse the use of several tiles as one."""
+        raise fail(
+            TensorShapeError,
+            f"{self!r} is no tile: dimension {self.par} is its partition dimension and "
+            f"{self.par} block dimensions stand before it "
+            "(err_failed_to_infer_tile_from_local_tensor); index them",
+        )
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Return the tile that integers choose, or a part of it, or the tensor of fewer blocks."""
+        keys = full_key(key, len(self.shape))
+        chosen, rest = tuple(keys[: self.par]), tuple(keys[self.par :])
+        found = self.numbers[tuple(self._block(d, k) for d, k in enumerate(chosen))]
+        if not isinstance(found, np.ndarray):
+            return Tensor.of(self.get(int(found)))[rest]
+        if not all(isinstance(k, slice) and k == slice(None) for k in rest):
+            raise fail(
+                UnsupportedInstructionError,
+                f"a part of several blocks of {self!r} at once; choose one block with an integer",
+            )
+        return Blocks(found, self.get, self.shape[self.par :], self.kind, self.memory)
+
+    def _block(self, dim: int, key: Any) -> int | slice:
+        if isinstance(key, (slice, DynamicSlice)):
+            start, count, step = _span(self, dim, key)
+            last = start + (count - 1) * step
+            return slice(_inside(self, dim, start), _inside(self, dim, last) + 1, step)
+        if isinstance(key, Tensor) or (isinstance(key, Index) and any(key.coeffs)):
+            raise fail(
+                UnsupportedInstructionError,
+                f"index {key!r} over block dimension {dim} of {self!r}; blocks are tiles of their "
+                "own, choose one with an integer or a loop variable",
+            )
+        return _number(self, dim, key)
+
+
+def _integer(tensor: Tensor, key: Any) -> int:
+    number = key.const if isinstance(key, Index) and not any(key.coeffs) else whole(key)
+    if number is None:
+        raise fail(
+            TensorShapeError,
+            f"index {key!r} ({type(key).__name__}) into {tensor!r}; use integers, slices, nl.ds, "
+            "or expressions of nl.arange and nl.mgrid",
+        )
+    return int(number)
+
+
+def _inside(tensor: Tensor, dim: int, number: int) -> int:
+    """Return the number; refuse one that is no index of the dimension."""
+    if not 0 <= number < tensor.shape[dim]:
+        raise fail(
+            OutOfBoundsError,
+            f"index {number} of dimension {dim} of tensor {tensor.name!r} {tensor.shape} "
+            "(err_tensor_access_out_of_bound)",
+        )
+    return number
+
+
+def _number(tensor: Tensor, dim: int, key: Any) -> int:
+    """Return the index that an integer means; a negative one counts from the end."""
+    number = _integer(tensor, key)
+    return _inside(tensor, dim, number + tensor.shape[dim] if number < 0 else number)
+
+
+def _span(tensor: Tensor, dim: int, key: slice | DynamicSlice) -> tuple[int, int, int]:
+    """Return (start, count, step) of a slice, which may leave the dimension."""
+    size = tensor.shape[dim]
+    if isinstance(key, DynamicSlice):
+        start, count, step = _integer(tensor, key.start), _integer(tensor, key.size), 1
+    else:
+        start = 0 if key.start is None else _integer(tensor, key.start)
+        stop = size if key.stop is None else _integer(tensor, key.stop)
+        step = 1 if key.step is None else _integer(tensor, key.step)
+        start += size if start < 0 else 0
+        stop += size if stop < 0 else 0
+        count = -(-(stop - start) // step) if step > 0 else 0
+    if count < 1:
+        raise fail(OutOfBoundsError, f"slice {key} of dimension {dim} of {tensor!r} is empty")
+    return start, count, step if count > 1 else 1
+
+
+def _slices(tensor: Tensor, keys: list[Any]) -> list[Any]:
+    """Return slices and integers as index expressions: each slice has an axis of its own."""
+    on_chip, axis = tensor.memory != "hbm", 0
+    lines: list[tuple[tuple[int, int, int], int]] = []
+    for k in keys:
+        dim, kept = len(lines), True
+        if k is None:
+            axis += 1
+            continue
+        if isinstance(k, (slice, DynamicSlice)):
+            line = _span(tensor, dim, k)
+        else:
+            line, kept = (_number(tensor, dim, k), 1, 1), on_chip and dim == 0
+        lines.append((line, axis if kept else -1))
+        axis += kept
+    axes = range(max(axis, 2 if on_chip else 0))
+    return [
+        Index(
+            tuple(count if a == at else 1 for a in axes), start,
+            tuple(step if a == at else 0 for a in axes),
+        )
+        for (start, count, step), at in lines
+    ]  # fmt: skip
+
+
+def _expressions(tensor: Tensor, keys: list[Any]) -> list[Any]:
+    """Return index expressions, integers and tiles of run-time rows, after the rules for them."""
+    if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
+        raise fail(
+            TensorShapeError,
+            f"slices, or too few indices, beside index expressions in an index of {tensor!r} "
+            "(err_unsupported_mixing_basic_advanced_tensor_indexing); give one expression for each "
+            "dimension",
+        )
+    if max(len(k.shape) for k in keys if isinstance(k, (Index, Tensor, Shifted))) < 2:
+        raise fail(
+            TensorShapeError,
+            f"a 1-D nl.arange as index of {tensor!r} (err_1d_arange_not_supported); add an axis, "
+            "nl.arange(n)[:, None], or use a slice",
+        )
+    return [
+        k if isinstance(k, (Index, Tensor, Shifted)) else Index((), _number(tensor, d, k), ())
+        for d, k in enumerate(keys)
+    ]
+
+
+def _at_run_time(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) -> Indirection:
+    """Return the indirection of one run-time index, the same for the whole view."""
+    if before is not None or (tensor.memory != "hbm" and dim == 0):
+        raise fail(
+            UnsupportedInstructionError,
+            f"run-time indices in two dimensions, or over the partitions, of {tensor!r}",
+        )
+    return Indirection("scalar", dim, tile.tile(), tensor.tile().strides[dim])
+
+
+def _chosen_rows(tensor: Tensor, dim: int, rows: Tensor, before: Indirection | None) -> Indirection:
+    """Return the indirection of a tile of run-time indices, one per partition."""
+    if before is not None or tensor.memory != "hbm":
+        raise fail(
+            UnsupportedInstructionError,
+            f"run-time indices into {tensor!r} in {tensor.memory.upper()}; one dimension of an HBM "
+            "tensor may have them (err_copy_dynamic_indirect_indices_not_natively_supported)",
+        )
+    index = rows.tile()
+    if index.memory != "sbuf" or index.free_size != 1:
+        raise fail(
+            UnsupportedInstructionError,
+            f"run-time indices {rows!r}; they must be an SBUF tile of one index per partition "
+            "(err_indirect_indices_free_dim)",
+        )
+    return Indirection("vector", 0, index, tensor.tile().strides[dim])
+
+
+# Results and their destinations
+
+
+def result(
+    shape: tuple[int, ...],
+    kind: DType,
+    prepare: Callable[[Part], Issue],
+    *,
+    mask: Any = None,
+    over: tuple[int, ...] | None = None,
+    part: Callable[[Any], Part] | None = None,
+    dtype: Any = None,
+    only: tuple[str, ...] = ("sbuf", "psum"),
+    exact: bool = False,
+    accumulate: Issue | None = None,
+) -> Tensor:
+    """Issue the pending tile; return a new pending tile of a shape, and a dtype if none is given.
+
+    prepare: takes the box that the mask leaves of `over`, the result's shape unless given, and
+        returns what issues the instruction; not called where the mask leaves nothing.
+    part: the result's part for such a box, if it is another.
+    """
+    now = session().flush()
+    box = box_of(mask, shape if over is None else over)
+    issue = nothing if box is False else prepare(box)
+    if part is not None and isinstance(box, tuple):
+        box = part(box)
+    tile = Tensor(shape, kind if dtype is None else kind_of(dtype), only[0])
+    tile.pending = Pending(issue, box, only, exact, kernel_frame(), accumulate)
+    now.pending = tile
+    return tile
+
+
+def nothing(dst: NkiTensor) -> None:
+    """Issue nothing: the mask is false everywhere."""
+
+
+def leave_undefined(dst: Tensor) -> None:
+    """Let unwritten elements of dst on chip hold undefined values: NaN, or 4 in integers."""
+    view = dst.tile(False)
+    if view.storage.unwritten is None or dst.outside or dst.memory == "hbm":
+        return
+    define(view)
+
+
+def define(view: NkiTensor) -> None:
+    """Let the unwritten elements of a view hold undefined values."""
+    missing = view.missing()
+    if missing is not None:
+        view.array()[missing] = np.nan if view.dtype.kind == "float" else 4
+        view.mark_written()
+
+
+def written(dst: Tensor, box: Part = True) -> NkiTensor:
+    """Return the view of a destination, and note that it is written."""
+    view, now = dst.tile(box), session()
+    name = now.read_only.get(view.storage.identity)
+    if name is not None:
+        raise fail(
+            EngineRuleError,
+            f"parameter {name!r} is written (err_cannot_update_immutable_parameter); annotate it "
+            "as nt.mutable_tensor and return it, or write to an nl.shared_hbm tensor",
+        )
+    held = [tile for tile in (ref() for ref in now.lent) if tile is not None and tile is not dst]
+    now.lent = []
+    for tile in held:
+        # `x = nl.exp(a); t[...] = x` is one instruction, and x is t's memory from then on: until
+        # something else is written there
+        old = tile.tile()
+        if old.storage is view.storage:
+            copied = ndarray(tile.shape, tile.kind, psum if tile.memory == "psum" else sbuf)
+            tensor_copy(copied, old)
+            tile.become(Tensor.of(copied))
+        else:
+            now.lent.append(weakref.ref(tile))
+    return view
+
+
+def assign(dst: Tensor, value: Any) -> None:
+    """Do `dst = value` for a part of a tensor."""
+    now = session()
+    if isinstance(value, Tensor) and _same_elements(dst, value):
+        return  # what `a[i] += b` ends with: the sum is there
+    if dst.memory == "hbm":
+        now.flush()
+        raise fail(
+            EngineRuleError,
+            f"assignment to {dst!r} in HBM (err_unsupported_memory); use nl.store(dst, value)",
+        )
+    if not isinstance(value, Tensor):
+        now.flush()
+        fill(dst, value)
+        return
+    pending = value.pending
+    if pending is not None and now.pending is value and _fits(dst, value, pending):
+        now.pending = None
+        try:
+            with place_instructions(now.machine, pending.place):
+                pending.into(dst, pending.issue)
+        except HazardError:  # dst overlaps what the instruction reads: through a tile of its own
+            now.pending = value
+        else:
+            value.become(dst)
+            now.lent.append(weakref.ref(value))
+            return
+    now.flush()
+    if value.memory == "hbm":
+        raise fail(
+            EngineRuleError,
+            f"assignment of {value!r} in HBM (err_unsupported_memory); use nl.load first",
+        )
+    box: Part = True
+    if pending is not None and (value.shape == dst.shape or pending.box is False):
+        box = pending.box
+    if box is not False:
+        source = stretched(value, dst.shape, "assignment", box)
+        tensor_copy(written(dst, box), source)
+    if box is not True:
+        leave_undefined(dst)
+
+
+def fill(dst: Tensor, value: Any) -> None:
+    """Write a number to a tile."""
+    number = as_number(value)
+    if number is None:
+        raise fail(
+            TensorShapeError,
+            f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a number",
+        )
+    memset(written(dst), in_kind(number, dst.kind))
+
+
+def in_kind(number: Any, kind: DType) -> Any:
+    """Return a number as a constant of a dtype."""
+    return number if kind.kind == "float" else int(number)
+
+
+def _same_elements(a: Tensor, b: Tensor) -> bool:
+    """Return whether both are the same elements in the same order."""
+    x, y = a.place, b.place
+    return x is not None and y is not None and (x.storage, x.offset, x.shape, x.strides) == (
+        y.storage, y.offset, y.shape, y.strides)  # fmt: skip
+
+
+def _fits(dst: Tensor, value: Tensor, pending: Pending) -> bool:
+    """Return whether the instruction can write dst itself, with the same values."""
+    if dst.memory not in pending.only or dst.par:
+        return False
+    if dst.shape != value.shape and (pending.box is not True or not _alike(dst.shape, value.shape)):
+        return False
+    if pending.exact or dst.kind == value.kind:
+        return True
+    floats = dst.kind.kind == value.kind.kind == "float"
+    return floats and value.kind == "float32"
+
+
+def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Return whether two shapes differ only by free dimensions of size 1."""
+    return a[0] == b[0] and [s for s in a[1:] if s != 1] == [s for s in b[1:] if s != 1]
+
+
+def stretched(tile: Tensor, shape: tuple[int, ...], what: str, box: Part = True) -> NkiTensor:
+    """Return the operand as a view of `shape`, cut to `box`; dimensions of size 1 repeat."""
+    if tile.shape == shape:
+        return tile.tile(box)
+    view = tile.tile()
+    if len(view.shape) != len(shape) and _alike(view.shape, shape):
+        view = view.reshape(shape)
+    if len(view.shape) != len(shape) or any(
+        have not in (1, want) for have, want in zip(view.shape, shape, strict=True)
+    ):
+        raise no_broadcast(tile, shape, what)
+    if view.shape[0] != shape[0] and tile.memory != "hbm":
+        view = OPERATIONS["broadcast"](tile, (shape[0], *tile.shape[1:])).tile()
+    for d, want in enumerate(shape):
+        if view.shape[d] != want:
+            view = view.broadcast(d, want)
+    return Tensor.of(view).tile(box)
+
+
+def no_broadcast(tile: Tensor, shape: tuple[int, ...], what: str) -> Any:
+    """Return the error for a tile that does not broadcast to `shape`."""
+    return fail(TensorShapeError, f"{what}: {tile!r} does not broadcast to {shape}")

@@ -348,7 +348,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
 
         issue.__name__ = issue.__qualname__ = self.op
         issue.__doc__, issue.__module__ = body.__doc__, body.__module__
-        issue.__signature__ = signature  # type: ignore[attr-defined]
+        issue.__signature__, issue.row = signature, self  # type: ignore[attr-defined]
         INSTRUCTIONS[self.op] = issue
         return issue
 

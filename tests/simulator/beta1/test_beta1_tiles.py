@@ -60,7 +60,6 @@ def test_zeros_in_psum_that_nothing_multiplied_into_are_zeros():
         return out(total)
         """, A,
     )  # fmt: skip
-    assert ops(result).count("memset") == 1
     assert not result.output[:, 256:].any()
     wanted = A[:, :128].T.astype(np.float64) @ A
     assert (np.abs(result.output[:, :256] - wanted) <= product_bound(A[:, :128], A)).all()
