@@ -16,7 +16,7 @@ SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-neuronmm bench-models bench-paper \
-	bench-public bench-attention bench-cores bench-ranks bench-laws bench-passes bench-build bench-cache bench-cpu
+	bench-public bench-attention bench-cores bench-ranks bench-backward bench-shared bench-formats bench-laws bench-passes bench-build bench-cache bench-cpu
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -66,7 +66,7 @@ figures: $(DEV_READY)
 
 bench: bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-models
 
-# Kernels beside another version's: make bench-kernels ARGS="--against ../nmm_compiler-0.1"
+# Some: make bench-kernels ARGS="--tables dense --limit 4"; beside another version: --against DIR
 # One part: make bench-speed ARGS="--only passes"
 bench-kernels bench-simulator bench-speed bench-compress: $(DEV_READY)
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
@@ -74,7 +74,7 @@ bench-kernels bench-simulator bench-speed bench-compress: $(DEV_READY)
 bench-passes bench-build bench-cache bench-cpu: $(DEV_READY)
 	$(RUN) benchmarks/speed.py --only $(@:bench-%=%) $(ARGS)
 
-# Against published runs; with AWS's dense layer: make bench-models ARGS="--library ../nki-library"
+# Decodes of whole models against published runs.
 bench-models: $(DEV_READY)
 	$(RUN) benchmarks/models.py $(ARGS)
 
@@ -129,13 +129,9 @@ bench-paper: $(DEV_READY)
 bench-neuronmm: $(DEV_READY)
 	$(RUN) benchmarks/neuronmm.py $(ARGS)
 
-# Kernels of two physical cores (lnc=2) against one: make bench-cores ARGS="--m 1,1024"
-bench-cores: $(DEV_READY)
-	$(RUN) benchmarks/kernels_two_cores.py $(ARGS)
-
-# A low-rank product shared by the ranks of a group: make bench-ranks ARGS="--m 1 --tp 4,16"
-bench-ranks: $(DEV_READY)
-	$(RUN) benchmarks/kernels_over_ranks.py $(ARGS)
+# Kernels of two physical cores (lnc=2), a product shared by a group of ranks, and training.
+bench-cores bench-ranks bench-backward bench-shared bench-formats: $(DEV_READY)
+	$(RUN) benchmarks/kernels.py --tables $(@:bench-%=%) --targets trn2 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,235 +1,455 @@
-"""The rows of `make bench-kernels`: one shape on one target, predicted by the simulator.
+"""The tables of `make bench-kernels`: which kernels each has, and what each must hold.
 
-A `Row` is a kernel of this project, its roofline and what other ways to compute the same take. The
-bars that a row must hold are here too; kernels.py runs the rows and prints them.
+    mlp       MLP projections of six models beside dense kernels and NeuronMM's algorithm
+    gated     low-rank gated MLPs in one kernel beside one kernel for each projection
+    dense     matmul beside AWS's tutorial blocking and the roofline, k to 53,248, n to 151,936
+    small     kernels whose roofline is below 45 us, against it and against their dependent phases
+    fp8       one token in fp8 against the roofline
+    apart     the dense gated kernel beside its products one by one
+    search    the chosen schedule beside the best of all candidates of the family
+    formats   low-rank projections in fp8 beside bf16
+    shared    q, k and v of one x as one kernel beside three
+    cores     two physical cores (lnc=2) beside one
+    ranks     a product shared by a tensor-parallel group: as one kernel, and with collectives
+    backward  the backward pass of a layer beside that of a dense one
+    cliffs    one more token: it may not cost more than a tenth of the kernel
+
+A table is a list of named specs and a judge. A judge returns the figures of a kernel and the bars
+that it misses. Ratios are times of the other way over ours. Every time is predicted by the
+simulator, without kernel start and stop, and kept in a file (kernel_timings.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernel_timings import digest, rooms, templates, timings_of
+import torch
+from kernel_floors import floor_us, least_us
+from kernel_timings import Timings
+from model_sizes import MODELS, rank
 
-from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.choose import choose
-from nmm_compiler.kernels import FAMILIES
+import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
+from nmm_compiler.codegen import choose
+from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.options import Options
-from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.ops.backward_calls import backward_calls
+from nmm_compiler.ops.lower import lower, tokens
+from nmm_compiler.prices.ways import rank_ways
 from nmm_compiler.targets import get
 
 HERE = Path(__file__).parent / "kernels_nki"
-DENSE = f"{HERE / 'dense_blocked.py'}:dense_blocked"
-NEURONMM = f"{HERE / 'neuronmm_chain.py'}:neuronmm_chain"
+DENSE = HERE / "dense_blocked.py", "dense_blocked"
+NEURONMM = HERE / "neuronmm_chain.py", "neuronmm_chain"
+# NeuronMM's tiles per block for (k, r, tokens, n), by the most tokens (its table for x^T).
+NEURONMM_BLOCKS = {
+    255: (8, 2, 1, 4), 511: (4, 2, 2, 4), 512: (4, 4, 4, 4), 1023: (4, 2, 4, 4),
+    1024: (4, 4, 8, 1), 1 << 30: (4, 2, 8, 4),
+}  # fmt: skip
+BLOCK_NAMES = ("k_in_block", "r_in_block", "m_in_block", "n_in_block")
 
-# (hidden, intermediate) of the models' public configurations.
-MODELS = {
-    "Llama-3.2-1B": (2048, 8192),
-    "Llama-3.2-3B": (3072, 8192),
-    "Llama-3.1-8B": (4096, 14336),
-    "Qwen3-1.7B": (2048, 6144),
-    "Qwen3-4B": (2560, 9728),
-    "Qwen3-8B": (4096, 12288),
-}
-# lowrank: the up (or gate) and the down projection. gated: gate and up in one, and the whole MLP.
-LOWRANK = ("up", "down")
-GATED = ("gated", "mlp")
-TOKENS = (1, 16, 128, 512, 1024, 2048, 4096)
-RATIO = 0.2
+SHORT_US = 45  # a kernel with a roofline below it is mostly its first load and last store
+BYTES_BAR, DMA_BAR = 1.10, 0.60  # HBM traffic over the least; DMA time over TensorE's
+PHASES_SHARE = 0.90
+LARGEST_RIVAL = 7e10  # the tutorial's kernels are unrolled: simulating more takes a minute
+CORES_LEAST_US = 67.0  # 7.5 us of a kernel do not shrink, so a shorter one cannot gain 1.8x
+CLIFF_BAR = 1.10
+BACKWARD_SHARE, BACKWARD_LONG_US = 0.9, 100.0
+GROUPS = (4, 16)  # ranks of a tensor-parallel group
 
-# NeuronMM's tiles per block for (k, r, tokens, n), by token count (its table for the x^T kernel).
-NEURONMM_BLOCKS = (
-    (255, (8, 2, 1, 4)),
-    (511, (4, 2, 2, 4)),
-    (512, (4, 4, 4, 4)),
-    (1023, (4, 2, 4, 4)),
-    (1024, (4, 4, 8, 1)),
-    (math.inf, (4, 2, 8, 4)),
-)
+COL: dict[str, Any] = {"x_layout": "col"}
+FP8: dict[str, Any] = {"dtype": "float8_e4m3", "scales": "channel", **COL}
+Named = Iterator[tuple[str, Any]]
+Judged = tuple[dict[str, float], list[str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What to measure: a part of a model's MLP, for m tokens."""
-
-    target: str
-    model: str
-    part: str
-    m: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of a table; times in microseconds, without kernel start and stop.
-
-    instructions: in the program that the NKI compiler sees, its Python loops unrolled. turned_us:
-    the kernel when x arrives m x k and must be turned. others_us: what else computes the same.
-    """
-
-    job: Job
-    spec: str
-    schedule: str
-    latency_us: float
-    roofline_us: float
-    bytes_over_minimal: float
-    mfu: float
-    mbu: float
-    dma_over_tensor: float
-    transposes: int
-    instructions: int
-    build_seconds: float
-    turned_us: float
-    turned_transposes: int
-    others_us: dict[str, float]
-
-    @property
-    def ratio(self) -> float:
-        """Roofline over latency."""
-        return self.roofline_us / self.latency_us
-
-    def over(self, other: str) -> float:
-        """How many times longer another way takes."""
-        return self.others_us[other] / self.latency_us
-
-    @property
-    def reads_once(self) -> bool:
-        """Whether the bar is on HBM bytes; else on DMA time, where weights are read again.
-
-        Of the whole MLP at 1024 tokens an 8B model's intermediates fill SBUF twice over.
-        """
-        return self.job.m <= (512 if self.job.part == "mlp" else 1024)
-
-    @property
-    def misses(self) -> list[str]:
-        """The bars this row misses; trn1, which no NKI of today compiles for, has none."""
-        if self.job.target == "trn1":
-            return []
-        missed = []
-        wanted = ratio_bar(self.job.m, self.roofline_us)
-        if self.ratio < wanted:
-            missed.append(f"roofline {self.ratio:.3f} < {wanted}")
-        if self.reads_once and self.bytes_over_minimal > BYTES_BAR:
-            missed.append(f"HBM bytes {self.bytes_over_minimal:.2f} > {BYTES_BAR}")
-        if not self.reads_once and self.dma_over_tensor > DMA_BAR:
-            missed.append(f"DMA / TensorE {self.dma_over_tensor:.2f} > {DMA_BAR}")
-        if self.transposes:
-            missed.append(f"{self.transposes} transposes")
-        if self.others_us.get("NeuronMM", math.inf) < self.latency_us:
-            missed.append("slower than NeuronMM")
-        if self.job.part in LOWRANK and self.job.m > 1 and self.build_seconds > BUILD_BAR:
-            missed.append(f"built in {self.build_seconds:.1f} s")
-        return missed
+def mlp_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield the low-rank up (or gate) and down projections."""
+    for model in models:
+        for part in ("up", "down"):
+            k, n = MODELS[model].mlp(part)
+            for m in sizes:
+                yield f"{model} {part} m={m}", LowRankSpec(m=m, k=k, r=rank(k, n), n=n, **COL)
 
 
-BYTES_BAR, DMA_BAR, BUILD_BAR = 1.10, 0.60, 3.0
-SHORT_US = 45  # kernels with a roofline below this have the bar of the `small` rows
-
-
-def ratio_bar(m: int, roofline_us: float) -> float:
-    """Return the least share of the roofline that a kernel of m tokens must reach."""
-    if m >= 512:
-        return 0.90
-    return 0.85 if roofline_us >= SHORT_US else 0.80
-
-
-def rank(k: int, n: int) -> int:
-    """Return the rank that keeps 1 - RATIO of the parameters, to the nearest tile of 128."""
-    return 128 * round(k * n * (1 - RATIO) / ((k + n) * 128))
-
-
-def spec_of(job: Job, x_layout: str = "col") -> Any:
-    """Return what the kernel computes; layouts are those of a model whose transposes are gone."""
-    hidden, intermediate = MODELS[job.model]
-    if job.part in LOWRANK:
-        k, n = (hidden, intermediate) if job.part == "up" else (intermediate, hidden)
-        return LowRankSpec(m=job.m, k=k, r=rank(k, n), n=n, x_layout=x_layout)
-    r = rank(hidden, intermediate)
-    common: dict[str, Any] = {"m": job.m, "k": hidden, "n": intermediate, "r": r}
-    if job.part == "gated":
-        return GatedMLPUpSpec(**common, x_layout=x_layout, out_layout="col")
-    return GatedMLPSpec(**common, x_layout=x_layout)
-
-
-def measured(path: Path, job: Job) -> Row:
-    """Return the row of a job from the file, if nothing that decides it changed, else measured.
-
-    These are the templates, the simulator, the schedules chosen for both layouts of x, and the
-    other kernels.
-    """
-    timings = timings_of(path)
-    specs = [spec_of(job), spec_of(job, "row")]
-    chosen = [timings.choose(spec, job.target).schedule.to_dict() for spec in specs]
-    texts = [Path(one.partition(":")[0]).read_text(encoding="utf-8") for one in (DENSE, NEURONMM)]
-    folder = FAMILIES[specs[0].family].folder
-    parts = rooms(), templates(folder), templates("lowrank"), chosen, texts, get(job.target)
-    held = timings.of(
-        digest("row", dataclasses.asdict(job), [spec.to_dict() for spec in specs], *parts),
-        lambda: dataclasses.asdict(measure(job)),
-    )
-    return Row(**{**held, "job": Job(**held["job"])})
-
-
-def measure(job: Job) -> Row:
-    """Build the kernel, without any cache, and simulate it and its rivals."""
-    spec = spec_of(job)
-    start = time.process_time()
-    kernel = build_kernel(spec, job.target, options=Options(cache="off"))
-    seconds = time.process_time() - start
-    profile = kernel.profile()
-    turned = build_kernel(spec_of(job, "row"), job.target, options=Options(cache="off")).profile()
-    moved = profile.hbm_read_bytes + profile.hbm_write_bytes
-    return Row(
-        job=job,
-        spec=spec.short(),
-        schedule=kernel.schedule.short(),
-        latency_us=profile.latency_us,
-        roofline_us=spec.roofline_us(get(job.target)),
-        bytes_over_minimal=moved / spec.minimal_hbm_bytes(),
-        mfu=profile.mfu,
-        mbu=profile.mbu,
-        dma_over_tensor=profile.engine_busy_us["dma"] / profile.engine_busy_us["tensor"],
-        transposes=sum(profile.transposes.values()),
-        instructions=profile.program_instructions,
-        build_seconds=seconds,
-        turned_us=turned.latency_us,
-        turned_transposes=sum(turned.transposes.values()),
-        others_us=(_rivals if job.part in LOWRANK else _separate)(job, spec),
-    )
-
-
-def _rivals(job: Job, spec: LowRankSpec) -> dict[str, float]:
-    """Return the latency of three kernels of the benchmark for the same product."""
+def mlp(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge a low-rank projection; none of the other ways may be NeuronMM's and faster."""
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
-    blocks = next(b for bound, b in NEURONMM_BLOCKS if m <= bound)
-    names = ("k_in_block", "r_in_block", "m_in_block", "n_in_block")
-    chain = dict(zip(names, blocks, strict=True))
-    return {
-        "dense": _latency(DENSE, job.target, [(k, m), (k, n)]),
-        "two": _latency(DENSE, job.target, [(k, r), (k, m)])
-        + _latency(DENSE, job.target, [(r, m), (r, n)]),
-        "NeuronMM": _latency(NEURONMM, job.target, [(k, m), (k, r), (r, n)], chain),
+    blocks = next(blocks for most, blocks in NEURONMM_BLOCKS.items() if m <= most)
+    chain = dict(zip(BLOCK_NAMES, blocks, strict=True))
+    us = timings.us(spec, target)
+    two = timings.file_us(*DENSE, target, [(k, r), (k, m)]) + timings.file_us(
+        *DENSE, target, [(r, m), (r, n)]
+    )
+    theirs = timings.file_us(*NEURONMM, target, [(k, m), (k, r), (r, n)], **chain)
+    found, missed = _whole(spec, target, timings)
+    found |= {
+        "dense": timings.file_us(*DENSE, target, [(k, m), (k, n)]) / us,
+        "two dense": two / us,
+        "NeuronMM": theirs / us,
+        "x turned": us / timings.us(dataclasses.replace(spec, x_layout="row"), target),
     }
+    return found, missed + ["slower than NeuronMM"] * (theirs < us)
 
 
-def _separate(job: Job, spec: GatedMLPUpSpec) -> dict[str, float]:
-    """Return the latency of one lowrank kernel per projection, without what joins them."""
-    total = 0.0
+def _whole(spec: Any, target: str, timings: Timings) -> Judged:
+    """Hold a kernel to its roofline, its HBM traffic and transposes."""
+    ran, roofline = timings.profile(spec, target), spec.roofline_us(get(target))
+    wanted = 0.90 if spec.m >= 512 else 0.85 if roofline >= SHORT_US else 0.80
+    # The intermediates of a whole MLP of 1,024 tokens fill SBUF twice over.
+    reads_once = spec.m <= (512 if spec.family == "gated_mlp" else 1024)
+    traffic = ran["hbm_bytes"] / spec.minimal_hbm_bytes()
+    bars = {
+        f"roofline below {wanted}": roofline / ran["us"] < wanted,
+        f"HBM traffic over {BYTES_BAR}": reads_once and traffic > BYTES_BAR,
+        f"DMA over TensorE above {DMA_BAR}": not reads_once and ran["dma_over_tensor"] > DMA_BAR,
+        "transposes": ran["transposes"] > 0,
+    }
+    found = {"roofline": roofline / ran["us"], "HBM": traffic, "MFU": ran["mfu"], "MBU": ran["mbu"]}
+    return found, [name for name, broken in bars.items() if broken]
+
+
+def gated_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield gate and up in one kernel, and the whole MLP."""
+    for model in models:
+        k, n = MODELS[model].mlp("up")
+        for m in sizes:
+            common: dict[str, Any] = {"m": m, "k": k, "n": n, "r": rank(k, n), **COL}
+            yield f"{model} gate and up m={m}", GatedMLPUpSpec(**common, out_layout="col")
+            yield f"{model} whole MLP m={m}", GatedMLPSpec(**common)
+
+
+def gated(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge a gated MLP beside one low-rank kernel for each projection, joined for nothing."""
+    separate = 0.0
     for branch in spec.branches:
         first, last = spec.ends(branch)
-        part = LowRankSpec(m=spec.m, k=first, r=spec.rank(branch), n=last, x_layout="col")
-        total += choose(part, job.target)[0].simulated_us or 0.0
-    return {"separate": total}
+        part = LowRankSpec(m=spec.m, k=first, r=spec.rank(branch), n=last, **COL)
+        separate += timings.us(part, target)
+    found, missed = _whole(spec, target, timings)
+    return {**found, "separate": separate / timings.us(spec, target)}, missed
 
 
-def _latency(
-    kernel: str, target: str, shapes: list[tuple[int, int]], blocks: dict[str, int] | None = None
-) -> float:
-    arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
-    run = simulate(kernel, *arrays, target=target, mode="timing", strict=False, **(blocks or {}))
-    assert run.profile is not None
-    return float(run.profile.latency_us)
+def dense_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield dense products of models, and three that are very wide or long."""
+    shapes = dict.fromkeys(
+        [MODELS[name].mlp(part) for name in models for part in ("up", "down")]
+        + [(4096, 4096), (4096, 1024), (2048, 2048)]
+    )
+    wide = [(2048, 151936), (16384, 53248), (53248, 16384)]
+    for k, n in (*shapes, *wide):
+        for m in sizes:
+            if m <= (512 if (k, n) in wide else 2048):
+                yield f"m={m} k={k} n={n}", MatmulSpec(m=m, k=k, n=n, **COL)
+
+
+def dense(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge matmul against the roofline, its phases and the tutorial's blocking."""
+    m, k, n = spec.m, spec.k, spec.n
+    found, missed = _bounds(spec, target, timings, 0.92 if m >= 512 else 0.90, PHASES_SHARE)
+    if m * k * n < LARGEST_RIVAL:
+        rival = timings.file_us(*DENSE, target, [(k, m), (k, n)])
+        found["tutorial"] = rival / timings.us(spec, target)
+        missed += ["slower than the tutorial"] * (found["tutorial"] < 1)
+    return found, missed
+
+
+def _bounds(
+    spec: Any, target: str, timings: Timings, of_roofline: float, of_phases: float
+) -> Judged:
+    """Hold a kernel to a share of its roofline, or to one of its phases.
+
+    Raises ValueError if it takes less than no kernel can: then the phases are wrong.
+    """
+    us, roofline = timings.us(spec, target), spec.roofline_us(get(target))
+    floor, least = floor_us(spec, target), least_us(spec, target)
+    if us < least:
+        raise ValueError(f"{spec.short()} on {target} takes {us:.2f} us, its floor {least:.2f} us")
+    held = roofline / us >= of_roofline or floor / us >= of_phases
+    found = {"roofline": roofline / us, "phases": floor / us}
+    return found, [] if held else [f"roofline below {of_roofline}, phases below {of_phases}"]
+
+
+def small_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield small kernels of every family."""
+    few = ((256, (2048,)), (128, (512,)), (128, (512,)))
+    wide = ((256, (4096,)), (128, (1024,)), (128, (1024,)))
+    makers: list[tuple[Any, dict[str, Any], int]] = [
+        (MatmulSpec, {"k": 2048, "n": 512}, 512),
+        (MatmulSpec, {"k": 2048, "n": 2048}, 128),
+        (LowRankSpec, {"k": 2048, "r": 256, "n": 2048}, 512),
+        (LowRankSpec, {"k": 1024, "r": 128, "n": 1024}, 512),
+        (LowRankSpec, {"k": 1024, "r": 128, "n": 1024, "dtype": "float32"}, 512),
+        (LowRankSpec, {"k": 1021, "r": 127, "n": 1021}, 512),
+        (LowRankSpec, {"k": 4096, "r": 16, "n": 4096}, 512),
+        (LowRankSpec, {"k": 2048, "r": 1, "n": 2048}, 512),
+        (LowRankSpec, {"k": 2048, "r": 16, "n": 2048, "base": True}, 128),
+        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048, "dtype": "float32"}, 128),
+        (LowRankSharedSpec, {"k": 2048, "pairs": few}, 512),
+        (LowRankSharedSpec, {"k": 4096, "pairs": wide}, 512),
+        (GatedMLPSpec, {"k": 1024, "n": 2048, "r": 256}, 512),
+    ]
+    for kind, fields, most in makers:
+        for m in (1, 16, 100, 128, 333, 512):
+            if m <= most:
+                yield "", kind(m=m, **fields, **COL)
+    yield "", LowRankSpec(m=17, k=1021, r=61, n=509, **COL)
+    yield "", LowRankSpec(m=101, k=509, r=31, n=1021, **COL)
+
+
+def small(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge a small kernel by the roofline, or by its phases, which wait for one another."""
+    limits = (spec.roofline_us(get(target)), floor_us(spec, target))
+    bars = [0.80 if limit > 12 else 0.65 for limit in limits]
+    return _bounds(spec, target, timings, bars[0], bars[1])
+
+
+def fp8_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield products of one token."""
+    for k, n, r in ((2048, 8192, 1280), (4096, 14336, 2560), (8192, 2048, 1280)):
+        yield "", LowRankSpec(m=1, k=k, r=r, n=n, **FP8)
+        yield "", MatmulSpec(m=1, k=k, n=n, **FP8)
+
+
+def fp8(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge one token in fp8; on trn3 the phases of rank 1280 alone exceed 1 / 0.85."""
+    return _bounds(spec, target, timings, 0.85, PHASES_SHARE)
+
+
+def apart_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield dense gated kernels."""
+    for k, n in ((4096, 14336), (2048, 8192)):
+        for m in (1, 16, 128, 512):
+            yield "", GatedMLPUpSpec(m=m, k=k, n=n, out_layout="col", **COL)
+
+
+def apart(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge a dense gated kernel beside its products and an elementwise product of the two."""
+    joined = 3e6 * spec.output.bytes / get(target).memory_bytes_per_second
+    products = sum(timings.us(one, target) for one in spec.as_products()[0]) + joined
+    gain = products / timings.us(spec, target)
+    return {"one by one": gain}, ["slower than its products"] * (gain < 1)
+
+
+def search_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield specs of every family, odd ones among them."""
+    fields = ((1, 2048, 1280, 8192), (128, 2048, 1280, 8192), (512, 2048, 512, 2048),
+              (128, 4096, 16, 4096), (333, 2048, 256, 2048), (17, 1021, 61, 509))  # fmt: skip
+    for m, k, r, n in fields:
+        yield "", LowRankSpec(m=m, k=k, r=r, n=n, **COL)
+    pairs = ((256, (2048,)), (128, (512,)), (128, (512,)))
+    yield "", LowRankSpec(m=1, k=2048, r=1280, n=8192, **FP8)
+    yield "", MatmulSpec(m=128, k=2048, n=8192, **FP8)
+    yield "", MatmulSpec(m=256, k=6144, n=2048, **COL)
+    yield "", GatedMLPUpSpec(m=16, k=2048, n=4096, out_layout="col", **COL)
+    yield "", GatedMLPSpec(m=128, k=1024, n=2048, r=256, **COL)
+    yield "", LowRankSharedSpec(m=128, k=2048, pairs=pairs, **COL)
+
+
+def search(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge the chosen schedule; even an odd shape has more than two candidates."""
+    chip, us = get(target), timings.us(spec, target)
+    every = [timings.timed(spec, one.schedule, chip)[0] for one in choose.rank(spec, chip)]
+    share = min(us, *every) / us
+    missed = ["2 % slower than the best"] * (us * share * 1.02 < us)
+    missed += ["two candidates or fewer"] * (len(every) <= 2)
+    return {"best": share, "candidates": float(len(every))}, missed
+
+
+def formats_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield up projections in fp8; with x in bf16 they are what compress(factors=) runs."""
+    for model in models:
+        k, n = MODELS[model].mlp("up")
+        for m in sizes:
+            for x_dtype in ("bfloat16", None):
+                name = f"{model} up m={m}, x {x_dtype or 'fp8'}"
+                yield f"{name}, dense", MatmulSpec(m=m, k=k, n=n, x_dtype=x_dtype, **FP8)
+                low = LowRankSpec(m=m, k=k, r=rank(k, n), n=n, x_dtype=x_dtype, **FP8)
+                yield f"{name}, low rank", low
+
+
+def formats(spec: Any, target: str, timings: Timings) -> Judged:
+    """Compare a kernel in fp8 with the same in bf16; there is no bar."""
+    plain = dataclasses.replace(spec, dtype="bfloat16", scales=None, x_dtype=None)
+    us, roofline = timings.us(spec, target), spec.roofline_us(get(target))
+    return {"roofline": roofline / us, "bf16": timings.us(plain, target) / us}, []
+
+
+def shared_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield q, k and v of one x, with small ranks and with those of the ratio."""
+    for model in models:
+        one = MODELS[model]
+        outputs = (one.queries, one.keys, one.keys)
+        ranks = {
+            "small": [256 if n >= one.hidden else 128 for n in outputs],
+            "at ratio 0.2": [rank(one.hidden, n) for n in outputs],
+        }
+        for name, given in ranks.items():
+            pairs = tuple((r, (n,)) for r, n in zip(given, outputs, strict=True))
+            for m in sizes:
+                spec = LowRankSharedSpec(m=m, k=one.hidden, pairs=pairs, **COL)
+                yield f"{model} ranks {name} m={m}", spec
+
+
+def shared(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge one kernel beside three, which read x twice more."""
+    one = timings.profile(spec, target)
+    parts = [timings.profile(part, target) for part, _ in spec.parts()]
+    gain = sum(part["us"] for part in parts) / one["us"]
+    saved = sum(part["hbm_bytes"] for part in parts) - one["hbm_bytes"]
+    reads = saved / (2 * spec.m * spec.k)
+    missed = ["slower than three"] * (gain < 1) + ["reads x again"] * (reads < 2)
+    roofline = spec.roofline_us(get(target)) / one["us"]
+    return {"roofline": roofline, "three": gain, "reads of x saved": reads}, missed
+
+
+def cores_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield kernels on two cores, of Llama-3.2-1B and, for q, k and v, of Llama-3.1-8B too."""
+    up: dict[str, Any] = {"k": 2048, "r": 1280, "n": 8192, **COL}
+    makers: list[tuple[Any, dict[str, Any]]] = [
+        (LowRankSpec, up), (LowRankSpec, {**up, "k": 8192, "n": 2048}),
+        (LowRankSharedSpec,
+         {"k": 2048, "pairs": ((768, (2048,)), (256, (512,)), (256, (512,))), **COL}),
+        (LowRankSharedSpec,
+         {"k": 4096, "pairs": ((1664, (4096,)), (640, (1024,)), (640, (1024,))), **COL}),
+        (GatedMLPSpec, up), (GatedMLPUpSpec, up), (MatmulSpec, {"k": 2048, "n": 8192, **COL}),
+        (AttentionSpec, {"context": 8192, "heads": 32, "kv_heads": 8, "d": 64}),
+    ]  # fmt: skip
+    for kind, fields in makers:
+        for m in sizes:
+            yield "", kind(m=m, lnc=2, **fields)
+
+
+def cores(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge two cores beside one: 1.85x for prefill (1,024 tokens), 1.8x for decode (to 16)."""
+    one = timings.us(dataclasses.replace(spec, lnc=1), target)
+    gain = one / timings.us(spec, target)
+    bar = 1.85 if spec.m >= 1024 else 1.8 if spec.m <= 16 else 0.0
+    return {"one core": gain}, [f"gains less than {bar}x"] * (one >= CORES_LEAST_US and gain < bar)
+
+
+def ranks_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield down (row-parallel) and up (column-parallel) projections, whole."""
+    for model in models:
+        for part in ("down", "up"):
+            k, n = MODELS[model].mlp(part)
+            for m in sizes:
+                yield f"{model} {part} m={m}", LowRankSpec(m=m, k=k, r=rank(k, n), n=n)
+
+
+def ranks(spec: Any, target: str, timings: Timings) -> Judged:
+    """Compare one core with groups, by each way of sharing; published all-reduces are charged."""
+    us, found = timings.us(spec, target), {}
+    for tp in GROUPS:
+        for axis, way in rank_ways(spec, tp, target).items():
+            found[f"{tp} by {axis}"] = us / way.fused
+            found[f"{tp} by {axis}, separate"] = us / way.separate
+    return found, []
+
+
+def backward_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield layers of Llama-3.2-1B, the last two with a frozen dense weight (LoRA)."""
+    layers = ((2048, 768, 2048), (2048, 384, 512), (2048, 1280, 8192), (8192, 1280, 2048),
+              (2048, 512, 8192), (8192, 512, 2048))  # fmt: skip
+    for m in (m for m in sizes if m >= 512):
+        for k, r, n in layers:
+            yield "", LowRankSpec(m=m, k=k, r=r, n=n)
+        for n in (2048, 8192):
+            yield "", LowRankSpec(m=m, k=2048, r=16, n=n, base=True)
+
+
+def backward(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge the launches of dx, du and dv as autograd makes them; dense: dx and dw.
+
+    "p kept" leaves out the launch that computes x u again. LoRA is no layer to gain over dense.
+    """
+    m, k, r, n = spec.m, spec.k, spec.r, spec.n
+    x, u, v = _empty(m, k), _empty(r, k), _empty(n, r)
+    w = _empty(n, k, grad=not spec.base)
+    stored = {"u_layout": "col", "v_layout": "col"} | ({"w_layout": "col"} if spec.base else {})
+    base = (None, w) if spec.base else ()
+    specs = _launched("lowrank_matmul", (x, u, v, *base), target, **stored)
+    whole = _launched("matmul", (x, w), target, w_layout="col")
+    each = [timings.us(one, target) for one in specs]
+    limits = [one.roofline_us(get(target)) for one in specs]
+    of_dense = sum(timings.us(one, target) for one in whole)
+    is_p = [(one.family, one.m, one.k, one.n) == ("matmul", m, k, r) for one in specs]
+    slow = any(
+        one.family == "matmul" and limit >= BACKWARD_LONG_US and us * BACKWARD_SHARE > limit
+        for one, limit, us in zip(specs, limits, each, strict=True)
+    )
+    kept = sum(each) - each[is_p.index(True)]
+    found = {"backward us": sum(each), "p kept us": kept, "roofline": sum(limits) / sum(each)}
+    if not spec.base:
+        found["dense"] = of_dense / sum(each)
+    return found, [f"a product below {BACKWARD_SHARE} of its roofline"] * slow
+
+
+def _launched(name: str, args: tuple[Any, ...], target: str, **keywords: Any) -> list[Any]:
+    """Return the specs that the backward pass of an op call launches."""
+    kwargs = {"executor": "simulator", "target": target, **keywords}
+    found = []
+    for op, operands, given in backward_calls(name, args, kwargs)[0]:
+        lowered = lower(op, operands, given, int(tokens(operands[0], given)))
+        found += [launch.spec for launch in lowered.launches]
+    return found
+
+
+def _empty(*shape: int, grad: bool = True) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=grad)
+
+
+def cliffs_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield token counts whose next one is likely to cost: few, and those about whole tiles."""
+    pairs = ((256, (2048,)), (128, (512,)), (128, (512,)))
+    makers: list[tuple[Any, dict[str, Any]]] = [
+        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048, **COL}),
+        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048}),
+        (MatmulSpec, {"k": 2048, "n": 2048, **COL}),
+        (LowRankSharedSpec, {"k": 2048, "pairs": pairs, **COL}),
+        (GatedMLPUpSpec, {"k": 2048, "n": 4096, "r": 512, "out_layout": "col", **COL}),
+        (GatedMLPSpec, {"k": 2048, "n": 4096, "r": 512, **COL}),
+    ]
+    few = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96}
+    ends = {m + d for m in range(128, 1100, 128) for d in (-1, 0, 1, 2, 64)}
+    for kind, fields in makers:
+        for m in sorted(few | ends):
+            yield "", kind(m=m, **fields)
+
+
+def cliffs(spec: Any, target: str, timings: Timings) -> Judged:
+    """Judge one more token."""
+    step = timings.us(dataclasses.replace(spec, m=spec.m + 1), target) / timings.us(spec, target)
+    return {"next token": step}, [f"one more token over {CLIFF_BAR}x"] * (step > CLIFF_BAR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table: its kernels by models and token counts, its judge, bars on means of figures."""
+
+    specs: Callable[[Sequence[str], Sequence[int]], Named]
+    judge: Callable[[Any, str, Timings], Judged]
+    sizes: tuple[int, ...] = (1, 16, 128, 512, 1024, 2048, 4096)
+    means: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+TABLES = {
+    "mlp": Table(mlp_specs, mlp, means={"dense": 1.35, "NeuronMM": 1.15}),
+    "gated": Table(gated_specs, gated),
+    "dense": Table(dense_specs, dense, (1, 16, 128, 256, 512, 1024, 2048)),
+    "small": Table(small_specs, small),
+    "fp8": Table(fp8_specs, fp8),
+    "apart": Table(apart_specs, apart),
+    "search": Table(search_specs, search),
+    "formats": Table(formats_specs, formats, (1, 16, 512)),
+    "shared": Table(shared_specs, shared),
+    "cores": Table(cores_specs, cores, (1, 16, 128, 512, 1024, 2048)),
+    "ranks": Table(ranks_specs, ranks, (1, 512)),
+    "backward": Table(backward_specs, backward, (512, 2048)),
+    "cliffs": Table(cliffs_specs, cliffs),
+}

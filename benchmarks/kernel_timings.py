@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import nmm_compiler
+from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.choose import Choice, search, simulated
 from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.options import INSTRUCTION_BUDGET
+from nmm_compiler.options import INSTRUCTION_BUDGET, Options
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import Target, get
 
@@ -98,6 +99,25 @@ class Timings:
         if best.simulated_us is not None:
             return best.simulated_us
         return self.timed(spec, best.schedule, get(target))[0]
+
+    def profile(self, spec: KernelSpec, target: str) -> dict[str, float]:
+        """Return figures of the simulated kernel that `build_kernel` makes."""
+        schedule = self.choose(spec, target).schedule.to_dict()
+        parts = rooms(), templates(FAMILIES[spec.family].folder), spec.family, spec.to_dict()
+
+        def run() -> dict[str, float]:
+            ran = build_kernel(spec, target, options=Options(cache="off")).profile()
+            return {
+                "us": ran.latency_us,
+                "hbm_bytes": ran.hbm_read_bytes + ran.hbm_write_bytes,
+                "dma_over_tensor": ran.engine_busy_us["dma"] / ran.engine_busy_us["tensor"],
+                "transposes": sum(ran.transposes.values()),
+                "mfu": ran.mfu,
+                "mbu": ran.mbu,
+            }
+
+        found: dict[str, float] = self.of(digest("profile", *parts, schedule, get(target)), run)
+        return found
 
     def file_us(
         self, path: Path, name: str, target: str, shapes: list[tuple[int, int]], **values: int

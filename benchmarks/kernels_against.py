@@ -8,7 +8,6 @@ takes more than 0.5 % longer.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import multiprocessing
@@ -16,9 +15,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
-from kernel_rows import GATED, LOWRANK, MODELS, Job, spec_of
 from rich.console import Console
 
 import nmm_compiler
@@ -43,30 +42,22 @@ _other: Any = None
 _folder = ""
 
 
-def main_against(console: Console, given: argparse.Namespace) -> int:
-    """Print both times of each shape; return the exit code."""
-    jobs = [
-        Job(target, model, part, m)
-        for m in map(int, given.m.split(","))
-        for target in (given.targets or "trn2").split(",")
-        for model in given.models.split(",")
-        for part in given.parts.split(",")
-        if part in (*LOWRANK, *GATED) and model in MODELS
-    ]
-    slower = done = 0
+def main_against(console: Console, jobs: Sequence[Any], checkout: str, workers: int) -> int:
+    """Print both times of each kernel; return the exit code."""
+    slower = 0
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o700)
-        start = (given.against, folder)
-        with context.Pool(given.workers, initializer=_start, initargs=start) as pool:
+        start = (checkout, folder)
+        with context.Pool(workers, initializer=_start, initargs=start) as pool:
             for job, then, now in pool.imap(_both, jobs):
-                done, slower = done + 1, slower + (now > LONGER * then)
+                slower += now > LONGER * then
                 console.print(
-                    f"{job.target}  {job.model:13} {job.part:5} m={job.m:<5} {then:10.1f} us then"
-                    f"  {now:10.1f} us now  {now / then:.3f}x",
+                    f"{job.target}  {job.name:40} {then:10.1f} us then  {now:10.1f} us now  "
+                    f"{now / then:.3f}x",
                     highlight=False,
                 )
-    console.print(f"{slower} of {done} kernels take more than {LONGER:.3f}x as long")
+    console.print(f"{slower} of {len(jobs)} kernels take more than {LONGER:.3f}x as long")
     return int(slower > 0)
 
 
@@ -82,10 +73,10 @@ def _start(checkout: str, folder: str) -> None:
     )
 
 
-def _both(job: Job) -> tuple[Job, float, float]:
+def _both(job: Any) -> tuple[Any, float, float]:
     """Return the job and the microseconds of the other version's kernel and of today's."""
-    spec = spec_of(job)
-    path = os.path.join(_folder, f"{job.target}_{job.model}_{job.part}_{job.m}.py")
+    spec = job.spec
+    path = os.path.join(_folder, f"{job.target}_{hash(spec)}.py")
     given = {
         field.name: value
         for field in dataclasses.fields(spec)

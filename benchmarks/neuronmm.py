@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from beta1_kernels import unpacked
-from kernel_rows import MODELS, rank
+from model_sizes import MODELS, rank
 from neuronmm_table import HOW, checked, markdown, written
 from row_file import Row, computed, is_stale, read_rows, version
 
@@ -134,8 +134,7 @@ class Job:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(input features, rank, output features)."""
-        hidden, intermediate = MODELS[self.model]
-        k, n = (intermediate, hidden) if self.part == "down" else (hidden, intermediate)
+        k, n = MODELS[self.model].mlp(self.part)
         return k, rank(k, n), n
 
 
