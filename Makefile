@@ -74,7 +74,7 @@ bench-kernels bench-simulator bench-speed bench-compress: $(DEV_READY)
 bench-passes bench-build bench-cache bench-cpu: $(DEV_READY)
 	$(RUN) benchmarks/speed.py --only $(@:bench-%=%) $(ARGS)
 
-# Decodes of whole models against published runs.
+# Against published runs; with AWS's dense layer: make bench-models ARGS="--library ../nki-library"
 bench-models: $(DEV_READY)
 	$(RUN) benchmarks/models.py $(ARGS)
 

@@ -8,7 +8,6 @@ with float64 here. `public_kernels.py --dialect neuronxcc` prints the table.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from paper_kernels import PAPER_KERNELS, paper_kernel
 from public_examples import example_cases, matmul_cases
+from public_library import parameter_sets
 from public_outcomes import WrongError
 
 from nmm_compiler.errors import NmmError
@@ -131,7 +131,7 @@ def sample_cases(folder: Path) -> Iterator[Case]:
                 continue
             for name, test in vars(kind).items():
                 if name.startswith("test_") and "numer" in name and callable(test):
-                    given = min(_parameters(test), key=_work)
+                    given = min((row for _, row in parameter_sets(private, test)), key=_work)
                     yield (
                         f"samples: {name[5:]}",
                         lambda test=test, given=given: test(  # type: ignore[misc]
@@ -146,24 +146,6 @@ def sample_cases(folder: Path) -> Iterator[Case]:
 
 def _own_check(path: Path) -> None:
     load_file(path).check_correct()
-
-
-def _parameters(test: Any) -> list[dict[str, Any]]:
-    """Return the arguments of each case of a pytest function."""
-    rows: list[list[dict[str, Any]]] = []
-    for mark in getattr(test, "pytestmark", []):
-        if mark.name == "parametrize":
-            names = [n.strip() for n in mark.args[0].split(",")] \
-                if isinstance(mark.args[0], str) else list(mark.args[0])  # fmt: skip
-            rows.append(
-                [dict(zip(names, _values(v, len(names)), strict=True)) for v in mark.args[1]]
-            )
-    return [{k: v for row in chosen for k, v in row.items()} for chosen in itertools.product(*rows)]
-
-
-def _values(given: Any, count: int) -> Any:
-    given = getattr(given, "values", given) if hasattr(given, "marks") else given
-    return [given] if count == 1 and not isinstance(given, (list, tuple)) else given
 
 
 def _work(given: dict[str, Any]) -> float:

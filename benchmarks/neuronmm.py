@@ -1,6 +1,7 @@
 """`make bench-neuronmm`: the paper's own kernels, unmodified, against dense kernels and ours.
 
-For the projections of six models at 1 to 4,096 tokens on trn1, simulated latency in us of
+For the up (gate has its shape) and down projections of six models at 1 to 4,096 tokens, simulated
+latency in us of
 
     shipped   NeuronMM's kernel with the block sizes that its authors choose by token count
     tuned     the same with the block sizes that `fastest` finds
@@ -8,10 +9,8 @@ For the projections of six models at 1 to 4,096 tokens on trn1, simulated latenc
     dense     this project's strongest dense kernel
     ours      this project's low-rank kernel
 
-up (the gate projection has its shape) and down run `fused_three_mm_XTUV`; gated (gate and up in
-one, if asked for) runs `fused_mlp_up_T`, and dense kernels then run once per weight. Their
-kernels' loads are charged with --loads, "reused" unless told: the faster of two bounds
-(docs/simulator.md). Nothing is measured, and nothing but time is simulated.
+Loads of other people's kernels are charged as reused, the faster of two bounds (docs/simulator.md).
+Nothing is measured, and nothing but time is simulated.
 
 Block sizes are divisors of the tiles of their dimension, 2 and 4: a block that does not divide the
 rank multiplies padding. From two starts, one size at a time moves to the value next to it that is
@@ -21,52 +20,43 @@ that: with more of them a kernel repeats its loop over blocks of tokens. This is
 proof: a sixth could win by its first loads.
 
 The kernels come from a clone of github.com/dinghongsong/NeuronMM, ./NeuronMM unless --checkout says
-otherwise. Every figure is a line of --rows (benchmarks/data/neuronmm.jsonl); a run that is
-interrupted continues there; --print computes nothing. A figure that other code than
-today's made is stale: it is counted, and a run makes it anew. The block sizes of other
-people's kernels are kept where their latency is still the same, else searched again.
+otherwise. Every figure is a line of --rows; a run that is interrupted continues there, and makes
+rows of other code anew. Block sizes of a row are kept where their latency is still the same.
 
 Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [--m 1,512]
-       [--parts up,down,gated] [--workers 2] [--target trn1] [--loads as_written]
-       [--print] [--markdown docs/neuronmm.md]
+       [--parts up,down] [--workers 2] [--target trn1] [--print] [--markdown docs/neuronmm.md]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from beta1_kernels import unpacked
+from kernel_timings import FILE, digest, rooms, timings_of
 from model_sizes import MODELS, rank
-from neuronmm_table import HOW, checked, markdown, written
 from row_file import Row, computed, is_stale, read_rows, version
 
-from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.gated_mlp import GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.options import Options
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 
-PARTS = ("up", "down", "gated")
+PARTS = ("up", "down")
 TOKENS = (1, 128, 512, 1024, 2048, 4096)
 ROWS = Path(__file__).parent / "data" / "neuronmm.jsonl"
-TIMED = Path("out/neuronmm.timed.jsonl")
 # How many block sizes are timed at twice, and at four times, the tokens of the largest block.
 SHORTLIST = (5, 2)
 # Tokens of the largest block in each grid: more of them repeat the outermost loop.
-LARGEST_BLOCK = {
-    "fused_three_mm_XTUV": 1024, "fused_mlp_up_T": 1024, "nki_matmul_fully_optimized_": 2048,
-}  # fmt: skip
+LARGEST_BLOCK = {"fused_three_mm_XTUV": 1024, "nki_matmul_fully_optimized_": 2048}
 CLONE = "git clone https://github.com/dinghongsong/NeuronMM"
 # Kernel -> (block size, rows of a tile, the dimension that it cuts, the largest block in tiles).
 SIZES = {
@@ -74,68 +64,54 @@ SIZES = {
         ("M_tiles_in_block", 128, "k", 16), ("r_tiles_in_block", 128, "r", 20),
         ("K_tiles_in_block", 128, "m", 8), ("N_tiles_in_block", 512, "n", 8),
     ),
-    "fused_mlp_up_T": (
-        ("M_tiles_in_block", 128, "k", 16), ("r_tiles_in_block", 128, "r", 20),
-        ("K_tiles_in_block", 512, "m", 2), ("N_tiles_in_block", 128, "n", 16),
-    ),
     "nki_matmul_fully_optimized_": (
         ("TILES_IN_BLOCK_M", 128, "m", 16), ("TILES_IN_BLOCK_N", 512, "n", 8),
         ("TILES_IN_BLOCK_K", 128, "k", 16),
     ),
 }  # fmt: skip
 Blocks = tuple[int, ...]
+Shape = tuple[str, str, int]  # model, part, tokens
+HOW = ("shipped", "tuned", "tutorial", "dense", "ours")
+# What is divided by ours: the faster of these.
+RATIOS = {
+    "the strongest dense kernel": ("tutorial", "dense"),
+    "the paper's kernel, tuned": ("tuned",),
+    "the paper's kernel, its authors' fixed blocks": ("shipped",),
+}
+SHORT = ("over dense", "over tuned", "over shipped")
+MARKS = ("<!-- rows -->", "<!-- end of rows -->")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One figure: a way to compute a part of a model for m tokens. Models share some."""
+    """One figure: a way to compute a projection of a model for m tokens. Models share some."""
 
     file: str
     target: str
-    loads: str
     model: str
     part: str
     m: int
     how: str
 
     @property
-    def times(self) -> int:
-        """How often the kernel runs: a dense one once for each of two weights."""
-        return 2 if self.part == "gated" and self.how in ("tutorial", "dense") else 1
-
-    @property
     def kernel(self) -> str:
         """The name of somebody else's kernel, or of a family of ours."""
-        gated = self.part == "gated"
-        return {
-            "tutorial": "nki_matmul_fully_optimized_", "dense": "matmul",
-            "ours": "gated_mlp_up" if gated else "lowrank",
-        }.get(self.how, "fused_mlp_up_T" if gated else "fused_three_mm_XTUV")  # fmt: skip
-
-    @property
-    def spec(self) -> Any:
-        """What a kernel of ours computes here."""
-        k, r, n = self.sizes
-        if self.how == "dense":
-            return MatmulSpec(m=self.m, k=k, n=n, x_layout="col")
-        if self.part == "gated":
-            return GatedMLPUpSpec(m=self.m, k=k, r=r, n=n, x_layout="row", out_layout="col")
-        return LowRankSpec(m=self.m, k=k, r=r, n=n, x_layout="col")
-
-    @property
-    def key(self) -> str:
-        """What the figure is of: the kernel, the way and the sizes, not the model."""
-        k, r, n = self.sizes
-        named = [self.target, self.how, self.kernel, self.m, k, r, n]
-        if self.how in ("tutorial", "dense"):
-            named.remove(r)
-        return "/".join(map(str, named + [self.loads] * (self.how not in ("ours", "dense"))))
+        ours = {"tutorial": "nki_matmul_fully_optimized_", "dense": "matmul", "ours": "lowrank"}
+        return ours.get(self.how, "fused_three_mm_XTUV")
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(input features, rank, output features)."""
         k, n = MODELS[self.model].mlp(self.part)
         return k, rank(k, n), n
+
+    @property
+    def key(self) -> str:
+        """What the figure is of: the kernel, the way and the sizes, not the model."""
+        k, r, n = self.sizes
+        sizes = (k, n) if self.how in ("tutorial", "dense") else (k, r, n)
+        named = (self.target, self.how, self.kernel, self.m, *sizes)
+        return "/".join([*map(str, named), *["reused"] * (self.kernel in SIZES)])
 
 
 def rows_of(job: tuple[Job, Row | None]) -> list[Row]:
@@ -147,9 +123,12 @@ def rows_of(job: tuple[Job, Row | None]) -> list[Row]:
 def measured(job: Job, stale: Row | None) -> Row:
     """Return the job's row: its latency in us and the block sizes or schedule that gave it."""
     m = job.m
+    k, r, n = job.sizes
     if job.how in ("ours", "dense"):
-        kernel = build_kernel(job.spec, job.target, options=Options(cache="off"))
-        us, schedule = kernel.profile().latency_us, kernel.schedule
+        low = LowRankSpec(m=m, k=k, r=r, n=n, x_layout="col")
+        spec = low if job.how == "ours" else MatmulSpec(m=m, k=k, n=n, x_layout="col")
+        schedule = timings_of(FILE).choose(spec, job.target).schedule
+        us = timings_of(FILE).us(spec, job.target)
         return {**_row(job, us, schedule.short(), 1), "schedule": schedule.to_dict()}
     clock = Clock(job)
     if stale is not None and stale["us"]:
@@ -213,50 +192,33 @@ def fastest(clock: Clock, m: int, shipped: list[Blocks]) -> list[Blocks]:
 class Clock:
     """Simulates somebody else's kernel with block sizes, each once, kept in a file."""
 
-    def __init__(self, job: Job, timed: Path = TIMED) -> None:
-        self.job, self.file = job, timed
-        self.known: dict[str, float | None] = {}
-        self.asked: set[str] = set()
-        for row in read_rows(timed):
-            self.known.update(row)
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.asked: set[tuple[int, Blocks]] = set()
 
     def latency(self, m: int, blocks: Blocks) -> float | None:
         """Return the simulated latency in us; None when SBUF does not hold the blocks."""
-        job = self.job
-        shapes = self._shapes(m)
-        key = "/".join(map(str, (version(), job.target, job.loads, job.kernel, shapes, blocks)))
-        self.asked.add(key)
-        if key not in self.known:
-            self.known[key] = self._simulated(shapes, blocks)
-            self.file.parent.mkdir(exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({key: self.known[key]}) + "\n")
-        return self.known[key]
-
-    def _shapes(self, m: int) -> list[tuple[int, int]]:
-        """Return the shapes of the operands for m tokens."""
-        k, r, n = self.job.sizes
-        if self.job.how == "tutorial":
-            return [(k, m), (k, n)]
-        if self.job.part == "gated":
-            return [(m, k), (k, r), (r, n), (k, r), (r, n)]
-        return [(k, m), (k, r), (r, n)]
-
-    def _simulated(self, shapes: list[tuple[int, int]], blocks: Blocks) -> float | None:
-        job = self.job
-        arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
+        job, (k, r, n) = self.job, self.job.sizes
+        shapes = [(k, m), (k, n)] if job.how == "tutorial" else [(k, m), (k, r), (r, n)]
         named = dict(zip((name for name, *_ in SIZES[job.kernel]), blocks, strict=True))
-        try:
-            run = simulate(
-                f"{job.file}:{job.kernel}", *arrays, target=job.target, mode="timing",
-                loads=job.loads, named=named,
-            )  # fmt: skip
-        except NmmError as error:
-            print(f"{job.key} {blocks}: {error}"[:300], file=sys.stderr)
-            return None
-        profile = run.profile
-        assert profile is not None
-        return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
+
+        def simulated() -> float | None:
+            arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
+            try:
+                profile = simulate(
+                    f"{job.file}:{job.kernel}", *arrays, target=job.target, mode="timing",
+                    loads="reused", named=named,
+                ).profile  # fmt: skip
+            except NmmError as error:
+                print(f"{job.key} {blocks}: {error}"[:300], file=sys.stderr)
+                return None
+            assert profile is not None
+            return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
+
+        self.asked.add((m, blocks))
+        key = digest(rooms(), job.target, job.kernel, shapes, blocks, "reused")
+        us: float | None = timings_of(FILE).of(key, simulated)
+        return us
 
 
 def _row(job: Job, latency: float | None, what: str, simulations: int) -> Row:
@@ -281,29 +243,86 @@ def run(jobs: list[Job], rows: Path, workers: int) -> dict[str, Row]:
 
 
 def jobs_of(
-    file: Path, target: str, loads: str, parts: Sequence[str],
-    models: Iterable[str] = tuple(MODELS), tokens: Sequence[int] = TOKENS,
-    hows: Sequence[str] = HOW,
+    file: Path, target: str, models: Sequence[str] = tuple(MODELS), parts: Sequence[str] = PARTS,
+    tokens: Sequence[int] = TOKENS,
 ) -> list[Job]:  # fmt: skip
     """Return the figures of a table, its rows in order."""
+    shapes = itertools.product(models, parts, tokens, HOW)
+    return [Job(str(file), target, *shape) for shape in shapes]
+
+
+def ratios(us: dict[str, float]) -> list[float | None]:
+    """Return latencies over ours, in the order of RATIOS; None where a kernel has no row."""
     return [
-        Job(str(file), target, loads, model, part, m, how)
-        for model in models
-        for part in parts
-        for m in tokens
-        for how in hows
-    ]
+        min(us[how] for how in ways) / us["ours"]
+        if "ours" in us and all(how in us for how in ways) else None
+        for ways in RATIOS.values()
+    ]  # fmt: skip
+
+
+def lines(
+    jobs: list[Any], rows: dict[str, Row]
+) -> Iterator[tuple[tuple[str, str, int], dict[str, float]]]:
+    """Yield (shape, us of each way) of each shape with rows."""
+    for shape in dict.fromkeys((job.model, job.part, job.m) for job in jobs):
+        here = [job for job in jobs if (job.model, job.part, job.m) == shape and job.key in rows]
+        us = {job.how: rows[job.key]["us"] for job in here if rows[job.key]["us"]}
+        if us:
+            yield shape, us
+
+
+def summary(jobs: list[Any], rows: dict[str, Row]) -> dict[str, list[float]]:
+    """Return each ratio's values over the shapes that have all of them."""
+    found = [ratios(us) for _, us in lines(jobs, rows)]
+    whole = [values for values in found if None not in values]
+    return dict(zip(RATIOS, map(list, zip(*whole, strict=True)), strict=False))  # type: ignore[arg-type]
+
+
+def _cells(us: dict[str, float]) -> list[str]:
+    times = [f"{us[how]:,.1f}" if how in us else "-" for how in HOW]
+    return times + ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios(us)]
+
+
+def checked(jobs: list[Any], rows: dict[str, Row]) -> None:
+    """Print how many figures of each column are current, stale and missing."""
+    for how in HOW:
+        keys = {job.key for job in jobs if job.how == how}
+        stale = [is_stale(rows[key]) for key in keys & rows.keys()]
+        print(
+            f"{how:8} {stale.count(False):3} current, {stale.count(True):3} stale, "
+            f"{len(keys) - len(stale):3} missing"
+        )
+
+
+def markdown(jobs: list[Any], rows: dict[str, Row]) -> str:
+    """Return the two tables of the page."""
+    text = ["| over | mean | least | most | shapes |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, values in summary(jobs, rows).items():
+        figures = (sum(values) / len(values), min(values), max(values))
+        text.append(f"| {name} | {' | '.join(f'{v:.2f}x' for v in figures)} | {len(values)} |")
+    text += ["", f"| model | part | tokens | {' | '.join((*HOW, *SHORT))} |",
+             "| --- | --- |" + " ---: |" * (1 + len(HOW) + len(SHORT))]  # fmt: skip
+    for (model, part, m), us in lines(jobs, rows):
+        if None not in ratios(us):
+            text.append(f"| {model} | {part} | {m:,} | {' | '.join(_cells(us))} |")
+    return "\n".join(text)
+
+
+def written(page: Path, jobs: list[Any], rows: dict[str, Row]) -> None:
+    """Write the tables into a page, between its two marks."""
+    before, _, rest = page.read_text("utf-8").partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    tables = f"{MARKS[0]}\n\n{markdown(jobs, rows)}\n\n{MARKS[1]}"
+    page.write_text(f"{before}{tables}{after}", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkout", type=Path, default=Path("NeuronMM"))
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--parts", default="up,down", help=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--m", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--how", default=",".join(HOW))
     parser.add_argument("--target", default="trn1")
-    parser.add_argument("--loads", choices=("as_written", "reused"), default="reused")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--print", action="store_true", help="the rows that are there, no more")
@@ -317,10 +336,8 @@ def main() -> int:
         print(f"{file} is not there. Get the paper's kernels with\n    {CLONE}\n"
               "or pass --checkout DIR", file=sys.stderr)  # fmt: skip
         return 2
-    jobs = jobs_of(
-        file, given.target, given.loads, given.parts.split(","), given.models.split(","),
-        [int(m) for m in given.m.split(",")], given.how.split(","),
-    )  # fmt: skip
+    sizes = [int(m) for m in given.m.split(",")]
+    jobs = jobs_of(file, given.target, given.models.split(","), given.parts.split(","), sizes)
     if not ready:
         run(jobs, given.rows, given.workers)
     rows = {row["key"]: row for row in read_rows(given.rows)}
