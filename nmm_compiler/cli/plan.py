@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,12 @@ def _prices() -> Sequence[str]:
     from nmm_compiler.prices.kernel import PRICES
 
     return tuple(PRICES)
+
+
+def _stacks() -> Sequence[str]:
+    from nmm_compiler.prediction.stacks import STACKS
+
+    return tuple(STACKS)
 
 
 def plan(
@@ -44,6 +51,14 @@ def plan(
             "of a kernel: simulated, tuned (nmm build --search), closed_form",
         ),
     ] = "simulated",
+    stack: Annotated[
+        str,
+        values.choice_option("stack", _stacks, "what runs the programs: launch gaps, host time"),
+    ] = "own",
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="your time a token: a file of milliseconds, or a profiler's JSON"),
+    ] = None,
     as_json: values.AsJson = False,
     html: values.Html = None,
 ) -> None:
@@ -52,6 +67,7 @@ def plan(
     Example: nmm plan llama-3.2-1b --target trn2,trn3 --ratio 0.1,0.2 --batch 1,8 --tp 1,4
     """
     from nmm_compiler.cli import models
+    from nmm_compiler.prediction.measured import read_measured
     from nmm_compiler.prediction.plan import plan as run
 
     models.require_transformers("a model without its weights")
@@ -59,6 +75,7 @@ def plan(
     def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
+    own = None if measured is None else read_measured(measured.read_text(), str(measured))
     with steps(f"reading {model}") as step:
         made = run(
             models.described(model),
@@ -73,6 +90,8 @@ def plan(
             include=include,
             exclude=exclude,
             price=price,
+            stack=stack,
+            measured=own,
             progress=step,
         )
     print(made.to_json(indent=2)) if as_json else show(str(made))

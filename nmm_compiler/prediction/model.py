@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nmm_compiler.prediction.phase import STEPS, Line, Phase, Step
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, bars
@@ -23,53 +24,6 @@ from nmm_compiler.report.shown import Shown
 # of published systems took up to 5.7 times as long: they reach 13 to 42 % of the peak rate there,
 # and the prediction has our kernels in their place.
 BANDS = {"decode": (-0.3, 0.55), "prefill": (-0.1, 4.7), "pass": (-0.1, 4.7)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line(Record):
-    """The predicted time of one kind of work in equal modules: calls, and microseconds of each.
-
-    source: "simulated", "bound", "published law" or "fitted". error_band: how much less and more a
-    device may take, as shares of the figure.
-    """
-
-    module: str
-    kind: str
-    calls: int
-    each_us: float
-    source: str
-    error_band: tuple[float, float]
-    what: str = ""
-
-    @property
-    def us(self) -> float:
-        """Microseconds of all calls."""
-        return self.calls * self.each_us
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase(Record):
-    """One pass of the model: "prefill", "decode", or "pass" of a model that does not generate.
-
-    tokens: output tokens of one pass, one for each sequence of the batch.
-    """
-
-    name: str
-    lines: tuple[Line, ...]
-    tokens: int
-
-    @property
-    def us(self) -> float:
-        """Microseconds of the pass: the sum of its lines."""
-        return sum(line.us for line in self.lines)
-
-    def by(self, field: str) -> dict[str, float]:
-        """Return microseconds per value of a field of the lines: module, kind or source."""
-        made: dict[str, float] = {}
-        for line in self.lines:
-            key = str(getattr(line, field))
-            made[key] = made.get(key, 0.0) + line.us
-        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +50,8 @@ class Memory(Record):
 class ModelPrediction(Shown, Record):
     """A model's predicted latency in one setting, and that of the dense model where it differs.
 
-    parameters: of the whole model. ranks: the distinct ranks of its factors. price: of kernels, as
-    `predict` was asked. dense: the same model before compression, or None.
+    parameters: of the whole model. ranks: the distinct ranks of its factors. price: of kernels, and
+    stack: what runs them, as `predict` was asked. dense: the model before compression, or None.
     """
 
     name: str
@@ -115,6 +69,7 @@ class ModelPrediction(Shown, Record):
     phases: tuple[Phase, ...]
     memory: Memory
     price: str = "simulated"
+    stack: str = "own"
     dense: ModelPrediction | None = None
 
     @property
@@ -171,9 +126,9 @@ class ModelPrediction(Shown, Record):
         where = f"on {self.target}" + (f", tp {self.tp}" if self.tp > 1 else "")
         if self.dense is None:
             text = " and ".join(f"{_ms(p.us)} ms {_PHASE[p.name]}" for p in self.phases[::-1])
-            return f"predicted {text} (batch {self.batch}) {where}"
+            return f"predicted {text} (batch {self.batch}, stack {self.stack}) {where}"
         gains = [(gain, _PHASE[name]) for name, gain in reversed(self.gain.items())]
-        setting = f"(batch {self.batch}) {where}"
+        setting = f"(batch {self.batch}, stack {self.stack}) {where}"
         return headline(
             gains, setting, error=ERRORS[self.price], quality=quality, remedy=self.remedy()
         )
@@ -211,7 +166,7 @@ class ModelPrediction(Shown, Record):
                 "note",
             ),
         ]
-        made += self._by_kind()
+        made += self.waterfall()
         for phase in self.phases:
             made.append(Section(self._title(phase), tuple(self._phase_parts(phase)), folded=True))
         return made
@@ -235,39 +190,39 @@ class ModelPrediction(Shown, Record):
         errors = ", ".join(f"{source} {_percent(band)}" for source, band in sorted(bands.items()))
         return [Grid.of(head, rows, right), Text(f"errors of such lines: {errors}", "note")]
 
-    def _by_kind(self) -> list[Part]:
-        """Return each phase by kind of piece: a table and bars, with the dense model's beside."""
+    def waterfall(self) -> list[Part]:
+        """Return each phase's steps from bytes to time: a table and bars, with the dense model's
+        beside."""
         models = {"low-rank" if self.dense else "": self}
         if self.dense is not None:
             models = {"dense": self.dense, **models}
-        found = {
-            (name, phase.name): {kind: us / 1e3 for kind, us in phase.by("kind").items()}
-            for name, model in models.items() for phase in model.phases
-        }  # fmt: skip
-        total: dict[str, float] = {}
-        for one in found.values():
-            for kind, ms in one.items():
-                total[kind] = total.get(kind, 0.0) + ms
-        kinds = sorted(total, key=lambda kind: -total[kind])
-        chart = bars(
-            [Bar(f"{phase} {name}".strip(), tuple(found[name, phase].get(k, 0.0) for k in kinds))
-             for phase in (p.name for p in self.phases) for name in models],
-            kinds, "ms", "; ".join(_shares(p) for p in self.phases),
-        )  # fmt: skip
-        if self.dense is None:
-            return [chart]
-        rows = []
+        rows: list[tuple[str, ...]] = []
+        drawn: list[Bar] = []
         for phase in self.phases:
-            before, after = (found[name, phase.name] for name in models)
-            for kind in ("all", *kinds):
-                old, new = (sum(one.values()) if kind == "all" else one.get(kind, 0.0)
-                            for one in (before, after))  # fmt: skip
-                if old or new:
-                    gain = f"{old / new:.2f}x" if new else "-"
-                    rows.append((phase.name, f"{old:.3f}", f"{new:.3f}", gain, kind))
-        head = ("phase", "dense ms", "low-rank ms", "gain", "kind")
-        table = Grid.of(head, rows, right=head[1:4])
-        return [Section("dense and low-rank", (table, chart))]
+            found = [_steps(model, phase.name) for model in models.values()]
+            drawn += [
+                Bar(f"{phase.name} {name}".strip(),
+                    tuple(steps[key].us / 1e3 if key in steps else 0.0 for key in STEPS))
+                for name, steps in zip(models, found, strict=True)
+            ]  # fmt: skip
+            totals = [sum(step.us for step in steps.values()) for steps in found]
+            rows.append(
+                (f"{phase.name}: all", *map(_ms, totals), "100", "", _percent(BANDS[phase.name]))
+            )
+            for key in STEPS:
+                if any(key in steps for steps in found):
+                    shown = [f"{steps[key].us / 1e3:.3f}" if key in steps else "-"
+                             for steps in found]  # fmt: skip
+                    last = found[-1].get(key)
+                    share = f"{100 * last.us / totals[-1]:.0f}" if last else "-"
+                    source = ", ".join(last.sources) if last else ""
+                    error = _percent(last.error_band) if last else ""
+                    rows.append((f"+ {key}", *shown, share, source, error))
+        times = tuple(f"{name} ms".strip() for name in models)
+        head = ("step", *times, "%", "source", "error")
+        text = "; ".join(_shares(phase) for phase in self.phases)
+        keys = list(STEPS)
+        return [Grid.of(head, rows, right=(*times, "%")), bars(drawn, keys, "ms", text)]
 
     def __repr__(self) -> str:
         return f"<ModelPrediction: {self.name}, {self.headline()}>"
@@ -276,11 +231,16 @@ class ModelPrediction(Shown, Record):
 _PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
 
 
+def _steps(model: ModelPrediction, phase: str) -> dict[str, Step]:
+    found = model.phase(phase)
+    return {} if found is None else {step.name: step for step in found.steps}
+
+
 def _shares(phase: Phase) -> str:
-    """Return the largest kinds of a phase: the text of its chart."""
-    most = sorted(phase.by("kind").items(), key=lambda item: -item[1])[:4]
-    said = ", ".join(f"{kind} {100 * us / phase.us:.0f} %" for kind, us in most)
-    return f"{phase.name} by kind: {said}"
+    """Return the largest steps of a phase: the text of its chart."""
+    most = sorted(phase.steps, key=lambda step: -step.us)[:4]
+    said = ", ".join(f"{step.name} {100 * step.us / phase.us:.0f} %" for step in most)
+    return f"{phase.name}: {said}"
 
 
 def _common_layers(phase: Phase) -> tuple[str, str]:

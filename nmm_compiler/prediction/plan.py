@@ -6,15 +6,21 @@ Every model is traced first, and each distinct kernel is then simulated once, in
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NmmError, PredictionError
 from nmm_compiler.kernels.base import CORES, KernelSpec
 from nmm_compiler.lowrank_models.select import Patterns
-from nmm_compiler.prediction.model import ModelPrediction, Phase
+from nmm_compiler.prediction.changes import Change, changes
+from nmm_compiler.prediction.changes import settings as changed_settings
+from nmm_compiler.prediction.measured import Difference, Measured, differences, verdict
+from nmm_compiler.prediction.model import ModelPrediction
+from nmm_compiler.prediction.phase import Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.way_out import WORTH, WayOut, ways_out
 from nmm_compiler.prediction.way_out import step_gain as _gain
@@ -42,6 +48,8 @@ class Plan(Shown, Record):
     predictions: tuple[ModelPrediction, ...]
     refused: tuple[Refused, ...] = ()
     ways_out: tuple[WayOut, ...] = ()
+    changes: tuple[Change, ...] = ()
+    differences: tuple[Difference, ...] = ()
 
     @property
     def best(self) -> ModelPrediction | None:
@@ -102,6 +110,25 @@ class Plan(Shown, Record):
                  "GiB are those of one core", "note")
         )  # fmt: skip
         made += [Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused]
+        if self.changes:
+            base = self.predictions[0]
+            made += base.waterfall()
+            made += [
+                Line(f"what would change it: {_setting(base)}", "headline"),
+                Grid.of(("with", f"{base.phases[-1].name} ms", "tokens a second", ""),
+                        [change.cells() for change in self.changes],
+                        right=(f"{base.phases[-1].name} ms", "tokens a second")),
+            ]  # fmt: skip
+        if self.differences:
+            base = self.predictions[0]
+            made.append(Line(verdict(self.differences, base.error_band), "headline"))
+            made.append(
+                Grid.of(
+                    ("step", "predicted ms", "measured ms", ""),
+                    [one.cells() for one in self.differences],
+                    right=("predicted ms", "measured ms"),
+                )
+            )
         gains = [(p, _gain(p)) for p in self.predictions if p.gain]
         if gains:
             made.append(
@@ -137,18 +164,21 @@ def plan(
     lnc: int = CORES,
     dtype: str | None = None,
     weights: str | None = None,
+    stack: str = "own",
     include: Patterns = None,
     exclude: Patterns = None,
     price: str = "simulated",
+    measured: Measured | None = None,
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Return predictions of every combination, dense and at each ratio.
 
-    price: of a kernel, as in `predict`. jobs: processes that simulate kernels, by default one for
-    each core. progress: called with (what is done now, how many are done, how many there are), of
-    settings and then of kernels. A setting that cannot be predicted is in `refused`; raises
-    PredictionError when none can.
+    Of a single setting also what would change it. price: of a kernel, and stack: what runs the
+    programs, as in `predict`. measured: the user's own figures of the first setting. jobs:
+    processes that simulate kernels, by default one for each core. progress: called with (what is
+    done now, how many are done, how many there are), of settings and then of kernels. A setting
+    that cannot be predicted is in `refused`; raises PredictionError when none can.
     """
     settings = list(itertools.product(targets, tps, batches, prompts, contexts))
     wanted = list(itertools.product(settings, (None, *ratios)))
@@ -161,16 +191,22 @@ def plan(
         target, tp, batch, prompt, context = setting
         cut = {} if ratio is None else {"include": include, "exclude": exclude}
         fixed = {"tp": tp, "batch": batch, "prompt": prompt, "context": context, "lnc": lnc,
-                 "dtype": dtype, "weights": weights, "price": price}  # fmt: skip
+                 "dtype": dtype, "weights": weights, "price": price, "stack": stack}  # fmt: skip
         given = {key: value for key, value in more.items() if key != "include" or value}
         return predict(model, target, ratio=ratio, **{**fixed, **cut, **given})
+
+    def changed(base: ModelPrediction) -> list[Mapping[str, Any]]:
+        return [more for _, more in changed_settings(base)] if len(settings) == 1 else []
 
     if price == "simulated":
         kernels: dict[tuple[KernelSpec, str], None] = {}
         for i, (setting, ratio) in enumerate(wanted):
             step(f"tracing {_named(*setting)}", i, len(wanted))
             with contextlib.suppress(NmmError), noted_kernels() as noted:
-                predicted(setting, ratio, price="closed_form")
+                rough = predicted(setting, ratio, price="closed_form")
+                for more in changed(rough) if ratio is None else ():
+                    with contextlib.suppress(NmmError):
+                        predicted(setting, None, **more, price="closed_form")
             kernels |= {(spec, setting[0]): None for spec in noted}
         price_many(kernels, jobs=jobs, progress=progress)
     made: dict[tuple[Any, ...], ModelPrediction] = {}
@@ -209,12 +245,26 @@ def plan(
             pays=pays,
         )  # fmt: skip
 
+    told: tuple[Change, ...] = ()
+    (*only, cut), base = next(iter(made.items()))
+    if len(settings) == 1 and cut is None:
+        step("what would change it", 0, 0)
+        low_rank = {key[-1]: one for key, one in made.items() if key[-1] is not None}
+        told = changes(base, functools.partial(predicted, tuple(only), None), low_rank)
     found = (out(target, tp) for target, tp in dict.fromkeys((one[0], one[1]) for one in settings))
     return Plan(
         name=next(iter(made.values())).name,
         predictions=tuple(made.values()),
         refused=tuple(refused),
         ways_out=tuple(one for one in found if one is not None),
+        changes=told,
+        differences=()
+        if measured is None
+        else tuple(
+            differences(
+                base.phases[-1], measured, machine_target(base.target).memory_bytes_per_second * lnc
+            )
+        ),
     )
 
 

@@ -30,14 +30,13 @@ from nmm_compiler.prediction.meta_models import (
     read_config,
     saved_ranks,
 )
-from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
+from nmm_compiler.prediction.model import Memory, ModelPrediction
+from nmm_compiler.prediction.phase import Line, Phase
 from nmm_compiler.prediction.prices import BANDS, Machine, fastest, stored_bytes
+from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prediction.tensor_parallel import shard
 from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES
-
-# One call from the host, with its result read back: published for trn2; about 94 us on trn1.
-HOST_CALL_US = 133.0
+from nmm_compiler.prices.kernel import PRICES
 
 
 def predict(
@@ -58,6 +57,7 @@ def predict(
     inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     dense: Any = None,
     price: str = "simulated",
+    stack: str = "own",
 ) -> ModelPrediction:
     """Return the predicted latency of a model on `target`, and that of the dense model.
 
@@ -77,6 +77,7 @@ def predict(
     dense: what a low-rank module is compared with: the model before `compress`, or its config.
     price: of a kernel: "simulated", seconds for each new shape; "tuned", the same with the
         schedules that `tune` found where the cache has them; "closed_form", no time at all.
+    stack: what runs the programs, one of `prediction.stacks.STACKS`: their gaps and host time.
 
     Raises PredictionError for a model that cannot be traced or cut, UnknownNameError and
     OptionTypeError for bad arguments, and what `compress` raises for ratios and ranks.
@@ -96,12 +97,13 @@ def predict(
         ("dtype", dtype, DTYPES),
         ("weights", weights, WEIGHTS),
         ("price", price, tuple(PRICES)),
+        ("stack", stack, tuple(STACKS)),
     ):
         if value not in known:
             raise UnknownNameError(kind, value, known)
     if weights.startswith("float8") and not chip.float8_kernels:
         raise OptionTypeError("weights", weights, f"a format that {chip.name} multiplies")
-    machine = Machine(chip, lnc, tp, weights, price)
+    machine = Machine(chip, lnc, tp, weights, price, stack)
     given = original = model_or_config
     saved = False
     if not isinstance(given, nn.Module):
@@ -188,7 +190,9 @@ class _Maker:
             key = None if job is None else (job, target, *sizes)
             walked = functools.partial(prepared.walked, sizes, phase.inputs, self.named)
             pieces = _kept(key, walked)
-            phases.append(_phase(phase.name, pieces, self.machine, self.setting["batch"]))
+            layers = sum(map(len, model.layers.values()))
+            batch = self.setting["batch"]
+            phases.append(_phase(phase.name, pieces, self.machine, batch, layers))
             cache = max(cache, phase.cache_bytes())
         return ModelPrediction(
             name=model.name,
@@ -209,6 +213,7 @@ class _Maker:
                 capacity_bytes=target.hbm_bytes * self.machine.lnc,
             ),
             price=self.machine.price,
+            stack=self.machine.stack,
             dense=dense,
         )
 
@@ -368,7 +373,7 @@ def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str) 
     return 3 * setting["batch"] * max(sizes, default=0) * stored_bytes(dtype, dtype)
 
 
-def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int) -> Phase:
+def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int, layers: int) -> Phase:
     lines: list[Line] = []
     launches = 0
     for piece, found in (pair for one in pieces for pair in fastest(one, machine)):
@@ -383,13 +388,20 @@ def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int) -> 
                 source=found.source,
                 error_band=(-below, above),
                 what=found.how,
+                bytes_us=found.bytes_us,
+                floor_us=found.floor_us,
             )
         )
-    next_one = "from one kernel or region to the next"
-    laws = (
-        ("(program)", "gaps", launches, LAUNCH_GAP_US, "fitted", next_one),
-        ("(host)", "call", 1, HOST_CALL_US, "published law", "one call with its result read back"),
-    )
+    stack = STACKS[machine.stack]
+    programs = stack.programs_of(layers)
+    between, law = "from one kernel or region to the next", "published law"
+    laws = [
+        ("(program)", "gaps", launches, stack.launch_gap_us, "fitted", between),
+        ("(host)", "call", 1, stack.host_us, law, "one call with its result read back"),
+    ]
+    if stack.program_gap_us:
+        after = "from one program to the next"
+        laws.append(("(program)", "gaps", programs - 1, stack.program_gap_us, law, after))
     for module, kind, calls, each, source, what in laws:
         below, above, _ = BANDS[source]
         lines.append(

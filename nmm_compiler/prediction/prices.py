@@ -56,6 +56,7 @@ CACHE_RATE_SHARE = 0.23
 class Machine:
     """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
+    stack: what runs the programs there (`stacks.STACKS`).
     lnc: 1 is how our kernels run. weights: the format of stored matrices: a dtype, or "int8" where
     no kernel here takes it. price: of a kernel, one of `prices.kernel.PRICES`.
     """
@@ -65,6 +66,7 @@ class Machine:
     tp: int = 1
     weights: str = "bfloat16"
     price: str = "simulated"
+    stack: str = "own"
 
     @property
     def bytes_per_second(self) -> float:
@@ -74,12 +76,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Price:
-    """Microseconds of one piece, computed once; their source; the specs that were priced."""
+    """Microseconds of one piece, computed once; their source; the specs that were priced.
+
+    bytes_us, floor_us: as in `phase.Line`.
+    """
 
     us: float
     source: str
     how: str = ""
     launches: int = 1
+    bytes_us: float = 0.0
+    floor_us: float = 0.0
 
 
 def price(piece: Piece, machine: Machine) -> Price:
@@ -119,7 +126,10 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
     sources = {p.source for p in prices}
     source = sources.pop() if len(sources) == 1 else "bound"
     how = " + ".join(p.how for p in prices)
-    return Price(sum(p.us for p in prices), source, how, len(prices))
+    us, moved, floor = (
+        sum(getattr(p, name) for p in prices) for name in ("us", "bytes_us", "floor_us")
+    )
+    return Price(us, source, how, len(prices), moved, floor)
 
 
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
@@ -129,6 +139,7 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     here reads int8 weights: they are half the bytes of bfloat16.
     """
     stored = with_weights(spec, machine.weights)
+    moved, floor = _bounds(stored, machine)
     source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
     try:
         us = launch_us(stored, machine.target, machine.lnc, machine.price)
@@ -136,13 +147,24 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
         us, source = math.inf if summed else stored.roofline_us(machine.target), "bound"
     if summed:
         said = f"{how} on {stored.world_size} cores, the sum of {summed:,} B inside"
-        return Price(us, f"{_kernel_source(machine)} + law", said)
+        source = f"{_kernel_source(machine)} + law"
+        return Price(us, source, said, bytes_us=moved, floor_us=floor)
     shared = machine.lnc > 1 and bool(dataclasses.replace(stored, lnc=machine.lnc).splits())
     cores = machine.lnc if shared else 1
     if machine.weights == "int8":
         peak = cores * machine.target.peak_flops_per_second("bfloat16")
         us, source = max(us / 2, 1e6 * stored.flops() / peak), "bound"
-    return Price(us, source, how + (f" on {cores} cores" if shared else ""))
+    how += f" on {cores} cores" if shared else ""
+    return Price(us, source, how, bytes_us=moved, floor_us=min(floor, us))
+
+
+def _bounds(spec: KernelSpec, machine: Machine) -> tuple[float, float]:
+    """Return the microseconds of a kernel's bytes at the full rate, and of its roofline; where the
+    weights are int8, which no spec says, half of both."""
+    part = 0.5 if machine.weights == "int8" else 1.0
+    moved = 1e6 * spec.minimal_hbm_bytes() / machine.bytes_per_second
+    whole = spec.roofline_us(machine.target) * spec.lnc / machine.lnc
+    return part * moved, part * max(moved, whole)
 
 
 def _kernel_source(machine: Machine) -> str:
@@ -163,20 +185,24 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     for (spec,) in piece.ways:
         with contextlib.suppress(*NO_KERNEL):
             us = launch_us(spec, machine.target, machine.lnc, machine.price)
-            return Price(us, _kernel_source(machine), spec.short())
+            moved, floor = _bounds(spec, dataclasses.replace(machine, weights=piece.dtype))
+            source = _kernel_source(machine)
+            return Price(us, source, spec.short(), bytes_us=moved, floor_us=min(floor, us))
     batch, heads, _, queries, keys, features, causal = piece.attention
     target = machine.target
     memory = piece.bytes / machine.bytes_per_second
     if queries == 1:
         us = 1e6 * memory / CACHE_RATE_SHARE
-        return Price(us, "published law", f"{keys:,} tokens in the cache, {heads} heads")
+        how = f"{keys:,} tokens in the cache, {heads} heads"
+        return Price(us, "published law", how, bytes_us=1e6 * memory, floor_us=1e6 * memory)
     scores = batch * heads * queries * keys * (0.5 if causal else 1.0) / machine.lnc
     lanes = target.partitions
     engines = SCORE_PASSES * scores / (lanes * target.vector_clock_hz)
     passes = 2 * scores * math.ceil(features / lanes) / lanes
     tensor = passes / target.tensor_clock_hz
     how = f"{queries:,} x {keys:,} scores, {heads} heads{', causal' if causal else ''}"
-    return Price(1e6 * max(memory, engines, tensor), "bound", how)
+    moved, floor = 1e6 * memory, 1e6 * max(memory, tensor)
+    return Price(max(floor, 1e6 * engines), "bound", how, bytes_us=moved, floor_us=floor)
 
 
 def _pointwise(piece: Piece, machine: Machine) -> Price:

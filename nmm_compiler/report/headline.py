@@ -15,7 +15,7 @@ def headline(
     quality: str = "",
     remedy: str = "",
 ) -> str:
-    """Return "predicted 1.19x per token and 1.12x to first token (batch 1) on trn2 over ...".
+    """Return "predicted 1.19x per token and 1.12x to first token (batch 1, stack own) on trn2 over ...".
 
     gains: (how many times faster than dense, of what). where: setting and target. error: how far a
     gain has to be from 1 to be told from none. could: of a dense model, which has not reached the

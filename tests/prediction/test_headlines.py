@@ -57,7 +57,7 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
     # simulated too, as the closed form does not tell the two apart
     assert [one.get("price", "simulated") for one in asked] == ["closed_form", "simulated"]
     assert "per token and" in whole
-    assert "to first token (batch 1) on trn2 over our dense kernels" in whole
+    assert "to first token (batch 1, stack own) on trn2 over our dense kernels" in whole
     assert whole.endswith("; quality not judged: no calibration")
 
     low = compiled(model, 64)

@@ -11,7 +11,8 @@ from nmm_compiler.cli import plan as plan_command
 from nmm_compiler.cli.commands import app
 from nmm_compiler.errors import PredictionError
 from nmm_compiler.prediction import plan as plan_module
-from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
+from nmm_compiler.prediction.model import Memory, ModelPrediction
+from nmm_compiler.prediction.phase import Line, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
 from nmm_compiler.prediction.way_out import WayOut, ways_out
 from nmm_compiler.prices import kernel as latency

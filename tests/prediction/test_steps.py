@@ -1,0 +1,107 @@
+"""A pass as steps that sum to its time, what would change it, and measured times beside it."""
+
+import json
+
+import pytest
+import transformers
+
+from nmm_compiler.errors import NmmError
+from nmm_compiler.prediction.measured import differences, read_measured, verdict
+from nmm_compiler.prediction.phase import Line, Phase
+from nmm_compiler.prediction.plan import plan
+from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prediction.stacks import STACKS
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=2048,
+    num_attention_heads=8, num_key_value_heads=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", [None, "float8_e4m3", "int8"])
+@pytest.mark.parametrize(("tp", "lnc"), [(1, 1), (4, 2)])
+def test_the_steps_of_a_pass_sum_to_its_time(weights, tp, lnc):
+    made = predict(CONFIG, tp=tp, lnc=lnc, weights=weights, batch=2, price="closed_form")
+    for phase in made.phases:
+        assert sum(step.us for step in phase.steps) == pytest.approx(phase.us, rel=1e-3)
+        assert all(step.us > 0 for step in phase.steps)
+        bytes_us = phase.steps[0].us
+        assert phase.steps[0].name == "bytes at the full rate"
+        assert bytes_us <= phase.us
+    # the weights of a decode step at the full rate, by hand: layers, head, two matrices of k and v
+    weight_bytes = made.memory.weight_bytes - CONFIG.vocab_size * CONFIG.hidden_size * 2
+    if tp == 1:
+        rate = 1e6 * weight_bytes / (360e9 * lnc)
+        assert made.phases[1].steps[0].us == pytest.approx(rate, rel=0.15)
+
+
+def test_every_stack_is_priced_and_a_program_a_layer_costs_its_gaps():
+    made = {name: predict(CONFIG, stack=name, price="closed_form") for name in STACKS}
+    own = made["own"].tpot_us
+    assert made["nxdi"].tpot_us == own
+    assert made["vllm-neuron"].tpot_us == pytest.approx(own + 1600)
+    layers = CONFIG.num_hidden_layers
+    assert made["pjrt-2.31"].tpot_us == pytest.approx(own + 180.0 * (layers + 1))
+    assert "stack pjrt-2.31" in made["pjrt-2.31"].headline()
+    assert "stack own" in made["own"].headline()
+    assert all(stack.source for stack in STACKS.values())
+    with pytest.raises(NmmError, match="vllm-neuron"):
+        predict(CONFIG, stack="vlm-neuron")
+
+
+def test_what_would_change_it_is_predicted_again():
+    made = plan(CONFIG, ratios=(0.2,), price="closed_form")
+    found = {change.name: change for change in made.changes}
+    gains = [change.gain for change in made.changes]
+    assert gains == sorted(gains, reverse=True)
+    base = made.predictions[0]
+    eight = predict(CONFIG, weights="float8_e4m3", price="closed_form")
+    assert found["weights float8_e4m3"].us == eight.tpot_us
+    batch = predict(CONFIG, batch=4, price="closed_form")
+    assert found["batch 4"].gain == pytest.approx(4 * base.tpot_us / batch.tpot_us)
+    low = predict(CONFIG, ratio=0.2, price="closed_form")
+    assert found["low rank, ratio 0.2"].gain == pytest.approx(base.tpot_us / low.tpot_us)
+    assert not found["stack nxdi"].told_apart
+    assert found["one launch a layer"].us < base.tpot_us
+    assert "what would change it" in str(made)
+    assert plan(CONFIG, ratios=(), batches=(1, 2), price="closed_form").changes == ()
+
+
+def phase():
+    band = (-0.1, 0.1)
+    lines = (
+        Line(module="m", kind="kernel", calls=10, each_us=100.0, source="simulated",
+             error_band=band, bytes_us=60.0, floor_us=70.0),
+        Line(module="m", kind="all_reduce", calls=5, each_us=20.0, source="published law",
+             error_band=band),
+        Line(module="(host)", kind="call", calls=1, each_us=133.0, source="published law",
+             error_band=band),
+    )  # fmt: skip
+    return Phase(name="decode", lines=lines, tokens=1)
+
+
+def test_measured_figures_stand_beside_the_predicted_steps():
+    summary = {"total_time": 0.0015, "cc_op_active_time": 0.0004, "hbm_read_bytes": 200_000_000,
+               "hbm_write_bytes": 16_000_000, "event_count": 7}  # fmt: skip
+    for text in (summary, [summary], {"summary": [summary], "instruction": []}):
+        made = differences(phase(), read_measured(json.dumps(text), "p.json"), 360e9)
+        shown = {one.step: one for one in made}
+        assert shown["the pass on the device"].predicted_us == pytest.approx(1100.0)
+        assert shown["the pass on the device"].measured_us == pytest.approx(1500.0)
+        assert shown["bytes at the full rate"].measured_us == pytest.approx(600.0)
+        assert shown["collectives"].measured_us == pytest.approx(400.0)
+        assert shown["the rest"].predicted_us == pytest.approx(400.0)
+        assert shown["the rest"].measured_us == pytest.approx(500.0)
+        assert "slowest against its prediction: collectives, +0.300 ms" in verdict(
+            made, (-0.3, 0.5)
+        )
+    made = differences(phase(), read_measured("2.466", "ms.txt"), 360e9)
+    assert [one.step for one in made] == ["the pass"]
+    assert verdict(made, (-0.3, 0.5)).startswith("measured is 2.00x of predicted, beyond")
+
+
+@pytest.mark.parametrize("text", ["", "ten", "true", "-3", "{}", '{"summary": []}',
+                                  '{"total_time": "1"}', "[]", "null"])  # fmt: skip
+def test_a_file_without_a_time_is_refused_by_name(text):
+    with pytest.raises(NmmError, match=r"mine\.json"):
+        read_measured(text, "mine.json")
