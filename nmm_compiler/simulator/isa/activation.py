@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import TargetRuleError, UnsupportedInstructionError
+from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.accumulators import write_sum
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
@@ -53,6 +54,7 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
         "dst",
         "data",
     ),
+    cycles=cycles.reducing,
 )
 def activation(
     call: Call,

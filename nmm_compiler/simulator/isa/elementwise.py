@@ -12,6 +12,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     UnsupportedInstructionError,
 )
+from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
@@ -56,6 +57,7 @@ _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
         "src",
     ),
     indirect_engines=("vector", "scalar"),
+    cycles=cycles.copy,
 )
 def tensor_copy(
     call: Call,
@@ -99,6 +101,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
 @instruction(
     engines=("vector", "gpsimd"),
     operands="-> dst",
+    cycles=cycles.memset,
 )
 def memset(
     call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN, name: str | None = None
@@ -168,6 +171,7 @@ def _exact(function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
         "dst",
         "data1",
     ),
+    cycles=cycles.two_inputs,
 )
 def tensor_tensor(
     call: Call,
@@ -229,6 +233,7 @@ def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np
         "dst",
         "data",
     ),
+    cycles=cycles.copy,
 )
 def tensor_scalar(
     call: Call,
@@ -299,6 +304,7 @@ def tensor_scalar(
     numbers={"operand0": ANY_DTYPE},
     unset=("operand0",),
     operators={"op0": ALU, "op1": ALU},
+    cycles=cycles.two_inputs,
 )
 def scalar_tensor_tensor(
     call: Call,
@@ -331,6 +337,7 @@ def scalar_tensor_tensor(
     engines=("vector",),
     operands="data[P F] -> dst[P F]",
     streams=("data",),
+    cycles=cycles.reciprocal,
 )
 def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
     """dst = 1 / data on VectorE."""
@@ -349,6 +356,7 @@ def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> None
         "dst",
         "predicate",
     ),
+    cycles=cycles.predicated,
 )
 def tensor_copy_predicated(
     call: Call,

@@ -12,6 +12,7 @@ from nmm_compiler.errors import (
     OutOfBoundsError,
     TensorShapeError,
 )
+from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.instruction import (
     INT32,
     NO_ATTRIBUTES,
@@ -56,6 +57,7 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None 
     limits={"P": range(16, 129, 16)},
     dtypes={"index": frozenset({"uint16"})},
     same_dtype=("dst", "src_buffer"),
+    cycles=cycles.local_gather,
 )
 def local_gather(
     call: Call,
@@ -215,6 +217,7 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = N
         "idx_dst": frozenset({"uint32"}),
         "src": frozenset({"bfloat16"}),
     },
+    cycles=cycles.topk,
 )
 def topk(
     call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any, name: str | None = None

@@ -35,6 +35,7 @@ from nmm_compiler.errors import (
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.isa import enums
+from nmm_compiler.simulator.isa.cycles import Cycles, one_pass
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
     check_destination,
@@ -78,8 +79,8 @@ MEMBERS: dict[str, type[Enum]] = {
     "dma_engine": enums.dma_engine,
 }
 """The enumeration of each parameter that takes a member of one."""
-INSTRUCTIONS: dict[str, Callable[..., Any]] = {}
-"""Every decorated instruction by its name."""
+INSTRUCTIONS: dict[str, Any] = {}
+"""Every decorated instruction by its name: a function with its `row`."""
 
 
 def attributes(**values: Any) -> Attributes:
@@ -296,6 +297,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     indirect: operands that may be `.indirect()` views. indirect_engines: the engines for that, all
         unless said.
     waits: the part after the yield runs without data as well; no call answers for another.
+    cycles: how long it holds its engine.
     """
 
     engines: tuple[str, ...]
@@ -318,6 +320,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     indirect: tuple[str, ...] = ()
     indirect_engines: tuple[str, ...] = ()
     waits: bool = False
+    cycles: Cycles = one_pass
 
     def __call__(self, body: Callable[Concatenate[Call, P], Any]) -> Callable[P, Any]:
         """Return the instruction: a function that issues calls of it."""

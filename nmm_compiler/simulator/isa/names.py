@@ -31,6 +31,7 @@ ENUMS = (
     "engine", "reduce_cmd", "dge_mode", "oob_mode", "matmul_perf_mode", "nc_version", "dma_engine",
 )  # fmt: skip
 CONSTANTS: dict[str, Any] = {name: getattr(enums, name) for name in ENUMS}
+CYCLES = {op: issue.row.cycles for op, issue in INSTRUCTIONS.items()}
 NAMES: dict[str, Any] = {
     **INSTRUCTIONS,
     **CONSTANTS,

@@ -12,6 +12,7 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
+from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.accumulators import begin, keep, write_sum
 from nmm_compiler.simulator.isa.elementwise import check_operators, check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
@@ -71,6 +72,7 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
         "dst",
         "data",
     ),
+    cycles=cycles.reduce,
 )
 def tensor_reduce(
     call: Call,
@@ -123,6 +125,7 @@ def tensor_reduce(
     operands="data[P F] -> dst[1 F]",
     memory=SBUF,
     operators={"op": Takes("reduce", _ACROSS_PARTITIONS)},
+    cycles=cycles.partition_reduce,
 )
 def tensor_partition_reduce(
     call: Call, dst: Any, op: Any, data: Any, name: str | None = None
@@ -151,6 +154,7 @@ def tensor_partition_reduce(
         "dst",
         "data",
     ),
+    cycles=cycles.always_reducing,
 )
 def tensor_scalar_reduce(
     call: Call,
@@ -232,6 +236,7 @@ def tensor_scalar_cumulative(
     numbers={"initial": ANY_DTYPE},
     pair=("data0", "data1"),
     operators={"op0": ALU, "op1": ALU},
+    cycles=cycles.scan,
 )
 def tensor_tensor_scan(
     call: Call,
@@ -284,6 +289,7 @@ def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
 @instruction(
     engines=("vector",),
     operands="data[P 3*T] -> dst[P 2]",
+    cycles=cycles.aggregate,
 )
 def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
     """dst = (mean, variance) from (count, mean, variance * count) triples."""

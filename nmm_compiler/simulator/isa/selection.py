@@ -13,6 +13,7 @@ from nmm_compiler.errors import (
     TensorDtypeError,
     TensorShapeError,
 )
+from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.accumulators import write_sum
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
@@ -67,6 +68,7 @@ def affine_values(
     operands="-> dst",
     memory=SBUF,
     integers={"offset": INT32, "channel_multiplier": INT32},
+    cycles=cycles.gpsimd_fixed,
 )
 def iota(
     call: Call,
@@ -90,6 +92,7 @@ def iota(
     streams=("on_true_tile",),
     operators={"cmp_op": _COMPARISON},
     integers={"offset": INT32, "channel_multiplier": INT32},
+    cycles=cycles.gpsimd_fixed,
 )
 def affine_select(
     call: Call,
@@ -179,6 +182,7 @@ def range_select(
     pair=("on_true", "predicate"),
     operators={"reduce_op": _MAXIMUM},
     commands=("reset_reduce", "reduce", "idle"),
+    cycles=cycles.two_inputs,
 )
 def select_reduce(
     call: Call,

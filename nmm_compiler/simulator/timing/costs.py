@@ -2,23 +2,22 @@
 
 `(interval, latency)` in microseconds: the engine can start the next instruction after `interval`;
 a consumer waits for `latency`. The difference is the fixed pipeline overhead, which back-to-back
-independent instructions hide and dependent ones pay. Cycle counts follow the cost tables of
-NKI 0.1 (N = elements per partition), vector performance modes those of the trn2 architecture
-guide. The number of partitions in use never matters.
+independent instructions hide and dependent ones pay. How many cycles an instruction streams is in
+its row (`isa/cycles.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from nmm_compiler.simulator.isa.cycles import one_pass
+from nmm_compiler.simulator.isa.names import CYCLES
 from nmm_compiler.simulator.trace import Access, Instruction
 from nmm_compiler.targets import Target
 
 Cost = tuple[float, float]
 
 _US = 1e6
-_SIXTEEN_BIT = frozenset({"bfloat16", "float16"})
-_EIGHT_BIT_FLOAT = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
+RULES = {op: cycles for op, cycles in CYCLES.items() if cycles is not one_pass}
+"""How long an instruction holds its engine, where that is not a pass over its elements."""
 
 
 def elements(instruction: Instruction) -> int:
@@ -35,13 +34,6 @@ def tensor_dtype(instruction: Instruction) -> str:
     """Return the dtype that sets the rate of a product: float32 if an operand is, of any two."""
     dtypes = [access.dtype for access in instruction.reads]
     return "float32" if "float32" in dtypes else dtypes[-1]
-
-
-def _inner_contiguous(access: Access) -> bool:
-    for step, count in reversed(access.pattern):
-        if count > 1:
-            return step == access.item_bytes
-    return True
 
 
 def _inner_stride_bytes(access: Access) -> int:
@@ -143,7 +135,7 @@ class ComputeCosts:
         if engine == "sync" or not (instruction.reads or instruction.writes):
             cycles = 0.0
         else:
-            rule = RULES.get(instruction.op, _one_pass)
+            rule = RULES.get(instruction.op, one_pass)
             cycles = rule(target, instruction, engine, elements(instruction))
             if self._wide_stride(instruction):
                 cycles *= target.wide_stride_factor
@@ -182,151 +174,3 @@ def _pipeline_cycles(target: Target, instruction: Instruction, engine: str) -> f
 
 
 _COPIES = frozenset({"copy", "identity", "multiply", "add", ""})
-
-
-def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
-    """Return how many elements a cycle VectorE copies or scales per partition.
-
-    trn2 architecture guide: 512 elements a cycle (4 per partition) with 16-bit operands in SBUF
-    and a contiguous innermost dimension; 2 if not contiguous, or with one side in PSUM and
-    contiguous; 256 (2 per partition) with other operands in SBUF. Probes say that an output
-    wider than the input gets none of it. trn3 adds 8-bit floats.
-    """
-    if not target.vector_fast_modes or engine not in ("vector", "scalar"):
-        return 1.0
-    tensors = [
-        a
-        for a in (*instruction.reads, *instruction.writes)
-        if a.elements_per_partition > 1 or a in instruction.writes
-    ]
-    small = set(_SIXTEEN_BIT)
-    if target.vector_fast_float8:
-        small |= _EIGHT_BIT_FLOAT
-    if any(a.dtype not in small for a in tensors):
-        sizes = [a.item_bytes for a in tensors]
-        plain = all(a.memory == "sbuf" and _inner_contiguous(a) for a in tensors)
-        return 2.0 if engine == "vector" and plain and sizes[-1] <= sizes[0] else 1.0
-    contiguous = all(_inner_contiguous(a) for a in tensors)
-    in_psum = sum(a.memory == "psum" for a in tensors)
-    if engine == "scalar":  # trn3: two elements a cycle on 16-bit data
-        return 2.0 if target.scalar_fast_modes else 1.0
-    if in_psum == 0:
-        return 4.0 if contiguous else 2.0
-    return 2.0 if in_psum == 1 and contiguous else 1.0
-
-
-def _one_pass(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return float(n)
-
-
-def _copy(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return n / _fast_mode(target, instruction, engine)
-
-
-def _reducing(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """One pass, and 64 cycles to read the accumulators out if it reduces on the way."""
-    extra = target.engine_min_cycles if instruction.attributes.get("reduces") else 0
-    return float(n + extra)
-
-
-def _always_reducing(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return float(n + target.engine_min_cycles)
-
-
-def _two_inputs(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """Two operands share one SBUF port: a pass each, or one when one streams from PSUM.
-
-    All of them 16-bit in SBUF: half of that.
-    """
-    passes = target.vector_two_input_passes if engine == "vector" else 2.0
-    wide = [a for a in instruction.reads if a.elements_per_partition > 1]
-    if len(wide) < 2 or sum(a.memory == "psum" for a in wide) == 1:
-        return float(n)
-    operands = (*instruction.reads, *instruction.writes)
-    if engine == "vector" and all(
-        a.dtype in _SIXTEEN_BIT and (passes > 1.0 or a.memory == "sbuf") for a in operands
-    ):
-        return passes * n / 2.0
-    return passes * n
-
-
-def _scan(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return 2.0 * n
-
-
-def _reduce(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    operands = (*instruction.reads, *instruction.writes)
-    if instruction.attributes.get("function") in ("add", "max", "maximum") and all(
-        a.dtype in _SIXTEEN_BIT for a in operands
-    ):
-        return n / 2.0
-    return float(n)
-
-
-def _memset(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    if all(a.dtype in _SIXTEEN_BIT for a in instruction.writes):
-        return float(n) if instruction.attributes.get("nonzero") else n / 2.0
-    return target.vector_memset_cycles * n if engine == "vector" else float(n)
-
-
-def _reciprocal(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return target.vector_reciprocal_cycles * n if engine == "vector" else float(n)
-
-
-def _aggregate(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return 13.0 * n / 3.0
-
-
-def _gpsimd_fixed(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return float(target.gpsimd_fixed_cycles + n)
-
-
-def _local_gather(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """Each index costs 28 + 4 e cycles for e elements, shared by elements narrower than 4 bytes.
-
-    nki.isa.local_gather: 150 + n e / C cycles for n indices of e elements, C = ((28 + 4 e) / (4 e))
-    / min(4 / bytes, e). The page divides by C, which falls with e, and says that longer runs gather
-    faster; both hold only if C is cycles per element, so this multiplies.
-    """
-    attributes = instruction.attributes
-    count, run = attributes.get("indices", n), attributes.get("elements", 1)
-    item = instruction.reads[0].item_bytes
-    each = (28.0 + 4.0 * run) / (4.0 * run) / min(4.0 / item, run)
-    return target.gpsimd_fixed_cycles + count * run * each
-
-
-def _predicated(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    if any(a.memory == "psum" for a in instruction.reads):
-        return float(n)
-    return target.vector_two_input_passes * n
-
-
-def _topk(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    return 4.0 * n + float(instruction.attributes.get("k", 8))
-
-
-def _partition_reduce(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """GpSimd walks its 16 partitions one after another, then combines 8 cores."""
-    return float(target.gpsimd_fixed_cycles + 16 * n)
-
-
-RULES: dict[str, Callable[[Target, Instruction, str, int], float]] = {
-    "tensor_copy": _copy,
-    "tensor_scalar": _copy,
-    "tensor_scalar_reduce": _always_reducing,
-    "activation": _reducing,
-    "tensor_tensor": _two_inputs,
-    "scalar_tensor_tensor": _two_inputs,
-    "select_reduce": _two_inputs,
-    "tensor_tensor_scan": _scan,
-    "tensor_reduce": _reduce,
-    "memset": _memset,
-    "reciprocal": _reciprocal,
-    "bn_aggr": _aggregate,
-    "iota": _gpsimd_fixed,
-    "affine_select": _gpsimd_fixed,
-    "local_gather": _local_gather,
-    "tensor_copy_predicated": _predicated,
-    "tensor_partition_reduce": _partition_reduce,
-    "topk": _topk,
-}
