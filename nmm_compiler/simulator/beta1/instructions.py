@@ -47,8 +47,8 @@ from nmm_compiler.simulator.beta1.tensor import (
 )
 from nmm_compiler.simulator.isa import names as current_isa
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
-from nmm_compiler.simulator.language import math as language_math
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
+from nmm_compiler.simulator.language.functions import FUNCTIONS
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import MAX_FREE_DIMS, out_of_reach
@@ -533,7 +533,7 @@ def _selected(name: str, given: Arguments) -> Tensor:
         view = in_sbuf(tile.tile(box))
         pattern, offset, multiplier = _affine(over.part(tile.shape, box), view.shape)
         return lambda dst: ISSUE["affine_select"](
-            dst, pattern, multiplier, view, fill, cmp_op=language_math.FUNCTIONS[op], offset=offset
+            dst, pattern, multiplier, view, fill, cmp_op=FUNCTIONS[op], offset=offset
         )
 
     return result(
@@ -648,7 +648,7 @@ def _function(short: str) -> Callable[..., Any]:
     def body(**given: Any) -> Any:
         return own(f"nisa.{short}", given) if own is not None else _by_row(short, rule, given)
 
-    return documented(full, {**current_isa.CONSTANTS, **language_math.FUNCTIONS}, body)
+    return documented(full, {**current_isa.CONSTANTS, **FUNCTIONS}, body)
 
 
 NAMES: dict[str, Any] = {

@@ -66,7 +66,7 @@ from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.language import base
 from nmm_compiler.simulator.language import names as current_language
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, shared_hbm, tile_size
-from nmm_compiler.simulator.language.partition_broadcast import EXACT_DTYPES, spread_by_product
+from nmm_compiler.simulator.language.functions import EXACT_DTYPES, spread_by_product
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.tensor import NkiTensor

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmm_compiler.simulator.language import (
-    base,
-    exports,
-    math,
-    random_numbers,
-    reductions,
-    tiles,
-)
+from nmm_compiler.simulator.language import base, exports, functions
 from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-FILES = base, math, random_numbers, reductions, tiles
-"""The files of functions; loading them fills `exports.NAMES`."""
-
 NAMES: dict[str, Any] = {
     **exports.NAMES,
-    **math.FUNCTIONS,
+    **functions.FUNCTIONS,
     **{str(d): d for d in dtypes.ALL.values() if d not in ("bool", "int64", "uint64")},
     "bool_": dtypes.bool_,
     "NKIObject": NKIObject,
     "NkiTensor": NkiTensor,
     "DType": dtypes.DType,
-    "all": reductions.all_,
+    "all": functions.all_,
     "sbuf": base.sbuf,
     "psum": base.psum,
     "hbm": base.hbm,

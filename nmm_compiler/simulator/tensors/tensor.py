@@ -17,16 +17,26 @@ import numpy as np
 
 from nmm_compiler.errors import (
     OutOfBoundsError,
+    SimulationError,
     TargetRuleError,
     TensorDtypeError,
     TensorShapeError,
     UnsupportedInstructionError,
 )
+from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.data import (
+    OUT_OF_REACH,
+    PATTERNS,
+    first_read,
+    note_unwritten,
+    poisoned_values,
+    refuse_poison,
+    walk_pattern,
+)
 from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
 from nmm_compiler.simulator.tensors.data import Indirection as Indirection
-from nmm_compiler.simulator.tensors.data import TensorData
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.geometry import (
     Geometry,
@@ -36,18 +46,27 @@ from nmm_compiler.simulator.tensors.geometry import (
     whole_of,
 )
 from nmm_compiler.simulator.tensors.memory import Storage
+from nmm_compiler.simulator.tensors.races import note_read
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
-from nmm_compiler.simulator.tensors.reshaping import fail
 from nmm_compiler.simulator.trace import Access
 
 
-class NkiTensor(TensorData):
+def fail(kind: type[SimulationError], message: str) -> SimulationError:
+    """Return an error of `kind` at the kernel's current line."""
+    return current().error(kind, message)
+
+
+class NkiTensor(NKIObject):
     """A view of a tensor in HBM, SBUF or PSUM.
 
     moved: the registers that slices start at: (symbol, step, value) of each part of the offset.
+    special: whether `operand` must check the view in detail; known after `access()`.
     """
 
-    __slots__ = ("geometry", "indirection", "moved", "parts", "shape", "strides")
+    __slots__ = (
+        "_access", "_array", "dtype", "geometry", "indirection", "moved", "offset", "parts",
+        "shape", "special", "storage", "strides",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -115,6 +134,53 @@ class NkiTensor(TensorData):
     def is_indirect(self) -> bool:
         """Return whether the view uses an offset that is known at run time only."""
         return self.indirection is not None
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.storage.name
+
+    @property
+    def buffer(self) -> Any:
+        """The memory region: nl.sbuf, nl.psum, nl.private_hbm or nl.shared_hbm."""
+        return self.storage.region
+
+    @property
+    def memory(self) -> str:
+        """Either "sbuf", "psum" or "hbm"."""
+        return self.storage.memory
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.item_bytes
+
+    @property
+    def partition_start(self) -> int:
+        """First partition the view touches, within its memory when placed by hand."""
+        storage = self.storage
+        row_bytes = storage.bytes_per_partition
+        base = storage.address[0] if storage.address else 0
+        return base + (self.offset * self.dtype.item_bytes) // row_bytes if row_bytes else base
+
+    @property
+    def free_size(self) -> int:
+        """Elements per partition."""
+        return math.prod(self.shape[1:])
+
+    def get_pattern(self) -> list[list[int]]:
+        """Return [[stride, count], ...] of all dimensions."""
+        return [list(pair) for pair in zip(self.strides, self.shape, strict=True)]
 
     # Views
 
@@ -466,6 +532,347 @@ class NkiTensor(TensorData):
             self.storage, (self.shape[0], count), (row, 1), self.offset, self.dtype,
             Indirection("columns", 1, index, self.strides[-1], self.free_size), self.moved,
         )  # fmt: skip
+
+    # Whole dimensions: only shapes and strides change; what strides cannot express is refused
+
+    def _dimension(self, dim: int, extra: int = 0) -> int:
+        rank = len(self.shape) + extra
+        if dim < 0:
+            dim += rank
+        if not 0 <= dim < rank:
+            raise fail(
+                OutOfBoundsError,
+                f"dimension {dim} of tensor {self.name!r}, which has {len(self.shape)} dimensions",
+            )
+        return dim
+
+    def _free_only(self, dim: int, what: str) -> None:
+        # NkiTensor.permute and reshape_dim: after vector_select the rows stay outermost; a single
+        # runtime index leaves the other dimensions free
+        rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
+        if dim == 0 and (self.memory != "hbm" or rows_chosen):
+            raise fail(
+                TensorShapeError,
+                f"{what} of the partition dimension of {self.name!r} {self.shape} is no view; "
+                "move the data (nc_transpose, dma_copy) instead",
+            )
+
+    def permute(self, dims: Sequence[int]) -> NkiTensor:
+        """Reorder dimensions; the partition dimension stays first."""
+        dims = tuple(dims)
+        if sorted(dims) != list(range(len(self.shape))):
+            raise fail(TensorShapeError, f"permute{dims} of shape {self.shape} is no permutation")
+        if dims[0] != 0:
+            self._free_only(0, "permuting")
+        return self._like(tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims))
+
+    def broadcast(self, dim: int, size: int) -> NkiTensor:
+        """Repeat dimension `dim`, which has size 1, `size` times without a copy."""
+        dim = self._dimension(dim)
+        if self.shape[dim] != 1:
+            raise fail(
+                TensorShapeError,
+                f"broadcast of dimension {dim} of {self.name!r} {self.shape}; its size must be 1",
+            )
+        self._free_only(dim, "broadcasting")
+        shape, strides = list(self.shape), list(self.strides)
+        shape[dim], strides[dim] = size, 0
+        return self._like(tuple(shape), tuple(strides))
+
+    def expand_dim(self, dim: int) -> NkiTensor:
+        """Insert a dimension of size 1 at `dim`."""
+        dim = self._dimension(dim, 1)
+        self._free_only(dim, "inserting before")
+        inner = self.strides[dim] * self.shape[dim] if dim < len(self.shape) else 1
+        return self._like(
+            self.shape[:dim] + (1,) + self.shape[dim:],
+            self.strides[:dim] + (inner,) + self.strides[dim:],
+        )
+
+    def squeeze_dim(self, dim: int) -> NkiTensor:
+        """Drop dimension `dim` of size 1."""
+        dim = self._dimension(dim)
+        if self.shape[dim] != 1:
+            raise fail(
+                TensorShapeError, f"squeeze of dimension {dim} of {self.shape}; its size must be 1"
+            )
+        self._free_only(dim, "dropping")
+        return self._like(
+            self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
+        )
+
+    def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
+        """Split dimension `dim` into `shape`; one entry may be -1."""
+        dim = self._dimension(dim)
+        sizes = self._infer(tuple(shape), self.shape[dim])
+        if len(sizes) > 1:
+            self._free_only(dim, "splitting")
+        strides, step = [], self.strides[dim]
+        for size in reversed(sizes):
+            strides.append(step)
+            step *= size
+        return self._like(
+            self.shape[:dim] + sizes + self.shape[dim + 1 :],
+            self.strides[:dim] + tuple(reversed(strides)) + self.strides[dim + 1 :],
+        )
+
+    def _infer(self, shape: tuple[int, ...], total: int) -> tuple[int, ...]:
+        shape = tuple(self._number(s) for s in shape)
+        if -1 in shape:
+            rest = math.prod(s for s in shape if s != -1)
+            if shape.count(-1) > 1 or rest == 0 or total % rest:
+                raise fail(TensorShapeError, f"cannot infer -1 in {shape} for {total} elements")
+            shape = tuple(total // rest if s == -1 else s for s in shape)
+        if math.prod(shape) != total or any(s < 1 for s in shape):
+            raise fail(
+                TensorShapeError,
+                f"{shape} has {math.prod(shape)} elements, {self.name!r} {self.shape} has "
+                f"{total} there; keep the number of elements",
+            )
+        return shape
+
+    def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
+        """Merge dimensions start_dim..end_dim (inclusive), which must be contiguous."""
+        start, end = self._dimension(start_dim), self._dimension(end_dim)
+        if end > start:
+            self._free_only(start, "merging")
+        sizes, steps = self.shape[start : end + 1], self.strides[start : end + 1]
+        merged = self._regroup(sizes, steps, (math.prod(sizes),))
+        return self._like(
+            self.shape[:start] + (math.prod(sizes),) + self.shape[end + 1 :],
+            self.strides[:start] + merged + self.strides[end + 1 :],
+        )
+
+    def _regroup(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], new: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return strides for `new` over the same elements, or raise when there are none."""
+        blocks: list[tuple[int, int]] = []
+        for size, stride in zip(shape, strides, strict=True):
+            if size == 1:
+                continue
+            if blocks and blocks[-1][1] == stride * size:
+                blocks[-1] = (blocks[-1][0] * size, stride)
+            else:
+                blocks.append((size, stride))
+        result: list[int] = []
+        position = len(blocks) - 1
+        left, step = (blocks[position][0], blocks[position][1]) if blocks else (1, 1)
+        for size in reversed(new):
+            if size == 1:
+                result.append(step)
+                continue
+            while left == 1 and position > 0:
+                position -= 1
+                left, step = blocks[position]
+            if left % size:
+                raise fail(
+                    TensorShapeError,
+                    f"reshape of {self.name!r} {shape} with strides {strides} to {new} is no "
+                    "view; copy it first, or reshape before slicing or permuting",
+                )
+            result.append(step)
+            left //= size
+            step *= size
+        return tuple(reversed(result))
+
+    def reshape(self, *shape: Any) -> NkiTensor:
+        """Return the same elements in another shape; the partition dimension is kept on chip."""
+        wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        new = self._infer(tuple(wanted), self.size)
+        if self.memory == "hbm" and self.indirection is None:
+            return self._like(new, self._regroup(self.shape, self.strides, new))
+        if new[0] != self.shape[0]:
+            raise fail(
+                TensorShapeError,
+                f"reshape of {self.name!r} {self.shape} to {new} changes the partition "
+                f"dimension; keep {self.shape[0]} first",
+            )
+        inner = self._regroup(self.shape[1:], self.strides[1:], new[1:] or (1,))
+        if len(new) == 1:
+            new = (new[0], 1)
+        return self._like(new, (self.strides[0], *inner))
+
+    def rearrange(
+        self,
+        src_pattern: Sequence[Any],
+        dst_pattern: Sequence[Any],
+        fixed_sizes: dict[str, int] | None = None,
+    ) -> NkiTensor:
+        """Split, reorder and merge dimensions by name, as einops does."""
+        fixed = dict(fixed_sizes or {})
+        view, names, d = self, [], 0
+        if len(src_pattern) != len(self.shape):
+            raise fail(TensorShapeError, f"pattern {src_pattern} for shape {self.shape}")
+        for entry in src_pattern:
+            if isinstance(entry, str):
+                names.append(entry)
+                d += 1
+                continue
+            sizes = tuple(fixed.get(n, -1) for n in entry)
+            view = view.reshape_dim(d, sizes) if len(sizes) > 1 else view
+            names += list(entry)
+            d += len(entry)
+        flat = [n for e in dst_pattern for n in ([e] if isinstance(e, str) else e)]
+        if sorted(flat) != sorted(names):
+            raise fail(TensorShapeError, f"patterns {src_pattern} and {dst_pattern} differ")
+        order = tuple(names.index(n) for n in flat)
+        if order != tuple(range(len(order))):
+            view = view.permute(order)
+        for d, entry in enumerate(dst_pattern):
+            if not isinstance(entry, str) and len(entry) > 1:
+                view = view.flatten_dims(d, d + len(entry) - 1)
+        return view
+
+    # Data
+
+    def leaves(self) -> str:
+        """Say that some element of the view is outside its storage, or its partition, or ""."""
+        storage, item = self.storage, self.dtype.item_bytes
+        whole = storage.bytes_per_partition
+        on_chip = storage.memory != "hbm"
+        partition, start = divmod(self.offset * item, whole) if on_chip else (0, self.offset * item)
+        dims = list(zip(self.shape, self.strides, strict=True))[on_chip:]
+        spans = [(size - 1) * stride * item for size, stride in dims]
+        low = start + sum(span for span in spans if span < 0)
+        high = start + item + sum(span for span in spans if span > 0)
+        beyond = on_chip and partition + self.shape[0] > storage.shape[0]
+        if self.offset >= 0 and low >= 0 and high <= whole and not beyond:
+            return ""
+        return (
+            f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor {self.name!r} "
+            f"{storage.shape} {storage.dtype} ({whole} B{' per partition' if on_chip else ''})"
+        )
+
+    def access(self) -> Access:
+        """Return the record of the region for the trace."""
+        access = self._access
+        if access is None:
+            if min(self.strides, default=0) < 0:
+                access = self._access = self._ascending().access()
+                return access
+            storage = self.storage
+            item = self.dtype.item_bytes
+            if storage.memory == "hbm":
+                whole = (self.shape, self.strides, item)
+                pattern, extent = PATTERNS.get(whole) or walk_pattern(*whole)
+                start = self.offset * item
+                if self.indirection is not None:
+                    start, extent = 0, storage.bytes_per_partition
+                access = Access(
+                    storage.identity, "hbm", 0, 1, start, start + extent, pattern, self.dtype, item
+                )
+            else:
+                inner = (self.shape[1:], self.strides[1:], item)
+                pattern, extent = PATTERNS.get(inner) or walk_pattern(*inner)
+                partition, start = divmod(self.offset * item, storage.bytes_per_partition)
+                address = storage.address
+                if address is not None:
+                    partition += address[0]
+                if self.indirection is not None:
+                    start, extent = 0, storage.bytes_per_partition
+                access = Access(
+                    storage.identity, storage.memory, partition, partition + self.shape[0],
+                    start, start + extent, pattern, self.dtype, item,
+                )  # fmt: skip
+                if (
+                    partition
+                    or (OUT_OF_REACH and inner in OUT_OF_REACH)
+                    or self.dtype.kind == "packed"
+                ):
+                    self.special = True
+            self._access = access
+        return access
+
+    def _ascending(self) -> NkiTensor:
+        """Return a view of the same elements that walks every dimension upwards."""
+        shift = sum(
+            (size - 1) * stride
+            for size, stride in zip(self.shape, self.strides, strict=True)
+            if stride < 0
+        )
+        return self._like(self.shape, tuple(abs(s) for s in self.strides), self.offset + shift)
+
+    def array(self) -> np.ndarray:
+        """Return the NumPy view of the elements (storage dtype)."""
+        array = self._array
+        if array is None:
+            item = self.dtype.item_bytes
+            array = self._array = np.ndarray(
+                self.shape,
+                self.dtype.numpy,
+                self.storage.raw,
+                self.offset * item,
+                tuple([s * item for s in self.strides]),
+            )
+        return array
+
+    def unwritten_view(self) -> np.ndarray | None:
+        """Return the bool view of unwritten elements, or None when all are written."""
+        storage = self.storage
+        if storage.unwritten is None:
+            return None
+        item = self.dtype.item_bytes
+        if item < storage.granule:
+            storage.refine(item)
+        factor = item // storage.granule
+        shape, strides = self.shape, self.strides
+        if factor > 1:
+            return np.ndarray(
+                (*shape, factor), np.bool_, storage.unwritten, self.offset * factor,
+                (*(s * factor for s in strides), 1),
+            )  # fmt: skip
+        return np.ndarray(shape, np.bool_, storage.unwritten, self.offset, strides)
+
+    def missing(self) -> np.ndarray | None:
+        """Return a copy of the mask of unwritten elements, or None when there are none."""
+        mask = self.unwritten_view()
+        if mask is None or not mask.any():
+            return None
+        return np.asarray(mask.any(axis=-1)) if mask.ndim > len(self.shape) else mask.copy()
+
+    def known(self, what: str) -> np.ndarray:
+        """Return the stored elements; refuses unwritten ones, because `what` needs values."""
+        if self.storage.shared:
+            note_read(self)
+        if self.storage.unwritten is not None:
+            mask = self.missing()
+            if mask is not None:
+                origin = self.storage.origin or first_read(self, mask)
+                refuse_poison(current(), what, origin, int(mask.sum()), mask.size)
+                return poisoned_values(self, mask)
+        return self.array()
+
+    def mark_written(self) -> None:
+        """Note that all elements of the view are written."""
+        storage = self.storage
+        if storage.unwritten is None:
+            return
+        strides = self.strides
+        if self.shape == storage.shape and strides[-1] == 1 and self.dtype is storage.dtype:
+            rows = self.shape[1] if len(strides) == 2 else -1
+            if strides[0] == rows and not self.offset:  # all of it: no need to count
+                storage.unwritten, storage.missing = None, 0
+                return
+        mask = self.unwritten_view()
+        assert mask is not None
+        new = int(np.count_nonzero(mask))
+        if new:
+            mask[...] = False
+            storage.missing -= new
+            if storage.missing <= 0:
+                storage.unwritten = None
+
+    def load(self) -> np.ndarray:
+        """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted."""
+        if self.storage.shared:
+            note_read(self)
+        if self.storage.unwritten is not None:
+            mask = self.missing()
+            if mask is not None:
+                note_unwritten(self, mask)
+                return poisoned_values(self, mask)
+        return self.array()
 
 
 class UnusableView(NkiTensor):

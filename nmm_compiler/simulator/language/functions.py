@@ -1,0 +1,573 @@
+"""`nki.language` functions that compute, make, fill, move and multiply tiles.
+
+Each allocates its result and calls instructions. The same functions serve as operator names
+(`op=nl.add`): they carry `nki_op`. The documented gaps of the hardware hold here too, because the
+instructions below check them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import TensorShapeError, UnsupportedInstructionError
+from nmm_compiler.simulator.isa import (
+    activation,
+    dma,
+    elementwise,
+    gather,
+    operators,
+    random_numbers,
+    reductions,
+    tensor_engine,
+)
+from nmm_compiler.simulator.isa.enums import engine as engines
+from nmm_compiler.simulator.language.base import MemoryRegion, dtype_of, ndarray, psum, sbuf
+from nmm_compiler.simulator.language.device_loops import of_the_whole_program
+from nmm_compiler.simulator.language.exports import exported
+from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.dtypes import float32, int32, uint16
+from nmm_compiler.simulator.tensors.tensor import NkiTensor
+
+FUNCTIONS: dict[str, Any] = {}
+
+
+def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Enter the function under its name, as a function and as an operator."""
+    function.__name__ = function.__qualname__ = name
+    function.nki_op = operators.BY_NAME.get(name)  # type: ignore[attr-defined]
+    FUNCTIONS[name] = function
+    return function
+
+
+def new_tile(like: NkiTensor, dtype: Any = None, shape: tuple[int, ...] = ()) -> NkiTensor:
+    """Return an SBUF tile; its dtype and shape are those of `like` unless given."""
+    kind = like.dtype if dtype is None else dtype_of(current(), dtype)
+    return ndarray(shape or like.shape, kind, sbuf, "")
+
+
+def need_tile(name: str, x: Any) -> NkiTensor:
+    """Return x; raise TensorShapeError unless it is a tile."""
+    if not isinstance(x, NkiTensor):
+        raise current().error(
+            TensorShapeError, f"nl.{name}: {type(x).__name__} given; pass an on-chip tile"
+        )
+    return x
+
+
+def stretch(name: str, x: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
+    """Return x as a view of `shape`: free dimensions of size 1 repeat."""
+    for dim, (have, want) in enumerate(zip(x.shape, shape, strict=False)):
+        if have != want:
+            if have != 1 or dim == 0 or len(x.shape) != len(shape):
+                raise current().error(
+                    TensorShapeError, f"nl.{name}: shapes {x.shape} and {shape} do not broadcast"
+                )
+            x = x.broadcast(dim, want)
+    return x
+
+
+def combine(name: str, op: str, x: NkiTensor, y: NkiTensor, dtype: Any) -> NkiTensor:
+    """Return x <op> y, elementwise, where y is stretched to the shape of x."""
+    result = new_tile(x, dtype)
+    elementwise.tensor_tensor(result, x, stretch(name, y, x.shape), FUNCTIONS[op])
+    return result
+
+
+def _binary(name: str) -> None:
+    op = operators.BY_NAME[name]
+
+    def function(x: Any, y: Any, dtype: Any = None) -> NkiTensor:
+        tile, other, reverse = (x, y, False) if isinstance(x, NkiTensor) else (y, x, True)
+        need_tile(name, tile)
+        if not isinstance(other, NkiTensor):
+            result = new_tile(tile, dtype)
+            elementwise.tensor_scalar(result, tile, function, other, reverse0=reverse)
+            return result
+        if len(x.shape) != len(y.shape):
+            raise current().error(
+                TensorShapeError, f"nl.{name}: shapes {x.shape} and {y.shape} differ in rank"
+            )
+        shape = tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
+        result = new_tile(x, dtype, shape)
+        for tile, other, reverse in ((x, y, False), (y, x, True)):
+            vector = other.free_size == 1 and tile.shape == shape and tile.free_size > 1
+            if vector and op.kind == "arith" and name != "power" and other.dtype == "float32":
+                elementwise.tensor_scalar(result, tile, function, other, reverse0=reverse)
+                return result
+        elementwise.tensor_tensor(
+            result, stretch(name, x, shape), stretch(name, y, shape), function
+        )
+        return result
+
+    function.__doc__ = f"Return x <{name}> y, elementwise; also the operator nl.{name}."
+    named(name, function)
+
+
+for _name in (
+    "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "equal", "not_equal",
+    "less", "less_equal", "greater", "greater_equal", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "left_shift", "right_shift", "logical_and", "logical_or", "logical_xor", "abs_max", "abs_min",
+    "mod", "fmod",
+):  # fmt: skip
+    _binary(_name)
+
+
+Issue = Callable[[NkiTensor, NkiTensor, Any], Any]
+"""Issues an instruction: (result, tile, operator)."""
+
+
+def _unary(name: str, issue: Issue) -> Callable[..., Any]:
+    """Enter a function of a tile that issues one instruction."""
+
+    def function(x: Any, dtype: Any = None) -> NkiTensor:
+        result = new_tile(need_tile(name, x), dtype)
+        issue(result, x, function)
+        return result
+
+    function.__doc__ = f"Return {name}(x), elementwise; also the operator nl.{name}."
+    return named(name, function)
+
+
+def _activate(result: NkiTensor, x: NkiTensor, op: Any) -> None:
+    activation.activation(result, op, x)
+
+
+def _on_the_alu(result: NkiTensor, x: NkiTensor, op: Any) -> None:
+    elementwise.tensor_scalar(result, x, op, 0)
+
+
+for _name in (
+    "exp", "log", "sqrt", "tanh", "sigmoid", "relu", "gelu", "gelu_apprx_sigmoid",
+    "gelu_apprx_tanh", "gelu_dx", "gelu_apprx_sigmoid_dx", "silu", "silu_dx", "softplus", "mish",
+    "erf", "erf_dx", "arctan", "square", "sign", "abs",
+):  # fmt: skip
+    _unary(_name, _activate)
+for _name in ("rsqrt", "invert", "logical_not", "negative"):
+    _unary(_name, _on_the_alu)
+for _name, _rounds in {"ceil": np.ceil, "floor": np.floor, "trunc": np.trunc}.items():
+    _unary(_name, _on_the_alu).nki_op = operators.Op(_name, "unary", _rounds)  # type: ignore[attr-defined]
+reciprocal = _unary("reciprocal", lambda result, x, op: elementwise.reciprocal(result, x))
+copy = _unary(
+    "copy", lambda result, x, op: elementwise.tensor_copy(result, x, engine=engines.vector)
+)
+
+
+class _OperatorOnly:
+    """An operator that is no function: nl.bypass, nl.average, nl.prelu."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.nki_op = operators.BY_NAME[name]
+
+    def __repr__(self) -> str:
+        return f"nl.{self.__name__}"
+
+
+bypass, average, prelu = _OperatorOnly("bypass"), _OperatorOnly("average"), _OperatorOnly("prelu")
+for _operator in (bypass, average, prelu):
+    FUNCTIONS[_operator.__name__] = _operator
+
+
+def _periodic(name: str, shift: float) -> None:
+    def function(x: Any, dtype: Any = None) -> NkiTensor:
+        wrapped = new_tile(need_tile(name, x), float32)
+        elementwise.tensor_scalar(
+            wrapped, x, FUNCTIONS["add"], shift + math.pi, op1=FUNCTIONS["mod"],
+            operand1=2.0 * math.pi,
+        )  # fmt: skip
+        elementwise.tensor_scalar(wrapped, wrapped, FUNCTIONS["subtract"], np.float32(math.pi))
+        elementwise.tensor_scalar(
+            wrapped, wrapped, FUNCTIONS["minimum"], math.pi - 1e-6,
+            op1=FUNCTIONS["maximum"], operand1=-math.pi + 1e-6,
+        )  # fmt: skip
+        result = new_tile(x, dtype)
+        _activate(result, wrapped, FUNCTIONS["sin"])
+        return result
+
+    function.__doc__ = f"Return {name}(x) after range reduction; nl.sin is also an activation."
+    named(name, function)
+
+
+_periodic("sin", 0.0)
+_periodic("cos", math.pi / 2)
+
+
+@exported
+def tan(x: Any, dtype: Any = None) -> NkiTensor:
+    """Return sin(x) / cos(x)."""
+    top = FUNCTIONS["sin"](x, dtype=float32)
+    bottom = reciprocal(FUNCTIONS["cos"](x, dtype=float32))
+    return combine("tan", "multiply", top, bottom, x.dtype if dtype is None else dtype)
+
+
+@exported
+def where(condition: Any, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
+    """Return x where condition is nonzero, else y."""
+    condition = need_tile("where", condition)
+    tile = x if isinstance(x, NkiTensor) else y if isinstance(y, NkiTensor) else condition
+    result = new_tile(tile, dtype, condition.shape)
+    mask = FUNCTIONS["not_equal"](condition, 0.0, dtype="uint8")
+    for value, reverse in ((y, True), (x, False)):
+        if not isinstance(value, NkiTensor):
+            elementwise.tensor_copy_predicated(result, value, mask, reverse)
+            continue
+        source = stretch("where", value, condition.shape)
+        if source.dtype != result.dtype:
+            converted = new_tile(result)
+            elementwise.tensor_copy(converted, source)
+            source = converted
+        elementwise.tensor_copy_predicated(result, source, mask, reverse)
+    return result
+
+
+# Over the last free axes
+
+
+def _axes(name: str, x: NkiTensor, axis: Any) -> tuple[int, ...]:
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(sorted(a + len(x.shape) if a < 0 else a for a in axes))
+    rank = len(x.shape)
+    if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
+        raise current().error(
+            TensorShapeError,
+            f"nl.{name}: axis {axis} of {x.shape}; reduce the last contiguous free axes",
+        )
+    return axes
+
+
+def _reduced(x: NkiTensor, axes: tuple[int, ...], keepdims: bool) -> tuple[int, ...]:
+    if keepdims:
+        return tuple(1 if d in axes else s for d, s in enumerate(x.shape))
+    kept = tuple(s for d, s in enumerate(x.shape) if d not in axes)
+    return kept if len(kept) > 1 else (*kept, 1)
+
+
+def _reduce(
+    name: str, op: str, x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False
+) -> NkiTensor:
+    axes = _axes(name, need_tile(name, x), axis)
+    result = new_tile(x, dtype, _reduced(x, axes, keepdims))
+    reductions.tensor_reduce(result, FUNCTIONS[op], x, axes)
+    return result
+
+
+def _reduction(name: str, op: str) -> None:
+    def function(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+        return _reduce(name, op, x, axis, dtype, keepdims)
+
+    function.__doc__ = f"Return the {name} over the last free axes; also a reduction operator."
+    named(name, function)
+
+
+_reduction("sum", "add")
+_reduction("max", "maximum")
+_reduction("min", "minimum")
+_reduction("prod", "multiply")
+
+
+@exported
+def mean(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    """Return the mean over the last free axes."""
+    count = math.prod(x.shape[a] for a in _axes("mean", x, axis))
+    total = FUNCTIONS["sum"](x, axis, float32, keepdims)
+    result = new_tile(x, dtype, total.shape)
+    elementwise.tensor_scalar(result, total, FUNCTIONS["multiply"], 1.0 / count)
+    return result
+
+
+@exported
+def var(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+    """Return the population variance over the last free axes."""
+    apart = combine("var", "subtract", x, mean(x, axis, float32, True), float32)
+    elementwise.tensor_tensor(apart, apart, apart, FUNCTIONS["multiply"])
+    return mean(apart, axis, dtype or x.dtype, keepdims)
+
+
+def all_(x: Any, axis: Any, dtype: Any = None) -> NkiTensor:
+    """Return 1 where all elements along the axes are nonzero."""
+    truth = FUNCTIONS["not_equal"](x, 0.0, dtype=float32)
+    return _reduce("all", "minimum", truth, axis, x.dtype if dtype is None else dtype)
+
+
+@exported
+def softmax(x: Any, axis: Any = -1, dtype: Any = None) -> NkiTensor:
+    """Return softmax over the last free axes."""
+    top = FUNCTIONS["max"](x, axis, float32, True)
+    powers = FUNCTIONS["exp"](combine("softmax", "subtract", x, top, float32))
+    inverse = reciprocal(FUNCTIONS["sum"](powers, axis, float32, True))
+    return combine("softmax", "multiply", powers, inverse, x.dtype if dtype is None else dtype)
+
+
+@exported
+def rms_norm(
+    x: Any,
+    w: Any,
+    axis: Any,
+    n: int,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    compute_dtype: Any = None,
+) -> NkiTensor:
+    """Return x / sqrt(sum(x^2) / n + epsilon) * w."""
+    kind = float32 if compute_dtype is None else dtype_of(current(), compute_dtype)
+    total = FUNCTIONS["sum"](FUNCTIONS["square"](x, dtype=kind), axis, float32, True)
+    scaled = new_tile(total)
+    elementwise.tensor_scalar(
+        scaled, total, FUNCTIONS["multiply"], 1.0 / n, op1=FUNCTIONS["add"], operand1=epsilon
+    )
+    activation.activation(scaled, FUNCTIONS["rsqrt"], scaled)
+    normal = combine("rms_norm", "multiply", x, scaled, kind)
+    return combine("rms_norm", "multiply", normal, w, x.dtype if dtype is None else dtype)
+
+
+# Whole tiles
+
+EXACT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+
+
+def spread_by_product(machine: Machine, dst: NkiTensor, row: NkiTensor, copied: Any) -> None:
+    """Write one row to all partitions of dst: ones times the row, one PSUM bank at a time.
+
+    dst: (partitions, ...) and row: (1, ...) in SBUF, of one dtype of EXACT_DTYPES. copied: nl.copy.
+    """
+    key = ("ones", row.dtype.name)
+    ones = machine.identities.get(key)
+    if ones is None:  # a constant of the program, written once
+        with of_the_whole_program(machine):
+            ones = machine.identities[key] = ndarray((1, 128), row.dtype, sbuf, "broadcast_ones")
+            elementwise.memset(ones, 1.0)
+    for block in _blocks(row.shape[1:], machine.target.psum_bank_bytes_per_partition // 4):
+        where = (slice(None), *block)
+        moving = row[where]
+        wide = ndarray((dst.shape[0], *moving.shape[1:]), float32, psum, "")
+        tensor_engine.nc_matmul(wide, ones[:, : dst.shape[0]], moving, is_stationary_onezero=True)
+        activation.activation(dst[where], copied, wide)
+
+
+def _blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Yield slices that cut `shape` into blocks of at most `limit` elements."""
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    step = max(limit // inner, 1)
+    for start in range(0, shape[0], step):
+        first = slice(start, min(start + step, shape[0]))
+        for rest in _blocks(shape[1:], limit if inner > limit else inner):
+            yield (first, *rest)
+
+
+@exported
+def load(src: Any, dtype: Any = None) -> NkiTensor:
+    """Return an SBUF copy of an HBM tensor."""
+    tile = need_tile("load", src)
+    result = new_tile(tile, dtype, tile.shape if len(tile.shape) > 1 else (1, *tile.shape))
+    dma.dma_copy(result, tile)
+    return result
+
+
+@exported
+def store(dst: Any, value: Any) -> None:
+    """Copy an SBUF tile to an HBM tensor."""
+    dma.dma_copy(dst, value)
+
+
+def assign(tensor: NkiTensor, key: Any, value: Any) -> None:
+    """Do `tensor[key] = value`: a copy on chip, or a DMA when one side is in HBM."""
+    if not isinstance(value, NkiTensor):
+        raise current().error(
+            UnsupportedInstructionError,
+            f"assignment of {type(value).__name__} to a part of {tensor.name!r}; use "
+            "nisa.memset, nisa.tensor_copy or nisa.dma_copy",
+        )
+    if tensor.memory == "hbm" or value.memory == "hbm":
+        dma.dma_copy(tensor[key], value)
+    else:
+        elementwise.tensor_copy(tensor[key], value)
+
+
+@exported
+def load_transpose2d(src: Any, dtype: Any = None) -> NkiTensor:
+    """Return an SBUF tile with the transpose of a 2-D HBM tensor."""
+    tile = need_tile("load_transpose2d", src)
+    if len(tile.shape) != 2:
+        raise current().error(
+            TensorShapeError, f"nl.load_transpose2d: src {tile.shape}; it must be 2-D"
+        )
+    result = ndarray((tile.shape[1], tile.shape[0]), tile.dtype, sbuf, "")
+    dma.dma_transpose(result, tile, (1, 0))
+    return _converted(result, dtype)
+
+
+def _converted(tile: NkiTensor, dtype: Any) -> NkiTensor:
+    """Return the tile, or a copy if another dtype is asked for."""
+    return tile if dtype is None or dtype == tile.dtype else copy(tile, dtype)
+
+
+@exported
+def transpose(x: Any, dtype: Any = None) -> NkiTensor:
+    """Return the transpose of a 2-D tile, in PSUM."""
+    tile = need_tile("transpose", x)
+    result = ndarray((tile.free_size, tile.shape[0]), tile.dtype, psum, "")
+    tensor_engine.nc_transpose(result, tile, engine=engines.tensor)
+    return _converted(result, dtype and dtype_of(current(), dtype))
+
+
+@exported
+def matmul(x: Any, y: Any, transpose_x: bool = False) -> NkiTensor:
+    """Return x @ y, or x.T @ y with transpose_x, in PSUM (float32)."""
+    need_tile("matmul", x)
+    need_tile("matmul", y)
+    if not transpose_x:
+        x = copy(transpose(x))
+    result = ndarray((x.free_size, y.free_size), float32, psum, "")
+    tensor_engine.nc_matmul(result, x, y)
+    return result
+
+
+@exported
+def expand_dims(x: Any, axis: int) -> NkiTensor:
+    """Return a view with a dimension of size 1 at `axis`."""
+    return need_tile("expand_dims", x).expand_dim(axis)
+
+
+@exported
+def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
+    """Return x broadcast to `shape`, in SBUF; over partitions by TensorE, other dtypes by DMA."""
+    machine, tile, shape = current(), need_tile("broadcast_to", x), tuple(shape)
+    if len(shape) != len(tile.shape):
+        raise machine.error(
+            TensorShapeError, f"nl.broadcast_to: {tile.shape} to {shape}; keep the rank"
+        )
+    whole = True
+    if tile.shape[0] != shape[0]:
+        if tile.shape[0] != 1:
+            raise machine.error(
+                TensorShapeError, f"nl.broadcast_to: {tile.shape} to {shape} does not broadcast"
+            )
+        if tile.memory == "psum":
+            tile = copy(tile)
+        spread = new_tile(tile, None, (shape[0], *tile.shape[1:]))
+        on_chip = tile.memory == "sbuf" and tile.access().partition_start == 0
+        if on_chip and tile.dtype in EXACT_DTYPES:
+            spread_by_product(machine, spread, tile, FUNCTIONS["copy"])
+        else:
+            whole = False
+            for partition in range(shape[0]):
+                dma.dma_copy(spread[partition], tile)
+        tile = spread
+    if whole and tile.shape == shape and (dtype is None or dtype == tile.dtype):
+        return tile
+    result = new_tile(tile, dtype, shape)
+    elementwise.tensor_copy(result, stretch("broadcast_to", tile, shape))
+    return result
+
+
+@exported
+def gather_flattened(data: Any, indices: Any, axis: int = 0, dtype: Any = None) -> NkiTensor:
+    """Return data gathered along its flattened free dimensions, per partition."""
+    if axis not in (0, 1, -1):
+        raise current().error(
+            UnsupportedInstructionError, f"nl.gather_flattened: axis {axis}; only the free axis"
+        )
+    wide = indices if indices.dtype == "uint32" else copy(indices, "uint32")
+    result = ndarray(indices.shape, data.dtype, sbuf, "")
+    gather.nc_n_gather(result, data, wide)
+    return _converted(result, dtype)
+
+
+@exported
+def full(shape: Any, fill_value: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
+    """Return a tensor filled with a constant."""
+    tensor = ndarray(shape, dtype, buffer, name)
+    value = int(fill_value) if tensor.dtype.kind in ("int", "bool") else fill_value
+    if tensor.memory == "hbm":
+        _fill_hbm(tensor, value)
+    else:
+        elementwise.memset(tensor, value)
+    return tensor
+
+
+def _fill_hbm(tensor: NkiTensor, value: Any) -> None:
+    """Fill HBM from a constant tile, 128 partitions at a time."""
+    flat = tensor.reshape((tensor.size,))
+    width = min(tensor.size, 2048)
+    rows = min(128, max(tensor.size // width, 1))
+    tile = ndarray((rows, width), tensor.dtype, sbuf, "")
+    elementwise.memset(tile, value)
+    done = 0
+    while done < tensor.size:
+        left = tensor.size - done
+        whole = left >= rows * width
+        count = rows * width if whole else min(left, width)
+        dma.dma_copy(flat[done : done + count], tile if whole else tile[0:1, 0:count])
+        done += count
+
+
+@exported
+def zeros(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
+    """Return a tensor of zeros."""
+    return full(shape, 0, dtype, buffer, name)
+
+
+@exported
+def ones(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
+    """Return a tensor of ones."""
+    return full(shape, 1, dtype, buffer, name)
+
+
+def _region(x: NkiTensor, buffer: Any) -> Any:
+    if buffer is not None:
+        return buffer
+    return x.buffer if isinstance(x.buffer, MemoryRegion) else sbuf
+
+
+@exported
+def zeros_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
+    """Return zeros of the shape and dtype of x."""
+    return full(x.shape, 0, dtype or x.dtype, _region(x, buffer), name)
+
+
+@exported
+def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
+    """Return an unwritten tensor of the shape and dtype of x."""
+    return ndarray(x.shape, dtype or x.dtype, _region(x, buffer), name)
+
+
+# Random numbers
+
+
+@exported
+def rand(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
+    """Return uniform random values in [0, 1): 16 random bits each."""
+    bits = ndarray(shape, uint16, sbuf, "")
+    random_numbers.rng(bits)
+    result = ndarray(shape, dtype, buffer, name)
+    target = ndarray(shape, dtype, sbuf, "") if result.memory == "hbm" else result
+    elementwise.tensor_scalar(target, bits, FUNCTIONS["multiply"], 1.0 / 65536.0)
+    if target is not result:
+        dma.dma_copy(result, target)
+    return result
+
+
+@exported
+def random_seed(seed: Any) -> None:
+    """Seed the generator: a [1, 1] tensor or an integer."""
+    if not isinstance(seed, NkiTensor):
+        tile = ndarray((1, 1), int32, sbuf, "")
+        elementwise.memset(tile, int(seed))
+        seed = tile
+    random_numbers.set_rng_seed(seed)
+
+
+@exported
+def dropout(x: Any, rate: Any, dtype: Any = None) -> NkiTensor:
+    """Return x with elements zeroed with probability `rate`."""
+    result = ndarray(x.shape, x.dtype, sbuf, "")
+    random_numbers.dropout(result, x, rate)
+    kind = x.dtype if dtype is None else dtype_of(current(), dtype)
+    return result if kind == x.dtype else FUNCTIONS["copy"](result, kind)
